@@ -1,0 +1,31 @@
+"""Dropless mixture-of-experts training: layers, kernels and a Megatron plug-in.
+
+Importing this package loads no torch, triton or megatron; each public name is imported on first use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "1.0.0.dev0"
+
+_PUBLIC = {
+    "MoEConfig": "megablocks.config",
+    "ConfigError": "megablocks.config",
+    "Arguments": "megablocks.layers.arguments",
+    "dMoE": "megablocks.layers.dmoe",
+    "MoE": "megablocks.layers.moe",
+}
+
+__all__ = ["__version__", *_PUBLIC]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'megablocks' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

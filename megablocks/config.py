@@ -1,0 +1,207 @@
+"""The one description of a mixture-of-experts layer: frozen, validated once filled, unknown keys refused.
+
+`MoEConfig` says what a layer computes. How experts are spread over ranks (process groups) and where tensors live
+(device) are arguments of the layers, so a config is usable on a machine without a GPU and equal on every rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
+GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
+MLP_IMPLS = ("auto", "reference", "grouped")
+ROUTER_TYPES = ("topk", "expert_choice")
+SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SOFTMAX_ORDERS = ("before_topk", "after_topk")
+CAPACITY_RULES = ("megablocks", "tutel")
+LOSS_SCOPES = ("local", "global")
+
+
+class ConfigError(ValueError):
+    """A value that a config refuses. The message is one line: field, value, what is allowed."""
+
+
+def _refuse(field: str, value: object, allowed: str) -> None:
+    raise ConfigError(f"{field}={value!r}: {allowed}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """What one mixture-of-experts layer computes.
+
+    Legend: T tokens, H hidden_size, I ffn_hidden_size (width of one expert), E num_experts, K top_k.
+
+    Experts
+        hidden_size, ffn_hidden_size, num_experts: H, I and E (global, before any expert parallelism).
+        activation: one of `ACTIVATIONS`; the last three are gated (act(x·w1ᵀ) ⊙ (x·v1ᵀ)).
+        gelu_approximate: "tanh" (the field's default in MoE training) or "none" (exact, erf).
+        mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
+        output_bias: one bias (H,) shared by all experts and added after the combine (megablocks 0.10's `bias`).
+        mlp_impl: "auto" picks by device and shape; "reference" is the float32 oracle; "grouped" a grouped GEMM.
+        recompute_activation: keep the pre-activation only and recompute the activation in backward.
+        shared_expert_hidden_size: width of an expert that every token passes, None for none.
+        shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
+    Router
+        router_type: "topk" (each token picks K experts) or "expert_choice" (each expert picks T·K/E tokens).
+        score_function: "softmax" or "sigmoid" over the logits, in float32.
+        softmax_order: softmax "before_topk" (over E) or "after_topk" (over the K chosen). Ignored for sigmoid.
+        normalize_top_k: p of the p-norm by which a token's K weights are divided, None for no normalisation.
+        top_k_scaling: factor on the K weights after normalisation.
+        jitter_eps: multiply the router's input by U(1-eps, 1+eps) in training, None for off.
+        num_groups, group_top_k: group-limited top-k: only experts of the best `group_top_k` of `num_groups` groups.
+        expert_score_bias: aux-loss-free balancing: a buffer (E,) added to the scores for selection only.
+        expert_score_bias_rate: step by which that buffer moves towards balance at each update.
+        uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
+    Losses (float32, returned with the output)
+        load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
+        load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
+        z_loss_weight: coefficient of mean(logsumexp(logits)²), 0 for none.
+    Capacity (layer `MoE` only; `dMoE` never drops)
+        capacity_factor: None in a dropless layer. 0 = the fullest expert's load, nothing dropped.
+        capacity_rule: "megablocks": int(factor·K·T·ranks/E). "tutel": K·int(factor·ceil(T/E)); negative factor: the
+            smaller of the fullest expert and that capacity with |factor|.
+    Initialisation
+        init_std: std of the normal from which w1, v1 and the router are drawn.
+        output_init_std: the same for w2, None for init_std.
+    """
+
+    hidden_size: int
+    ffn_hidden_size: int
+    num_experts: int
+    top_k: int = 1
+
+    activation: str = "gelu"
+    gelu_approximate: str = "tanh"
+    mlp_bias: bool = False
+    output_bias: bool = False
+    mlp_impl: str = "auto"
+    recompute_activation: bool = False
+    shared_expert_hidden_size: int | None = None
+    shared_expert_gate: bool = False
+
+    router_type: str = "topk"
+    score_function: str = "softmax"
+    softmax_order: str = "before_topk"
+    normalize_top_k: float | None = None
+    top_k_scaling: float = 1.0
+    jitter_eps: float | None = None
+    num_groups: int | None = None
+    group_top_k: int | None = None
+    expert_score_bias: bool = False
+    expert_score_bias_rate: float = 1e-3
+    uniform_assignment: bool = False
+
+    load_balancing_loss_weight: float = 0.0
+    load_balancing_scope: str = "local"
+    z_loss_weight: float = 0.0
+
+    capacity_factor: float | None = None
+    capacity_rule: str = "megablocks"
+
+    init_std: float = 0.02
+    output_init_std: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
+            self._check_int(name, minimum=1)
+        for name in ("shared_expert_hidden_size", "num_groups", "group_top_k"):
+            if getattr(self, name) is not None:
+                self._check_int(name, minimum=1)
+        if self.top_k > self.num_experts:
+            _refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
+        for name, choices in (
+            ("activation", ACTIVATIONS),
+            ("gelu_approximate", ("tanh", "none")),
+            ("mlp_impl", MLP_IMPLS),
+            ("router_type", ROUTER_TYPES),
+            ("score_function", SCORE_FUNCTIONS),
+            ("softmax_order", SOFTMAX_ORDERS),
+            ("load_balancing_scope", LOSS_SCOPES),
+            ("capacity_rule", CAPACITY_RULES),
+        ):
+            if getattr(self, name) not in choices:
+                _refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        for name in ("mlp_bias", "output_bias", "recompute_activation", "shared_expert_gate", "expert_score_bias", "uniform_assignment"):
+            if not isinstance(getattr(self, name), bool):
+                _refuse(name, getattr(self, name), "must be True or False")
+        for name in ("load_balancing_loss_weight", "z_loss_weight", "expert_score_bias_rate", "init_std"):
+            self._check_float(name, minimum=0.0)
+        if self.output_init_std is not None:
+            self._check_float("output_init_std", minimum=0.0)
+        self._check_float("top_k_scaling", minimum=0.0, exclusive=True)
+        if self.normalize_top_k is not None:
+            self._check_float("normalize_top_k", minimum=0.0, exclusive=True)
+        if self.jitter_eps is not None:
+            self._check_float("jitter_eps", minimum=0.0)
+            if self.jitter_eps >= 1:
+                _refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
+        if self.capacity_factor is not None:
+            self._check_float("capacity_factor")
+            if self.capacity_factor < 0 and self.capacity_rule != "tutel":
+                _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
+        self._check_groups()
+        if self.router_type == "expert_choice" and self.expert_score_bias:
+            _refuse("expert_score_bias", True, "needs router_type='topk': expert choice is balanced by construction")
+        if self.shared_expert_gate and self.shared_expert_hidden_size is None:
+            _refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
+
+    def _check_int(self, name: str, minimum: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            _refuse(name, value, f"must be an integer >= {minimum}")
+
+    def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
+        value = getattr(self, name)
+        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+        if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
+            bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
+            _refuse(name, value, f"must be a finite number{bound}")
+
+    def _check_groups(self) -> None:
+        if (self.num_groups is None) != (self.group_top_k is None):
+            missing = "group_top_k" if self.group_top_k is None else "num_groups"
+            _refuse(missing, None, "num_groups and group_top_k are given together or not at all")
+        if self.num_groups is None or self.group_top_k is None:
+            return
+        if self.router_type != "topk":
+            _refuse("num_groups", self.num_groups, "needs router_type='topk'")
+        if self.num_experts % self.num_groups:
+            _refuse("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
+        if self.group_top_k > self.num_groups:
+            _refuse("group_top_k", self.group_top_k, f"must be at most num_groups={self.num_groups}")
+        reachable = self.group_top_k * (self.num_experts // self.num_groups)
+        if self.top_k > reachable:
+            _refuse("top_k", self.top_k, f"must be at most {reachable}, the experts in group_top_k={self.group_top_k} groups")
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether an expert has the second up-projection v1."""
+        return self.activation in GLU_ACTIVATIONS
+
+    def replace(self, **changes: Any) -> MoEConfig:
+        """A copy with `changes`, validated again; unknown names are refused."""
+        return type(self).from_dict({**self.to_dict(), **changes})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Field values by name, JSON-serialisable."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> MoEConfig:
+        """Build from a mapping. A key that is no field is a ConfigError that names the nearest field."""
+        import difflib
+
+        names = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, n=1)
+                _refuse(key, values[key], "no such field" + (f", did you mean {near[0]!r}?" if near else ""))
+        for field in dataclasses.fields(cls):
+            if field.default is dataclasses.MISSING and field.name not in values:
+                _refuse(field.name, None, "is required")
+        return cls(**values)
