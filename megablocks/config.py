@@ -126,7 +126,14 @@ class MoEConfig:
         ):
             if getattr(self, name) not in choices:
                 _refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
-        for name in ("mlp_bias", "output_bias", "recompute_activation", "shared_expert_gate", "expert_score_bias", "uniform_assignment"):
+        for name in (
+            "mlp_bias",
+            "output_bias",
+            "recompute_activation",
+            "shared_expert_gate",
+            "expert_score_bias",
+            "uniform_assignment",
+        ):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "must be True or False")
         for name in ("load_balancing_loss_weight", "z_loss_weight", "expert_score_bias_rate", "init_std"):
@@ -176,7 +183,8 @@ class MoEConfig:
             _refuse("group_top_k", self.group_top_k, f"must be at most num_groups={self.num_groups}")
         reachable = self.group_top_k * (self.num_experts // self.num_groups)
         if self.top_k > reachable:
-            _refuse("top_k", self.top_k, f"must be at most {reachable}, the experts in group_top_k={self.group_top_k} groups")
+            where = f"the experts in group_top_k={self.group_top_k} groups"
+            _refuse("top_k", self.top_k, f"must be at most {reachable}, {where}")
 
     @property
     def is_gated(self) -> bool:

@@ -1,6 +1,6 @@
 """Token → expert bookkeeping: `Routing` (what the router chose) and `Dispatch` (the indices every kernel shares).
 
-Legend: T tokens, H hidden, E experts, K top-k, R pairs (R = T·K for top-k; a static bound otherwise), V ≤ R valid pairs.
+Legend: T tokens, H hidden, E experts, K top-k, R pairs (T·K for top-k; a static bound otherwise), V ≤ R valid pairs.
 
 A pair is (token, expert, weight). Pairs stand in token order: pair r belongs to token[r], and token is non-decreasing.
 Expert ids outside [0, E) mean "no expert": such a pair contributes nothing anywhere, and R stays static when tokens

@@ -1,0 +1,67 @@
+# shellcheck shell=bash
+# Sourced. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies pyproject.toml's pins for those extras:
+# $PYTHON if it is set, else the active one, else .venv, which is made with a Python >= 3.12 when there is none.
+
+_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+_fits() { # PYTHON EXTRA…: silent when the pins hold, otherwise the reason on stdout
+    local python=$1
+    shift
+    "$python" "$_root/scripts/check_env.py" "$@" 2>/dev/null || {
+        local status=$?
+        [ "$status" -eq 1 ] || echo "it cannot run scripts/check_env.py"
+        return 1
+    }
+}
+
+_base_python() { # a Python >= 3.12 with venv: on PATH, else in pyenv. 3.12 first, it is what we test with.
+    local candidate
+    for candidate in python3.12 python3.13 python3.14 python3 python \
+        "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.{12,13,14}*/bin/python; do
+        # Asked for its own path, a pyenv shim names the interpreter behind it and fails when there is none.
+        "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12)) or print(sys.executable)' \
+            2>/dev/null && return 0
+    done
+    return 1
+}
+
+_make_env() { # EXTRA…: .venv with this checkout installed in place
+    local base extras
+    extras=$(IFS=, && echo "$*")
+    if base=$(_base_python); then
+        echo "env: making $_root/.venv with $base" >&2
+        "$base" -m venv --clear "$_root/.venv" || return 1
+    elif command -v uv >/dev/null; then
+        echo "env: making $_root/.venv with uv" >&2
+        uv venv --quiet --clear --seed --python 3.12 "$_root/.venv" || return 1
+    else
+        echo "env: no Python >= 3.12 on PATH or in pyenv, and no uv: install one (\"pyenv install 3.12\" or \"pip install uv\") and run this again" >&2
+        return 1
+    fi
+    echo "env: installing megablocks[$extras] (torch is a download of some gigabytes)" >&2
+    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "${_root}[$extras]" >&2 || {
+        echo "env: pip could not install megablocks[$extras] into $_root/.venv; its message stands above" >&2
+        return 1
+    }
+}
+
+use_env() {
+    local reason active
+    if [ -n "${PYTHON:-}" ]; then
+        reason=$(_fits "$PYTHON" "$@") && return 0
+        echo "env: PYTHON=$PYTHON does not fit: $reason; install it there, or unset PYTHON to have .venv made" >&2
+        return 1
+    fi
+    for active in python3 python "$_root/.venv/bin/python"; do
+        if command -v "$active" >/dev/null && _fits "$active" "$@" >/dev/null; then
+            PYTHON=$(command -v "$active")
+            return 0
+        fi
+    done
+    _make_env "$@" || return 1
+    PYTHON=$_root/.venv/bin/python
+    reason=$(_fits "$PYTHON" "$@") || {
+        echo "env: $_root/.venv does not fit after its installation: $reason" >&2
+        return 1
+    }
+}

@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# The checks, then the tests. Usage: scripts/test.sh [--all] [pytest arguments]
+#   --all      the slow tests too
+#   DRY_RUN=1  print the commands alone
+#   WORKERS=N  pytest workers (default 2)
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+args=(-n "${WORKERS:-2}" --dist loadgroup -q -r fE)
+if [ "${1:-}" = "--all" ]; then
+    shift
+    args+=(-m "slow or not slow")
+fi
+args+=("$@")
+if [ "${DRY_RUN:-0}" = 1 ]; then
+    printf 'bash scripts/check.sh\npython -m pytest'
+    printf ' %q' "${args[@]}"
+    echo
+    exit 0
+fi
+
+source scripts/env.sh
+use_env megatron dev
+export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+status=0
+bash scripts/check.sh || status=1
+# pytest comes last, so that its summary line ends the output.
+"$PYTHON" -m pytest "${args[@]}" || status=$?
+exit "$status"
