@@ -19,7 +19,7 @@ _base_python() { # a Python >= 3.12 with venv: on PATH, else in pyenv. 3.12 firs
     for candidate in python3.12 python3.13 python3.14 python3 python \
         "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.{12,13,14}*/bin/python; do
         # Asked for its own path, a pyenv shim names the interpreter behind it and fails when there is none.
-        "$candidate" -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 12)) or print(sys.executable)' \
+        "$candidate" -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 12); print(sys.executable)' \
             2>/dev/null && return 0
     done
     return 1
