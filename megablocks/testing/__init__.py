@@ -1,0 +1,1 @@
+"""Helpers for tests of this package and of programs that build on it; nothing in the package imports them."""
