@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Transformer-XL: the dense GPT of 1315M parameters that the MoEs are compared with. 8 GPUs.
+# Usage: gpt2_1315m_8gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
+set -euo pipefail
+source "$(dirname "$0")/../common.sh"
+STEPS=${2:-${STEPS:-100000}} NGPU=${NGPU:-8}
+
+launch "${1:?EXP_DIR, the folder of this run, is missing}" "${PUBLISHED[@]}" \
+    --num-layers 24 --hidden-size 2048 --num-attention-heads 16 \
+    --micro-batch-size 16 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
+    --lr 4e-4 --min-lr 4e-5 --bf16

@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Transformer-Medium: the dense GPT of 356M parameters that the MoEs are compared with. 1 GPU.
+# Usage: gpt2_356m_1gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
+set -euo pipefail
+source "$(dirname "$0")/../common.sh"
+STEPS=${2:-${STEPS:-100000}} NGPU=${NGPU:-1}
+
+launch "${1:?EXP_DIR, the folder of this run, is missing}" "${PUBLISHED[@]}" \
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \
+    --micro-batch-size 16 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
+    --lr 1.5e-4 --min-lr 1e-5 --init-method-std 0.01 --fp16

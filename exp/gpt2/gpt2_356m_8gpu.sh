@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Transformer-Medium: the dense GPT of 356M parameters that the MoEs are compared with. 8 GPUs.
+# Usage: gpt2_356m_8gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
+set -euo pipefail
+source "$(dirname "$0")/../common.sh"
+STEPS=${2:-${STEPS:-100000}} NGPU=${NGPU:-8}
+
+launch "${1:?EXP_DIR, the folder of this run, is missing}" "${PUBLISHED[@]}" \
+    --num-layers 24 --hidden-size 1024 --num-attention-heads 16 \
+    --micro-batch-size 32 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
+    --lr 6e-4 --min-lr 6e-5 --init-method-std 0.01 --bf16

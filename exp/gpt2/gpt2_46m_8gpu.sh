@@ -1,0 +1,11 @@
+#!/usr/bin/env bash
+# Transformer-XS: the dense GPT of 46M parameters that the MoEs are compared with. 8 GPUs.
+# Usage: gpt2_46m_8gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
+set -euo pipefail
+source "$(dirname "$0")/../common.sh"
+STEPS=${2:-${STEPS:-100000}} NGPU=${NGPU:-8}
+
+launch "${1:?EXP_DIR, the folder of this run, is missing}" "${PUBLISHED[@]}" \
+    --num-layers 6 --hidden-size 512 --num-attention-heads 8 \
+    --micro-batch-size 64 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
+    --lr 6e-4 --min-lr 6e-5 --init-method-std 0.01 --bf16
