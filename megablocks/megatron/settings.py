@@ -1,72 +1,90 @@
-"""What a MegaBlocks layer needs to know that Megatron's TransformerConfig does not say.
+"""What our layers need to know beyond Megatron's TransformerConfig, and how they learn it.
 
-The training driver makes one `--megablocks-*` flag of each field and stores the settings on the TransformerConfig as
-attribute `megablocks`; under Megatron-LM's own pretrain_gpt.py (`--spec`), which takes no flags of ours, the same names
-are read from the environment: `MEGABLOCKS_CAPACITY_FACTOR=1.5`.
+The driver generates its `--megablocks-*` flags from the dataclass and stores the result on the TransformerConfig as
+the attribute `megablocks`. Where nothing stored it (Megatron-LM's own pretrain_gpt.py with `--spec`), environment
+variables of the same names fill it: MEGABLOCKS_CAPACITY_FACTOR=1.25.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import CAPACITY_RULES, LOSS_SCOPES, MLP_IMPLS, ROUTER_TYPES, ConfigError
+from megablocks.config import CAPACITY_RULES, MLP_IMPLS, ROUTER_TYPES, ConfigError
 
-LAYERS = ("megablocks", "megatron", "tutel")
+LAYERS = ("megablocks", "experts", "megatron", "tutel")
+ATTENTIONS = ("sdpa", "megatron")
+ENV_PREFIX = "MEGABLOCKS_"
 
 
-def _setting(default: Any, help: str, choices: tuple[str, ...] | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+    return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegaBlocksSettings:
-    """Frozen; checked by `from_env`, by the driver's flags and, as part of a `MoEConfig`, by its own rules."""
+    """Each field's metadata holds its help text and its choices; flags are generated from them."""
 
-    layer: str = _setting("megablocks", "whose expert layer: ours, Megatron's own, or Tutel's (if installed)", LAYERS)
-    mlp_impl: str = _setting("auto", "how the experts are computed", MLP_IMPLS)
-    router_type: str = _setting("topk", "who chooses: the token its experts, or the expert its tokens", ROUTER_TYPES)
-    normalize_top_k: float | None = _setting(None, "p of the p-norm by which a token's top-k weights are divided")
-    load_balancing_scope: str = _setting(
-        "local", "load-balancing loss over a rank's micro-batch, or over all data-parallel ranks", LOSS_SCOPES
+    layer: str = _option(
+        "megablocks",
+        "mixture-of-experts layer: ours; Megatron's MoELayer with our experts; Megatron's own; Tutel's own where the "
+        "package tutel is installed, otherwise ours with Tutel's capacity rule",
+        LAYERS,
     )
-    uniform_assignment: bool = _setting(False, "replace the router's choice by round robin, for benchmarks")
-    capacity_factor: float | None = _setting(
-        None, "expert capacity; unset: dropless; 0: the fullest expert's load; < 0 (tutel): the smaller of both"
+    mlp_impl: str = _option("auto", "how the experts are computed", MLP_IMPLS)
+    router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
+    normalize_top_k: float | None = _option(
+        None, "p of the p-norm that divides a token's weights (softmax before top-k only); Megatron's own rule if unset"
     )
-    capacity_rule: str = _setting("megablocks", "whose capacity formula", CAPACITY_RULES)
-    recompute_activation: bool = _setting(False, "recompute the expert activation in backward instead of saving it")
-    output_bias: bool = _setting(False, "one bias added after the experts are combined (megablocks 0.10's `bias`)")
+    capacity_factor: float | None = _option(
+        None, "drop tokens beyond this many times an expert's fair share; 0: the fullest expert's load; unset: dropless"
+    )
+    capacity_rule: str = _option("megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES)
+    recompute_activation: bool = _option(False, "recompute the experts' activation in backward instead of storing it")
+    attention: str = _option("sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS)
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
-            choices = f.metadata["choices"]
-            if choices and getattr(self, f.name) not in choices:
-                raise ConfigError(f"{f.name}={getattr(self, f.name)!r}: must be one of {', '.join(choices)}")
+            value, choices = getattr(self, f.name), f.metadata["choices"]
+            if choices is not None and value not in choices:
+                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
+        if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
+            raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> MegaBlocksSettings:
-        """Read `MEGABLOCKS_<FIELD>` variables; absent ones keep their default, malformed ones are a ConfigError."""
-        environ = os.environ if environ is None else environ
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
+        """Read MEGABLOCKS_<FIELD> for each field. A value of the wrong type is a ConfigError that names the variable."""
+        hints = typing.get_type_hints(cls)
         values = {}
         for f in dataclasses.fields(cls):
-            name = f"MEGABLOCKS_{f.name.upper()}"
+            name = ENV_PREFIX + f.name.upper()
             if name in environ:
-                values[f.name] = _parse(name, environ[name], str(f.type))
+                values[f.name] = _parse(name, environ[name], hints[f.name])
         return cls(**values)
 
 
-def _parse(name: str, text: str, annotation: str) -> Any:
-    if annotation == "bool":
+def _parse(name: str, text: str, hint: Any) -> Any:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in kinds and text.lower() in ("", "none"):
+        return None
+    if bool in kinds:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name}={text!r}: must be 0, 1, true or false")
         return text.lower() in ("1", "true")
-    if annotation.startswith("float"):
+    if float in kinds:
         try:
             return float(text)
         except ValueError:
             raise ConfigError(f"{name}={text!r}: must be a number") from None
     return text
+
+
+def settings_of(config: Any) -> MegaBlocksSettings:
+    """The settings stored on a TransformerConfig (attribute `megablocks`), else those of the environment."""
+    stored = getattr(config, "megablocks", None)
+    return stored if stored is not None else MegaBlocksSettings.from_env()

@@ -1,0 +1,98 @@
+"""Core attention through torch's scaled_dot_product_attention, for Megatron without Transformer Engine.
+
+Megatron's own fallback builds the (batch·heads, S, S) scores in memory. Here, without a mask, a causal layer runs the
+fused causal kernel. A mask that is given is honoured as it is: with `--reset-attention-mask` it is more than causal,
+and telling the two apart would cost a host synchronisation. Pass `--no-create-attention-mask-in-dataloader` where
+attention is plainly causal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+_CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+
+
+class SDPAttention(MegatronModule):
+    """Attention over heads that are already projected; the arguments are those of Megatron's DotProductAttention.
+
+    Use `supports(config)` first: context parallelism, sliding windows and softmax sinks need other modules.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__(config=config)
+        assert supports(config), "specs keep Megatron's own attention for such a config"
+        self.attn_mask_type = attn_mask_type
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        # apply_query_key_layer_scaling divides the scores by the layer number and multiplies the softmax's input by it,
+        # against fp16 overflow in the scores: the value is the same, and the fused kernel keeps scores in float32.
+        self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object | None = None,
+    ) -> Tensor:
+        """Attend.
+
+        Args:
+            query: (S, B, N, D), N heads on this rank. key, value: (S_k, B, G, D), N divisible by G groups.
+            attention_mask: bool, broadcastable to (B, N, S, S_k), True = must not attend; None = by the mask type.
+
+        Returns:
+            (S, B, N·D).
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            name = "packed_seq_params" if packed_seq_params is not None else "attention_bias"
+            raise ValueError(f"{name} is given: attention without Transformer Engine supports None only")
+        mask_type = attn_mask_type or self.attn_mask_type
+        seq, seq_k = query.shape[0], key.shape[0]
+        causal = mask_type in _CAUSAL and seq > 1
+        query, key, value = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        keep = None if attention_mask is None else ~attention_mask
+        if causal and (seq != seq_k or (keep is not None and mask_type is AttnMaskType.padding_causal)):
+            lower = torch.ones(seq, seq_k, dtype=torch.bool, device=query.device).tril(seq_k - seq)
+            keep = lower if keep is None else keep & lower
+        if query.shape[1] != key.shape[1]:
+            # Not enable_gqa: with a mask it leaves only the kernel that stores all scores.
+            groups = query.shape[1] // key.shape[1]
+            key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
+        dropout = self.dropout if self.training else 0.0
+        # Under sequence parallelism the transformer block has entered the fork already.
+        fork = dropout > 0 and not self.config.sequence_parallel
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
+            out = F.scaled_dot_product_attention(
+                query, key, value, attn_mask=keep, dropout_p=dropout, is_causal=causal and keep is None, scale=self.scale
+            )
+        return out.permute(2, 0, 1, 3).reshape(seq, out.shape[0], -1)
+
+
+def supports(config: TransformerConfig) -> bool:
+    """Whether SDPAttention computes what `config` asks for."""
+    return config.context_parallel_size == 1 and config.window_size is None and config.softmax_type == "vanilla"

@@ -1,0 +1,45 @@
+"""LayerNorm and RMSNorm for Megatron without Transformer Engine or apex.
+
+Megatron's own fallback (`WrappedTorchNorm`) refuses sequence parallelism and zero-centred weights. Under sequence
+parallelism every tensor-parallel rank normalises its own part of the sequence, so the gradients of the norm's
+parameters are partial sums; marking the parameters `sequence_parallel` makes Megatron add them up.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megablocks.config import ConfigError
+
+
+class Norm(torch.nn.Module):
+    """Normalises (…, H) over H; `config.normalization` says how. Parameters `weight` (H,) and, for LayerNorm, `bias` (H,).
+
+    Takes the arguments of Megatron's LayerNormBuilder. `persist_layer_norm` chooses an apex kernel and is ignored.
+    Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        if config.normalization not in ("LayerNorm", "RMSNorm"):
+            raise ConfigError(f"normalization={config.normalization!r}: must be LayerNorm or RMSNorm")
+        self.normalized_shape = (hidden_size,)
+        self.eps = eps
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.zero_centered else torch.ones
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(initial(hidden_size, dtype=config.params_dtype, device=device))
+        self.bias: torch.nn.Parameter | None = None
+        if config.normalization == "LayerNorm":
+            self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype, device=device))
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight + 1 if self.zero_centered else self.weight
+        if self.bias is None:
+            return F.rms_norm(x, self.normalized_shape, weight, self.eps)
+        return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
