@@ -45,6 +45,7 @@ class MegaBlocksSettings:
         None, "drop tokens beyond this many times an expert's fair share; 0: the fullest expert's load; unset: dropless"
     )
     capacity_rule: str = _option("megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES)
+    uniform_assignment: bool = _option(False, "replace the router's choice by round robin, for benchmarks")
     recompute_activation: bool = _option(False, "recompute the experts' activation in backward instead of storing it")
     attention: str = _option("sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS)
 
