@@ -1,0 +1,192 @@
+"""Megatron's indexed data set: `<prefix>.bin` (token ids back to back) and `<prefix>.idx` (where each sequence lies).
+
+    .idx   magic (9 bytes) · version u64 = 1 · dtype code u8 · S u64 · D+1 u64
+           lengths i32 (S) · pointers i64 (S), bytes into .bin · documents i64 (D+1), sequence index of each start, then S
+
+S sequences, D documents; little-endian. We write one sequence a document. The writer is ours because it needs numpy
+alone, and the reader because Megatron's trusts the file: with mmap off it returns uninitialised memory for a truncated
+.bin, and it never looks at the pointers. Source: megatron.core.datasets.indexed_dataset (0.19.2).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+HEADER = struct.Struct("<9sQBQQ")
+DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
+_CODES = {name: code for code, name in DTYPES.items()}
+_CHUNK = 1 << 24
+
+
+class DataError(ValueError):
+    """A data file that is not what it must be. The message is one line that names the file."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """The dtype Megatron itself picks for a vocabulary: uint16 below 65500 ids, else int32."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.bin")
+
+
+def idx_path(prefix: str | Path) -> Path:
+    return Path(f"{prefix}.idx")
+
+
+class IndexedWriter:
+    """Writes one data set, a document a call; `close` writes the index and flushes both files to the disk."""
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
+        self.prefix = prefix
+        self.dtype = np.dtype(dtype)
+        self._lengths: list[int] = []
+        self._bin = open(bin_path(prefix), "wb")
+
+    def add(self, tokens: np.ndarray) -> None:
+        """Append one document, `tokens` (n,) of any integer dtype whose values fit."""
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
+        self._lengths.append(int(tokens.size))
+
+    def close(self) -> None:
+        _flush(self._bin)
+        self._bin.close()
+        lengths = np.asarray(self._lengths, dtype="<i4")
+        with open(idx_path(self.prefix), "wb") as stream:
+            stream.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype.name], lengths.size, lengths.size + 1))
+            stream.write(lengths.tobytes())
+            stream.write(_starts(lengths, self.dtype.itemsize).tobytes())
+            stream.write(np.arange(lengths.size + 1, dtype="<i8").tobytes())
+            _flush(stream)
+
+
+def _flush(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+
+
+def _starts(lengths: np.ndarray, itemsize: int) -> np.ndarray:
+    """Byte offset (S,) of each sequence when they lie back to back, which is the only layout Megatron writes."""
+    starts = np.zeros(lengths.size, dtype="<i8")
+    np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
+    return starts * itemsize
+
+
+@dataclass(frozen=True)
+class Index:
+    """A checked `.idx`: dtype of the tokens, lengths (S,) int32 in tokens, documents (D+1,) int64."""
+
+    dtype: np.dtype
+    lengths: np.ndarray
+    documents: np.ndarray
+
+    @property
+    def tokens(self) -> int:
+        return int(self.lengths.sum(dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a full pass over one data set found: counts, and the SHA-256 of both files."""
+
+    documents: int
+    tokens: int
+    dtype: str
+    sha256: dict[str, str]
+
+
+def read_index(prefix: str | Path) -> Index:
+    """Read and check `<prefix>.idx` against itself and against the size of `<prefix>.bin`.
+
+    Raises:
+        DataError: a missing, truncated or garbled index, a wrong version or dtype, negative lengths, pointers that
+            are not the running sum of the lengths, or a .bin that is shorter or longer than the index says.
+    """
+    path, data = idx_path(prefix), bin_path(prefix)
+    for file in (path, data):
+        if not file.is_file():
+            raise DataError(f"{file}: no such file")
+    raw = path.read_bytes()
+    if len(raw) < HEADER.size:
+        raise DataError(f"{path}: truncated: {len(raw)} bytes, the header alone has {HEADER.size}")
+    magic, version, code, sequences, boundaries = HEADER.unpack_from(raw)
+    if magic != MAGIC:
+        raise DataError(f"{path}: not a Megatron index: it begins with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise DataError(f"{path}: index version {version}, this reader knows version {VERSION}")
+    if code not in DTYPES:
+        raise DataError(f"{path}: token dtype code {code}, must be one of {', '.join(map(str, DTYPES))}")
+    expected = HEADER.size + 12 * sequences + 8 * boundaries
+    if len(raw) != expected:
+        kind = "truncated" if len(raw) < expected else "garbled"
+        raise DataError(f"{path}: {kind}: {len(raw)} bytes, {sequences} sequences need {expected}")
+    dtype = np.dtype(DTYPES[code])
+    lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size)
+    pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
+    documents = np.frombuffer(raw, "<i8", boundaries, HEADER.size + 12 * sequences)
+    if sequences and int(lengths.min()) < 0:
+        at = int(lengths.argmin())
+        raise DataError(f"{path}: sequence {at} has the negative length {int(lengths[at])}")
+    wrong = np.flatnonzero(pointers != _starts(lengths, dtype.itemsize))
+    if wrong.size:
+        at = int(wrong[0])
+        raise DataError(
+            f"{path}: the pointer of sequence {at} is {int(pointers[at])}, "
+            f"the lengths before it say {int(_starts(lengths, dtype.itemsize)[at])}"
+        )
+    ends = boundaries and documents[0] == 0 and documents[-1] == sequences
+    if not ends or np.any(np.diff(documents) < 0):
+        raise DataError(f"{path}: document boundaries must rise from 0 to the {sequences} sequences")
+    index = Index(dtype, lengths, documents)
+    have, need = data.stat().st_size, index.tokens * dtype.itemsize
+    if have != need:
+        kind = "truncated" if have < need else "longer than its index"
+        raise DataError(f"{data}: {kind}: {have} bytes, {path.name} describes {need}")
+    return index
+
+
+def check_dataset(prefix: str | Path, vocab_size: int | None = None) -> Report:
+    """Everything `read_index` checks, then one pass over the tokens: ids in [0, vocab_size) and the files' hashes.
+
+    Raises:
+        DataError: as `read_index`, and for an empty data set or a token id outside the vocabulary.
+    """
+    index = read_index(prefix)
+    path = bin_path(prefix)
+    if not index.tokens:
+        raise DataError(f"{path}: holds no tokens")
+    digest, position = hashlib.sha256(), 0
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+            ids = np.frombuffer(chunk, index.dtype)
+            low, high = int(ids.min()), int(ids.max())
+            if low < 0 or (vocab_size is not None and high >= vocab_size):
+                bad = (ids < 0) if low < 0 else (ids >= vocab_size)
+                at = int(np.flatnonzero(bad)[0])
+                raise DataError(
+                    f"{path}: token {position + at} has the id {int(ids[at])}, "
+                    f"outside the vocabulary of {vocab_size if vocab_size is not None else 'non-negative'} ids"
+                )
+            position += ids.size
+    hashes = {path.name: digest.hexdigest(), idx_path(prefix).name: sha256_of(idx_path(prefix))}
+    return Report(index.documents.size - 1, index.tokens, index.dtype.name, hashes)
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as stream:
+        while chunk := stream.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()

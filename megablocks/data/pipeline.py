@@ -1,0 +1,155 @@
+"""Documents to token files by many processes; the result does not depend on how many.
+
+Documents travel in batches in the source's order and come back in that order; each is tokenised by itself.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
+from megablocks.data.sources import Source, is_text
+from megablocks.data.tokenizers import Tokenizer, TokenizerSpec
+
+_BATCH_BYTES = 1 << 20
+_BATCH_DOCUMENTS = 256
+
+Raw = tuple[int, str, bytes]  # index of the source, key, contents
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One document: its tokens with the end-of-document id last, or None when it was empty or no text."""
+
+    key: str
+    digest: bytes
+    tokens: np.ndarray | None
+
+
+class Encoder:
+    """What each worker holds: the sources (to decode their documents) and the tokenizer."""
+
+    def __init__(self, folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
+        self._tokenizer = Tokenizer(folder, spec)
+        self._sources = sources
+        self._dtype = token_dtype(spec.vocab_size)
+
+    def encode(self, batch: list[Raw]) -> list[Encoded]:
+        return [self._document(*raw) for raw in batch]
+
+    def _document(self, source: int, key: str, raw: bytes) -> Encoded:
+        digest = hashlib.sha256(raw).digest()
+        text = self._sources[source].text(key, raw) if is_text(raw) else ""
+        # Strings with lone surrogates (legal in JSON) are no Unicode text; the tokenizers refuse them.
+        ids = self._tokenizer.encode(text.encode("utf-8", "replace").decode("utf-8")) if text else []
+        if not ids:
+            return Encoded(key, digest, None)
+        return Encoded(key, digest, np.asarray([*ids, self._tokenizer.spec.eod], dtype=self._dtype))
+
+
+_encoder: Encoder | None = None
+
+
+def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
+    global _encoder
+    _encoder = Encoder(folder, spec, sources)
+    # A pool's workers wait on a pipe whose other end they hold themselves: without this they outlive a killed parent.
+    parent = multiprocessing.parent_process()
+    assert parent is not None, "runs in a worker"
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+
+
+def _encode_in_worker(batch: list[Raw]) -> list[Encoded]:
+    assert _encoder is not None, "the pool's initializer ran"
+    return _encoder.encode(batch)
+
+
+def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
+    batch: list[Raw] = []
+    size = 0
+    for raw in raws:
+        batch.append(raw)
+        size += len(raw[2])
+        if size >= _BATCH_BYTES or len(batch) >= _BATCH_DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def encode_all(
+    raws: Iterable[Raw], folder: Path, spec: TokenizerSpec, sources: list[Source], workers: int
+) -> Iterator[Encoded]:
+    """Tokenise every document, in order, in this process (`workers` = 1) or by a pool."""
+    if workers == 1:
+        encoder = Encoder(folder, spec, sources)
+        for batch in _batches(raws):
+            yield from encoder.encode(batch)
+        return
+    # spawn: a forked child would inherit the locks of whatever threads run here (the tokenizer's, the progress bar's).
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, context, _start_worker, (folder, spec, sources)) as pool:
+        pending: deque[Future[list[Encoded]]] = deque()
+        try:
+            for batch in _batches(raws):
+                pending.append(pool.submit(_encode_in_worker, batch))
+                if len(pending) >= 3 * workers:
+                    yield from pending.popleft().result()
+            while pending:
+                yield from pending.popleft().result()
+        except BrokenProcessPool:
+            raise DataError(f"{folder}: a worker died, most often for want of memory: use fewer --workers") from None
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@dataclass
+class SplitWriter:
+    """One split's files and what is counted on the way."""
+
+    folder: Path
+    name: str
+    vocab_size: int
+    documents: int = 0
+    tokens: int = 0
+    histogram: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.histogram = np.zeros(self.vocab_size, dtype=np.int64)
+        self._writer = IndexedWriter(self.folder / self.name, token_dtype(self.vocab_size))
+
+    def add(self, tokens: np.ndarray) -> None:
+        self._writer.add(tokens)
+        self.documents += 1
+        self.tokens += int(tokens.size)
+        self.histogram += np.bincount(tokens, minlength=self.vocab_size)
+
+    def close(self) -> dict[str, int]:
+        self._writer.close()
+        return {"documents": self.documents, "tokens": self.tokens}
+
+
+def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:
+    """Entropies in nats per token from token counts (V,).
+
+    `valid_entropy` is the validation tokens' own unigram entropy: the least loss that any model without context can
+    reach on them. `valid_cross_entropy` is the loss of the training tokens' unigram, each count raised by one.
+    """
+    p = valid[valid > 0] / valid.sum()
+    smoothed = np.log((train + 1) / (train.sum() + train.size))
+    return {
+        "valid_entropy": round(float(-(p * np.log(p)).sum()), 9),
+        "valid_cross_entropy": round(float(-(valid @ smoothed) / valid.sum()), 9),
+    }
