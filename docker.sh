@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# The image with this checkout's parent folder (data sets beside it included) at /mount, all GPUs, the host's shared memory.
+# Usage: docker.sh [COMMAND…]     DRY_RUN=1 prints the docker command alone.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+command=(docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864
+    -v "$(dirname "$here"):/mount" -w "/mount/$(basename "$here")" "${IMAGE:-megablocks-dev}" "$@")
+if [ "${DRY_RUN:-0}" = 1 ]; then
+    printf '%q ' "${command[@]}"
+    echo
+    exit 0
+fi
+command -v docker >/dev/null || {
+    echo "docker.sh: docker is not installed; without it run the scripts of exp/ directly" >&2
+    exit 1
+}
+exec "${command[@]}"

@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Show that each test turns red when what it names is broken. Usage: scripts/mutants.sh [ID…]     (default: all)
+# tests/mutants/<ID>.patch (or <ID>-b.patch) breaks one behaviour; in a scratch copy with it, test_<ID>_* must fail.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+source scripts/env.sh
+use_env megatron dev
+
+patches=()
+for id in "$@"; do
+    mapfile -t -O ${#patches[@]} patches < <(compgen -G "tests/mutants/$id.patch" || true; compgen -G "tests/mutants/$id-*.patch" || true)
+done
+[ $# -gt 0 ] || mapfile -t patches < <(compgen -G 'tests/mutants/*.patch')
+[ ${#patches[@]} -gt 0 ] || {
+    echo "mutants: no patch in tests/mutants for: ${*:-any ID}" >&2
+    exit 1
+}
+
+scratch=$(mktemp -d)
+trap 'rm -rf "$scratch"' EXIT
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH=. PYTHONDONTWRITEBYTECODE=1
+survivors=0
+printf '%-12s %-10s %8s  %s\n' mutant verdict seconds detail
+for patch in "${patches[@]/#/$PWD/}"; do
+    mutant=$(basename "$patch" .patch)
+    tree=$scratch/$mutant
+    mkdir "$tree"
+    git ls-files --cached --others --exclude-standard -z | xargs -0 cp --parents -t "$tree"
+    start=$SECONDS
+    status=0
+    detail=$(cd "$tree" && git apply "$patch" && "$PYTHON" -m pytest -p no:cacheprovider -q --tb=no -r fE -x \
+        -m "slow or not slow" -k "test_${mutant%%-*}_" tests 2>&1 | grep -E '^(FAILED|ERROR) |^no tests| passed' | tail -n 1
+    exit "${PIPESTATUS[0]}") || status=$?
+    # pytest: 1 is "a test failed"; everything else (all passed, nothing collected, broken patch) proves nothing.
+    if [ "$status" -eq 1 ] && [[ $detail == FAILED* ]]; then
+        verdict=killed
+    else
+        verdict=SURVIVED
+        survivors=$((survivors + 1))
+    fi
+    printf '%-12s %-10s %8d  %s\n' "$mutant" "$verdict" $((SECONDS - start)) "${detail:0:120}"
+    rm -rf "$tree"
+done
+echo "mutants: ${#patches[@]} run, $survivors survived"
+[ "$survivors" -eq 0 ]
