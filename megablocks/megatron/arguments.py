@@ -180,7 +180,7 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
             twin = twin[0]
         if alias.dest in explicit and not (isinstance(twin, (int, float)) and math.isclose(twin, value)):
             raise ConfigError(
-                f"{name}={getattr(args, name)}: sets {alias.dest}={value:g}, and {_flag(alias.dest)} {twin} is given too"
+                f"{name}={getattr(args, name)}: sets {alias.dest}={value:g}, and {_flag(alias.dest)} {twin} is given"
             )
         setattr(args, alias.dest, value)
         explicit.add(alias.dest)

@@ -1,0 +1,82 @@
+"""What a run ran on: versions, devices, commit and command, for env.txt in the run folder and for bug reports.
+
+`python -m megablocks.monitor.env_report` prints it. Works without torch.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+PACKAGES = (
+    "megablocks",
+    "torch",
+    "triton",
+    "megatron-core",
+    "transformer-engine",
+    "apex",
+    "tutel",
+    "numpy",
+    "sentencepiece",
+    "transformers",
+    "tensorboard",
+    "wandb",
+)
+VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _git(*args: str) -> str:
+    try:
+        root = Path(__file__).resolve().parent
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def commit() -> str:
+    """The commit of the checkout that this package lies in, "+changes" where files differ, "unknown" outside git."""
+    head = _git("rev-parse", "HEAD")
+    if not head:
+        return "unknown"
+    return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+
+
+def _devices() -> list[str]:
+    try:
+        import torch
+    except ImportError:
+        return []
+    lines = [f"torch CUDA: {torch.version.cuda or 'none'}"]
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        lines.append(f"GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
+    return lines
+
+
+def env_report(argv: Sequence[str] | None = None) -> str:
+    """A text of `name: value` lines. argv: the command to record, default this process's."""
+    command = shlex.join(sys.orig_argv if argv is None else argv)
+    lines = [f"command: {command}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
+    lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
+    lines += [f"{package}: {_version(package)}" for package in PACKAGES]
+    lines += _devices()
+    lines += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(env_report())

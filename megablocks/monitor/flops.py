@@ -1,0 +1,93 @@
+"""Model FLOPs of a GPT, dense or mixture-of-experts, and the peak rate of known GPUs: what MFU is made of.
+
+Counted are the matrix products a model needs, at 2 FLOPs a multiply-add, three times for forward + backward: attention
+projections, causal attention (half of S²), router, the top-k experts and shared experts that a token visits, logits.
+Recomputed activations, padding and dropped tokens are not model FLOPs. Megatron's `num_floating_point_operations`
+counts the same but for the router.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTShape:
+    """Sizes that fix a GPT's FLOPs. Widths are per expert; `gated` MLPs have three products instead of two."""
+
+    num_layers: int
+    hidden_size: int
+    seq_length: int
+    vocab_size: int
+    num_attention_heads: int
+    head_dim: int
+    num_query_groups: int | None = None
+    ffn_hidden_size: int = 0
+    gated: bool = False
+    num_moe_layers: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+    moe_ffn_hidden_size: int = 0
+    shared_expert_hidden_size: int = 0
+
+
+def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
+    """FLOPs of one token's forward pass, by part."""
+    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
+    groups = shape.num_query_groups or shape.num_attention_heads
+    products = 3 if shape.gated else 2
+    dense_layers = shape.num_layers - shape.num_moe_layers
+    moe = shape.num_moe_layers
+    return {
+        "attention_projections": shape.num_layers * 2.0 * hidden * (2 * query + 2 * groups * shape.head_dim),
+        "attention": shape.num_layers * 2.0 * shape.seq_length * query,  # 2 products · 2 FLOPs · S/2 keys on average
+        "mlp": dense_layers * 2.0 * products * hidden * shape.ffn_hidden_size,
+        "router": moe * 2.0 * hidden * shape.num_experts,
+        "experts": moe * 2.0 * products * hidden * shape.moe_ffn_hidden_size * shape.top_k,
+        "shared_experts": moe * 2.0 * products * hidden * shape.shared_expert_hidden_size,
+        "logits": 2.0 * hidden * shape.vocab_size,
+    }
+
+
+def training_flops_per_token(shape: GPTShape) -> float:
+    """FLOPs of forward and backward for one token: backward has two products for each of the forward."""
+    return 3 * sum(forward_flops_per_token(shape).values())
+
+
+PEAK_BF16_TFLOPS = (
+    ("GB200", 2500.0),
+    ("B200", 2250.0),
+    ("GH200", 989.4),
+    ("H200", 989.4),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("L40S", 362.05),
+    ("A40", 149.7),
+    ("V100", 125.0),
+)
+"""Dense (not sparse) bf16 TFLOP/s by a part of the device name, first match wins (V100: fp16). NVIDIA data sheets."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense 16-bit FLOP/s of a GPU by its name, None where unknown: no MFU is better than a wrong one.
+
+    A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") has part of the device, so it counts as unknown.
+    """
+    if " MIG " in f" {device_name} ":
+        return None
+    for part, tflops in PEAK_BF16_TFLOPS:
+        words = part.split()
+        if all(word in device_name.replace("-", " ").split() or word in device_name for word in words):
+            return tflops * 1e12
+    return None
+
+
+def mfu(tokens_per_second: float, shape: GPTShape, device_name: str, num_devices: int) -> float | None:
+    """Model FLOPs utilisation in [0, 1] of `num_devices` equal devices; None where the device is unknown."""
+    peak = peak_flops(device_name)
+    if peak is None:
+        return None
+    return tokens_per_second * training_flops_per_token(shape) / (peak * num_devices)
