@@ -1,0 +1,1 @@
+"""Ops that keep less for backward than their parts would."""

@@ -1,0 +1,1 @@
+"""Products over a ragged number of rows an expert."""

@@ -1,0 +1,96 @@
+"""One bias vector an expert, added to that expert's rows.
+
+    y[p] = rows[p] + bias[e]   for offsets[e] <= p < offsets[e+1]      d_bias[e] = Σ of dY over the rows of e
+
+Legend: R rows, E experts, N width. Rows p >= offsets[E] are unspecified and never read by the gradient of the bias.
+The sum runs over each expert's rows in order, in float32: no atomics, so reruns are bit-identical.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.dtypes import accumulation_dtype
+
+
+def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
+    """(R,) int64: the expert of each row, E for the unused rows behind the last expert's."""
+    rows = torch.arange(num_rows, device=offsets.device, dtype=offsets.dtype)
+    return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
+
+
+def add_expert_bias_ref(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """rows (R, N), bias (E, N), offsets (E+1,) → (R, N)."""
+    expert = expert_of_row(offsets, rows.shape[0]).clamp_(max=bias.shape[0] - 1)
+    return rows + bias.to(rows.dtype).index_select(0, expert)
+
+
+def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
+    """Sum each expert's rows: (R, N), (E+1,) → (E, N) in float32 (float64 for float64)."""
+    wide = rows.to(accumulation_dtype(rows.dtype)).contiguous()
+    if rows.is_cuda and rows.shape[0]:
+        return torch.segment_reduce(wide, "sum", offsets=offsets, axis=0, unsafe=True)
+    bounds = offsets.tolist()
+    out = wide.new_zeros(len(bounds) - 1, rows.shape[1])
+    for expert in range(len(bounds) - 1):
+        torch.sum(wide[bounds[expert] : bounds[expert + 1]], dim=0, out=out[expert])
+    return out
+
+
+@torch.library.custom_op("megablocks::add_expert_bias", mutates_args=())
+def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    return add_expert_bias_ref(rows, bias, offsets).contiguous()
+
+
+@add_expert_bias_op.register_fake
+def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(rows.shape)
+
+
+@torch.library.custom_op("megablocks::expert_sum", mutates_args=())
+def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
+    return expert_sum_ref(rows, offsets)
+
+
+@expert_sum_op.register_fake
+def _(rows: Tensor, offsets: Tensor) -> Tensor:
+    return rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    _, bias, offsets = inputs
+    ctx.bias_dtype = bias.dtype
+    ctx.save_for_backward(offsets)
+
+
+def _backward(ctx, dy: Tensor):
+    (offsets,) = ctx.saved_tensors
+    need_rows, need_bias = ctx.needs_input_grad[:2]
+    d_bias = expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None
+    return (dy if need_rows else None), d_bias, None
+
+
+add_expert_bias_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
+    """Add `bias[e]` to the rows of expert e.
+
+    Args:
+        rows: (R, N) floating, sorted by expert.
+        bias: (E, N) floating, cast to the rows' dtype.
+        offsets: (E+1,) int32, as in `grouped_mm`.
+
+    Returns:
+        (R, N) in the rows' dtype; rows >= offsets[E] are unspecified.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if rows.dim() != 2 or bias.dim() != 2 or rows.shape[1] != bias.shape[1] or offsets.shape != (bias.shape[0] + 1,):
+        raise ValueError(
+            f"rows {tuple(rows.shape)}, bias {tuple(bias.shape)}, offsets {tuple(offsets.shape)}: "
+            "must be (R, N), (E, N) and (E+1,)"
+        )
+    return add_expert_bias_op(rows, bias, offsets)

@@ -1,0 +1,187 @@
+"""Grouped GEMM: each expert multiplies its own, ragged number of rows.
+
+    y[p] = x[p] · w[e]            for offsets[e] <= p < offsets[e+1]
+    dX   = grouped_mm(dY, wᵀ)     dW[e] = x[rows of e]ᵀ · dY[rows of e], exactly 0 for an expert without rows
+
+Legend: R rows, E experts, K inner size, N outer size, V = offsets[E] <= R valid rows. Rows p >= V are never read, and
+what stands there in the result is unspecified. Source: MegaBlocks (arXiv 2211.15841), section 4, without padding.
+
+The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, one synchronisation on a
+GPU. In bfloat16 on a GPU of compute capability 9.0 or newer torch's own grouped kernel runs instead, without one. It
+takes strides and addresses in multiples of 16 bytes: other operands are copied, and K or N that are no multiple of 8
+padded with zeros.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megablocks.ops.dtypes import accumulation_dtype
+
+_ALIGN = 8  # bfloat16 values in 16 bytes
+
+
+def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+    acc = accumulation_dtype(x.dtype)
+    out = x.new_empty(x.shape[0], w.shape[2])
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if start == end:
+            continue
+        if acc == x.dtype:
+            torch.mm(x[start:end], w[expert], out=out[start:end])
+        else:
+            out[start:end] = x[start:end].to(acc) @ w[expert].to(acc)
+    return out
+
+
+def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    """x (R, K), dy (R, N), offsets (E+1,) → dW (E, K, N)."""
+    acc = accumulation_dtype(x.dtype)
+    out = x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        if start == end:
+            out[expert].zero_()
+        elif acc == x.dtype:
+            torch.mm(x[start:end].t(), dy[start:end], out=out[expert])
+        else:
+            out[expert] = x[start:end].to(acc).t() @ dy[start:end].to(acc)
+    return out
+
+
+def _has_torch_kernel(x: Tensor) -> bool:
+    if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+
+
+def _aligned(t: Tensor) -> Tensor:
+    """`t` if its last two strides suit torch's kernel (one is 1, the other a multiple of 16 bytes), or a copy."""
+    major, minor = (t.stride(-2), t.stride(-1)) if t.stride(-1) == 1 else (t.stride(-1), t.stride(-2))
+    longest = t.shape[-1] if t.stride(-1) == 1 else t.shape[-2]
+    batched = t.dim() == 2 or t.stride(0) % _ALIGN == 0
+    if minor == 1 and major % _ALIGN == 0 and major >= longest and batched and t.data_ptr() % 16 == 0:
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
+
+
+def _pad_to(t: Tensor, columns: int, rows: int) -> Tensor:
+    """Zeros behind the last dimension up to `columns` and behind the one before it up to `rows`."""
+    if t.shape[-1] == columns and t.shape[-2] == rows:
+        return t
+    return F.pad(t, (0, columns - t.shape[-1], 0, rows - t.shape[-2]))
+
+
+def _round_up(n: int) -> int:
+    return -(-n // _ALIGN) * _ALIGN
+
+
+def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    rows, (_, k, n) = x.shape[0], w.shape
+    wide_k, wide_n = _round_up(k), _round_up(n)
+    x, w = _pad_to(x, wide_k, rows), _pad_to(w, wide_n, wide_k)
+    return torch._grouped_mm(_aligned(x), _aligned(w), offs=offsets[1:])[:, :n].contiguous()
+
+
+def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    rows, k, n = x.shape[0], x.shape[1], dy.shape[1]
+    x, dy = _pad_to(x, _round_up(k), rows), _pad_to(dy, _round_up(n), rows)
+    # the kernel's left operand is (K, R) with its columns contiguous, a view of row-major x
+    dw = torch._grouped_mm(_aligned(x).t(), _aligned(dy), offs=offsets[1:])
+    has_rows = (offsets[1:] > offsets[:-1])[:, None, None]
+    return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
+
+
+@torch.library.custom_op("megablocks::grouped_mm", mutates_args=())
+def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    if x.shape[0] and _has_torch_kernel(x):
+        return _grouped_mm_torch(x, w, offsets)
+    return grouped_mm_ref(x, w, offsets)
+
+
+@grouped_mm_op.register_fake
+def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@torch.library.custom_op("megablocks::grouped_mm_dw", mutates_args=())
+def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    if x.shape[0] == 0:
+        return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
+    if _has_torch_kernel(x):
+        return _grouped_mm_dw_torch(x, dy, offsets)
+    return grouped_mm_dw_ref(x, dy, offsets)
+
+
+@grouped_mm_dw_op.register_fake
+def _(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
+
+
+def is_transposed(w: Tensor) -> bool:
+    """Whether `w` (E, K, N) is a view of (E, N, K) storage, so that its gradient should be laid out so too."""
+    return w.stride(1) == 1 and w.stride(2) != 1
+
+
+def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
+    """dW (E, K, N). `transposed` lays it out as (E, N, K), so that the parameter behind a view takes it as it is."""
+    return grouped_mm_dw_op(dy, x, offsets).transpose(1, 2) if transposed else grouped_mm_dw_op(x, dy, offsets)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    x, w, offsets = inputs
+    need_x, need_w = ctx.needs_input_grad[:2]
+    ctx.transposed = is_transposed(w)
+    ctx.save_for_backward(x if need_w else None, w if need_x else None, offsets)
+
+
+def _backward(ctx, dy: Tensor):
+    x, w, offsets = ctx.saved_tensors
+    dx = None if w is None else grouped_mm_op(dy, w.transpose(1, 2), offsets)
+    dw = None if x is None else weight_gradient(x, dy, offsets, ctx.transposed)
+    return dx, dw, None
+
+
+grouped_mm_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors` in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+
+
+def check_grouped(x: Tensor, w: Tensor, offsets: Tensor) -> None:
+    """The ValueErrors of `grouped_mm`."""
+    if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
+        raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: must be (R, K) and (E, K, N)")
+    if x.dtype != w.dtype:
+        raise ValueError(f"w is {w.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
+    if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != torch.int32:
+        raise ValueError(f"offsets is {tuple(offsets.shape)} {offsets.dtype}: must be ({w.shape[0] + 1},) torch.int32")
+
+
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """Multiply each expert's rows by its matrix.
+
+    Args:
+        x: (R, K) floating, rows sorted by expert.
+        w: (E, K, N), same dtype; a view of any stride, e.g. `w1.view(E, N, K).transpose(1, 2)`.
+        offsets: (E+1,) int32, non-decreasing from 0: rows [offsets[e], offsets[e+1]) are expert e's.
+
+    Returns:
+        (R, N) in x's dtype; rows >= offsets[E] are unspecified.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    x, w = under_autocast(x, w)
+    check_grouped(x, w, offsets)
+    return grouped_mm_op(x, w, offsets)

@@ -1,0 +1,1 @@
+"""Token movement: tokens to expert-sorted rows and back."""

@@ -1,0 +1,61 @@
+"""Gather: tokens to rows sorted by expert.
+
+    rows[p] = x[gather[p]]      dX[t] = Σ of dRows over the rows that token t gave
+
+Legend: T tokens, H hidden, R rows, V <= R valid ones. Rows p >= V are unspecified. The backward sums each token's rows
+in a fixed order through the token-major list of the dispatch (no atomics), so reruns are bit-identical.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.permute.combine import combine_op
+from megablocks.ops.routing.dispatch import Dispatch
+
+
+def gather_ref(x: Tensor, gather: Tensor) -> Tensor:
+    """x (T, H), gather (R,) → (R, H)."""
+    return x.index_select(0, gather)
+
+
+@torch.library.custom_op("megablocks::gather", mutates_args=())
+def gather_op(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+    return gather_ref(x, gather)
+
+
+@gather_op.register_fake
+def _(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+    return x.new_empty(gather.shape[0], x.shape[1])
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*inputs[1:])
+
+
+def _backward(ctx, d_rows: Tensor):
+    pair, gather, scatter, token_offsets = ctx.saved_tensors
+    return combine_op(d_rows, None, pair, gather, scatter, token_offsets), None, None, None, None
+
+
+gather_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def gather(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """Copy each pair's token to its row.
+
+    Args:
+        x: (T, H), any dtype and stride.
+        dispatch: of T tokens and R pairs.
+
+    Returns:
+        (R, H) in x's dtype; rows >= V are unspecified.
+
+    Raises:
+        ValueError: x has another number of tokens than the dispatch.
+    """
+    num_tokens = dispatch.token_offsets.shape[0] - 1
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
+    return gather_op(x, dispatch.pair, dispatch.gather, dispatch.scatter, dispatch.token_offsets)

@@ -1,0 +1,94 @@
+"""Capacity: how many pairs an expert takes, and which are dropped.
+
+Legend: T tokens (of one rank), E experts, K top-k, n ranks.
+
+    "megablocks"  int(factor · K · T · n / E) pairs an expert from all n ranks together (megablocks 0.10)
+    "tutel"       K · int(factor · ⌈T/E⌉) pairs an expert from each rank (Tutel, arXiv 2206.03382)
+    factor = 0    the load of the fullest expert, so that nothing is dropped
+    factor < 0    "tutel" only: the smaller of the fullest expert's load and |factor|'s capacity
+
+Pairs keep their place in token order, within a token by choice, across ranks by rank: an expert takes the earliest.
+Padding and pairs without an expert take no place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megablocks.ops.routing.dispatch import Routing, build_dispatch
+
+
+def capacity_of(
+    rule: str, factor: float, top_k: int, num_tokens: int, num_experts: int, load: Tensor, *, num_ranks: int = 1
+) -> int | Tensor:
+    """Places an expert has.
+
+    Args:
+        rule: "megablocks" or "tutel".
+        factor: >= 0, or any with "tutel".
+        num_tokens: T of one rank.
+        load: (E,) pairs an expert, over what the rule counts together: all ranks for "megablocks", and for "tutel" the
+            maximum over the ranks (see `fullest_load`). Read only for factor <= 0.
+        num_ranks: n, for "megablocks".
+
+    Returns:
+        an int, or for factor <= 0 a () tensor on load's device, so that nothing waits for it.
+
+    Raises:
+        ValueError: an unknown rule, or a negative factor with "megablocks".
+    """
+    if rule not in ("megablocks", "tutel"):
+        raise ValueError(f"rule={rule!r}: must be 'megablocks' or 'tutel'")
+    if factor < 0 and rule == "megablocks":
+        raise ValueError(f"factor={factor!r}: must be >= 0, or use rule='tutel'")
+    if factor == 0:
+        return load.max()
+    if rule == "megablocks":
+        return int(factor * (top_k * num_tokens * num_ranks / num_experts))
+    bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
+    return bound if factor > 0 else load.max().clamp(max=bound)
+
+
+def fullest_load(load: Tensor, rule: str, group: dist.ProcessGroup | None = None) -> Tensor:
+    """(E,) int64 load, combined over `group` as `rule` counts it: summed for "megablocks", the maximum for "tutel"."""
+    if group is None or dist.get_world_size(group) == 1:
+        return load
+    load = load.clone()
+    dist.all_reduce(load, op=dist.ReduceOp.SUM if rule == "megablocks" else dist.ReduceOp.MAX, group=group)
+    return load
+
+
+def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor | None = None) -> Routing:
+    """Drop what exceeds the capacity: those pairs get expert -1.
+
+    Args:
+        capacity: places an expert has, an int or a () or (E,) integer tensor on the routing's device.
+        before: (E,) places already taken by lower ranks; None for none.
+
+    Returns:
+        a Routing whose metrics gain `dropped` () int64; its losses and `tokens_per_expert` are those before the drop.
+    """
+    num_experts, num_pairs = routing.num_experts, routing.num_pairs
+    dispatch = build_dispatch(routing)
+    offsets, pair = dispatch.expert_offsets, dispatch.pair.long()
+    rows = torch.arange(num_pairs, device=offsets.device)
+    used = rows < offsets[-1]
+    # rows of one expert stand in pair order, so a row's distance from its expert's first row is its place
+    expert = routing.expert[pair].long().clamp(0, num_experts - 1)
+    place = rows - offsets[expert]
+    if before is not None:
+        place = place + before[expert]
+    room = capacity[expert] if isinstance(capacity, Tensor) and capacity.dim() else capacity
+    over = used & (place >= room)
+    target = torch.where(over, pair, num_pairs)  # all others write to a spare place
+    drop = torch.zeros(num_pairs + 1, dtype=torch.bool, device=offsets.device).scatter_(0, target, True)[:num_pairs]
+    return dataclasses.replace(
+        routing,
+        expert=torch.where(drop, -1, routing.expert),
+        metrics={**routing.metrics, "dropped": drop.sum()},
+    )
