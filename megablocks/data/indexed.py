@@ -1,7 +1,7 @@
 """Megatron's indexed data set: `<prefix>.bin` (token ids back to back) and `<prefix>.idx` (where each sequence lies).
 
     .idx   magic (9 bytes) · version u64 = 1 · dtype code u8 · S u64 · D+1 u64
-           lengths i32 (S) · pointers i64 (S), bytes into .bin · documents i64 (D+1), sequence index of each start, then S
+           lengths i32 (S) · pointers i64 (S), bytes into .bin · documents i64 (D+1), the first sequence of each, then S
 
 S sequences, D documents; little-endian. We write one sequence a document. The writer is ours because it needs numpy
 alone, and the reader because Megatron's trusts the file: with mmap off it returns uninitialised memory for a truncated

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -67,7 +68,12 @@ def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> N
     # A pool's workers wait on a pipe whose other end they hold themselves: without this they outlive a killed parent.
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker"
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
+
+
+def _exit_after(parent: BaseProcess) -> None:
+    parent.join()
+    os._exit(1)
 
 
 def _encode_in_worker(batch: list[Raw]) -> list[Encoded]:

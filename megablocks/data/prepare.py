@@ -14,7 +14,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,13 +32,24 @@ from megablocks.data.verify import verify_folder
 
 # Enough text for a vocabulary of 50k, and small enough to train on in seconds.
 _SAMPLE_BYTES = 32 << 20
+# Options that decide the tokens, kept in the manifest.
+_RECIPE = (
+    "include",
+    "exclude",
+    "max_document_bytes",
+    "max_documents",
+    "max_bytes",
+    "valid_fraction",
+    "tokenizer",
+    "vocab_size",
+)
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of a preparation; `verify DIR` is handled before them."""
     p = argparse.ArgumentParser(
         prog="prepare_data.py",
-        description="Turn text into Megatron's .bin/.idx with a manifest. `prepare_data.py verify DIR` checks a folder.",
+        description="Text to Megatron's .bin/.idx with a manifest. `prepare_data.py verify DIR` checks a folder.",
         epilog="DRY_RUN=1 prints what would be done.",
         allow_abbrev=False,
     )
@@ -53,6 +64,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--jsonl-field", default="text", help="field of a .jsonl line that holds the text (text)")
     p.add_argument("--include", nargs="+", help="keep documents that match one of these patterns (stdlib: *.py)")
     p.add_argument("--exclude", nargs="+", default=[], help="leave out documents that match one of these patterns")
+    p.add_argument("--max-document-bytes", type=int, help="leave out longer documents, which are mostly tables")
     p.add_argument("--max-documents", type=int, help="keep this many, chosen by the hash of their names")
     p.add_argument("--max-bytes", type=int, help="keep documents of this many bytes in all, chosen likewise")
     p.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out (0.05)")
@@ -72,7 +84,7 @@ def check_options(args: argparse.Namespace) -> None:
     def refuse(option: str, value: object, allowed: str) -> None:
         raise ConfigError(f"--{option}={value!r}: {allowed}")
 
-    for option in ("max_documents", "max_bytes", "workers"):
+    for option in ("max_document_bytes", "max_documents", "max_bytes", "workers"):
         value = getattr(args, option)
         if value is not None and value < 1:
             refuse(option.replace("_", "-"), value, "must be at least 1")
@@ -80,7 +92,7 @@ def check_options(args: argparse.Namespace) -> None:
         refuse("valid-fraction", args.valid_fraction, "must lie between 0 and 1")
     trains = args.tokenizer == "sentencepiece" and args.tokenizer_model is None
     if args.vocab_size is not None and not trains:
-        refuse("vocab-size", args.vocab_size, "only for a SentencePiece model trained here; a given one has its own size")
+        refuse("vocab-size", args.vocab_size, "only for a SentencePiece model trained here")
     if trains:
         args.vocab_size = 8192 if args.vocab_size is None else args.vocab_size
         if args.vocab_size < tokenizers.MIN_VOCAB_SIZE:
@@ -133,6 +145,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     for number, source in enumerate(sources):
         for entry in source.entries():
             if not entry.size or not matches(entry.key, args.include, args.exclude):
+                continue
+            if args.max_document_bytes is not None and entry.size > args.max_document_bytes:
                 continue
             if entry.key in owner:
                 raise ConfigError(f"--input={args.input!r}: the document {entry.key!r} occurs twice")
@@ -210,10 +224,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
             "skipped": skipped,
             "sha256": digest.hexdigest(),
         },
-        "recipe": {
-            name: getattr(args, name)
-            for name in ("include", "exclude", "max_documents", "max_bytes", "valid_fraction", "tokenizer", "vocab_size")
-        },
+        "recipe": {name: getattr(args, name) for name in _RECIPE},
         "versions": _package_versions(args),
         "files": {
             path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
@@ -231,7 +242,8 @@ def prepare(args: argparse.Namespace) -> None:
     plan = make_plan(args)
     if os.environ.get("DRY_RUN") == "1":
         size = sum(entry.size for entry in plan.entries)
-        made = f"trained here with {args.vocab_size} ids" if args.vocab_size else args.tokenizer_model or args.vocab_file
+        given = args.tokenizer_model or args.vocab_file
+        made = f"trained here with {args.vocab_size} ids" if args.vocab_size else given
         _say(
             f"would make {args.out} from {', '.join(source.name for source in plan.sources)}: "
             f"{len(plan.entries):,} documents, {size:,} bytes, {len(plan.valid):,} held out, "
@@ -289,7 +301,7 @@ class _progress:
                 return
             self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising")
 
-    def __enter__(self):
+    def __enter__(self) -> Callable[[int], object]:
         return self._bar.update if self._bar is not None else lambda size: None
 
     def __exit__(self, *_: object) -> None:

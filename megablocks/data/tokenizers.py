@@ -150,7 +150,7 @@ def _load_hf(name: str) -> Any:
     except (OSError, ValueError) as error:
         reason = (str(error).strip().splitlines() or ["unknown reason"])[0]
         raise ConfigError(
-            f"--tokenizer-model={name!r}: must be a folder with a Hugging Face tokenizer, or a name on its hub: {reason}"
+            f"--tokenizer-model={name!r}: must be a folder of a Hugging Face tokenizer, or a name on its hub: {reason}"
         ) from None
 
 

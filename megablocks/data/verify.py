@@ -27,8 +27,9 @@ def verify_folder(folder: str | os.PathLike[str]) -> tuple[Manifest, list[str]]:
         path = manifest.folder / name
         if not path.is_file():
             raise DataError(f"{path}: missing, the manifest lists it")
-        if path.stat().st_size != entry["bytes"]:
-            raise DataError(f"{path}: {path.stat().st_size} bytes, the manifest says {entry['bytes']}: truncated or edited")
+        size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise DataError(f"{path}: truncated or edited: {size} bytes, the manifest says {entry['bytes']}")
     hashes: dict[str, str] = {}
     for split, counts in manifest.splits.items():
         report = check_dataset(manifest.prefix(split), manifest.vocab_size)

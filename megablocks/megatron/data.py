@@ -1,0 +1,184 @@
+"""Data for the training driver: flags out of a prepared folder, verification at start, Megatron's own data sets.
+
+A folder of `scripts/prepare_data.py` stands for four of Megatron's flags (`flags_of_folder`). `open_data` reads every
+byte once, before Megatron starts, on the first process of each host; the others meet it at the rendezvous.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megablocks.config import ConfigError
+from megablocks.data.indexed import DataError, read_index
+from megablocks.data.manifest import fingerprint, read_manifest
+from megablocks.data.verify import prefix_fingerprint, verify_folder, verify_prefix
+
+_SPLITS = ("train", "valid", "test")
+
+
+def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """Megatron's argument names and values that a prepared folder stands for. Reads its manifest alone.
+
+    Raises:
+        DataError: no folder, no manifest or a damaged one.
+    """
+    manifest = read_manifest(folder)
+    return {
+        "train_data_path": [str(manifest.prefix("train"))],
+        "valid_data_path": [str(manifest.prefix("valid"))],
+        "tokenizer_type": manifest.tokenizer_type,
+        "tokenizer_model": str(manifest.tokenizer_path),
+        "vocab_size": manifest.vocab_size,
+    }
+
+
+def open_data(args: argparse.Namespace) -> str | None:
+    """Verify the run's data and return its fingerprint, which a checkpoint keeps and a resumed run compares.
+
+    Call it after the flags are validated and before `pretrain`. On the first process of each host everything is read;
+    on the others only a folder's manifest (and nothing for bare `--data-path` prefixes, where they return None, as
+    every process does with --mock-data).
+
+    Raises:
+        DataError: the first file that is not what it must be, or a split smaller than one sample.
+    """
+    if args.mock_data:
+        return None
+    first = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    if args.data_prefix is not None:
+        if not first:
+            return fingerprint(args.data_prefix)
+        manifest, _ = verify_folder(args.data_prefix)
+        for split in ("train", "valid"):
+            _check_sample(manifest.prefix(split), manifest.splits[split]["tokens"], args)
+        return manifest.fingerprint
+    if not first:
+        return None
+    reports = []
+    for prefix, shares in _prefixes(args):
+        reports.append(verify_prefix(prefix, args.padded_vocab_size))
+        lengths = read_index(prefix).lengths
+        for begin, end in shares:
+            first_sequence, last_sequence = round(begin * lengths.size), round(end * lengths.size)
+            _check_sample(Path(prefix), int(lengths[first_sequence:last_sequence].sum()), args)
+    return prefix_fingerprint(reports)
+
+
+def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, float]]]]:
+    """Every data set of the flags, with the shares of its sequences that the splits in use take."""
+    from megatron.core.datasets.blended_megatron_dataset_config import (
+        convert_split_vector_to_split_matrix,
+        parse_and_normalize_split,
+    )
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    used = [split == "train" or args.eval_iters > 0 or args.full_validation for split in _SPLITS]
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if blend is not None:
+        matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
+        shares = [share for share, wanted in zip(matrix, used, strict=True) if share is not None and wanted]
+        return [(prefix, shares) for prefix in blend[0]]
+    if per_split is None:
+        raise ConfigError("data_prefix=None: --data-prefix, --data-path or --mock-data is required")
+    blends = [one for one, wanted in zip(per_split, used, strict=True) if one is not None and wanted]
+    return [(prefix, [(0.0, 1.0)]) for one in blends for prefix in one[0]]
+
+
+def _check_sample(prefix: Path, tokens: int, args: argparse.Namespace) -> None:
+    # Megatron would repeat a smaller data set within the sample without a word.
+    if tokens < args.seq_length + 1:
+        raise DataError(
+            f"{prefix}.bin: a split of {tokens} tokens, less than one sample of --seq-length {args.seq_length} plus 1"
+        )
+
+
+def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
+    """Megatron's `train_valid_test_datasets_provider`: GPT data sets of the flags, built where they are read.
+
+    Args:
+        num_samples: samples of the training, validation and test split; None for one epoch.
+        vp_stage: virtual pipeline stage whose iterator is being built.
+    """
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+    from megatron.training import get_args
+
+    args = get_args()
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    here = partial(_is_read_here, vp_stage=vp_stage)
+    train, valid, test = BlendedMegatronDatasetBuilder(kind, list(num_samples), here, _config(args)).build()
+    return train, valid, test
+
+
+# Every rank calls the provider, and the builder decides where a data set is opened.
+datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def _config(args: argparse.Namespace) -> Any:
+    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+    from megatron.training.utils import get_blend_and_blend_per_split
+
+    blend, per_split = get_blend_and_blend_per_split(args)
+    counts = args.per_dataset_sequences_path
+    return GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=cache_folder(args),
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        sequences_per_dataset=None if counts is None else json.loads(Path(counts).read_text()),
+        context_parallel_size=args.context_parallel_size,
+        data_parallel_size=args.data_parallel_size,
+        sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
+    )
+
+
+def cache_folder(args: argparse.Namespace) -> str | None:
+    """Where Megatron keeps the sample indices: `--data-cache-path`, else inside the run's folder, so that the data
+    folder may be read-only and holds nothing but what its manifest lists. None without a run folder."""
+    if args.data_cache_path is not None:
+        return args.data_cache_path
+    root = args.megablocks_run_dir or args.save
+    return None if root is None else os.path.join(root, "data_cache")
+
+
+def _is_read_here(vp_stage: int | None = None) -> bool:
+    from megatron.core import parallel_state
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.utils import is_first_or_last_pipeline_stage
+
+    if parallel_state.get_tensor_model_parallel_rank() != 0:
+        return False
+    if is_first_or_last_pipeline_stage(vp_stage):
+        return True
+    config = core_transformer_config_from_args(get_args())
+    return mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
