@@ -1,0 +1,37 @@
+"""What every test shares: interpreted Triton where there is no GPU, and one xdist group for multi-process tests."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parent
+MULTI_PROCESS = ("megatron", "parallel", "reliability")
+"""Folders whose tests run process groups. On one xdist worker they never compete with each other for the cores."""
+
+
+def _has_gpu() -> bool:
+    # Asked of the driver, because importing torch here would cost each run of a torch-free test its seconds.
+    try:
+        return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
+    except FileNotFoundError:
+        return False
+
+
+HAS_GPU = _has_gpu()
+if not HAS_GPU:
+    # Before the first import of triton, by anyone: it is read once.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+        if folder in MULTI_PROCESS:
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+        if item.get_closest_marker("gpu") and not HAS_GPU:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
