@@ -1,0 +1,26 @@
+"""Layers: dropless (`dMoE`) and capacity (`MoE`) mixture of experts, imported on first use."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_PUBLIC = {
+    "Arguments": "megablocks.layers.arguments",
+    "Experts": "megablocks.layers.experts",
+    "MoE": "megablocks.layers.moe",
+    "SharedExpert": "megablocks.layers.shared_expert",
+    "dMoE": "megablocks.layers.dmoe",
+}
+
+__all__ = list(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'megablocks.layers' has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,211 @@
+"""`Arguments`: a layer described by the names and defaults of megablocks 0.10, and its translation to `MoEConfig`.
+
+Differences from 0.10, each on purpose: values are checked once the object is filled (also by `from_megatron`); creating
+one needs no GPU, the current CUDA device is looked up when a layer is built; losses and router scores are computed in
+float32 whatever `moe_lbl_in_fp32` and `moe_zloss_in_fp32` say.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megablocks.config import ConfigError, MoEConfig
+
+InitFn = Callable[[Tensor], Any]
+
+DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
+_DEFAULT_INIT: InitFn = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
+_GATED = {"gelu": "geglu", "silu": "swiglu", "relu": "reglu"}
+_ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
+
+
+def _refuse(field: str, value: object, allowed: str) -> None:
+    raise ConfigError(f"{field}={value!r}: {allowed}")
+
+
+def _activation_of(function: object) -> tuple[str, str]:
+    """(name in the enum, gelu approximation) of an upstream `activation_fn`."""
+    keywords: dict[str, Any] = {}
+    inner = function
+    while isinstance(inner, partial):
+        keywords = {**inner.keywords, **keywords}
+        inner = inner.func
+    if isinstance(inner, torch.nn.GELU):
+        keywords, inner = {"approximate": inner.approximate}, F.gelu
+    for module, name in ((torch.nn.SiLU, F.silu), (torch.nn.ReLU, F.relu)):
+        inner = name if isinstance(inner, module) else inner
+    if isinstance(inner, str) and inner in ("gelu", "silu", "relu", "relu2"):
+        return inner, "tanh"
+    try:
+        name = _ACTIVATION_FUNCTIONS[inner]
+    except (KeyError, TypeError):
+        allowed = "gelu, silu, relu, relu2 by name, or torch.nn.functional's gelu, silu, relu"
+        _refuse("activation_fn", function, f"must be one of {allowed}")
+    return name, keywords.get("approximate", "none") if name == "gelu" else "tanh"
+
+
+@dataclasses.dataclass
+class Arguments:
+    """The fields of megablocks 0.10's `Arguments`, in its order and with its defaults (source: its arguments.py).
+
+    `device` None means the current CUDA device where there is one, else the CPU, decided when a layer is built.
+    `mlp_impl` may also be "auto" or "reference". `activation_fn` may be a name.
+
+    Raises:
+        ConfigError: one line with the field, its value and what is allowed.
+    """
+
+    hidden_size: int = 1024
+    ffn_hidden_size: int = 4096
+    num_layers: int = 1
+    bias: bool = True
+    return_bias: bool = True
+    activation_fn: Callable[..., Tensor] | str | None = DEFAULT_ACTIVATION_FN
+
+    moe_num_experts: int = 1
+    moe_top_k: int = 1
+    moe_capacity_factor: float = 1
+    moe_normalize_expert_weights: float | None = None
+    moe_loss_weight: float = 0.1
+    moe_jitter_eps: float | None = None
+    moe_lbl_in_fp32: bool = False
+
+    moe_expert_model_parallelism: bool = False
+    expert_parallel_group: ProcessGroup | None = None
+    pipeline_model_parallel_size: int = 1
+    num_layers_per_virtual_pipeline_stage: int | None = None
+
+    memory_optimized_mlp: bool = False
+    mlp_type: str = "mlp"
+    mlp_impl: str = "grouped"
+
+    fp16: bool = True
+    bf16: bool = False
+    device: int | str | torch.device | None = None
+    init_method: InitFn = _DEFAULT_INIT
+    output_layer_init_method: InitFn = _DEFAULT_INIT
+
+    uniform_expert_assignment: bool = False
+
+    shared_expert: bool = False
+    fc_cls: Callable[..., torch.nn.Module] = torch.nn.Linear
+    fc_kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    remat_act_fn: bool = True
+    shared_expert_hidden_size: int | None = None
+    shared_expert_weighted_sum: bool = False
+
+    moe_zloss_weight: float = 0
+    moe_zloss_in_fp32: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shared_expert_hidden_size is None:
+            self.shared_expert_hidden_size = self.ffn_hidden_size
+        self.validate()
+
+    def validate(self) -> None:
+        """Check every field; a field set after construction is checked by calling this again."""
+        for name in ("num_layers", "pipeline_model_parallel_size"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                _refuse(name, value, "must be an integer >= 1")
+        stage = self.num_layers_per_virtual_pipeline_stage
+        if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 1):
+            _refuse("num_layers_per_virtual_pipeline_stage", stage, "must be an integer >= 1, or None")
+        if self.num_layers % self.pipeline_model_parallel_size:
+            _refuse(
+                "pipeline_model_parallel_size",
+                self.pipeline_model_parallel_size,
+                f"must divide num_layers={self.num_layers}",
+            )
+        for field in dataclasses.fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                _refuse(field.name, getattr(self, field.name), "must be True or False")
+        if self.fp16 and self.bf16:
+            _refuse("bf16", True, "needs fp16=False (fp16 is True by default): a layer has one dtype")
+        if self.mlp_type not in ("mlp", "glu"):
+            _refuse("mlp_type", self.mlp_type, "must be one of mlp, glu")
+        if not callable(self.fc_cls):
+            _refuse("fc_cls", self.fc_cls, "must be a class of linear layers")
+        for name in ("init_method", "output_layer_init_method"):
+            if not callable(getattr(self, name)):
+                _refuse(name, getattr(self, name), "must be a function that fills a tensor in place")
+        self.to_config()
+
+    def to_config(self) -> MoEConfig:
+        """The same layer as a `MoEConfig`.
+
+        `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that adding up the layers' losses of
+        `forward_with_aux` gives what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
+        """
+        activation, approximate = _activation_of(self.activation_fn)
+        if self.mlp_type == "glu":
+            if activation not in _GATED:
+                _refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(_GATED)}")
+            activation = _GATED[activation]
+        renamed = {
+            "num_experts": "moe_num_experts",
+            "top_k": "moe_top_k",
+            "normalize_top_k": "moe_normalize_expert_weights",
+            "jitter_eps": "moe_jitter_eps",
+            "capacity_factor": "moe_capacity_factor",
+            "load_balancing_loss_weight": "moe_loss_weight",
+            "z_loss_weight": "moe_zloss_weight",
+            "gelu_approximate": "activation_fn",
+        }
+        try:
+            config = MoEConfig(
+                hidden_size=self.hidden_size,
+                ffn_hidden_size=self.ffn_hidden_size,
+                num_experts=self.moe_num_experts,
+                top_k=self.moe_top_k,
+                activation=activation,
+                gelu_approximate=approximate,
+                output_bias=self.bias,
+                mlp_impl=self.mlp_impl,
+                recompute_activation=self.memory_optimized_mlp,
+                shared_expert_hidden_size=self.shared_expert_hidden_size if self.shared_expert else None,
+                normalize_top_k=self.moe_normalize_expert_weights or None,
+                jitter_eps=self.moe_jitter_eps,
+                uniform_assignment=self.uniform_expert_assignment,
+                load_balancing_loss_weight=self.moe_loss_weight,
+                z_loss_weight=self.moe_zloss_weight,
+                capacity_factor=self.moe_capacity_factor,
+            )
+        except ConfigError as error:
+            field, rest = str(error).split("=", 1)
+            raise ConfigError(f"{renamed.get(field, field)}={rest}") from None
+        return config.replace(load_balancing_loss_weight=self.moe_loss_weight / self.num_layers)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Parameters' dtype: float16, bfloat16, or None for torch's default."""
+        return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
+
+    def resolve_device(self) -> torch.device:
+        """Where a layer built from these arguments lives."""
+        if self.device is None:
+            return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return torch.device("cuda", self.device) if isinstance(self.device, int) else torch.device(self.device)
+
+
+def from_megatron(megatron_args: Any) -> Arguments:
+    """`Arguments` from the attributes of a Megatron argument namespace that bear the same names.
+
+    An attribute that is None where the field has a non-None default leaves that default (Megatron's parser sets None
+    for flags that were not given).
+    """
+    values = {}
+    for field in dataclasses.fields(Arguments):
+        value = getattr(megatron_args, field.name, dataclasses.MISSING)
+        if value is dataclasses.MISSING or (value is None and field.default is not None):
+            continue
+        values[field.name] = value
+    return Arguments(**values)

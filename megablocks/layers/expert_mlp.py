@@ -1,0 +1,113 @@
+"""The experts' MLP, once for each way of laying out rows; all three compute the same function.
+
+    grouped    rows sorted by expert, ragged counts: one grouped GEMM a projection
+    reference  the same rows, a plain loop over experts in float32: the oracle, and what autograd alone makes of it
+    batched    (E, C, H), the same number of rows an expert: one torch.bmm a projection
+
+Legend: R rows, E experts, C rows an expert, I expert width, H hidden.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megablocks.config import MoEConfig
+from megablocks.ops.activation import activate, activation_ref
+from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.fused.down import activate_and_project
+from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.grouped_mm import grouped_mm
+
+
+class ExpertWeights(NamedTuple):
+    """w1, v1, w2 (E, I, H); b1, c1 (E, I); b2 (E, H). v1 and c1 only when gated, biases only with mlp_bias."""
+
+    w1: Tensor
+    v1: Tensor | None
+    w2: Tensor
+    b1: Tensor | None
+    c1: Tensor | None
+    b2: Tensor | None
+
+
+def grouped_mlp(weights: ExpertWeights, rows: Tensor, offsets: Tensor, config: MoEConfig) -> Tensor:
+    """rows (R, H) sorted by expert, offsets (E+1,) int32 → (R, H); rows from offsets[E] on are unspecified."""
+
+    def project(w: Tensor, b: Tensor | None) -> Tensor:
+        out = grouped_mm(rows, w.transpose(1, 2), offsets)
+        return out if b is None else add_expert_bias(out, b, offsets)
+
+    pre = project(weights.w1, weights.b1)
+    gate = None if weights.v1 is None else project(weights.v1, weights.c1)
+    if config.recompute_activation:
+        out = activate_and_project(pre, gate, weights.w2, offsets, config.activation, config.gelu_approximate)
+    else:
+        out = grouped_mm(activate(pre, gate, config.activation, config.gelu_approximate), weights.w2, offsets)
+    return out if weights.b2 is None else add_expert_bias(out, weights.b2, offsets)
+
+
+def reference_mlp(weights: ExpertWeights, rows: Tensor, offsets: Tensor, config: MoEConfig) -> Tensor:
+    """As `grouped_mlp`, in float32 (float64 for float64) throughout. Reads the offsets on the host."""
+    acc = accumulation_dtype(rows.dtype)
+
+    def down(pre: Tensor, gate: Tensor | None, w2: Tensor) -> Tensor:
+        return activation_ref(pre, gate, config.activation, config.gelu_approximate) @ w2
+
+    outs = []
+    bounds = offsets.tolist()
+    for expert, (start, end) in enumerate(pairwise(bounds)):
+        # An expert without rows is multiplied too: its gradients must be zeros, not None.
+        w1, v1, w2, b1, c1, b2 = (None if w is None else w[expert].to(acc) for w in weights)
+        assert w1 is not None and w2 is not None
+        x = rows[start:end].to(acc)
+        pre = x @ w1.t() if b1 is None else x @ w1.t() + b1
+        gate = None if v1 is None else x @ v1.t() if c1 is None else x @ v1.t() + c1
+        out = checkpoint(down, pre, gate, w2, use_reentrant=False) if config.recompute_activation else down(pre, gate, w2)
+        outs.append((out if b2 is None else out + b2).to(rows.dtype))
+    outs.append(rows.new_zeros(rows.shape[0] - bounds[-1], rows.shape[1]))
+    return torch.cat(outs)
+
+
+class _ActivateAndBmm(torch.autograd.Function):
+    """bmm(act(pre, gate), w2) that keeps only pre, gate and w2 for backward."""
+
+    @staticmethod
+    def forward(ctx, pre: Tensor, gate: Tensor | None, w2: Tensor, activation: str, approximate: str) -> Tensor:
+        ctx.save_for_backward(pre, gate, w2)
+        ctx.names = activation, approximate
+        return torch.bmm(activate(pre, gate, activation, approximate), w2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        pre, gate, w2 = ctx.saved_tensors
+        with torch.enable_grad():
+            inputs = [t.detach().requires_grad_() for t in (pre, gate) if t is not None]
+            hidden = activate(inputs[0], None if gate is None else inputs[1], *ctx.names)
+        needs_pre, needs_gate, needs_w2 = ctx.needs_input_grad[:3]
+        d_pre = d_gate = None
+        if needs_pre or needs_gate:
+            d_inputs = torch.autograd.grad(hidden, inputs, torch.bmm(grads[0], w2.transpose(1, 2)))
+            d_pre, d_gate = d_inputs[0], None if gate is None else d_inputs[1]
+        d_w2 = torch.bmm(hidden.detach().transpose(1, 2), grads[0]) if needs_w2 else None
+        return d_pre, d_gate, d_w2, None, None
+
+
+def batched_mlp(weights: ExpertWeights, bins: Tensor, config: MoEConfig) -> Tensor:
+    """bins (E, C, H) → (E, C, H); every place is computed, filled or not."""
+
+    def project(w: Tensor, b: Tensor | None) -> Tensor:
+        out = torch.bmm(bins, w.transpose(1, 2))
+        return out if b is None else out + b.unsqueeze(1)
+
+    pre = project(weights.w1, weights.b1)
+    gate = None if weights.v1 is None else project(weights.v1, weights.c1)
+    if config.recompute_activation:
+        out = _ActivateAndBmm.apply(pre, gate, weights.w2, config.activation, config.gelu_approximate)
+    else:
+        out = torch.bmm(activate(pre, gate, config.activation, config.gelu_approximate), weights.w2)
+    return out if weights.b2 is None else out + weights.b2.unsqueeze(1)

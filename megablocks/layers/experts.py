@@ -1,0 +1,233 @@
+"""The experts of one rank: their parameters, and the MLP over rows that are sorted by expert.
+
+    y[p] = w2_eᵀ · act(w1_e · x[p] + b1_e) + b2_e                                    e = expert of row p
+    gated:  act(w1_e · x[p] + b1_e) ⊙ (v1_e · x[p] + c1_e)  in place of act(…)
+
+Legend: T tokens, R rows (pairs), H hidden, I expert width here, E local experts.
+Parameters have the layout of megablocks 0.10: w1, v1, w2 are (E·I, H), so expert e owns rows [e·I, (e+1)·I).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks.config import MoEConfig
+from megablocks.layers.expert_mlp import ExpertWeights, batched_mlp, grouped_mlp, reference_mlp
+from megablocks.ops.permute.combine import combine
+from megablocks.ops.permute.gather import gather
+from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.parallel.all_to_all import scale_gradient
+
+logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+InitFn = Callable[[Tensor], Any]
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.info(message)
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw under `seed` on `device` and leave every generator as it was."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _seed_of(seed: int, expert: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{expert}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+class Experts(nn.Module):
+    """MLP experts [expert_offset, expert_offset + num_local_experts) of a layer, allocated once at their local size.
+
+    Args:
+        config: the layer; its activation, mlp_bias, mlp_impl, recompute_activation and init stds are used here.
+        num_local_experts: experts held here; default all of them.
+        expert_offset: global index of the first one.
+        ffn_shard: (rank, size): which slice of every expert's width is held here. With size > 1 the outputs are partial
+            sums that the caller adds up; b2 is added on shard rank 0 only.
+        init_method, output_init_method: fill an expert's (ffn_hidden_size, H) w1/v1, or w2, in place; default a normal
+            of std init_std, or output_init_std.
+        seed: every expert is drawn in full, in float32, under a seed made from this and its global index, so that any
+            spread over ranks draws equal weights. Default: one draw from torch's CPU generator (the same on every rank
+            that was seeded alike).
+        grad_scale: factor on the parameters' gradients; see `megablocks.parallel.dispatcher` for when it is 1/ranks.
+        device, dtype: of the parameters; torch's defaults if None.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        num_local_experts: int | None = None,
+        expert_offset: int = 0,
+        ffn_shard: tuple[int, int] = (0, 1),
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
+        seed: int | None = None,
+        grad_scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.num_local_experts = config.num_experts if num_local_experts is None else num_local_experts
+        self.expert_offset = expert_offset
+        self.ffn_shard = ffn_shard
+        self.grad_scale = grad_scale
+        if expert_offset < 0 or expert_offset + self.num_local_experts > config.num_experts:
+            raise ValueError(
+                f"expert_offset={expert_offset}, num_local_experts={self.num_local_experts}: "
+                f"must lie within num_experts={config.num_experts}"
+            )
+        shard_rank, shards = ffn_shard
+        if not 0 <= shard_rank < shards or config.ffn_hidden_size % shards:
+            raise ValueError(
+                f"ffn_shard={ffn_shard}: must be (rank, size) with 0 <= rank < size, "
+                f"and size must divide ffn_hidden_size={config.ffn_hidden_size}"
+            )
+        self.ffn_hidden_size = config.ffn_hidden_size // shards
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        rows = self.num_local_experts * self.ffn_hidden_size
+        self.w1 = parameter(rows, config.hidden_size)
+        self.v1 = parameter(rows, config.hidden_size) if config.is_gated else None
+        self.w2 = parameter(rows, config.hidden_size)
+        bias, gated_bias = config.mlp_bias, config.mlp_bias and config.is_gated
+        self.b1 = parameter(self.num_local_experts, self.ffn_hidden_size) if bias else None
+        self.c1 = parameter(self.num_local_experts, self.ffn_hidden_size) if gated_bias else None
+        self.b2 = parameter(self.num_local_experts, config.hidden_size) if bias else None
+        self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
+        output_std = config.init_std if config.output_init_std is None else config.output_init_std
+        self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
+        self.reset_parameters(seed)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw every parameter anew; see the class for `seed`."""
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        device = self.w1.device
+        if device.type == "meta":
+            return
+        shard = slice(self.ffn_shard[0] * self.ffn_hidden_size, (self.ffn_shard[0] + 1) * self.ffn_hidden_size)
+        drawn = [(self.w1, self._init_method), (self.v1, self._init_method), (self.w2, self._output_init_method)]
+        full = torch.empty(self.config.ffn_hidden_size, self.config.hidden_size, device=device, dtype=torch.float32)
+        for local in range(self.num_local_experts):
+            with _seeded(device, _seed_of(seed, self.expert_offset + local)):
+                for weight, init in drawn:
+                    if weight is not None:
+                        init(full)
+                        self._per_expert(weight)[local].copy_(full[shard])
+        for bias in (self.b1, self.c1, self.b2):
+            if bias is not None:
+                bias.zero_()
+
+    def _per_expert(self, weight: Tensor) -> Tensor:
+        return weight.view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
+
+    def forward(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None = None) -> Tensor:
+        """Gather each pair's token, run its expert, and add up the weighted outputs of each token.
+
+        Args:
+            x: (T, H), in the parameters' dtype (any under autocast).
+            dispatch: over the local experts.
+            weight: (R,) float32, what a pair's output is multiplied by; None for ones.
+
+        Returns:
+            (T, H); zeros for a token without an expert.
+        """
+        x = self._cast(x)
+        rows = self.forward_sorted(gather(x, dispatch), dispatch.expert_offsets)
+        return combine(rows, weight, dispatch)
+
+    def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        """Rows already sorted by local expert.
+
+        Args:
+            rows: (R, H).
+            expert_offsets: (E+1,) int32, first row of each expert, and the number of rows in use.
+
+        Returns:
+            (R, H); rows from expert_offsets[E] on are unspecified.
+        """
+        impl = self.config.mlp_impl
+        if impl == "auto":
+            impl = "grouped"
+            _log_once(f"mlp_impl='auto' on {rows.device.type} in {rows.dtype}: using {impl!r}")
+        rows = self._prepare(rows)
+        with torch.autocast(rows.device.type, enabled=False):
+            mlp = reference_mlp if impl == "reference" else grouped_mlp
+            return mlp(self._weights(rows.dtype), rows, expert_offsets, self.config)
+
+    def forward_padded(self, bins: Tensor) -> Tensor:
+        """The same number of rows for every expert, whatever stands in them.
+
+        Args:
+            bins: (E, C, H).
+
+        Returns:
+            (E, C, H).
+        """
+        bins = self._prepare(bins)
+        with torch.autocast(bins.device.type, enabled=False):
+            return batched_mlp(self._weights(bins.dtype), bins, self.config)
+
+    def _weights(self, dtype: torch.dtype) -> ExpertWeights:
+        """The parameters as the MLP takes them: per expert, gradients scaled, in the dtype of the rows."""
+
+        def matrix(weight: Tensor) -> Tensor:
+            return scale_gradient(self._per_expert(weight), self.grad_scale).to(dtype)
+
+        def vector(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else scale_gradient(bias, self.grad_scale).to(dtype)
+
+        return ExpertWeights(
+            matrix(self.w1),
+            None if self.v1 is None else matrix(self.v1),
+            matrix(self.w2),
+            vector(self.b1),
+            vector(self.c1),
+            # Other shards add zeros instead of leaving b2 out: gradient reducers wait for every parameter's gradient.
+            vector(self.b2 if self.b2 is None or self.ffn_shard[0] == 0 else self.b2 * 0),
+        )
+
+    def _prepare(self, rows: Tensor) -> Tensor:
+        rows = self._cast(rows)
+        if rows.dtype != self.w1.dtype and not torch.is_autocast_enabled(rows.device.type):
+            raise ValueError(f"x: has dtype {rows.dtype}, but the experts have {self.w1.dtype}; cast one, or use autocast")
+        return rows
+
+    def _cast(self, x: Tensor) -> Tensor:
+        device = x.device.type
+        if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+            return x
+        return x.to(torch.get_autocast_dtype(device))
+
+    def extra_repr(self) -> str:
+        last = self.expert_offset + self.num_local_experts - 1
+        shard = "" if self.ffn_shard[1] == 1 else f", shard {self.ffn_shard[0]} of {self.ffn_shard[1]}"
+        return (
+            f"experts {self.expert_offset}..{last} of {self.config.num_experts}, hidden_size={self.config.hidden_size}, "
+            f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={self.config.activation}"
+        )
