@@ -1,0 +1,158 @@
+"""Router modules: a linear gate in front of `route`.
+
+Legend: T tokens, H hidden, E experts, K top-k.
+
+The gate's weight (E, H) is equal on every rank: whoever builds a router on several ranks draws it under one seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.ops.routing.dispatch import Routing
+from megablocks.routers.functional import route
+
+
+class _Router(nn.Module):
+    router_type: str
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        loss_group: dist.ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            loss_group: the ranks of load_balancing_scope "global".
+            init_method: fills the weight (E, H) in place; None draws it with std config.init_std.
+            dtype: of the weight; the gate computes in it and all after it in float32.
+        """
+        super().__init__()
+        if config.router_type != self.router_type:
+            raise ConfigError(f"router_type={config.router_type!r}: must be {self.router_type!r} for this router")
+        self.config = config
+        self.loss_group = loss_group
+        self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False, device=device, dtype=dtype)
+        with torch.no_grad():
+            if init_method is None:
+                nn.init.normal_(self.layer.weight, std=config.init_std)
+            else:
+                init_method(self.layer.weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., H) → (T, E) in the weight's dtype, with jitter in training."""
+        x = x.reshape(-1, x.shape[-1])
+        if self.training and self.config.jitter_eps is not None:
+            low, high = 1.0 - self.config.jitter_eps, 1.0 + self.config.jitter_eps
+            x = x * (low + torch.rand_like(x) * (high - low))
+        return self.layer(x.to(self.layer.weight.dtype))
+
+    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
+        return route(
+            self.logits(x),
+            self.config,
+            training=self.training,
+            loss_group=self.loss_group,
+            padding_mask=padding_mask,
+        )
+
+
+class ExpertChoiceRouter(_Router):
+    """Each expert picks its best tokens."""
+
+    router_type = "expert_choice"
+
+
+class TopKRouter(_Router):
+    """Each token picks its K best experts.
+
+    With config.expert_score_bias it holds two buffers: `expert_score_bias` (E,) float32, which stays float32 when the
+    module is cast, and `tokens_since_update` (E,) int64, not saved: pairs an expert since the last update.
+    """
+
+    router_type = "topk"
+    expert_score_bias: Tensor | None
+    tokens_since_update: Tensor | None
+
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(config, device=device, **kwargs)
+        bias = counts = None
+        if config.expert_score_bias:
+            bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+            counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("expert_score_bias", bias)
+        self.register_buffer("tokens_since_update", counts, persistent=False)
+
+    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
+        routing = route(
+            self.logits(x),
+            self.config,
+            score_bias=self.expert_score_bias,
+            training=self.training,
+            loss_group=self.loss_group,
+            padding_mask=padding_mask,
+        )
+        counts = self.tokens_since_update
+        if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
+            counts += routing.metrics["tokens_per_expert"]
+        return routing
+
+    @torch.no_grad()
+    def update_expert_score_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move each expert's bias by the rate towards balance, once an optimizer step (arXiv 2408.15664).
+
+            bias_e += rate · sign(mean load − load_e),  load = tokens_since_update summed over `group`, then reset to 0
+
+        Args:
+            group: the ranks that share the bias, i.e. all that see other tokens; None for this rank alone.
+
+        Raises:
+            ConfigError: the router has no bias.
+        """
+        bias, counts = self.expert_score_bias, self.tokens_since_update
+        if bias is None or counts is None:
+            raise ConfigError("expert_score_bias=False: must be True for update_expert_score_bias")
+        load = counts.clone()
+        if group is not None:
+            dist.all_reduce(load, group=group)
+        # E·load against the total: exact in integers, where a float mean could call a balanced expert unbalanced
+        bias += self.config.expert_score_bias_rate * torch.sign(load.sum() - load * load.numel())
+        counts.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        bias = self.expert_score_bias
+        super()._apply(fn, recurse)
+        moved = self.expert_score_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            # bf16 would swallow the update rate: 1 + 1e-3 rounds to 1
+            self.expert_score_bias = bias.to(moved.device)
+        return self
+
+
+def make_router(config: MoEConfig, **kwargs: Any) -> TopKRouter | ExpertChoiceRouter:
+    """The router that config.router_type names; keyword arguments as for the modules."""
+    return (TopKRouter if config.router_type == "topk" else ExpertChoiceRouter)(config, **kwargs)
+
+
+def _repeats_counted_forward() -> bool:
+    """Whether this forward recomputes one that was counted already.
+
+    Both kinds of activation checkpointing recompute inside a backward pass. The reentrant kind ran the first forward
+    without gradients, so it was not counted; the other ran it with them and recomputes under saved-tensor hooks.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
