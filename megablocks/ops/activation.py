@@ -12,6 +12,8 @@ kept for backward. Elementwise, so unused rows that hold NaN stay where they are
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -89,12 +91,12 @@ def _(
     return d_pre, pre.new_empty(0) if gate_pre is None else torch.empty_like(d_pre)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pre, gate_pre, ctx.name, ctx.approximate = inputs
     ctx.save_for_backward(pre, gate_pre)
 
 
-def _backward(ctx, grad: Tensor):
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     pre, gate_pre = ctx.saved_tensors
     d_pre, d_gate = activation_backward_op(grad, pre, gate_pre, ctx.name, ctx.approximate)
     return d_pre, (None if gate_pre is None else d_gate), None, None

@@ -9,6 +9,8 @@ Source: megablocks 0.10's memory-optimised MLP; SonicMoE (arXiv 2512.14080), sec
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -42,14 +44,14 @@ def _(pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: st
     return pre.new_empty(pre.shape[0], w.shape[2])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pre, gate_pre, w, offsets, ctx.name, ctx.approximate = inputs
     need_pre, need_gate, need_w = ctx.needs_input_grad[:3]
     ctx.transposed = is_transposed(w)
     ctx.save_for_backward(pre, gate_pre, w if need_pre or need_gate else None, offsets)
 
 
-def _backward(ctx, dy: Tensor):
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     pre, gate_pre, w, offsets = ctx.saved_tensors
     d_pre = d_gate = dw = None
     if w is not None:

@@ -8,6 +8,8 @@ The sum runs over each expert's rows in order, in float32: no atomics, so reruns
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -58,13 +60,13 @@ def _(rows: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, bias, offsets = inputs
     ctx.bias_dtype = bias.dtype
     ctx.save_for_backward(offsets)
 
 
-def _backward(ctx, dy: Tensor):
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (offsets,) = ctx.saved_tensors
     need_rows, need_bias = ctx.needs_input_grad[:2]
     d_bias = expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None

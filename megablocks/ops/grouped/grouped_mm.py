@@ -15,6 +15,7 @@ padded with zeros.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -132,14 +133,14 @@ def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) ->
     return grouped_mm_dw_op(dy, x, offsets).transpose(1, 2) if transposed else grouped_mm_dw_op(x, dy, offsets)
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, offsets = inputs
     need_x, need_w = ctx.needs_input_grad[:2]
     ctx.transposed = is_transposed(w)
     ctx.save_for_backward(x if need_w else None, w if need_x else None, offsets)
 
 
-def _backward(ctx, dy: Tensor):
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
     dx = None if w is None else grouped_mm_op(dy, w.transpose(1, 2), offsets)
     dw = None if x is None else weight_gradient(x, dy, offsets, ctx.transposed)

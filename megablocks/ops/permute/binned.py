@@ -8,6 +8,8 @@ bin and count as 0 on the way back. Source: megablocks 0.10's binned_gather and 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -61,13 +63,13 @@ def _(bins: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
     return bins.new_empty(num_rows, bins.shape[2])
 
 
-def _rows_to_bins_context(ctx, inputs, output) -> None:
+def _rows_to_bins_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, expert_offsets, _ = inputs
     ctx.num_rows = rows.shape[0]
     ctx.save_for_backward(expert_offsets)
 
 
-def _bins_to_rows_context(ctx, inputs, output) -> None:
+def _bins_to_rows_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     bins, expert_offsets, _ = inputs
     ctx.capacity = bins.shape[1]
     ctx.save_for_backward(expert_offsets)

@@ -10,6 +10,8 @@ p >= V reaches neither the result nor a gradient of something used.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -85,13 +87,13 @@ def _(
     return dy.new_empty(pair.shape[0], dy.shape[1]), weight.new_empty(0 if rows is None else pair.shape[0])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weight, pair, gather, scatter, token_offsets = inputs
     need_rows, need_weight = ctx.needs_input_grad[:2]
     ctx.save_for_backward(rows if need_weight else None, weight, pair, gather, scatter, token_offsets)
 
 
-def _backward(ctx, dy: Tensor):
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, pair, gather, scatter, token_offsets = ctx.saved_tensors
     need_rows, need_weight = ctx.needs_input_grad[:2]
     if weight is None:

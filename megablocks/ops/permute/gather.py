@@ -8,6 +8,8 @@ in a fixed order through the token-major list of the dispatch (no atomics), so r
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -30,11 +32,11 @@ def _(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: T
     return x.new_empty(gather.shape[0], x.shape[1])
 
 
-def _setup_context(ctx, inputs, output) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*inputs[1:])
 
 
-def _backward(ctx, d_rows: Tensor):
+def _backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
     pair, gather, scatter, token_offsets = ctx.saved_tensors
     return combine_op(d_rows, None, pair, gather, scatter, token_offsets), None, None, None, None
 

@@ -157,7 +157,7 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
 def build_dispatch_op(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    return tuple(build_dispatch_ref(token, expert, num_tokens, num_experts))
+    return build_dispatch_ref(token, expert, num_tokens, num_experts)[:]
 
 
 @build_dispatch_op.register_fake
