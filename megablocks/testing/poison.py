@@ -1,0 +1,39 @@
+"""Fill what torch.empty returns, so that a result which was never written shows: NaN for floats, a huge id for integers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+
+def _poison(tensor: Tensor) -> Tensor:
+    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.dtype == torch.bool:
+        return tensor
+    with torch.no_grad():
+        if tensor.is_floating_point():
+            return tensor.fill_(float("nan"))
+        return tensor.fill_(torch.iinfo(tensor.dtype).max)
+
+
+def _poisoned(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def allocate(*args: Any, **kwargs: Any) -> Tensor:
+        return _poison(fn(*args, **kwargs))
+
+    return allocate
+
+
+@contextlib.contextmanager
+def poisoned_empty() -> Iterator[None]:
+    """Within it, torch.empty, torch.empty_like and Tensor.new_empty return poisoned memory."""
+    with (
+        mock.patch.object(torch, "empty", _poisoned(torch.empty)),
+        mock.patch.object(torch, "empty_like", _poisoned(torch.empty_like)),
+        mock.patch.object(Tensor, "new_empty", _poisoned(Tensor.new_empty)),
+    ):
+        yield
