@@ -26,6 +26,23 @@ die() {
     exit 1
 }
 
+gpus() { # how many this machine has
+    nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
+}
+
+find_python() {
+    # shellcheck source=../scripts/env.sh
+    source "$ROOT/scripts/env.sh"
+    use_env megatron || exit 1
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+default_data() { # the standard library's text, where there is no data set yet
+    [ "${DRY_RUN:-0}" != 1 ] && [ ! -e "$DATA_PREFIX" ] || return 0
+    find_python
+    "$PYTHON" "$ROOT/scripts/prepare_data.py" --out "$DATA_PREFIX"
+}
+
 _port_is_free() {
     "$PYTHON" -c 'import socket, sys; socket.socket().bind(("", int(sys.argv[1])))' "$1" 2>/dev/null
 }
@@ -41,7 +58,7 @@ _rendezvous() { # sets RENDEZVOUS, torchrun's arguments for one or several machi
 
 _check_machine() {
     local gpus
-    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU') || true
+    gpus=$(gpus)
     [ "$gpus" -eq 0 ] || [ "$NGPU" -le "$gpus" ] || die "NGPU=$NGPU: this machine has $gpus, set NGPU to at most that"
     [ -f "$DATA_PREFIX/manifest.json" ] || die "DATA_PREFIX=$DATA_PREFIX holds no manifest.json: write a data set there with scripts/prepare_data.py"
     if [ "${RENDEZVOUS[0]}" != --standalone ] && [ "$NODE_RANK" -eq 0 ]; then
@@ -66,21 +83,18 @@ launch() {
     local command run
     _rendezvous
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
-        --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard")
+        --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard")
     run=(-m torch.distributed.run "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]}")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         printf '%q ' "${PYTHON:-python3}" "${run[@]}"
         echo
         return
     fi
-    # shellcheck source=../scripts/env.sh
-    source "$ROOT/scripts/env.sh"
-    use_env megatron || exit 1
+    find_python
     _check_machine
     _open_run_dir "${command[*]@Q}"
     # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
     if [ "$NODE_RANK" -eq 0 ]; then
         echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
         "$PYTHON" -m megablocks.monitor.env_report >"$EXP_DIR/env.txt"

@@ -11,6 +11,6 @@ LOSS_WEIGHT=${6:-0.1} BATCH=${7:-8} NGPU=${NGPU:-8}
 launch "${1:?EXP_DIR, the folder of this run, is missing}" "${PUBLISHED[@]}" \
     --num-layers 12 --hidden-size 768 --num-attention-heads 12 \
     --moe-num-experts "$NUM_EXPERTS" --moe-top-k "$TOP_K" --moe-loss-weight "$LOSS_WEIGHT" \
-    --megablocks-layer tutel --moe-capacity-factor "$CAPACITY_FACTOR" --moe-expert-model-parallelism \
+    --megablocks-layer tutel --megablocks-capacity-rule tutel --moe-capacity-factor "$CAPACITY_FACTOR" --moe-expert-model-parallelism \
     --micro-batch-size "$BATCH" --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
     --lr 6e-4 --min-lr 6e-5 --init-method-std 0.01 --bf16

@@ -1,0 +1,278 @@
+"""L1, L5: each script of exp/ is clean, prints a command that the driver accepts, guards its run folder and port."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SCRIPTS = sorted(path for path in (ROOT / "exp").glob("*/*.sh"))
+IDS = [str(path.relative_to(ROOT / "exp")) for path in SCRIPTS]
+
+# The published settings: layers, hidden, heads, micro-batch, steps, learning rate, its end (megablocks 0.10, exp/).
+SIZES = {"46m": (6, 512, 8), "125m": (12, 768, 12), "356m": (24, 1024, 16), "760m": (24, 1536, 16)}
+SIZES["1315m"] = (24, 2048, 16)
+BATCHES = {
+    "dmoe_8gpu": {"46m": 64, "125m": 32, "356m": 16, "760m": 8},
+    "moe_8gpu": {"46m": 64, "125m": 32, "356m": 8},
+    "tutel_8gpu": {"46m": 32, "125m": 8, "356m": 1},
+    "gpt2_1gpu": {"46m": 64, "125m": 32, "356m": 16, "760m": 16, "1315m": 8},
+    "gpt2_8gpu": {"46m": 64, "125m": 64, "356m": 32, "760m": 32, "1315m": 16},
+}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small data set, made as a user makes one."""
+    out = tmp_path_factory.mktemp("data") / "set"
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(out), "--vocab-size", "600"]
+    prepare += ["--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(prepare, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def _run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "PYTHON": sys.executable, **environment}
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "STEPS"):
+        if name not in environment:
+            variables.pop(name, None)
+    command = ["bash", str(script), *arguments]
+    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=120)
+
+
+def _dry(script: Path, *arguments: str, **environment: str) -> list[str]:
+    done = _run(script, *arguments, DRY_RUN="1", **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    (line,) = done.stdout.splitlines()
+    return shlex.split(line)
+
+
+def _flags(words: list[str]) -> dict[str, str | bool]:
+    driver = words[words.index("megablocks.megatron.pretrain_gpt") + 1 :]
+    found: dict[str, str | bool] = {}
+    for i, word in enumerate(driver):
+        if word.startswith("--"):
+            follows = driver[i + 1] if i + 1 < len(driver) else "--"
+            found[word] = True if follows.startswith("--") else follows
+    return found
+
+
+def _option(words: list[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def test_L1_published_names_are_all_there() -> None:
+    names = {f"{stem.split('_')[0]}/{stem.split('_')[0]}_{size}_{stem.split('_')[1]}.sh"
+             for stem, sizes in BATCHES.items() for size in sizes}  # fmt: skip
+    assert names | {"smoke/dmoe.sh"} == set(IDS)
+
+
+def test_L1_shellcheck() -> None:
+    shellcheck = Path(sys.executable).parent / "shellcheck"
+    files = [*SCRIPTS, ROOT / "exp/common.sh", ROOT / "docker.sh", ROOT / ".ci/run", *(ROOT / "scripts").glob("*.sh")]
+    done = subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+def test_L1_dry_run_prints_the_published_settings(script: Path) -> None:
+    words = _dry(script, "runs/x", DATA_PREFIX="/data/set")
+    flags = _flags(words)
+    assert flags["--data-prefix"] == "/data/set"
+    assert "set -euo pipefail" in script.read_text()
+    if script.parent.name == "smoke":
+        assert int(str(flags["--num-layers"])) >= 4 and int(str(flags["--seq-length"])) >= 256
+        assert (flags["--hidden-size"], flags["--moe-num-experts"], flags["--moe-top-k"]) == ("256", "8", "2")
+        return
+    family, size, machine = script.stem.split("_")
+    layers, hidden, heads = SIZES[size]
+    assert (flags["--num-layers"], flags["--hidden-size"]) == (str(layers), str(hidden))
+    assert flags["--num-attention-heads"] == str(heads)
+    assert flags["--micro-batch-size"] == str(BATCHES[f"{family}_{machine}"][size])
+    assert (flags["--global-batch-size"], flags["--seq-length"]) == ("512", "1024")
+    assert (flags["--lr-decay-style"], flags["--lr-warmup-fraction"], flags["--clip-grad"]) == ("cosine", "0.01", "1.0")
+    assert _option(words, "--nproc-per-node") == machine.removesuffix("gpu")
+    slow = family == "moe" or machine == "1gpu"
+    big = size in ("760m", "1315m")
+    rates = ("1.5e-4", "1e-5") if slow else ("4e-4", "4e-5") if big else ("6e-4", "6e-5")
+    assert (flags["--lr"], flags["--min-lr"]) == rates
+    assert ("--fp16" in flags) == slow and ("--bf16" in flags) != slow
+    assert flags["--train-iters"] == ("100000" if family == "gpt2" else "20000")
+    assert flags.get("--init-method-std") == (None if size == "1315m" else "0.01")
+    assert (flags.get("--moe-num-experts"), flags.get("--moe-loss-weight")) == (
+        (None, None) if family == "gpt2" else ("64", "0.1")
+    )
+
+
+def test_L1_positional_arguments_and_environment_reach_the_command() -> None:
+    dmoe = _flags(_dry(ROOT / "exp/dmoe/dmoe_46m_8gpu.sh", "r", "7", "16", "2", "0.5", "4", DATA_PREFIX="/d"))
+    names = ("train-iters", "moe-num-experts", "moe-top-k", "moe-loss-weight", "micro-batch-size")
+    assert [dmoe[f"--{n}"] for n in names] == ["7", "16", "2", "0.5", "4"]
+    for family, lead in (("moe", []), ("tutel", ["--megablocks-layer"])):
+        moe = _flags(_dry(ROOT / f"exp/{family}/{family}_46m_8gpu.sh", "r", "7", "16", "1.25", "2", "0.5", "4"))
+        names = ("moe-num-experts", "moe-capacity-factor", "moe-top-k", "moe-loss-weight", "micro-batch-size")
+        assert [moe[f"--{n}"] for n in names] == ["16", "1.25", "2", "0.5", "4"]
+        assert all(flag in moe for flag in lead)
+    words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", NGPU="3", STEPS="9", DATA_PREFIX="/d")
+    assert _option(words, "--nproc-per-node") == "3" and _flags(words)["--train-iters"] == "9"
+    assert "--standalone" in words
+    several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "6001"}
+    words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", **several)
+    got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
+    assert got == ["2", "1", "host0", "6001"] and "--standalone" not in words
+
+
+PARSE = """
+import json, os, sys
+from megablocks.config import ConfigError
+from megablocks.megatron.cpu import install
+from megablocks.megatron.arguments import add_arguments
+install()
+from megatron.training.arguments import parse_args, validate_args
+verdicts = []
+for world, argv in json.load(sys.stdin):
+    os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
+    sys.argv = ["pretrain_gpt", *argv]
+    try:
+        args = validate_args(parse_args(add_arguments), {})
+        verdicts.append([args.num_experts, args.expert_model_parallel_size, args.padded_vocab_size])
+    except (Exception, SystemExit) as error:
+        verdicts.append(f"{type(error).__name__}: {error}")
+print("VERDICTS", json.dumps(verdicts))
+"""
+
+
+def test_L1_the_driver_accepts_every_command(data: Path) -> None:
+    """One process parses them all, each as if its whole world had been started."""
+    cases = []
+    for script in SCRIPTS:
+        words = _dry(script, "runs/x", DATA_PREFIX=str(data))
+        cases.append((int(_option(words, "--nproc-per-node")), words[words.index("-m", 3) + 2 :]))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    parse, given = [sys.executable, "-c", PARSE], json.dumps(cases)
+    done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
+    for name, (world, _), verdict in zip(IDS, cases, json.loads(line.removeprefix("VERDICTS ")), strict=True):
+        assert isinstance(verdict, list), f"{name}: {verdict}"
+        experts = None if name.startswith("gpt2") else 8 if name.startswith("smoke") else 64
+        assert verdict[:2] == [experts, world if experts else 1], name
+
+
+@pytest.fixture
+def recorder(tmp_path: Path) -> dict[str, str]:
+    """A PYTHON that is real but for torchrun: that it writes to `ran` instead of starting it."""
+    python = tmp_path / "python"
+    python.write_text(
+        f'#!/bin/bash\ncase "$*" in *torch.distributed.run*) printf "%q " "$@" > "{tmp_path}/ran";;\n'
+        f'*) exec "{sys.executable}" "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    return {"PYTHON": str(python)}
+
+
+SMOKE = ROOT / "exp/smoke/dmoe.sh"
+
+
+def _refusal(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+def test_L5_an_occupied_port_is_one_line(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", MASTER_PORT=port, **recorder)
+        assert f"MASTER_PORT={port} is in use" in _refusal(done)
+        assert not (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
+        # A machine that joins another's rendezvous does not open the port itself.
+        joins = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": port}
+        done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", **joins, **recorder)
+        assert done.returncode == 0, done.stderr
+    done = _run(SMOKE, str(tmp_path / "free"), DATA_PREFIX=str(data), NGPU="1", MASTER_PORT=port, **recorder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_L5_several_machines_need_an_address(data: Path, tmp_path: Path) -> None:
+    done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", NNODES="2")
+    assert "MASTER_ADDR is unset" in _refusal(done)
+
+
+def test_L5_a_missing_data_set_is_one_line(tmp_path: Path, recorder: dict[str, str]) -> None:
+    nowhere = tmp_path / "nowhere"
+    script = ROOT / "exp/gpt2/gpt2_46m_1gpu.sh"
+    done = _run(script, str(tmp_path / "run"), DATA_PREFIX=str(nowhere), NGPU="1", **recorder)
+    assert f"DATA_PREFIX={nowhere} holds no manifest.json" in _refusal(done)
+
+
+def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    run, ran = tmp_path / "run", tmp_path / "ran"
+    launch = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
+
+    run.mkdir()
+    assert _run(SMOKE, str(run), "3", **launch).returncode == 0, "an empty folder is a fresh run"
+    assert "--load" not in ran.read_text()
+    command = (run / "command.txt").read_text()
+    assert "--train-iters 3" in command.replace("'", "") and (run / "train.log").exists()
+
+    assert "holds no checkpoint to resume from" in _refusal(_run(SMOKE, str(run), "3", **launch))
+    (run / "checkpoints/iter_0000002").mkdir(parents=True)
+    ran.unlink()
+    assert _run(SMOKE, str(run), "3", **launch).returncode == 0, "the same command goes on"
+    assert f"--load {run}/checkpoints" in ran.read_text()
+    assert (run / "command.txt").read_text() == command
+
+    ran.unlink()
+    assert "is no run of this command" in _refusal(_run(SMOKE, str(run), "4", **launch))
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("precious")
+    assert "is no run of this command" in _refusal(_run(SMOKE, str(foreign), "3", **launch))
+    assert [p.name for p in foreign.iterdir()] == ["thesis.tex"] and not ran.exists()
+
+
+def test_L1_docker_mounts_the_parent_folder() -> None:
+    environment = {**os.environ, "DRY_RUN": "1"}
+    docker = ["bash", str(ROOT / "docker.sh"), "make", "test"]
+    done = subprocess.run(docker, env=environment, capture_output=True, text=True)
+    words = shlex.split(done.stdout)
+    assert words[:2] == ["docker", "run"] and words[-3:] == ["megablocks-dev", "make", "test"]
+    assert _option(words, "-v") == f"{ROOT.parent}:/mount" and _option(words, "-w") == f"/mount/{ROOT.name}"
+    assert "--ipc=host" in words and _option(words, "--gpus") == "all"
+
+
+def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> None:
+    for name, text in (("scontrol", "echo host0; echo host1"), ("srun", 'exec env SLURM_NODEID=1 "$@"')):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "123456"}
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1", **slurm}
+    script = ["bash", str(ROOT / "scripts/slurm_dmoe.sh"), "/shared/run"]
+    done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    words = shlex.split(done.stdout)
+    got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
+    assert got == ["2", "1", "host0", "23456"], done.stderr
+    assert _flags(words)["--micro-batch-size"] == "32"
+
+
+def test_test_command_dry_run() -> None:
+    environment = {**os.environ, "DRY_RUN": "1"}
+    script = ["bash", str(ROOT / "scripts/test.sh")]
+    plain = subprocess.run([*script, "-k", "L1"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert plain.startswith("bash scripts/check.sh\npython -m pytest") and plain.endswith("-k L1\n")
+    assert "slow" not in plain
+    everything = subprocess.run([*script, "--all"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert shlex.split(everything)[-2:] == ["-m", "slow or not slow"]
