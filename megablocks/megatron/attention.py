@@ -87,9 +87,8 @@ class SDPAttention(MegatronModule):
         # Under sequence parallelism the transformer block has entered the fork already.
         fork = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
-            out = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=keep, dropout_p=dropout, is_causal=causal and keep is None, scale=self.scale
-            )
+            causal = causal and keep is None
+            out = F.scaled_dot_product_attention(query, key, value, keep, dropout, is_causal=causal, scale=self.scale)
         return out.permute(2, 0, 1, 3).reshape(seq, out.shape[0], -1)
 
 

@@ -32,9 +32,10 @@ REQUIRED_FLAGS = (
     "--no-masked-softmax-fusion",
     "--no-rope-fusion",
 )
-"""What Megatron's own driver must be told on a CPU (and, but for the first two, on a GPU without Transformer Engine)."""
+"""What Megatron's own driver must be told on a CPU; all but the first two also on a GPU without Transformer Engine."""
 
 _installed: set[str] = set()
+_cuda: Any = torch.cuda  # what the patches below write to
 
 
 class _NoStream:
@@ -99,7 +100,7 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 def _current_device() -> None:
     """`torch.cuda.current_device`: Megatron passes it as device= to almost every tensor it makes."""
-    torch.cuda.current_device = lambda: torch.device("cpu")
+    _cuda.current_device = lambda: torch.device("cpu")
 
 
 def _literals() -> None:
@@ -119,9 +120,9 @@ def _random_state() -> None:
     def set_state(state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
         torch.set_rng_state(state)
 
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get_state
-    torch.cuda.set_rng_state = torch.cuda.random.set_rng_state = set_state
-    torch.cuda.manual_seed = torch.cuda.random.manual_seed = lambda seed: torch.manual_seed(seed)
+    _cuda.get_rng_state = _cuda.random.get_rng_state = get_state
+    _cuda.set_rng_state = _cuda.random.set_rng_state = set_state
+    _cuda.manual_seed = _cuda.random.manual_seed = lambda seed: torch.manual_seed(seed)
     tp_random._get_cuda_rng_state = get_state
     tp_random._set_cuda_rng_state = set_state
     logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
@@ -129,36 +130,37 @@ def _random_state() -> None:
 
 def _streams() -> None:
     """Streams and events of DDP construction, Megatron's token dispatchers and its timers."""
-    torch.cuda.Stream = torch.cuda.Event = _NoStream  # type: ignore[assignment,misc]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()  # type: ignore
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore[assignment]
-    torch.cuda.set_stream = lambda stream: None
+    _cuda.Stream = _cuda.Event = _NoStream
+    _cuda.current_stream = _cuda.default_stream = lambda device=None: _NoStream()
+    _cuda.stream = lambda stream: contextlib.nullcontext()
+    _cuda.set_stream = lambda stream: None
 
 
 def _synchronize() -> None:
     """`torch.cuda.synchronize` after point-to-point communication and in timers; nothing runs ahead on a CPU."""
-    torch.cuda.synchronize = lambda device=None: None
+    _cuda.synchronize = lambda device=None: None
 
 
 def _device_count() -> None:
     """Megatron builds its process groups and seeds its generators only if it counts a device for each local rank."""
-    torch.cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    torch.cuda.set_device = lambda device: None
+    _cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    _cuda.set_device = lambda device: None
 
 
 def _device_report() -> None:
     """Device properties and memory statistics that the training loop logs: capability 0.0, nothing allocated."""
-    torch.cuda.get_device_properties = lambda device=None: _DeviceProperties()  # type: ignore[assignment,return-value]
-    torch.cuda.get_device_capability = lambda device=None: (0, 0)
-    torch.cuda.get_device_name = lambda device=None: "cpu"
-    torch.cuda.memory_stats = lambda device=None: defaultdict(int)
+    _cuda.get_device_properties = lambda device=None: _DeviceProperties()
+    _cuda.get_device_capability = lambda device=None: (0, 0)
+    _cuda.get_device_name = lambda device=None: "cpu"
+    _cuda.memory_stats = lambda device=None: defaultdict(int)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, lambda device=None: 0)
+        setattr(_cuda, name, lambda device=None: 0)
 
 
 def _module_cuda() -> None:
     """`model.cuda(device)` in Megatron's model builder."""
-    torch.nn.Module.cuda = lambda self, device=None: self  # type: ignore[method-assign]
+    module: Any = torch.nn.Module
+    module.cuda = lambda self, device=None: self
 
 
 def _no_compiler() -> None:
@@ -187,7 +189,7 @@ def _initialize() -> None:
 
 
 def _prebuilt_helpers() -> None:
-    """The wheel ships the built data-set helpers and no Makefile, so Megatron's "make" of them fails (on any device)."""
+    """The wheel ships the built data-set helpers and no Makefile, so Megatron's "make" of them fails, on any device."""
     skip_compile_helpers()
 
 
@@ -243,4 +245,3 @@ def install(*, training: bool | None = None, skip: Collection[str] = ()) -> bool
         patch()
         _installed.add(name)
     return True
-

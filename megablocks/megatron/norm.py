@@ -16,7 +16,7 @@ from megablocks.config import ConfigError
 
 
 class Norm(torch.nn.Module):
-    """Normalises (…, H) over H; `config.normalization` says how. Parameters `weight` (H,) and, for LayerNorm, `bias` (H,).
+    """Normalises (…, H) over H as `config.normalization` says. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
     Takes the arguments of Megatron's LayerNormBuilder. `persist_layer_norm` chooses an apex kernel and is ignored.
     Raises ConfigError for a normalization other than LayerNorm or RMSNorm.

@@ -44,22 +44,30 @@ class MegaBlocksSettings:
     capacity_factor: float | None = _option(
         None, "drop tokens beyond this many times an expert's fair share; 0: the fullest expert's load; unset: dropless"
     )
-    capacity_rule: str = _option("megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES)
+    capacity_rule: str = _option(
+        "megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES
+    )
     uniform_assignment: bool = _option(False, "replace the router's choice by round robin, for benchmarks")
     recompute_activation: bool = _option(False, "recompute the experts' activation in backward instead of storing it")
-    attention: str = _option("sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS)
+    attention: str = _option(
+        "sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS
+    )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices is not None and value not in choices:
                 raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
+        if self.layer == "tutel":  # the rule is Tutel's, whichever code runs it, and so is the default factor
+            object.__setattr__(self, "capacity_rule", "tutel")
+            if self.capacity_factor is None:
+                object.__setattr__(self, "capacity_factor", 1.0)
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
             raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
-        """Read MEGABLOCKS_<FIELD> for each field. A value of the wrong type is a ConfigError that names the variable."""
+        """Read MEGABLOCKS_<FIELD> for each field. ConfigError, naming the variable, at a value of the wrong type."""
         hints = typing.get_type_hints(cls)
         values = {}
         for f in dataclasses.fields(cls):

@@ -7,7 +7,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
+import importlib.util
+import logging
 from typing import Any
 
 from megablocks.megatron import cpu
@@ -20,10 +23,14 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention 
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.megatron import attention  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
+from megablocks.megatron.experts import MegaBlocksExperts  # noqa: E402
+from megablocks.megatron.layer import MegaBlocksMoELayer  # noqa: E402
 from megablocks.megatron.norm import Norm  # noqa: E402
+from megablocks.megatron.router import CountingTopKRouter, MegaBlocksRouter  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
 
 
@@ -72,4 +79,24 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
 
 
 def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) -> Any:
-    return megatron_layer
+    """The builder of a mixture-of-experts layer that `settings.layer` names, from Megatron's own."""
+    parts = megatron_layer.keywords["submodules"]
+    layer = settings.layer
+    if layer == "tutel" and importlib.util.find_spec("tutel") is not None:
+        from megablocks.megatron.tutel_layer import TutelMoELayer
+
+        _log("mixture-of-experts layer: Tutel's own")
+        return functools.partial(TutelMoELayer, submodules=parts)
+    if layer == "tutel":
+        _log("mixture-of-experts layer: ours with Tutel's capacity rule, because the package tutel is not installed")
+        layer = "megablocks"
+    if layer == "megablocks":
+        parts = dataclasses.replace(parts, router=MegaBlocksRouter, experts=MegaBlocksExperts)
+        return functools.partial(MegaBlocksMoELayer, submodules=parts)
+    if layer == "experts":
+        parts = dataclasses.replace(parts, experts=MegaBlocksExperts)
+    return functools.partial(MoELayer, submodules=dataclasses.replace(parts, router=CountingTopKRouter))
+
+
+def _log(message: str) -> None:
+    log_single_rank(logging.getLogger(__name__), logging.INFO, message)

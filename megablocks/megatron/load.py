@@ -1,0 +1,58 @@
+"""The load of the experts: counted on the device in every training step, read once per log interval."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ExpertLoad:
+    """Sums of a layer's counts on this rank since the last reset. No tensor leaves the device until `gather_load`."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.counts: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, tokens_per_expert: Tensor, dropped: Tensor | int) -> None:
+        """tokens_per_expert (E,): pairs that chose each expert, before any drop. dropped (): pairs dropped of those."""
+        if self.counts is None:
+            self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens_per_expert.device)
+        self.counts[:-1] += tokens_per_expert
+        self.counts[-1] += dropped
+
+    def reset(self) -> None:
+        self.counts = None
+
+
+def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:
+    """Counts of all layers and all ranks since the last call, then reset. Collective over the whole world.
+
+    Args:
+        model: this rank's model chunks. Their layers carry an `ExpertLoad` as `expert_load` and a global, 1-based
+            `layer_number`; the ranks of a tensor-parallel group hold different tokens (sequence parallelism).
+
+    Returns:
+        (num_layers, num_experts + 1) int64 on the CPU: pairs per expert, and in the last column the dropped ones. Rows
+        of layers without experts are 0.
+    """
+    table: Tensor | None = None
+    for chunk in model:
+        for module in chunk.modules():
+            load = getattr(module, "expert_load", None)
+            if not isinstance(load, ExpertLoad) or load.counts is None:
+                continue
+            if table is None:
+                table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=load.counts.device)
+            layer_number = module.layer_number
+            assert isinstance(layer_number, int), "TransformerLayer sets it"
+            table[layer_number - 1] += load.counts
+            load.reset()
+    if table is None:
+        device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
+    dist.all_reduce(table)
+    return table.cpu()

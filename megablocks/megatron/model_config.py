@@ -1,0 +1,150 @@
+"""Megatron's TransformerConfig → our MoEConfig, and what of the former our layer refuses.
+
+Every refusal is one line that names the field, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.activations import fast_gelu, squared_relu
+from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.megatron.settings import MegaBlocksSettings
+
+_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp8": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
+    "fp4": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
+    "moe_latent_size": ((None,), "latent experts need Megatron's own layer (--megablocks-layer megatron)"),
+    "moe_shared_expert_overlap": ((False,), "the shared expert runs before the dispatch"),
+    "overlap_moe_expert_parallel_comm": ((False,), "it calls the stages of Megatron's dispatcher one by one"),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), "needs Transformer Engine's experts"),
+    "delay_wgrad_compute": ((False,), "needs Transformer Engine's linear layers"),
+    "moe_pad_expert_input_to_capacity": ((False,), "capacity drops without padding here"),
+    "moe_expert_rank_capacity_factor": ((None,), "needs Megatron's flex dispatcher"),
+    "moe_mlp_glu_interleave_size": ((None,), "gate and up-projection are two tensors"),
+    "moe_paged_stash": ((False,), "needs Megatron's flex dispatcher"),
+    "moe_apply_probs_on_input": ((False, None), "weights multiply the experts' output"),
+    "glu_linear_offset": ((0.0,), "not part of the supported activations"),
+    "activation_func_clamp_value": ((None,), "not part of the supported activations"),
+    "use_te_activation_func": ((False,), "activations are part of the experts"),
+    "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
+}
+
+
+def check_config(config: TransformerConfig) -> None:
+    """Refuse, with a ConfigError, combinations that our layer does not support or that Megatron trains wrongly."""
+    for name, (allowed, why) in _UNSUPPORTED.items():
+        value = getattr(config, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}; {why}")
+    graphs = getattr(config, "cuda_graph_impl", "none")
+    if graphs != "none":
+        raise ConfigError(f"cuda_graph_impl={graphs!r}: must be 'none'; the all-to-all's split sizes change every step")
+    if config.num_moe_experts is not None:
+        _check_experts(config)
+    check_without_engine(config)
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    assert config.num_moe_experts is not None
+    experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
+    if experts % ranks:
+        raise ConfigError(f"num_moe_experts={experts}: must be divisible by expert_model_parallel_size={ranks}")
+    shards = config.expert_tensor_parallel_size or 1
+    width = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    assert width is not None
+    if width % shards:
+        raise ConfigError(f"moe_ffn_hidden_size={width}: must be divisible by expert_tensor_parallel_size={shards}")
+    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
+        raise ConfigError(
+            "sequence_parallel=False: must be True with experts and "
+            f"tensor_model_parallel_size={config.tensor_model_parallel_size}, or every rank computes the same tokens"
+        )
+
+
+def check_without_engine(config: TransformerConfig) -> None:
+    """What Megatron accepts and then does wrongly without Transformer Engine, on any device; dense models too."""
+    if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
+        if config.batch_p2p_comm or not config.overlap_p2p_comm:
+            raise ConfigError(
+                f"overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: must be True and "
+                "False with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
+            )
+    if HAVE_TE:
+        return
+    if config.recompute_granularity == "selective":
+        for module in ("layernorm", "mla_up_proj"):
+            if module in (config.recompute_modules or ()):
+                raise ConfigError(f"recompute_modules={module!r}: needs Transformer Engine, which is not installed")
+
+
+def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:
+    """What one of the model's mixture-of-experts layers computes. Losses, jitter and shared experts stay Megatron's."""
+    assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
+    activation, approximate = activation_of(config.activation_func, config.gated_linear_unit)
+    sigmoid = config.moe_router_score_function == "sigmoid"
+    recompute = settings.recompute_activation or (
+        config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
+    )
+    normalize = settings.normalize_top_k
+    if normalize is None and sigmoid and config.moe_router_topk > 1:
+        normalize = 1.0  # Megatron divides sigmoid scores by their sum
+    if settings.router_type == "expert_choice" and _aux_loss_is_on(config):
+        raise ConfigError(
+            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: must be 0 with router_type='expert_choice', "
+            "which is balanced by construction"
+        )
+    return MoEConfig(
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.moe_ffn_hidden_size,
+        num_experts=config.num_moe_experts,
+        top_k=config.moe_router_topk,
+        activation=activation,
+        gelu_approximate=approximate,
+        mlp_bias=config.add_bias_linear,
+        mlp_impl=settings.mlp_impl,
+        recompute_activation=recompute,
+        router_type=settings.router_type,
+        score_function="sigmoid" if sigmoid else "softmax",
+        softmax_order="before_topk" if config.moe_router_pre_softmax else "after_topk",
+        normalize_top_k=normalize,
+        top_k_scaling=config.moe_router_topk_scaling_factor or 1.0,
+        num_groups=config.moe_router_num_groups,
+        group_top_k=config.moe_router_group_topk,
+        expert_score_bias=config.moe_router_enable_expert_bias,
+        uniform_assignment=settings.uniform_assignment,
+        capacity_factor=settings.capacity_factor,
+        capacity_rule=settings.capacity_rule,
+    )
+
+
+def _aux_loss_is_on(config: TransformerConfig) -> bool:
+    coeff = config.moe_aux_loss_coeff
+    return any(c > 0 for c in coeff) if isinstance(coeff, list) else coeff > 0
+
+
+def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> tuple[str, str]:
+    """Megatron's (activation_func, gated_linear_unit) → our (activation, gelu_approximate)."""
+    approximate = "none"
+    if isinstance(function, functools.partial) and function.func is F.gelu:
+        approximate = function.keywords.get("approximate", "none")
+        function = F.gelu
+    if function is fast_gelu:
+        approximate, function = "tanh", F.gelu
+    plain = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu", squared_relu: "relu2"}
+    glu = {F.gelu: "geglu", F.silu: "swiglu", F.relu: "reglu", torch.relu: "reglu"}
+    table = glu if gated else plain
+    if function not in table:
+        name = getattr(function, "__name__", repr(function))
+        raise ConfigError(
+            f"activation_func={name!r}, gated_linear_unit={gated}: must be one of gelu, silu, relu"
+            + ("" if gated else ", squared_relu")
+        )
+    return table[function], approximate

@@ -1,0 +1,76 @@
+"""Resuming Megatron's distributed optimizer where neither apex nor Transformer Engine is installed.
+
+Without them Megatron uses torch's AdamW, whose state holds a `step` tensor for each parameter. megatron-core 0.19.2
+handles that in three places in ways that stop a resume or, worse, let it go on wrongly:
+
+1. `DistributedOptimizer.state_dict` asserts that all steps agree, which an optimizer that has not stepped yet (as when
+   a checkpoint is loaded) cannot satisfy: its state is filled with zeros and step 0 first, as AdamW itself would.
+2. `_set_main_param_and_optimizer_states` looks up every tensor of the state in what it loads, and `step` is not there
+   (it travels in the parameter groups): it is left alone.
+3. `load_state_dict` gives all parameters one and the same `step` tensor, to which AdamW then adds one for each
+   parameter in a single step; the bias correction is silently wrong from then on: each parameter gets its own copy.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from megatron.core.optimizer import distrib_optimizer
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+
+
+def install() -> bool:
+    """Apply the three fixes, once. Returns whether they are needed, that is, whether torch's AdamW is in use."""
+    if distrib_optimizer.HAVE_APEX_OR_TE:
+        return False
+    if not hasattr(DistributedOptimizer.state_dict, "__wrapped__"):
+        DistributedOptimizer.state_dict = _with_state(DistributedOptimizer.state_dict)
+        DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
+        DistributedOptimizer._set_main_param_and_optimizer_states = _without_steps(
+            DistributedOptimizer._set_main_param_and_optimizer_states
+        )
+    return True
+
+
+def _is_torch_adam(optimizer: Any) -> bool:
+    return isinstance(getattr(optimizer, "optimizer", None), (torch.optim.Adam, torch.optim.AdamW))
+
+
+def _with_state(original: Any) -> Any:
+    @functools.wraps(original)
+    def state_dict(self: Any) -> Any:
+        if _is_torch_adam(self):
+            for group in self.optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = self.optimizer.state[parameter]
+                    if not state:
+                        state["step"] = torch.zeros((), dtype=torch.float32)
+                        state["exp_avg"] = torch.zeros_like(parameter)
+                        state["exp_avg_sq"] = torch.zeros_like(parameter)
+        return original(self)
+
+    return state_dict
+
+
+def _with_own_steps(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> None:
+        original(self, state_dict)
+        if _is_torch_adam(self):
+            for state in self.optimizer.state.values():
+                if "step" in state:
+                    state["step"] = state["step"].clone()
+
+    return load_state_dict
+
+
+def _without_steps(original: Any) -> Any:
+    @functools.wraps(original)
+    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+        if _is_torch_adam(self) and "step" not in tensors:
+            tensors = {**tensors, "step": None}  # the original skips what is no tensor
+        original(self, model_param, tensors)
+
+    return set_states
