@@ -1,4 +1,4 @@
-"""Fill what torch.empty returns, so that a result which was never written shows: NaN for floats, a huge id for integers."""
+"""Fill what torch.empty returns, so that a result never written shows: NaN for floats, a huge id for integers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far a result may be from the truth: judged against float64, by norm."""
+"""How far a result may be from the truth in float64."""
 
 from __future__ import annotations
 
@@ -6,16 +6,9 @@ import torch
 from torch import Tensor
 
 
-def relative_error(result: Tensor, truth: Tensor) -> float:
-    """‖result − truth‖ / ‖truth‖ in float64; the plain norm of the result where the truth is 0."""
-    result, truth = result.detach().double().cpu(), truth.detach().double().cpu()
-    assert result.shape == truth.shape, f"{tuple(result.shape)} against {tuple(truth.shape)}"
-    scale = truth.norm()
-    return float((result - truth).norm() / (scale if scale > 0 else 1.0))
-
-
 def max_error(result: Tensor, truth: Tensor) -> float:
     """max |result − truth| in float64; inf where one is NaN and the other is not."""
+    assert result.shape == truth.shape, f"{tuple(result.shape)} against {tuple(truth.shape)}"
     difference = (result.detach().double().cpu() - truth.detach().double().cpu()).abs()
     return float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
 
