@@ -17,7 +17,15 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "pytest", "megablocks.layers"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "pytest",
+    "megablocks.layers.dmoe",
+    "megablocks.layers.moe",
+    "megablocks.layers.experts",
+    "megablocks.parallel.dispatcher",
+]
 
 
 class RankFailed(RuntimeError):
