@@ -59,8 +59,12 @@ class _Router(nn.Module):
 
     def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
+        return self.route(self.logits(x), padding_mask=padding_mask)
+
+    def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """Route by the logits (T, E) of `logits(x)`, for callers that need those too."""
         return route(
-            self.logits(x),
+            logits,
             self.config,
             training=self.training,
             loss_group=self.loss_group,
@@ -94,10 +98,10 @@ class TopKRouter(_Router):
         self.register_buffer("expert_score_bias", bias)
         self.register_buffer("tokens_since_update", counts, persistent=False)
 
-    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
-        """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
+    def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """As the base's; counts the load for the next update of the bias."""
         routing = route(
-            self.logits(x),
+            logits,
             self.config,
             score_bias=self.expert_score_bias,
             training=self.training,
