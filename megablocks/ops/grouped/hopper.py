@@ -1,0 +1,290 @@
+"""Grouped GEMMs on Hopper (sm_90): tile choice, descriptors and launches for the Gluon kernels in hopper_kernels.py.
+
+    ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
+    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R, M), b (R|S, N), offsets (E+1,)                    → o (E, M, N)
+
+Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. Neither
+call synchronises with the host or looks at the number of tokens: the grid is one program a multiprocessor, and the
+tile is chosen by N, K and the mean rows an expert (R / E). Both can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from packaging.version import Version
+from torch import Tensor
+
+# Gluon is experimental: these are the releases that the kernels were compiled and run with.
+_TRITON_OK = Version("3.6") <= Version(triton.__version__) < Version("3.8")
+# The prefix sum over experts lives in registers, E / 32 a lane.
+MAX_EXPERTS = 512
+# Row coordinates of a ragged descriptor, and so rows, stay below this.
+_ROW_BOUND = 2**30
+_SHARED_BYTES = 232448 - 1024
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: two consumers of `rows` × BN each, sharing a tile or, with pingpong, owning alternate ones.
+
+    out_parts: column parts in which a tile is written, out_buffers: how many of them are in flight a consumer.
+    group_m: row tiles that are walked together before the next column tile (ragged-M; 1 walks columns first).
+    """
+
+    rows: int
+    BN: int
+    stages: int
+    consumers: int = 2
+    warps: int = 4
+    pingpong: bool = False
+    out_parts: int = 1
+    out_buffers: int = 1
+    BK: int = 64
+    group_m: int = 1
+    proxy_fence: bool = True
+
+    @property
+    def row_parts(self) -> int:
+        return 1 if self.pingpong else self.consumers
+
+    @property
+    def BM(self) -> int:
+        return self.rows * self.row_parts
+
+    def shared_bytes(self, out_size: int) -> int:
+        ring = self.stages * (self.BM + self.BN) * self.BK * 2
+        return ring + self.consumers * self.out_buffers * self.rows * (self.BN // self.out_parts) * out_size
+
+
+@dataclass(frozen=True)
+class _Plan(Tile):
+    """A Tile with the problem's constants: what the kernels see as one compile-time value."""
+
+    lanes: int = 32
+    M: int = 0
+    N: int = 0
+    K: int = 0
+    gather: bool = False
+    w_k_major: bool = False
+
+    @property
+    def m_tiles(self) -> int:
+        return -(-self.M // self.BM)
+
+    @property
+    def n_tiles(self) -> int:
+        return -(-self.N // self.BN)
+
+    @property
+    def k_steps(self) -> int:
+        return -(-self.K // self.BK)
+
+    @property
+    def out_cols(self) -> int:
+        return self.BN // self.out_parts
+
+    @property
+    def x_bytes(self) -> int:
+        return self.BM * self.BK * 2
+
+    a_bytes = x_bytes
+
+    @property
+    def w_bytes(self) -> int:
+        return self.BN * self.BK * 2
+
+    b_bytes = w_bytes
+
+    @property
+    def producer_warps(self) -> int:
+        return 4 if self.gather else 1
+
+    @property
+    def producer_regs(self) -> int:
+        return 56 if self.gather else 40
+
+    @property
+    def consumer_regs(self) -> int:
+        return 224 if self.gather else 232
+
+
+def choose_m(N: int, K: int, mean_rows: float) -> Tile:
+    """The tile of ragged_m. Short K leaves little to hide an epilogue under, so there the consumers take turns."""
+    if mean_rows <= 96:
+        return Tile(64, 256 if N > 128 else 128, 4, pingpong=True, out_parts=4)
+    if N <= 128 or K < 1024:
+        return Tile(128, 128, 6, pingpong=True, out_parts=4, group_m=8 if N > 2048 else 1)
+    return Tile(64, 256, 3, group_m=8 if N > 4096 else 1)
+
+
+def choose_k(M: int, N: int, mean_rows: float, out_size: int) -> Tile:
+    """The tile of ragged_k."""
+    parts = 1 if out_size == 2 else 2
+    if M <= 64:
+        return Tile(64, 256 if N > 128 else 128, 4, pingpong=True, out_parts=4)
+    if N <= 128:
+        return Tile(128, 128, 4, out_parts=2 * parts)
+    return Tile(128, 256, 3, consumers=1, warps=8, out_parts=parts)
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def _lanes(experts: int) -> int:
+    return max(32, triton.next_power_of_2(experts))
+
+
+def _aligned(t: Tensor, major: int = -1) -> bool:
+    """TMA reads a matrix whose start and rows stand on 16 bytes and whose `major` dimension is contiguous."""
+    unit = 16 // t.element_size()
+    dims = [d for d in range(t.dim()) if d != major % t.dim() and t.shape[d] > 1]
+    return t.stride(major) == 1 and t.data_ptr() % 16 == 0 and all(t.stride(d) % unit == 0 for d in dims)
+
+
+def _supports(offsets: Tensor, *operands: Tensor) -> bool:
+    first = operands[0]
+    return (
+        _TRITON_OK
+        and first.is_cuda
+        and _is_hopper(first.device.index)
+        and first.dtype in (torch.bfloat16, torch.float16)
+        and all(t.dtype == first.dtype and t.numel() > 0 for t in operands)
+        and offsets.numel() <= MAX_EXPERTS + 1
+        and max(t.shape[0] for t in operands) < _ROW_BOUND
+    )
+
+
+def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512."""
+    return (
+        _supports(offsets, x, w)
+        and w.shape[1] % 8 == 0
+        and w.shape[2] % 8 == 0
+        and _aligned(x)
+        and (_aligned(w, 1) or _aligned(w, 2))
+    )
+
+
+def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_k takes these; as supports_m, with M and N multiples of 8."""
+    return (
+        _supports(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and _aligned(a) and _aligned(b)
+    )
+
+
+def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[t.dtype]
+    if strides is None:
+        unit = 16 // t.element_size()
+        # The stride of a dimension of one is anything; TMA wants it on 16 bytes all the same.
+        strides = [s if n > 1 else -(-s // unit) * unit for s, n in zip(t.stride()[:-1], t.shape, strict=False)] + [1]
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor(t, list(t.shape) if shape is None else shape, strides, box, layout)
+
+
+def ragged_rows(t: Tensor, box: list[int]) -> Any:
+    """A descriptor of t (R, C) through which the TMA unit keeps to rows [.., end) for an `end` given at each access.
+
+    Coordinates (2³⁰, end, 2³⁰ − end + row, col) address row·s + col for row stride s: the outer strides 2³⁴ − s and s
+    make the sum 2⁶⁴ + row·s, whose carry is lost. The row dimension's bound of 2³⁰ then stands exactly at `end`.
+    """
+    stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
+    shape = [_ROW_BOUND + 1, t.shape[0] + 1, _ROW_BOUND, t.shape[1]]
+    return _descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])
+
+
+def ragged_m(
+    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
+) -> Tensor:
+    """y (R, N): y[r] = x[r] · w[e], or x[gather[r]] · w[e], for the expert e that owns row r; float32 sums.
+
+    Args:
+        x: (R, K), or (S, K) with gather; bfloat16 or float16. See supports_m.
+        w: (E, K, N), contiguous along K or along N.
+        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
+        gather: (R,) int32 in [0, S).
+    """
+    from .hopper_kernels import ragged_m_kernel
+
+    experts, K, N = w.shape
+    rows = x.shape[0] if gather is None else gather.shape[0]
+    y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
+    if rows == 0:
+        return y
+    k_major = not _aligned(w, 2)
+    tile = tile or choose_m(N, K, rows / experts)
+    c = _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather is not None, w_k_major=k_major)
+    box = [c.rows, c.out_cols]
+    ragged_m_kernel[(_multiprocessors(x.device.index),)](
+        None if c.gather else _descriptor(x, [c.rows, c.BK]),
+        _descriptor(w.transpose(1, 2), [1, c.BN, c.BK]) if k_major else _descriptor(w, [1, c.BK, c.BN]),
+        _descriptor(y, box),
+        ragged_rows(y, box),
+        x if c.gather else None,
+        x.stride(0) // 8 if c.gather else 0,
+        gather,
+        offsets,
+        experts,
+        c=c,
+        num_warps=c.warps,
+    )
+    return y
+
+
+def ragged_k(
+    a: Tensor,
+    b: Tensor,
+    offsets: Tensor,
+    gather: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
+
+    Args:
+        a: (R, M) bfloat16 or float16. See supports_k.
+        b: (R, N), or (S, N) with gather.
+        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
+        gather: (R,) int32 in [0, S).
+        out_dtype: a.dtype or float32; default a.dtype.
+    """
+    from .hopper_kernels import ragged_k_kernel
+
+    experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
+    o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
+    if a.shape[0] == 0 or b.shape[0] == 0:
+        return o.zero_()
+    tile = tile or choose_k(M, N, a.shape[0] / experts, o.element_size())
+    c = _Plan(**vars(tile), M=M, N=N, gather=gather is not None)
+    a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
+    ragged_k_kernel[(_multiprocessors(a.device.index),)](
+        _descriptor(a, a_box),
+        ragged_rows(a, a_box),
+        None if c.gather else _descriptor(b, b_box),
+        None if c.gather else ragged_rows(b, b_box),
+        _descriptor(o, [1, c.rows, c.out_cols]),
+        b if c.gather else None,
+        b.stride(0) // 8 if c.gather else 0,
+        gather,
+        offsets,
+        experts,
+        c=c,
+        num_warps=c.warps,
+    )
+    return o
