@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-import triton
 from torch import Tensor
 
 from megablocks.ops.grouped import hopper, triton_grouped
@@ -125,18 +124,25 @@ def test_twin_takes_rows_past_two_to_the_31_elements() -> None:
     assert_near(triton_grouped.ragged_k(x, x, offsets), blocks_ref(x, x, offsets, None), 3)
 
 
-SHAPES = [(256, 192), (64, 320), (200, 136), (1032, 72)]  # (K, N) or (M, N): tails in each
+# (K, N) or (M, N), tails in each but the first
+SHAPES = [(256, 384, torch.bfloat16), (64, 320, torch.float16), (200, 136, torch.bfloat16), (1032, 72, torch.float16)]
+TILES = {
+    "default": None,
+    "cooperative": hopper.Tile(64, 256, 4, out_parts=2, group_m=8),
+    "tall": hopper.Tile(128, 128, 4, out_parts=2),
+    "pingpong": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4),
+    "eight-warps": hopper.Tile(128, 256, 4, consumers=1, warps=8, out_parts=2),
+}
 
 
 @pytest.mark.gpu
 @hopper_only
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
-@pytest.mark.parametrize("k,n", SHAPES)
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
 def test_ragged_m_hopper(
-    loads: list[int], k: int, n: int, k_major: bool, gathered: bool, dtype: torch.dtype
+    loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool, gathered: bool, tile: hopper.Tile | None = None
 ) -> None:
     offsets, rows = make(loads, 21, "cuda")
     used, experts = sum(loads), len(loads)
@@ -146,30 +152,115 @@ def test_ragged_m_hopper(
     w = w if k_major else w.contiguous()
     assert hopper.supports_m(x, w, offsets)
     with poisoned_empty():
-        y = hopper.ragged_m(x, w, offsets, gather)
+        y = hopper.ragged_m(x, w, offsets, gather, tile=tile)
     assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
     assert bool(y[used:].isnan().all()), "rows of no expert were written"
 
 
 @pytest.mark.gpu
 @hopper_only
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("out_dtype", [None, torch.float32], ids=["same", "fp32"])
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
-@pytest.mark.parametrize("m,n", SHAPES)
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
-def test_ragged_k_hopper(loads: list[int], m: int, n: int, gathered: bool, out_dtype: torch.dtype) -> None:
+def test_ragged_k_hopper(
+    loads: list[int],
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    gathered: bool,
+    out_dtype: torch.dtype | None,
+    tile: hopper.Tile | None = None,
+) -> None:
     offsets, rows = make(loads, 21, "cuda")
     used = sum(loads)
     gather = gather_of(rows, 500, "cuda") if gathered else None
-    a = fill(rows, m, dtype=torch.bfloat16, device="cuda", seed=1, poison_from=used)
-    b = fill(500 if gathered else rows, n, dtype=torch.bfloat16, device="cuda", seed=2)
+    a = fill(rows, m, dtype=dtype, device="cuda", seed=1, poison_from=used)
+    b = fill(500 if gathered else rows, n, dtype=dtype, device="cuda", seed=2)
     if not gathered:
         b[used:] = float("nan")
     assert hopper.supports_k(a, b, offsets)
     with poisoned_empty():
-        o = hopper.ragged_k(a, b, offsets, gather, out_dtype=out_dtype)
+        o = hopper.ragged_k(a, b, offsets, gather, out_dtype=out_dtype, tile=tile)
     assert_near(o, blocks_ref(a, b, offsets, gather), max(loads))
     assert bool((o[offsets[1:] == offsets[:-1]] == 0).all())
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
+    loads = LARGE_LOADS["odd"] * 3
+    test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
+    test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
+    test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, None, tile)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_nan_of_one_expert_stays_in_it() -> None:
+    loads = [70, 45, 130, 200]
+    offsets, rows = make(loads, 0, "cuda")
+    x = fill(rows, 200, dtype=torch.bfloat16, device="cuda", seed=1)
+    w = fill(4, 200, 136, dtype=torch.bfloat16, device="cuda", seed=2)
+    x[70:115] = float("nan")
+    w[2] = float("nan")
+    y = hopper.ragged_m(x, w, offsets)
+    finite = torch.cat([torch.arange(0, 70), torch.arange(245, 445)])
+    assert not y[finite.cuda()].isnan().any()
+    assert y[70:245].isnan().all()
+    o = hopper.ragged_k(x, x, offsets)
+    assert not o[[0, 2, 3]].isnan().any()
+    assert o[1].isnan().all()
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_hopper_takes_rows_past_two_to_the_31_elements() -> None:
+    stride = 2**30 + 8
+    x = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device="cuda").as_strided((3, 64), (stride, 1))
+    x.copy_(fill(3, 64, dtype=torch.bfloat16, device="cuda", seed=1))
+    w = fill(1, 64, 64, dtype=torch.bfloat16, device="cuda", seed=2)
+    offsets, _ = make([3], 0, "cuda")
+    gather = torch.tensor([2, 0, 2], dtype=torch.int32, device="cuda")
+    for index in (None, gather):
+        assert_near(hopper.ragged_m(x, w, offsets, index), rows_ref(x, w, offsets, index), 64)
+        assert_near(hopper.ragged_k(x, x, offsets, index), blocks_ref(x, x, offsets, index), 3)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
+    offsets, rows = make([300, 0, 100, 7], 200, "cuda")
+    x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
+    w = fill(4, 256, 384, dtype=torch.bfloat16, device="cuda", seed=2)
+    gather = gather_of(rows, rows, "cuda")
+
+    def run() -> list[Tensor]:
+        y = hopper.ragged_m(x, w, offsets, gather)
+        dw, dw_gathered = hopper.ragged_k(x, y, offsets), hopper.ragged_k(x, x, offsets, gather)
+        return [y, hopper.ragged_m(x, w, offsets), dw, dw_gathered]
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    offsets.copy_(make([0, 33, 512, 1], 0, "cuda")[0])
+    used = 546
+    for _ in range(3):
+        for t in captured:
+            t.fill_(float("nan"))
+        graph.replay()
+        for again, fresh in zip(captured, run(), strict=True):
+            if again.dim() == 2:
+                again, fresh = again[:used], fresh[:used]
+            assert torch.equal(again, fresh)
 
 
 def test_hopper_refuses_what_it_cannot_read() -> None:

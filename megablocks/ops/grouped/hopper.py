@@ -1,4 +1,4 @@
-"""Grouped GEMMs on Hopper (sm_90): tile choice, descriptors and launches for the Gluon kernels in hopper_kernels.py.
+"""Grouped GEMMs on Hopper (sm_90): tile choice, descriptors and launches for the Gluon kernels beside this file.
 
     ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
     ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R, M), b (R|S, N), offsets (E+1,)                    → o (E, M, N)
@@ -219,7 +219,7 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
-    from .hopper_kernels import ragged_m_kernel
+    from megablocks.ops.grouped.hopper_ragged_m import ragged_m_kernel
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
@@ -264,7 +264,7 @@ def ragged_k(
         gather: (R,) int32 in [0, S).
         out_dtype: a.dtype or float32; default a.dtype.
     """
-    from .hopper_kernels import ragged_k_kernel
+    from megablocks.ops.grouped.hopper_ragged_k import ragged_k_kernel
 
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
     o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
