@@ -194,9 +194,7 @@ class Problem:
 
         def gradient() -> Any:
             out = torch.empty(self.E, self.a.shape[1], self.b.shape[1], device="cuda", dtype=torch.bfloat16)
-            gemm(
-                self.b.T, self.a.T, out.mT, None, None, cu_seqlens_k=self.offsets, A_idx=self.gather, **common
-            )
+            gemm(self.b.T, self.a.T, out.mT, None, None, cu_seqlens_k=self.offsets, A_idx=self.gather, **common)
             return out
 
         return gradient

@@ -106,11 +106,14 @@ class _Plan(Tile):
 
     @property
     def producer_regs(self) -> int:
-        return 56 if self.gather else 40
+        """Registers a thread, of 512 that two consumers and the producer share. A gathered row part takes 16 addresses."""
+        if not self.gather:
+            return 40
+        return 88 if self.BM > 128 else 56
 
     @property
     def consumer_regs(self) -> int:
-        return 224 if self.gather else 232
+        return (512 - self.producer_regs) // 16 * 8
 
 
 def choose_m(N: int, K: int, mean_rows: float) -> Tile:
@@ -179,9 +182,7 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
 
 def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
     """Whether ragged_k takes these; as supports_m, with M and N multiples of 8."""
-    return (
-        _supports(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and _aligned(a) and _aligned(b)
-    )
+    return _supports(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and _aligned(a) and _aligned(b)
 
 
 def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
