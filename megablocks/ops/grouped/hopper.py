@@ -106,7 +106,7 @@ class _Plan(Tile):
 
     @property
     def producer_regs(self) -> int:
-        """Registers a thread, of 512 that two consumers and the producer share. A gathered row part takes 16 addresses."""
+        """Registers a thread; two consumers and the producer share 512. Gathering holds 16 addresses a row part."""
         if not self.gather:
             return 40
         return 88 if self.BM > 128 else 56

@@ -9,6 +9,9 @@ Where an expert's rows end inside a tile, a second descriptor of the same memory
 zero-fill (load) there, see `ragged_rows` in hopper.py; neither registers nor masks are spent on tails.
 """
 
+# Device code is typed by its use.
+# mypy: disallow-untyped-defs=False
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma

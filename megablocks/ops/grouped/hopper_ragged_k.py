@@ -3,6 +3,9 @@
 An expert owns the same number of tiles whatever its rows; an expert without rows stores the zeros it starts from.
 """
 
+# Device code is typed by its use.
+# mypy: disallow-untyped-defs=False
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

@@ -5,6 +5,9 @@ Which rows a tile covers is found on the device: every role keeps the running nu
 it: one warp-wide sum, one maximum and two cached loads, taken one tile ahead.
 """
 
+# Device code is typed by its use.
+# mypy: disallow-untyped-defs=False
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy

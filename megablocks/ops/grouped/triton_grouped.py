@@ -7,6 +7,9 @@ Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when th
 number of tiles an expert needs is counted on the device: no host synchronisation, no tile map.
 """
 
+# Device code is typed by its use.
+# mypy: disallow-untyped-defs=False
+
 from __future__ import annotations
 
 import functools
