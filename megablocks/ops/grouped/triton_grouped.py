@@ -51,7 +51,7 @@ def choose(columns: int, mean_rows: float, t: Tensor) -> Config:
 
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
 def interpreted() -> bool:
