@@ -64,7 +64,9 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
     """
     spm = _need("sentencepiece")
     model = io.BytesIO()
-    lines = (line for text in texts for line in text.split("\n") if line and not line.isspace())
+    # A list first: SentencePiece turns what a generator raises into an error of its own.
+    sample = list(texts)
+    lines = (line for text in sample for line in text.split("\n") if line and not line.isspace())
     try:
         spm.SentencePieceTrainer.train(
             sentence_iterator=lines,
