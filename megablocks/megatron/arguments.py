@@ -84,13 +84,22 @@ UNSUPPORTED = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_
 """Megatron flags that need parts of its pretrain_gpt.py which this driver leaves out."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours."""
-    return DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
+def add_arguments(
+    parser: argparse.ArgumentParser, parsed: list[argparse.Namespace] | None = None
+) -> argparse.ArgumentParser:
+    """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours.
+
+    parsed: receives the namespace before Megatron validates it, so that an error can name its values.
+    """
+    driver = DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
+    driver.parsed = parsed
+    return driver
 
 
 class DriverParser(argparse.ArgumentParser):
     """Parses, then resolves: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
+
+    parsed: list[argparse.Namespace] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,6 +126,8 @@ class DriverParser(argparse.ArgumentParser):
         if not unknown:
             given = {word.split("=")[0] for word in argv if word.startswith("--")}
             actions = self._option_string_actions
+            if self.parsed is not None:
+                self.parsed.append(parsed)
             parsed.megablocks_explicit = {actions[flag].dest for flag in given if flag in actions}
             resolve(parsed)
         return parsed, unknown

@@ -1,0 +1,167 @@
+"""A thread that notices dead or frozen ranks while the main thread waits in a collective, names them and ends the rank.
+
+Each rank counts up a key of the rendezvous store; each rank watches all the others' counters with its own clock, so no
+clocks are compared. A killed rank, a stopped one (SIGSTOP), a machine that is gone: their counters stand still. The
+thread has its own connection to the store, since the main thread may hold the default one, and ends the process with
+`os._exit`, since the main thread may never return from its collective.
+
+A launcher that finds a dead worker sends SIGTERM to the rest and kills them later. Handlers in Python need the main
+thread, so the C-level wake-up pipe is watched here: after a SIGTERM a few silent beats are enough to call a rank dead.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+EXIT_CODE = 75
+"""Exit code of a rank that ended itself because another was dead."""
+
+_GRACE_BEATS = 4
+
+
+def _say(message: str) -> None:
+    os.write(sys.stderr.fileno(), f"{message}\n".encode())
+
+
+class Heartbeat:
+    """Beats from construction until `stop`.
+
+    Args:
+        host, port: the TCP store that torch.distributed.init_process_group used (MASTER_ADDR, MASTER_PORT).
+        rank, world_size: of this process.
+        timeout: seconds of a rank's silence after which it counts as dead.
+        on_dead: called with the one-line message instead of printing it and ending the process (tests).
+    """
+
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        on_dead: Callable[[str], None] | None = None,
+    ) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.interval = min(1.0, timeout / 5)
+        self._others = [r for r in range(world_size) if r != rank]
+        self._address = (host, port)
+        self._on_dead = on_dead or self._exit
+        self._stopped = threading.Event()
+        self._terminated: float | None = None
+        self._failure: str | None = None
+        self._read_end, self._write_end = os.pipe()
+        for end in (self._read_end, self._write_end):
+            os.set_blocking(end, False)
+        self._old_wakeup = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def from_environment(cls, timeout: float) -> Heartbeat:
+        """By torchrun's variables."""
+        env = os.environ
+        return cls(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), timeout)
+
+    def fail(self, error: BaseException) -> None:
+        """This rank ends with `error`: tell the others, which end too; but if one of them is dead, name it and exit.
+
+        A collective of gloo fails at once when a peer dies, long before its silence counts, so a failure here makes
+        this rank as impatient as a SIGTERM does.
+        """
+        reason = (str(error).splitlines() or [""])[0] or type(error).__name__
+        if type(error).__module__.startswith("torch") or isinstance(error, RuntimeError) and "onnection" in str(error):
+            self._terminated = time.monotonic()
+            self._thread.join((_GRACE_BEATS + 3) * self.interval)
+        self._failure = reason
+        self.stop()
+
+    def stop(self) -> None:
+        """End the thread; tell the others that silence from now on is no death."""
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self._thread.join(self.interval + 5)
+            signal.set_wakeup_fd(self._old_wakeup)
+
+    def _run(self) -> None:
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host, port = self._address
+        wait = datetime.timedelta(seconds=max(self.timeout, 30.0))
+        try:
+            store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
+            store.set(f"heartbeat/{self.rank}/host", f"{socket.gethostname()} pid {os.getpid()}")
+        except RuntimeError as error:
+            _say(f"rank {self.rank}: no heartbeat, the store at {host}:{port} does not answer ({error})")
+            return
+        now = time.monotonic()
+        seen = {rank: (-1, now) for rank in self._others}
+        beat = 0
+        while True:
+            stopped = self._stopped.is_set()
+            try:
+                if stopped:
+                    store.set(f"heartbeat/{self.rank}", "done" if self._failure is None else f"failed {self._failure}")
+                    return
+                store.set(f"heartbeat/{self.rank}", str(beat))
+                self._look(store, seen)
+            except RuntimeError as error:  # the store's host is gone
+                if not self._stopped.is_set():
+                    self._lost_store(error)
+                return
+            beat += 1
+            self._sleep()
+
+    def _look(self, store: object, seen: dict[int, tuple[int, float]]) -> None:
+        for rank in list(seen):
+            key = f"heartbeat/{rank}"
+            value = store.get(key).decode() if store.check([key]) else "-1"  # type: ignore[attr-defined]
+            if value == "done":
+                del seen[rank]
+                continue
+            if value.startswith("failed"):
+                time.sleep(2 * self.interval)  # it may have failed on all ranks, which then say so themselves
+                if not self._stopped.is_set():
+                    self._on_dead(f"rank {self.rank}: rank {rank} ended ({value[7:]}); this rank ends")
+                del seen[rank]
+                continue
+            now = time.monotonic()
+            if int(value) != seen[rank][0]:
+                seen[rank] = (int(value), now)
+                continue
+            silence = now - seen[rank][1]
+            started = seen[rank][0] >= 0  # a rank that never beat may still be starting
+            terminated = self._terminated is not None and started and silence > _GRACE_BEATS * self.interval
+            if silence > self.timeout or terminated:
+                where = store.get(f"{key}/host").decode() if started else "never seen"  # type: ignore[attr-defined]
+                self._on_dead(
+                    f"rank {self.rank}: rank {rank} ({where}) has been silent for {silence:.0f} s: "
+                    "killed, stopped or cut off; this rank ends"
+                )
+                del seen[rank]
+
+    def _lost_store(self, error: Exception) -> None:
+        self._on_dead(
+            f"rank {self.rank}: the rendezvous store at {self._address[0]}:{self._address[1]} is gone, and with it "
+            f"the launcher or rank 0; this rank ends ({str(error).splitlines()[0]})"
+        )
+
+    def _sleep(self) -> None:
+        end = time.monotonic() + self.interval
+        while (left := end - time.monotonic()) > 0 and not self._stopped.is_set():
+            if select.select([self._read_end], [], [], min(left, 0.2))[0]:
+                received = os.read(self._read_end, 512)
+                if signal.SIGTERM in received:
+                    self._terminated = time.monotonic()
+
+    def _exit(self, message: str) -> None:
+        _say(message)
+        os._exit(EXIT_CODE)
