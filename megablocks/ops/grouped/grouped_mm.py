@@ -27,7 +27,10 @@ _ALIGN = 8  # bfloat16 values in 16 bytes
 
 
 def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64).
+
+    Not differentiable by itself, as it writes into slices; the op is.
+    """
     acc = accumulation_dtype(x.dtype)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
