@@ -97,7 +97,6 @@ launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     if [ "$NODE_RANK" -eq 0 ]; then
         echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
-        "$PYTHON" -m megablocks.monitor.env_report >"$EXP_DIR/env.txt"
     fi
     "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log"
 }
