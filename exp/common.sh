@@ -97,8 +97,9 @@ launch() {
     _open_run_dir "${command[*]@Q}"
     # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    if [ "$NODE_RANK" -eq 0 ]; then
-        echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
-    fi
-    "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log"
+    [ "$NODE_RANK" -ne 0 ] || echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
+    "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log" || {
+        # torchrun's own report of the failure hides the driver's line, so that comes again, last.
+        die "failed: $(grep '^pretrain_gpt: ' "$EXP_DIR/train.log" | tail -n 1 || echo "see $EXP_DIR/train.log")"
+    }
 }
