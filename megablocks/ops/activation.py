@@ -84,9 +84,7 @@ def activation_backward_op(
 
 
 @activation_backward_op.register_fake
-def _(
-    grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> tuple[Tensor, Tensor]:
     d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     return d_pre, pre.new_empty(0) if gate_pre is None else torch.empty_like(d_pre)
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megablocks.ops.routing.capacity import apply_capacity, capacity_of, fullest_load
+from megablocks.ops.routing.capacity import apply_capacity, capacity_of
 from megablocks.ops.routing.dispatch import Routing, build_dispatch, count_valid, make_routing
 
 
@@ -45,11 +45,6 @@ def test_capacity_refuses_what_it_does_not_know():
         capacity_of("gshard", 1.0, 1, 1, 1, _load(0))
     with pytest.raises(ValueError, match="^factor=-1.0: must be >= 0, or use rule='tutel'"):
         capacity_of("megablocks", -1.0, 1, 1, 1, _load(0))
-
-
-def test_fullest_load_of_one_rank_is_its_own():
-    load = _load(3, 1)
-    assert fullest_load(load, "tutel") is load
 
 
 def test_R9_earliest_tokens_keep_their_place():

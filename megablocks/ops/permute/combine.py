@@ -31,9 +31,7 @@ def _sum_slots_by_token(slots: Tensor, token_offsets: Tensor) -> Tensor:
     return slots.new_zeros(num_tokens, slots.shape[1]).index_add_(0, token, slots[: token.shape[0]])
 
 
-def combine_ref(
-    rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor
-) -> Tensor:
+def combine_ref(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
     """rows (R, H), weight (R,) or None for ones → (T, H) in rows' dtype."""
     acc = accumulation_dtype(rows.dtype)
     slots = rows.index_select(0, scatter).to(acc)

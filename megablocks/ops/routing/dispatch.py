@@ -71,9 +71,7 @@ class Dispatch(NamedTuple):
     pair: Tensor
 
 
-def make_routing(
-    expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None
-) -> Routing:
+def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
     """The Routing of a fixed number of choices a token.
 
     Args:
