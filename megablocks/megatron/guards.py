@@ -81,15 +81,16 @@ class Guards:
         sums, self._sums = self._sums, None
         if sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
+        loss_is_bad = sums[2].clone()
         if self.settings.nonfinite_guard and not self.args.fp16:  # with fp16 the loss scaler expects overflows
             for buffer in self._gradient_buffers():
                 sums[2] += is_bad(buffer)
-        local_loss_is_bad = sums[2:].clone()
+        is_bad_here = sums[2].clone()
         dist.all_reduce(sums)
         loss, tokens, bad = sums.tolist()
         step = self.args.curr_iteration + 1
         if bad and self.settings.nonfinite_guard:
-            raise NonFiniteError(self._describe(step, bool(local_loss_is_bad.item())))
+            raise NonFiniteError(self._describe(step, bool(loss_is_bad), bool(is_bad_here)))
         if self._sentinels is not None:
             self._sentinels.reset()
         mean = loss / tokens if tokens and not bad else math.nan
@@ -106,21 +107,21 @@ class Guards:
         chunks: list[Any] = [chunk for chunk in self._model if hasattr(chunk, "expert_parallel_buffers")]
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
-    def _describe(self, step: int, bad_here: bool) -> str:
-        where = None
-        if bad_here or self._sentinels is not None:
-            where = self._sentinels.first_bad() if self._sentinels is not None else None
-        rank_of_birth = where is not None
-        if where is None and bad_here:
+    def _describe(self, step: int, loss_is_bad: bool, is_bad_here: bool) -> str:
+        """One line, the same on every rank: the rank that saw it born earliest, and where. A collective call."""
+        born, where = self._sentinels.first_bad() if self._sentinels is not None else (None, None)
+        if born != "forward" and loss_is_bad:
+            born, where = "loss", "the loss"
+        if born is None and is_bad_here:
             named = (
                 (name, getattr(parameter, "main_grad", parameter.grad))
                 for chunk in self._model
                 for name, parameter in chunk.named_parameters()
             )
-            parameter = first_bad_parameter(named)
-            where = "the loss" if parameter is None else f"the gradient of {parameter.removeprefix('module.')}"
+            born, where = "gradient", f"the gradient of {first_bad_parameter(named) or 'some parameter'}"
+        order = ("forward", "loss", "backward", "gradient", None).index(born)
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (not rank_of_birth, dist.get_rank(), where))
+        dist.all_gather_object(reports, (order, dist.get_rank(), where))
         _, rank, where = min(report for report in reports if report[2] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped before the update{kept}"
@@ -163,7 +164,13 @@ class Guards:
             if self.verifiable and self.settings.verify_checkpoint:
                 _together(functools.partial(atomic.verify, folder, dist.get_rank(), dist.get_world_size()))
             self._read_state(folder)
-        return original(*args, **kwargs)
+        try:
+            return original(*args, **kwargs)
+        except AssertionError as error:  # Megatron's way to say that flags and checkpoint disagree
+            advice = (
+                "; give the run's own flags, or --override-opt-param-scheduler" if "ParamSched" in str(error) else ""
+            )
+            raise CheckpointError(f"{folder or self.args.load}: {' '.join(str(error).split())}{advice}") from error
 
     def _read_state(self, folder: Path) -> None:
         path = folder / STATE

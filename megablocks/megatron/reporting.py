@@ -135,6 +135,8 @@ class Reporter:
         for name, column in (("lm loss", "train_loss"), ("grad norm", "grad_norm"), ("learning rate", "learning_rate")):
             if name in values:
                 row[column] = values[name]
+        if values.get("number of skipped iterations") and not row.get("train_loss"):
+            row.pop("train_loss", None)  # Megatron prints 0 where every update of the interval was skipped
         text = f" tokens/s: {rate:.0f} |"
         used = mfu(rate, self.shape, self._device_name, dist.get_world_size())
         if used is not None:
