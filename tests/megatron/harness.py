@@ -24,7 +24,8 @@ SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours."""
+    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours; `expert_bias`:
+    what the routers' selection bias starts from."""
 
     tp: int = 1
     pp: int = 1
@@ -39,6 +40,7 @@ class Layout:
     layers: int = 4
     model: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    expert_bias: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
@@ -317,11 +319,16 @@ class Trainer:
         initialize(layout)
         self.config, self.chunks = build_model(layout)
         self.optimizer = build_optimizer(layout, self.chunks, lr)
+        if layout.expert_bias:
+            for chunk in self.chunks:
+                for module in chunk.modules():
+                    if getattr(module, "expert_bias", None) is not None:
+                        module.expert_bias.copy_(torch.tensor(layout.expert_bias))
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.done = 0
 
-    def step(self, keep: Trained, *, grads: bool = False, padding_mask: torch.Tensor | None = None) -> None:
+    def step(self, keep: Trained, *, grads: bool = False) -> None:
         from megatron.core import parallel_state as mpu
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -340,7 +347,7 @@ class Trainer:
         def forward(iterator: Any, model: Any) -> Any:
             tokens, labels = next(iterator)
             position = torch.arange(SEQ, device=device).expand(size, -1)
-            output = model(tokens, position, None, labels=labels, padding_mask=padding_mask)
+            output = model(tokens, position, None, labels=labels)
 
             def loss_of(losses: torch.Tensor) -> Any:
                 loss = losses.float().mean()
@@ -405,6 +412,6 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
     return result
 
 
-def train_all(layouts: list[tuple[str, Layout]], steps: int = 1) -> dict[str, Trained]:
-    """Train each layout in turn in these processes."""
-    return {name: train(layout, steps) for name, layout in layouts}
+def train_all(layouts: list[tuple[str, Layout, int]]) -> dict[str, Trained]:
+    """Train each (name, layout, steps) in turn in these processes."""
+    return {name: train(layout, steps) for name, layout, steps in layouts}
