@@ -33,7 +33,7 @@ def nan_in_loss(rank: int, step: int) -> None:
 
 
 def nan_in_layer(rank: int, step: int, layer: int, backward: bool = False) -> None:
-    """The output of `layer` (1-based) holds a NaN at `step` on `rank`; with `backward`, the gradient it returns."""
+    """The output of `layer` (1-based) holds a NaN at `step` on `rank`; with `backward`, the gradient that enters it."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     original = TransformerLayer.forward
@@ -41,12 +41,11 @@ def nan_in_layer(rank: int, step: int, layer: int, backward: bool = False) -> No
     def forward(self, *args, **kwargs):
         out, context = original(self, *args, **kwargs)
         if _rank() == rank and self.training and _step() == step and self.layer_number == layer:
-            hurt = out.clone()
             if backward:
-                hurt.register_hook(lambda grad: grad * float("nan"))
-            else:
-                hurt.view(-1)[5] = float("nan")
-            out = hurt
+                out.register_hook(lambda grad: grad * float("nan"))
+            out = out.clone()
+            if not backward:
+                out.view(-1)[5] = float("nan")
         return out, context
 
     TransformerLayer.forward = forward
