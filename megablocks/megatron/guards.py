@@ -206,9 +206,9 @@ class Guards:
                 atomic.mark_complete(folder, iteration, merged)
                 atomic.drop(aside)
             dist.barrier()
-        except CheckpointError:
-            raise
         except Exception as error:
+            if rank == 0:
+                atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
 
     def _save_failure(self, root: Path, folder: Path, error: Exception) -> str:

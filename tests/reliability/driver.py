@@ -134,8 +134,9 @@ class Driver:
         faults: Sequence[tuple[str, dict]] = (),
         env: dict[str, str] | None = None,
         data: bool = True,
+        torchrun: bool = True,
     ) -> Iterator[Run]:
-        """A run in the background, killed on leaving."""
+        """A run in the background, killed on leaving. torchrun False: without the variables that torchrun sets."""
         self._launches += 1
         port = free_port()
         argv = [*model, *(["--data-prefix", str(self.data)] if data else []), *map(str, flags)]
@@ -144,7 +145,7 @@ class Driver:
             out = self.folder / f"run{self._launches}.rank{rank}.log"
             request = {
                 "argv": argv,
-                "env": {**rank_environment(rank, ranks, port), **(env or {})},
+                "env": {**(rank_environment(rank, ranks, port) if torchrun else {}), **(env or {})},
                 "out": str(out),
                 "faults": list(faults),
             }
