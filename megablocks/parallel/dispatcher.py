@@ -117,7 +117,7 @@ class AllToAllDispatcher:
         expert = torch.arange(num_local, device=device).repeat(self.size)
         expert = torch.repeat_interleave(expert, received.flatten(), output_size=num_rows).int()
         row = torch.arange(num_rows, device=device, dtype=torch.int32)
-        return Dispatch(*build_dispatch_op(row, expert, num_rows, num_local))
+        return Dispatch(*build_dispatch_op(row, expert, num_rows, num_local, 1))
 
     def _sum_shards(self, outputs: Tensor, send: list[int]) -> Tensor:
         """Add the partial outputs of the shards of each block, which came back in the order of the group's ranks."""
