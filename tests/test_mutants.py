@@ -62,13 +62,10 @@ def test_runner_tells_killed_from_survived(toy: Path) -> None:
 
     killed = run("X1")
     assert killed.returncode == 0 and re.search(r"^X1 +killed ", killed.stdout, re.M), killed.stdout + killed.stderr
-    everything = run()
-    assert everything.returncode == 1
-    assert re.findall(r"^(X\d) +(\w+) ", everything.stdout, re.M) == [
-        ("X1", "killed"),
-        ("X2", "SURVIVED"),
-        ("X3", "SURVIVED"),  # it has no test at all
-    ]
+    survived = run("X2", "X3")
+    assert survived.returncode == 1
+    # X3 has no test at all, which proves as little as one that passes.
+    assert re.findall(r"^(X\d) +(\w+) ", survived.stdout, re.M) == [("X2", "SURVIVED"), ("X3", "SURVIVED")]
     assert (toy / "code.py").read_text().endswith("return 2 * x\n")
     unknown = run("Y9")
     assert unknown.returncode == 1 and "no patch in tests/mutants for: Y9" in unknown.stderr
