@@ -383,7 +383,7 @@ class Trainer:
             total_loss_dict=aux,
             force_initialize=True,
             num_layers=layout.layers,
-            track_names=list(self._losses()),
+            track_names=self._losses(),
         )
         keep.aux.append({name: float(value) for name, value in aux.items()})
         self.done += 1
@@ -408,7 +408,8 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
         trainer.step(result, grads=step == 0)
     if weights:
         result.weights = global_pieces(trainer.chunks, lambda parameter: parameter.data)
-    result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
+    if trainer.config.num_moe_experts:
+        result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
     return result
 
 

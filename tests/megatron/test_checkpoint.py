@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +59,9 @@ def save(layout: Layout, folder: str) -> dict[str, Any]:
     """Train, save, and train on."""
     from megatron.core import dist_checkpointing
 
-    # Saving starts processes of its own, which Python forbids to the launcher's daemons.
-    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    from megablocks.megatron.checkpoint_io import write_in_process
+
+    write_in_process(argparse.Namespace(async_save=False))
 
     trainer, result = Trainer(layout), Trained()
     for _ in range(BEFORE):
