@@ -138,11 +138,12 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     _announce(args, run_dir)
     optimizer_state.install()
     checkpoint_io.write_in_process(args)
+    checkpoint_io.keep_random_state()
     guards.install()
     reporter.install()
     heartbeat = None
     if args.world_size > 1 and settings.hang_timeout > 0:
-        heartbeat = Heartbeat.from_environment(settings.hang_timeout)
+        heartbeat = guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
     set_startup_timestamps(program_start=_STARTED, main_entry=time.time())
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     code, failure = 0, None
