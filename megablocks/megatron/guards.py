@@ -26,6 +26,7 @@ from megablocks.checkpoint.atomic import CheckpointError, SaveError
 from megablocks.config import ConfigError
 from megablocks.megatron.arguments import DriverSettings
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
+from megablocks.monitor.heartbeat import Heartbeat
 
 STATE = "megablocks.json"
 """File of a checkpoint with what Megatron's does not hold: the loss window and the data's fingerprint."""
@@ -43,6 +44,7 @@ class Guards:
         self.args, self.settings, self.fingerprint = args, settings, data_fingerprint
         self.window = LossWindow(settings.loss_spike_window, settings.loss_spike_factor)
         self.verifiable = False
+        self.heartbeat: Heartbeat | None = None
         self._sums: Tensor | None = None
         self._sentinels: LayerSentinels | None = None
         self._model: list[torch.nn.Module] = []
@@ -68,6 +70,8 @@ class Guards:
         self._sums[2] += ~torch.isfinite(loss)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.heartbeat is not None:
+            self.heartbeat.wait_until_known()
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
             self._model = model

@@ -24,7 +24,9 @@ from collections.abc import Callable
 EXIT_CODE = 75
 """Exit code of a rank that ended itself because another was dead."""
 
-_GRACE_BEATS = 4
+_GRACE_BEATS = 10
+_START_S = 120.0
+"""A rank that has never beaten may still be importing, however short the timeout."""
 
 
 def _say(message: str) -> None:
@@ -56,6 +58,7 @@ class Heartbeat:
         self._address = (host, port)
         self._on_dead = on_dead or self._exit
         self._stopped = threading.Event()
+        self._connected = threading.Event()
         self._terminated: float | None = None
         self._failure: str | None = None
         self._read_end, self._write_end = os.pipe()
@@ -70,6 +73,10 @@ class Heartbeat:
         """By torchrun's variables."""
         env = os.environ
         return cls(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), timeout)
+
+    def wait_until_known(self, timeout: float = 60.0) -> bool:
+        """Wait until this rank's first beat is in the store, as it must be before the rank can be missed."""
+        return self._connected.wait(timeout)
 
     def fail(self, error: BaseException) -> None:
         """This rank ends with `error`: tell the others, which end too; but if one of them is dead, name it and exit.
@@ -112,6 +119,7 @@ class Heartbeat:
                     store.set(f"heartbeat/{self.rank}", "done" if self._failure is None else f"failed {self._failure}")
                     return
                 store.set(f"heartbeat/{self.rank}", str(beat))
+                self._connected.set()
                 self._look(store, seen)
             except RuntimeError as error:  # the store's host is gone
                 if not self._stopped.is_set():
@@ -138,9 +146,10 @@ class Heartbeat:
                 seen[rank] = (int(value), now)
                 continue
             silence = now - seen[rank][1]
-            started = seen[rank][0] >= 0  # a rank that never beat may still be starting
+            started = seen[rank][0] >= 0
+            limit = self.timeout if started else max(self.timeout, _START_S)
             terminated = self._terminated is not None and started and silence > _GRACE_BEATS * self.interval
-            if silence > self.timeout or terminated:
+            if silence > limit or terminated:
                 where = store.get(f"{key}/host").decode() if started else "never seen"  # type: ignore[attr-defined]
                 self._on_dead(
                     f"rank {self.rank}: rank {rank} ({where}) has been silent for {silence:.0f} s: "
