@@ -19,7 +19,7 @@ def _pairs(
     if top_k:
         token = torch.arange(num_tokens).repeat_interleave(top_k)
     else:
-        token = torch.randint(num_tokens, (rng.choice([1, 7, 100, 300]),)).sort().values
+        token = torch.randint(num_tokens, (rng.choice([1, 7, 60]),)).sort().values
     if kind == "all invalid":
         expert = torch.full(token.shape, -1)
     elif kind == "one expert":
@@ -32,11 +32,11 @@ def _pairs(
 
 @pytest.mark.parametrize("kind", ["valid", "some invalid", "all invalid", "one expert"])
 def test_counting_sort_equals_reference(kind: str, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
-    monkeypatch.setattr(dispatch_triton, "_CHUNK", 64)
+    monkeypatch.setattr(dispatch_triton, "_CHUNK", 16)
     rng = random.Random(kind)
     torch.manual_seed(rng.randrange(1 << 30))
-    for _ in range(12):
-        num_tokens, num_experts = rng.choice([1, 3, 50, 200]), rng.choice([1, 2, 5, 16, 33])
+    for _ in range(8):
+        num_tokens, num_experts = rng.choice([1, 3, 40]), rng.choice([1, 2, 5, 16])
         top_k = rng.choice([0, 1, 2, 5])
         token, expert = _pairs(rng, num_tokens, num_experts, top_k, kind)
         expected = build_dispatch_ref(token, expert, num_tokens, num_experts)

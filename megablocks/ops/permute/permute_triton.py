@@ -9,6 +9,9 @@ Legend: T tokens, H hidden, R rows in expert order, slots of token t = scatter[t
 A token's rows are summed in slot order by one program: no atomics, reruns are bit-identical.
 """
 
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
 from __future__ import annotations
 
 import torch

@@ -11,6 +11,9 @@ No float and no atomic takes part, so reruns are bit-identical. Bytes moved: the
 counts (R/C × E ints) three times, which stays in L2.
 """
 
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
 from __future__ import annotations
 
 import torch
@@ -114,7 +117,7 @@ def _place_kernel(
 
 def dispatch_launch(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The five index tensors of `Dispatch`; three launches, no host synchronisation. R must be at least 1."""
     device, num_pairs = expert.device, expert.shape[0]
     chunks = triton.cdiv(num_pairs, _CHUNK)
