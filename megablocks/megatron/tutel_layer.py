@@ -1,4 +1,4 @@
-"""Tutel's own mixture-of-experts layer (github.com/microsoft/Tutel) inside Megatron, to compare with ours in one driver.
+"""Tutel's own mixture-of-experts layer (github.com/microsoft/Tutel) inside Megatron, beside ours in one driver.
 
 Imported only where the package tutel is installed. Router, capacity, all-to-all and experts are Tutel's; weights are
 drawn, scaled losses logged and checkpoints written as Megatron does for its own layer.
@@ -22,7 +22,7 @@ from megablocks.config import ConfigError
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
-from megablocks.ops.routing.capacity import capacity_of, fullest_load
+from megablocks.ops.routing.capacity import capacity_of
 
 _ALONE: dict[str, tuple[Any, ...]] = {
     "gated_linear_unit": (False,),
@@ -117,9 +117,10 @@ class TutelMoELayer(MoELayer):
     def _count(self, num_tokens: int) -> None:
         config, load = self.config, self.moe.dispatch_count.long()
         factor = self.settings.capacity_factor
-        top_k, experts = config.moe_router_topk, config.num_moe_experts
-        fullest = load if factor > 0 else fullest_load(load, "tutel", self.ep_group)
-        room = capacity_of("tutel", factor, top_k, num_tokens, experts, fullest)
+        if not factor:  # the fullest expert's load
+            return self.expert_load.add(load, 0)
+        # A negative factor's capacity may be smaller than the bound, but not than the fullest expert's load.
+        room = capacity_of("tutel", abs(factor), config.moe_router_topk, num_tokens, load.shape[0], load)
         self.expert_load.add(load, (load - room).clamp_min(0).sum())
 
     def _attach_loss(self, out: Tensor, loss: Tensor) -> Tensor:

@@ -219,11 +219,10 @@ def _pieces(entry: Any, data: torch.Tensor) -> list[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    entry = dataclasses.replace(entry, data=data)
     if isinstance(entry, ShardedTensorFactory):
-        built = entry.build()
+        built = dataclasses.replace(entry, data=data).build()
         return list(nested_values(built)) if isinstance(built, (dict, list)) else [built]
-    return [entry]
+    return [dataclasses.replace(entry, data=data, dtype=data.dtype)]
 
 
 @torch.no_grad()
@@ -411,6 +410,28 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
     if trainer.config.num_moe_experts:
         result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
     return result
+
+
+class Failure(dict):
+    """Stands for results that were not to be had: each test that asks for one fails with the reason."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __missing__(self, key: str) -> Any:
+        raise self.error
+
+
+def on_ranks(fn: Any, world_size: int, *args: Any, **options: Any) -> dict[str, list[Any]]:
+    """Run `fn`, which returns results by name, on ranks of their own. Returns the ranks' results by name."""
+    from megablocks.testing.launcher import RankFailed, run_distributed_test
+
+    try:
+        ranks = run_distributed_test(fn, world_size, *args, **options)
+    except RankFailed as error:
+        return Failure(error)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
 def train_all(layouts: list[tuple[str, Layout, int]]) -> dict[str, Trained]:

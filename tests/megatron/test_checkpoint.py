@@ -135,18 +135,27 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dic
 
 @pytest.fixture(scope="module")
 def resumed(checkpoint: tuple[Path, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
-    folder = str(checkpoint[0])
-    ranks = run_distributed_test(resume, 4, list(SPREAD.items()), folder, timeout=400)
-    runs = {name: [rank[name] for rank in ranks] for name in SPREAD}
-    return runs | {"one process": [run_distributed_test(resume, 1, [("ep1", BASE)], folder, timeout=200)[0]["ep1"]]}
+    return harness.on_ranks(resume, 4, list(SPREAD.items()), str(checkpoint[0]), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def resumed_alone(checkpoint: tuple[Path, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return harness.on_ranks(resume, 1, [("ep1", BASE)], str(checkpoint[0]), timeout=200)
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("name", [*SPREAD, "one process"])
+@pytest.mark.parametrize("name", SPREAD)
 def test_K2_saved_at_ep2_dp2_loads_in_any_layout(
     checkpoint: tuple[Path, list[dict[str, Any]]], resumed: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     _check(checkpoint[1], resumed[name])
+
+
+@pytest.mark.timeout(900)
+def test_K2_saved_at_ep2_dp2_loads_in_one_process(
+    checkpoint: tuple[Path, list[dict[str, Any]]], resumed_alone: dict[str, list[dict[str, Any]]]
+) -> None:
+    _check(checkpoint[1], resumed_alone["ep1"])
 
 
 @pytest.mark.slow

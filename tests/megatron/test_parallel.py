@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from harness import Layout, Trained
 
-from megablocks.testing.launcher import run_distributed_test
-
 STEPS = 10
+Runs = dict[str, list[Trained]]  # by layout, then by rank
 PLAIN = Layout(model=(("moe_shared_expert_intermediate_size", 32),))
 DEEPSEEK = Layout(
     model=(
@@ -72,16 +71,15 @@ def _steps(layout: Layout) -> int:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, Trained]:
+def alone() -> Runs:
     layouts = [(name, layout, STEPS) for name, layout in ALONE.items()]
-    return run_distributed_test(harness.train_all, 1, layouts, timeout=280)[0]
+    return harness.on_ranks(harness.train_all, 1, layouts, timeout=280)
 
 
 @pytest.fixture(scope="module")
-def spread() -> dict[str, list[Trained]]:
+def spread() -> Runs:
     layouts = [(name, layout, _steps(layout)) for name, (layout, _) in SPREAD.items()]
-    ranks = run_distributed_test(harness.train_all, 4, layouts, timeout=600)
-    return {name: [rank[name] for rank in ranks] for name in SPREAD}
+    return harness.on_ranks(harness.train_all, 4, layouts, timeout=600)
 
 
 def _grads(runs: list[Trained]) -> dict[str, np.ndarray]:
@@ -102,13 +100,13 @@ def _check(runs: list[Trained], reference: Trained) -> None:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SPREAD)
-def test_layout_trains_as_one_process(alone: dict[str, Trained], spread: dict[str, list[Trained]], name: str) -> None:
-    _check(spread[name], alone[SPREAD[name][1]])
+def test_layout_trains_as_one_process(alone: Runs, spread: Runs, name: str) -> None:
+    _check(spread[name], *alone[SPREAD[name][1]])
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", SPREAD)
-def test_load_of_all_ranks_and_stages_is_counted_once(spread: dict[str, list[Trained]], name: str) -> None:
+def test_load_of_all_ranks_and_stages_is_counted_once(spread: Runs, name: str) -> None:
     layout = SPREAD[name][0]
     expected = torch.full((layout.layers,), _steps(layout) * harness.GLOBAL_BATCH * harness.SEQ * 2)
     frequency = dict(layout.model).get("moe_layer_freq")
@@ -133,13 +131,11 @@ def test_load_of_all_ranks_and_stages_is_counted_once(spread: dict[str, list[Tra
         ("plain", "ep2 full recompute"),
     ],
 )
-def test_N7_aux_and_z_loss_do_not_depend_on_the_split(
-    alone: dict[str, Trained], spread: dict[str, list[Trained]], a: str, b: str
-) -> None:
-    runs = [alone[b]] if b in alone else spread[b]
+def test_N7_aux_and_z_loss_do_not_depend_on_the_split(alone: Runs, spread: Runs, a: str, b: str) -> None:
+    runs = alone[b] if b in ALONE else spread[b]
     assert set(runs[0].aux[0]) >= {"z_loss"} and len(runs[0].aux[0]) == 2
-    assert runs[0].aux[0] == pytest.approx(alone[a].aux[0], rel=1e-5)
-    mine, reference = _grads(runs), _grads([alone[a]])
+    assert runs[0].aux[0] == pytest.approx(alone[a][0].aux[0], rel=1e-5)
+    mine, reference = _grads(runs), _grads(alone[a])
     routers = [key for key in reference if key.endswith("router.weight")]
     assert routers
     for key in routers:
@@ -148,10 +144,8 @@ def test_N7_aux_and_z_loss_do_not_depend_on_the_split(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["ep2", "ep4", "tp2 etp1 ep2", "tp2 etp2 ep2"])
-def test_N8_expert_gradients_are_not_multiplied_by_the_ranks(
-    alone: dict[str, Trained], spread: dict[str, list[Trained]], name: str
-) -> None:
-    mine, reference = _grads(spread[name]), _grads([alone["plain"]])
+def test_N8_expert_gradients_are_not_multiplied_by_the_ranks(alone: Runs, spread: Runs, name: str) -> None:
+    mine, reference = _grads(spread[name]), _grads(alone["plain"])
     experts = [key for key in reference if ".experts." in key]
     assert len(experts) == 2
     for key in experts:
@@ -161,8 +155,8 @@ def test_N8_expert_gradients_are_not_multiplied_by_the_ranks(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", ["lonely ep2", "lonely pp2 ep2 overlapped"])
-def test_R3_zero_tokens_on_one_rank(alone: dict[str, Trained], spread: dict[str, list[Trained]], name: str) -> None:
-    _check(spread[name], alone["lonely"])
+def test_R3_zero_tokens_on_one_rank(alone: Runs, spread: Runs, name: str) -> None:
+    _check(spread[name], *alone["lonely"])
     load = spread[name][0].load
     assert load is not None and not load[:, 2:4].any(), "experts 2 and 3 are on the rank that gets no token"
     for key, grad in _grads(spread[name]).items():

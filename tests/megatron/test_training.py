@@ -37,7 +37,12 @@ LAYOUTS = {
         ep=1,
         tp=2,
         etp=1,
-        model=(("num_moe_experts", None), ("moe_z_loss_coeff", None), ("moe_aux_loss_coeff", 0.0)),
+        model=(
+            ("num_moe_experts", None),
+            ("moe_ffn_hidden_size", None),
+            ("moe_z_loss_coeff", None),
+            ("moe_aux_loss_coeff", 0.0),
+        ),
     ),
 }
 
