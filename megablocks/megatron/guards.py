@@ -20,6 +20,7 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.utils import print_rank_0
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError, SaveError
@@ -140,7 +141,8 @@ class Guards:
             CheckpointError: the chosen checkpoint is damaged.
         """
         args, first = self.args, int(os.environ.get("RANK", 0)) == 0
-        if args.save and not args.load and (found := atomic.iterations(args.save)):
+        resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
+        if args.save and not resumes and (found := atomic.iterations(args.save)):
             raise ConfigError(
                 f"save={args.save!r}: holds a run's checkpoints up to iteration {found[-1]}; "
                 f"resume it with --load {args.save}, or choose an empty folder"
@@ -165,9 +167,7 @@ class Guards:
         folder = None
         if self.args.load and self.args.ckpt_step:
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
-            if self.verifiable and self.settings.verify_checkpoint:
-                _together(functools.partial(atomic.verify, folder, dist.get_rank(), dist.get_world_size()))
-            self._read_state(folder)
+            _together(functools.partial(self._open, folder))
         try:
             return original(*args, **kwargs)
         except AssertionError as error:  # Megatron's way to say that flags and checkpoint disagree
@@ -176,7 +176,9 @@ class Guards:
             )
             raise CheckpointError(f"{folder or self.args.load}: {' '.join(str(error).split())}{advice}") from error
 
-    def _read_state(self, folder: Path) -> None:
+    def _open(self, folder: Path) -> None:
+        if self.verifiable and self.settings.verify_checkpoint:
+            atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
         if not path.is_file():
             return
@@ -210,15 +212,16 @@ class Guards:
                 atomic.mark_complete(folder, iteration, merged)
                 atomic.drop(aside)
             dist.barrier()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             if rank == 0:
                 atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
 
-    def _save_failure(self, root: Path, folder: Path, error: Exception) -> str:
+    def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
         survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
-        reason = " ".join(str(error).split()) or type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # torch's end with the cause
+        reason = " ".join(lines[-1].split())
         return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
 
 

@@ -77,7 +77,7 @@ class Reporter:
         self.history = History((run_dir or Path()) / "loss.csv", LOSS_COLUMNS)
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
-        self._device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self._device_name = "cpu"
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
@@ -92,6 +92,8 @@ class Reporter:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
         self._model = model
+        if torch.cuda.is_available():  # asked before Megatron chose its device, this would start CUDA on the first
+            self._device_name = torch.cuda.get_device_name()
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
             past = self.history.series("tokens_dropped")[1]

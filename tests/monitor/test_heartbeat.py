@@ -1,71 +1,65 @@
-"""The heartbeat alone: ranks are processes that do nothing else."""
+"""The heartbeat alone: ranks are processes that do nothing else, forked from one that has imported torch."""
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import subprocess
 import sys
-import time
-
-import pytest
+from pathlib import Path
 
 from megablocks.monitor import heartbeat
 
-_RANK = """
-import datetime, sys, time
+_PARENT = """
+import json, os, signal, sys, time
 from torch.distributed import TCPStore
 from megablocks.monitor.heartbeat import Heartbeat
-rank, port, timeout = int(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
-beat = Heartbeat("127.0.0.1", port, rank, 3, timeout)
-time.sleep(float(sys.argv[4]))
-beat.stop()
-print("ended well", flush=True)
+timeout, lives, frozen, folder = json.loads(sys.argv[1])
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pids = []
+for rank, life in enumerate(lives):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        beat = Heartbeat("127.0.0.1", store.port, rank, len(lives), timeout)
+        assert beat.wait_until_known()
+        time.sleep(life)
+        beat.stop()
+        os._exit(0)
+    pids.append(pid)
+while not all(store.check([f"heartbeat/0/{rank}"]) for rank in range(len(lives))):
+    time.sleep(0.05)
+if frozen is not None:
+    os.kill(pids[frozen], signal.SIGSTOP)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in enumerate(pids) if rank != frozen]
+for pid in pids[frozen:] if frozen is not None else []:
+    os.kill(pid, signal.SIGKILL)
+print(json.dumps([pids, codes]))
 """
 
 
-@pytest.fixture
-def store():  # type: ignore[no-untyped-def]
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def start(port: int, *, timeout: float, lives: tuple[float, float, float]) -> list[subprocess.Popen]:
+def run(
+    folder: Path, *, timeout: float, lives: list[float], frozen: int | None
+) -> tuple[list[int], list[int], list[str]]:
+    """Process ids, exit codes of the ranks that were not frozen, and what each rank said."""
+    argument = json.dumps([timeout, lives, frozen, str(folder)])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", _RANK, str(rank), str(port), str(timeout), str(life)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env,
-        )
-        for rank, life in enumerate(lives)
-    ]  # fmt: skip
+    out = subprocess.run(
+        [sys.executable, "-c", _PARENT, argument], stdout=subprocess.PIPE, text=True, env=env, timeout=200, check=True
+    ).stdout
+    pids, codes = json.loads(out.splitlines()[-1])
+    return pids, codes, [(folder / str(rank)).read_text() for rank in range(len(lives))]
 
 
-def until_all_beat(store, ranks: int) -> None:  # type: ignore[no-untyped-def]
-    end = time.monotonic() + 60
-    while not all(store.check([f"heartbeat/{rank}"]) for rank in range(ranks)):
-        assert time.monotonic() < end, "the ranks did not start"
-        time.sleep(0.1)
+def test_F1_a_stopped_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    pids, codes, said = run(tmp_path, timeout=3.0, lives=[90, 90, 90], frozen=2)
+    assert codes == [heartbeat.EXIT_CODE] * 2
+    for rank in (0, 1):
+        assert said[rank].startswith(f"rank {rank}: rank 2 (") and f"pid {pids[2]}) has been silent" in said[rank]
+        assert len(said[rank].strip().splitlines()) == 1
 
 
-def test_F1_killed_and_stopped_ranks_are_named_by_the_others(store) -> None:  # type: ignore[no-untyped-def]
-    ranks = start(store.port, timeout=3.0, lives=(90, 90, 90))
-    try:
-        until_all_beat(store, 3)
-        ranks[2].send_signal(signal.SIGSTOP)
-        out = [process.communicate(timeout=60)[0] for process in ranks[:2]]
-        assert [process.returncode for process in ranks[:2]] == [heartbeat.EXIT_CODE] * 2
-        for rank, text in enumerate(out):
-            assert f"rank {rank}: rank 2 (" in text and f"pid {ranks[2].pid}) has been silent" in text
-            assert len(text.strip().splitlines()) == 1
-    finally:
-        for process in ranks:
-            process.kill()
-
-
-def test_F1_ranks_that_end_well_at_different_times_alarm_nobody(store) -> None:  # type: ignore[no-untyped-def]
-    ranks = start(store.port, timeout=2.0, lives=(1, 6, 4))
-    out = [process.communicate(timeout=60)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0, 0], out
-    assert out == ["ended well\n"] * 3
+def test_F1_ranks_that_end_well_at_different_times_alarm_nobody(tmp_path: Path) -> None:
+    _, codes, said = run(tmp_path, timeout=1.5, lives=[0.2, 3.5, 2.0], frozen=None)
+    assert codes == [0, 0, 0]
+    assert said == ["", "", ""]
