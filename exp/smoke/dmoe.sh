@@ -5,7 +5,7 @@
 # 80 evaluations of 8 sequences are the whole validation text, whose unigram entropy the loss is compared with.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
-STEPS=${2:-${STEPS:-200}}
+STEPS=${2:-${STEPS:-160}}
 if [ "$(gpus)" -gt 0 ]; then NGPU=${NGPU:-1} DTYPE=(--bf16); else NGPU=${NGPU:-2} DTYPE=(); fi
 
 default_data
@@ -16,4 +16,4 @@ launch "${1:-$ROOT/runs/smoke_dmoe_$(date +%Y%m%d_%H%M%S)}" \
     --micro-batch-size 4 --global-batch-size 8 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
     --optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --clip-grad 1.0 \
     --weight-decay 0.01 --init-method-std 0.02 "${DTYPE[@]}" \
-    --log-interval 10 --eval-interval 80 --eval-iters 80 --save-interval 100
+    --log-interval 10 --eval-interval 60 --eval-iters 80 --save-interval 100
