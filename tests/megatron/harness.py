@@ -412,6 +412,13 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
     return result
 
 
+def selected(request: Any, names: Any) -> list[str]:
+    """Those of `names` that parametrise a test of this module which is about to run."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = {value for item in tests for value in item.callspec.params.values()}
+    return [name for name in names if name in values]
+
+
 class Failure(dict):
     """Stands for results that were not to be had: each test that asks for one fails with the reason."""
 

@@ -71,14 +71,16 @@ def _steps(layout: Layout) -> int:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Runs:
-    layouts = [(name, layout, STEPS) for name, layout in ALONE.items()]
+def alone(request: pytest.FixtureRequest) -> Runs:
+    references = {SPREAD[name][1] for name in harness.selected(request, SPREAD)}
+    names = references | set(harness.selected(request, ALONE))
+    layouts = [(name, layout, STEPS) for name, layout in ALONE.items() if name in names]
     return harness.on_ranks(harness.train_all, 1, layouts, timeout=280)
 
 
 @pytest.fixture(scope="module")
-def spread() -> Runs:
-    layouts = [(name, layout, _steps(layout)) for name, (layout, _) in SPREAD.items()]
+def spread(request: pytest.FixtureRequest) -> Runs:
+    layouts = [(name, SPREAD[name][0], _steps(SPREAD[name][0])) for name in harness.selected(request, SPREAD)]
     return harness.on_ranks(harness.train_all, 4, layouts, timeout=600)
 
 
