@@ -1,4 +1,4 @@
-"""Two things around Megatron's checkpoints: saving without a helper process, and resuming the very same random state.
+"""Around Megatron's checkpoints: saving without a helper process, errors that say why, the very same random state.
 
 For every save, asynchronous or not, megatron-core 0.19.2 hands the results of writing from the writer to the trainer
 through a queue of `multiprocessing.Manager`, a process of its own that starts by importing torch: 3 to 10 seconds
@@ -43,3 +43,26 @@ def keep_random_state() -> None:
             return original(*args, **kwargs)
 
     training.build_train_valid_test_data_iterators = build
+
+
+def name_write_errors() -> None:
+    """Let a write that fails (a full disk) say why, once a process: Megatron passes on nothing but the error's type."""
+    writer = filesystem_async.FileSystemWriterAsync
+    original = writer.write_preloaded_data
+    if hasattr(original, "names_write_errors"):
+        return
+
+    @functools.wraps(original)
+    def write(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        error = result[1] if result is not None else None
+        if not isinstance(error, Exception):
+            return result
+        # torch.save, in the middle of a tensor, replaces the error of the file by one of its own.
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__cause__ or cause.__context__
+        raise error if cause is None else cause
+
+    write.names_write_errors = True  # type: ignore[attr-defined]
+    writer.write_preloaded_data = staticmethod(write)
