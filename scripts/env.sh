@@ -39,7 +39,8 @@ _make_env() { # EXTRA…: .venv with this checkout installed in place
         return 1
     fi
     echo "env: installing megablocks[$extras] (torch is a download of some gigabytes)" >&2
-    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "${_root}[$extras]" >&2 || {
+    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" >&2 || {
         echo "env: pip could not install megablocks[$extras] into $_root/.venv; its message stands above" >&2
         return 1
     }
