@@ -174,6 +174,10 @@ def resolve(args: argparse.Namespace) -> None:
     for dest, (value, _) in chosen.items():
         setattr(args, dest, value)
     args.megablocks_automatic = {dest: f"{value} ({why})" for dest, (value, why) in chosen.items()}
+    if args.tensor_model_parallel_size * args.context_parallel_size > 1:
+        variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+        if os.environ.setdefault(variable, "1") == "1":
+            args.megablocks_automatic[variable] = "1 (kernels start in the order of their launch)"
     check(args)
 
 
