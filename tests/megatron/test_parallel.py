@@ -75,13 +75,13 @@ def alone(request: pytest.FixtureRequest) -> Runs:
     references = {SPREAD[name][1] for name in harness.selected(request, SPREAD)}
     names = references | set(harness.selected(request, ALONE))
     layouts = [(name, layout, STEPS) for name, layout in ALONE.items() if name in names]
-    return harness.on_ranks(harness.train_all, 1, layouts, timeout=280)
+    return harness.on_ranks(harness.train_all, 1, layouts, timeout=60 + 30 * len(layouts))
 
 
 @pytest.fixture(scope="module")
 def spread(request: pytest.FixtureRequest) -> Runs:
     layouts = [(name, SPREAD[name][0], _steps(SPREAD[name][0])) for name in harness.selected(request, SPREAD)]
-    return harness.on_ranks(harness.train_all, 4, layouts, timeout=600)
+    return harness.on_ranks(harness.train_all, 4, layouts, timeout=60 + 30 * len(layouts))
 
 
 def _grads(runs: list[Trained]) -> dict[str, np.ndarray]:
