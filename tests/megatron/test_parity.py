@@ -84,6 +84,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
     """Relative norm of the difference of everything that the two layers produce."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
     from megablocks.megatron.settings import MegaBlocksSettings
@@ -113,6 +114,7 @@ def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
             layer.router.expert_bias.copy_(bias)
         inputs = x.clone().requires_grad_()
         torch.manual_seed(7)
+        model_parallel_cuda_manual_seed(7)
         out, out_bias = layer(inputs, padding_mask=padding if name == "padding" else None)
         assert out_bias is None
         (out * upstream).sum().backward()
