@@ -83,6 +83,7 @@ class Guards:
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
+        """In place of `optimizer.step`. Costs one all-reduce of three numbers and one synchronisation a step."""
         sums, self._sums = self._sums, None
         if sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
