@@ -110,7 +110,7 @@ def _combine_backward_kernel(
 def _blocks(hidden: int) -> dict[str, int]:
     """1024 features a one-warp program: narrow rows share one, wide ones are cut. The best or within 3 % of it at every
     size measured (benchmarks/NOTES.md)."""
-    block = min(triton.next_power_of_2(max(hidden, 16)), 1024)
+    block = min(triton.next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
@@ -152,7 +152,7 @@ def combine_backward_launch(
     d_rows = dy.new_empty(pair.shape[0], hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
     # Here a token's whole row, so that dy is read once: 0.91-0.96 of copy speed against 0.83 in pieces
-    block = min(triton.next_power_of_2(max(hidden, 16)), 4096)
+    block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
     tokens = max(1, 1024 // block)
     if num_tokens and hidden and pair.shape[0]:
         _combine_backward_kernel[(triton.cdiv(num_tokens, tokens),)](
