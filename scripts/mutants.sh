@@ -10,7 +10,7 @@ patches=()
 for id in "$@"; do
     mapfile -t -O ${#patches[@]} patches < <(compgen -G "tests/mutants/$id.patch" || true; compgen -G "tests/mutants/$id-*.patch" || true)
 done
-[ $# -gt 0 ] || mapfile -t patches < <(compgen -G 'tests/mutants/*.patch')
+[ $# -gt 0 ] || patches=(tests/mutants/*.patch)
 [ ${#patches[@]} -gt 0 ] || {
     echo "mutants: no patch in tests/mutants for: ${*:-any ID}" >&2
     exit 1
@@ -18,7 +18,7 @@ done
 
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH=. PYTHONDONTWRITEBYTECODE=1
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONDONTWRITEBYTECODE=1
 survivors=0
 printf '%-12s %-10s %8s  %s\n' mutant verdict seconds detail
 for patch in "${patches[@]/#/$PWD/}"; do
@@ -28,9 +28,12 @@ for patch in "${patches[@]/#/$PWD/}"; do
     git ls-files --cached --others --exclude-standard -z | xargs -0 cp --parents -t "$tree"
     start=$SECONDS
     status=0
-    detail=$(cd "$tree" && git apply "$patch" && "$PYTHON" -m pytest -p no:cacheprovider -q --tb=no -r fE -x \
-        -m "slow or not slow" -k "test_${mutant%%-*}_" tests 2>&1 | grep -E '^(FAILED|ERROR) |^no tests| passed' | tail -n 1
-    exit "${PIPESTATUS[0]}") || status=$?
+    id=${mutant%%-*}
+    mapfile -t files < <(grep -rl --include='test_*.py' "def test_${id}_" "$tree/tests")
+    [ ${#files[@]} -gt 0 ] || files=("$tree/tests") # nothing will be collected, which is a survivor
+    out=$(cd "$tree" && git apply "$patch" && PYTHONPATH=$tree "$PYTHON" -m pytest -p no:cacheprovider -q --tb=no -r fE -x \
+        -m "slow or not slow" -k "test_${id}_" "${files[@]}" 2>&1) || status=$?
+    detail=$(grep -E '^(FAILED|ERROR) ' <<<"$out" || tail -n 1 <<<"$out")
     # pytest: 1 is "a test failed"; everything else (all passed, nothing collected, broken patch) proves nothing.
     if [ "$status" -eq 1 ] && [[ $detail == FAILED* ]]; then
         verdict=killed

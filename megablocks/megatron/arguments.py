@@ -84,13 +84,22 @@ UNSUPPORTED = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_
 """Megatron flags that need parts of its pretrain_gpt.py which this driver leaves out."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours."""
-    return DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
+def add_arguments(
+    parser: argparse.ArgumentParser, parsed: list[argparse.Namespace] | None = None
+) -> argparse.ArgumentParser:
+    """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours.
+
+    parsed: receives the namespace before Megatron validates it, so that an error can name its values.
+    """
+    driver = DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
+    driver.parsed = parsed
+    return driver
 
 
 class DriverParser(argparse.ArgumentParser):
     """Parses, then resolves: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
+
+    parsed: list[argparse.Namespace] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -117,6 +126,8 @@ class DriverParser(argparse.ArgumentParser):
         if not unknown:
             given = {word.split("=")[0] for word in argv if word.startswith("--")}
             actions = self._option_string_actions
+            if self.parsed is not None:
+                self.parsed.append(parsed)
             parsed.megablocks_explicit = {actions[flag].dest for flag in given if flag in actions}
             resolve(parsed)
         return parsed, unknown
@@ -163,6 +174,10 @@ def resolve(args: argparse.Namespace) -> None:
     for dest, (value, _) in chosen.items():
         setattr(args, dest, value)
     args.megablocks_automatic = {dest: f"{value} ({why})" for dest, (value, why) in chosen.items()}
+    if args.tensor_model_parallel_size * args.context_parallel_size > 1:
+        variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+        if os.environ.setdefault(variable, "1") == "1":
+            args.megablocks_automatic[variable] = "1 (kernels start in the order of their launch)"
     check(args)
 
 
@@ -231,6 +246,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["gradient_accumulation_fusion"] = (False, why)
         out["no_persist_layer_norm"] = (True, why)
         out["masked_softmax_fusion"] = (False, why)
+    if importlib.util.find_spec("one_logger") is None:
+        out["enable_one_logger"] = (False, "one_logger is not installed")
     if not torch.cuda.is_available():
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
@@ -238,6 +255,9 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     if args.num_experts:
         out["add_bias_linear"] = (False, "experts without bias")
         out["moe_token_dispatcher_type"] = ("alltoall", "dropless")
+        if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
+            # the old fork's rule, and the only one for top-1, whose weight would else always be 1
+            out["moe_router_pre_softmax"] = (True, "softmax over all experts")
     if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")

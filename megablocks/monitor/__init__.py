@@ -1,1 +1,1 @@
-"""What a run tells about itself: FLOPs and MFU, expert load, guards, heartbeat, environment, pictures. No Megatron here."""
+"""What a run tells about itself: FLOPs, MFU, expert load, guards, heartbeat, environment, pictures. No Megatron."""

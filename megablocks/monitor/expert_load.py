@@ -1,10 +1,11 @@
-"""How tokens spread over experts, accumulated on the device and read once a log interval.
+"""How tokens spread over experts in an interval, in the words of a log line.
 
 Legend: L layers with experts, E experts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +18,12 @@ class LoadSummary:
 
     tokens: Tensor
     dropped: Tensor
+
+    @classmethod
+    def from_table(cls, table: Tensor, layers: Sequence[int]) -> LoadSummary:
+        """table: (all layers, E+1) counts, the last column dropped tokens. layers: 1-based, those with experts."""
+        rows = table[torch.tensor([number - 1 for number in layers])]
+        return cls(tokens=rows[:, :-1], dropped=rows[:, -1])
 
     @property
     def max_over_mean(self) -> Tensor:
@@ -38,25 +45,3 @@ class LoadSummary:
             f" empty experts: {join([str(v) for v in self.empty.tolist()])} |"
             f" tokens dropped: {int(self.dropped.sum())} |"
         )
-
-
-class ExpertLoad:
-    """Counters for L layers of E experts. `add` never synchronises; `read` does, once, and starts a new interval."""
-
-    def __init__(self, num_layers: int, num_experts: int, device: torch.device | str) -> None:
-        self._counts = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
-
-    def add(self, layer: int, tokens_per_expert: Tensor, dropped: Tensor | None = None) -> None:
-        """Add one micro-batch. layer: 0-based row. tokens_per_expert: (E,) integer. dropped: () integer."""
-        self._counts[layer, :-1] += tokens_per_expert
-        if dropped is not None:
-            self._counts[layer, -1] += dropped
-
-    def read(self, group: torch.distributed.ProcessGroup | None = None) -> LoadSummary:
-        """Sum over the ranks of `group` (None: all), reset, and bring to the host. A collective call."""
-        counts = self._counts.clone()
-        self._counts.zero_()
-        if torch.distributed.is_initialized():
-            torch.distributed.all_reduce(counts, group=group)
-        counts = counts.cpu()
-        return LoadSummary(tokens=counts[:, :-1], dropped=counts[:, -1])

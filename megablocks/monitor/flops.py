@@ -8,6 +8,7 @@ counts the same but for the router.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 
@@ -79,8 +80,7 @@ def peak_flops(device_name: str) -> float | None:
     if " MIG " in f" {device_name} ":
         return None
     for part, tflops in PEAK_BF16_TFLOPS:
-        words = part.split()
-        if all(word in device_name.replace("-", " ").split() or word in device_name for word in words):
+        if all(re.search(rf"\b{word}\b", device_name) for word in part.split()):
             return tflops * 1e12
     return None
 

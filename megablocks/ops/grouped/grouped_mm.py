@@ -27,7 +27,10 @@ _ALIGN = 8  # bfloat16 values in 16 bytes
 
 
 def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64).
+
+    Not differentiable by itself, as it writes into slices; the op is.
+    """
     acc = accumulation_dtype(x.dtype)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
@@ -142,8 +145,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
-    dx = None if w is None else grouped_mm_op(dy, w.transpose(1, 2), offsets)
-    dw = None if x is None else weight_gradient(x, dy, offsets, ctx.transposed)
+    need_x, need_w = ctx.needs_input_grad[:2]  # asked again: a caller may want one gradient of two
+    dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
+    dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
     return dx, dw, None
 
 

@@ -1,0 +1,229 @@
+"""Which checkpoints of a folder are complete, and whether their files are what was saved.
+
+Megatron writes `iter_0000020/…` and then `latest_checkpointed_iteration.txt`, neither atomically. Here a checkpoint is
+complete when its folder holds `complete.json`: size and sha256 of every file, written last, to a temporary file that
+takes the name once it is on disk. So a save that was killed or ran out of disk leaves a folder without the marker,
+which is torn and ignored, and a folder with the marker whose files differ is damaged, which is an error.
+
+To test: remove `complete.json` (torn), truncate or flip a byte of a shard (damaged), write rubbish into the pointer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MARKER = "complete.json"
+POINTER = "latest_checkpointed_iteration.txt"
+_FORMAT = 1
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be saved or must not be loaded. The message is one line that names the file."""
+
+
+class SaveError(CheckpointError):
+    """A save that failed on this rank."""
+
+
+@dataclass(frozen=True)
+class Latest:
+    """What `find_latest_complete` chose.
+
+    iteration: of the checkpoint to load, None to start anew. has_marker: whether its files can be verified.
+    warnings: one line each, about what was passed over.
+    """
+
+    iteration: int | None
+    has_marker: bool = False
+    warnings: list[str] = field(default_factory=list)
+
+
+def folder_of(root: Path | str, iteration: int) -> Path:
+    """Megatron's folder of an iteration."""
+    return Path(root) / f"iter_{iteration:07d}"
+
+
+def iterations(root: Path | str) -> list[int]:
+    """Iterations that have a folder, complete or not, in ascending order."""
+    names = os.listdir(root) if os.path.isdir(root) else []
+    found = (re.fullmatch(r"iter_(\d{7,})", name) for name in names)
+    return sorted(int(match.group(1)) for match in found if match)
+
+
+def files_of(folder: Path) -> list[str]:
+    """Every file below `folder` but the marker, as relative paths in order."""
+    found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return sorted(name for name in found if name != MARKER and not Path(name).name.startswith(f".{MARKER}"))
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of files of a checkpoint. Ranks share the work: each takes `files_of(folder)[rank::ranks]`."""
+    hashes = {}
+    for name in names:
+        with open(folder / name, "rb") as file:
+            digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
+            hashes[name] = {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
+    return hashes
+
+
+def _digest(file: Any) -> Any:  # hashlib.file_digest is new in Python 3.11
+    digest = hashlib.sha256()
+    while block := file.read(1 << 20):
+        digest.update(block)
+    return digest
+
+
+def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Write the marker. Call it last, on one rank, once every file is written and hashed."""
+    content = {"format": _FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
+    for name in files:
+        _sync(folder / name)
+    write_durably(folder / MARKER, json.dumps(content, indent=1) + "\n")
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write to a temporary neighbour, flush it to disk, rename it to `path`, flush the folder."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with open(temporary, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
+    """The files that a complete checkpoint must have, by name; None if it is torn (no marker)."""
+    path = folder / MARKER
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        files = content["files"]
+        if content["format"] != _FORMAT or not files or folder != folder_of(folder.parent, content["iteration"]):
+            raise ValueError("not of this folder")
+        return {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: damaged ({error}); remove {folder} to use an older checkpoint") from None
+
+
+def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Every file of the marker is there with its size; else a CheckpointError that names it."""
+    for name, expected in files.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{path}: missing; remove {folder} to use an older checkpoint")
+        if path.stat().st_size != expected["bytes"]:
+            raise CheckpointError(
+                f"{path}: {path.stat().st_size} bytes, {expected['bytes']} were saved; "
+                f"remove {folder} to use an older checkpoint"
+            )
+
+
+def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Compare this rank's share of the files with the marker's sha256; a CheckpointError names the first bad one."""
+    files = read_marker(folder) or {}
+    mine = sorted(files)[rank::ranks]
+    check_sizes(folder, {name: files[name] for name in mine})
+    for name, found in hash_files(folder, mine).items():
+        if found["sha256"] != files[name]["sha256"]:
+            raise CheckpointError(
+                f"{folder / name}: sha256 differs from what was saved; remove {folder} to use an older checkpoint"
+            )
+
+
+def find_latest_complete(root: Path | str) -> Latest:
+    """The checkpoint to resume from: the pointer's if it is complete, else the newest complete one.
+
+    Torn folders are passed over with a warning. Raises CheckpointError if the chosen one is damaged (a file is missing
+    or has another size), or if the pointer names a checkpoint and nothing complete is left.
+    """
+    root = Path(root)
+    pointer, text = _read_pointer(root)
+    if text == "release":
+        return Latest(None, warnings=[])
+    found = iterations(root)
+    complete = [i for i in found if (folder_of(root, i) / MARKER).is_file()]
+    warnings = []
+    if not complete:
+        if pointer in found:
+            folder = folder_of(root, pointer)
+            if not (folder / "metadata.json").is_file() and not (folder / ".metadata").is_file():
+                raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
+            return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
+        if pointer is not None:
+            raise CheckpointError(f"{root / POINTER}: names iteration {pointer}, which {root} does not hold")
+        warnings += [f"{folder_of(root, i)}: torn (no {MARKER}), ignored" for i in found]
+        if text is not None:
+            warnings.append(f"{root / POINTER}: {text!r} is no iteration, and there is no complete checkpoint")
+        return Latest(None, warnings=warnings)
+    chosen = pointer if pointer in complete else complete[-1]
+    warnings += [
+        f"{folder_of(root, i)}: torn (no {MARKER}), ignored" for i in found if i not in complete and i > chosen
+    ]
+    if chosen != pointer:
+        said = "missing" if text is None else repr(text)
+        warnings.append(f"{root / POINTER}: {said}; using the newest complete checkpoint, iteration {chosen}")
+    folder = folder_of(root, chosen)
+    check_sizes(folder, read_marker(folder) or {})
+    return Latest(chosen, has_marker=True, warnings=warnings)
+
+
+def _read_pointer(root: Path) -> tuple[int | None, str | None]:
+    try:
+        text = (root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
+    except FileNotFoundError:
+        return None, None
+    return (int(text), text) if re.fullmatch(r"\d{1,18}", text) else (None, text[:40])
+
+
+def write_pointer(root: Path | str, iteration: int) -> None:
+    """Make Megatron's pointer name `iteration`, atomically."""
+    write_durably(Path(root) / POINTER, str(iteration))
+
+
+def make_room(root: Path | str, iteration: int) -> Path | None:
+    """Move what lies in the way of a save: a torn folder is removed, a complete one renamed until `drop` removes it."""
+    folder = folder_of(root, iteration)
+    if not folder.exists():
+        return None
+    if not (folder / MARKER).is_file():
+        shutil.rmtree(folder)
+        return None
+    aside = folder.with_name(f"{folder.name}.replaced")
+    drop(aside)
+    folder.rename(aside)
+    return aside
+
+
+def drop(folder: Path | None) -> None:
+    """Remove a folder that `make_room` put aside."""
+    if folder is not None and folder.exists():
+        shutil.rmtree(folder)
+
+
+def restore(folder: Path | None) -> None:
+    """Undo `make_room` after a save that failed: what was put aside takes its place again."""
+    if folder is not None and folder.exists():
+        place = folder.with_name(folder.name.removesuffix(".replaced"))
+        drop(place)
+        folder.rename(place)

@@ -1,0 +1,144 @@
+"""A GPT for Megatron's `pretrain()`: model config with our layers, batches, forward step and loss.
+
+Follows Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which is not part of the wheel; what belongs to other jobs
+(fine-tuning, distillation, fill-in-the-middle) is left out and refused by `arguments.UNSUPPORTED`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import mpu
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers
+from megatron.training.argument_utils import gpt_config_from_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+from torch import Tensor
+
+from megablocks.megatron.arguments import settings_from
+from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.specs import block_spec
+
+_KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
+_SPIKE_FACTOR = 10
+"""Of Megatron's --check-for-spiky-loss: times the largest loss seen."""
+
+Observer = Callable[[Tensor, Tensor], None]
+"""Called with a micro-batch's summed loss () and its token count ()."""
+
+
+def model_config(args: argparse.Namespace) -> Any:
+    """Megatron's GPTModelConfig with our settings on it and, unless `--spec` names others, our layer specs."""
+    config = gpt_config_from_args(args)
+    config.transformer.megablocks = settings_from(args, MegaBlocksSettings)
+    if args.spec is None:
+        config.transformer_layer_spec = block_spec
+    return config
+
+
+def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Tensor | None]:
+    """This rank's part of the next micro-batch, on its device; all None on pipeline stages that read no data."""
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    here = mtp_on_this_rank(
+        layout=config.pipeline_model_parallel_layout,
+        mtp_num_layers=config.mtp_num_layers,
+        ignore_virtual=False,
+        vp_stage=vp_stage,
+    )
+    if not is_first_or_last_pipeline_stage(vp_stage) and not here:
+        return dict.fromkeys(_KEYS)
+    tp_rank = mpu.get_tensor_model_parallel_rank()
+    batch: dict[str, Any] = {}
+    if tp_rank == 0:
+        device = torch.cuda.current_device()
+        batch = {k: v.to(device, non_blocking=True) for k, v in next(data_iterator).items() if torch.is_tensor(v)}
+    batch = get_batch_on_this_tp_rank(
+        {**dict.fromkeys(_KEYS), **batch} if tp_rank == 0 else {},
+        broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
+        broadcast_group=mpu.get_tensor_model_parallel_group(),
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=here,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
+        is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
+    )
+    batch = get_batch_on_this_cp_rank(
+        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group(), use_per_sequence_balancing=False
+    )
+    return {key: batch.get(key) for key in _KEYS}
+
+
+def loss_func(
+    loss_mask: Tensor | None, output: Tensor, observe: Observer | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Summed loss of a micro-batch, as Megatron's schedules want it.
+
+    Args:
+        loss_mask: (B, S). output: (B, S) losses a token.
+
+    Returns:
+        the sum (), the number of tokens () int32, and {"lm loss": (2,) both}, for the log.
+    """
+    assert loss_mask is not None, "only the last pipeline stage computes a loss"
+    args = get_args()
+    mask = loss_mask.reshape(-1).float()
+    loss = torch.sum(output.reshape(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    if observe is not None and torch.is_grad_enabled():
+        observe(loss.detach(), tokens)
+    rerun = get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejects, what in ((torch.isnan, "NaN"), (torch.isinf, "Inf")):
+            message = f"found {what} in local forward loss calculation"
+            rerun.validate_result(result=loss, rejection_func=rejects, message=message, tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        spiky = partial(rerun.is_unexpectedly_large, threshold=_SPIKE_FACTOR, context="loss")
+        rerun.validate_result(result=loss, rejection_func=spiky, message="Spiky loss", tolerance=0.0, fatal=False)
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+
+
+def forward_step_with(observe: Observer) -> Callable[..., tuple[Any, Any]]:
+    """Megatron's `forward_step_func`, which shows each training micro-batch's loss to `observe`."""
+    return partial(forward_step, observe=observe)
+
+
+def forward_step(
+    data_iterator: Iterator[dict[str, Tensor]],
+    model: torch.nn.Module,
+    return_schedule_plan: bool = False,
+    observe: Observer | None = None,
+) -> tuple[Any, Any]:
+    """The next micro-batch through the model: its output and the function that turns it into a loss."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
+    timers("batch-generator").stop()
+    inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])  # type: ignore[operator]
+    return output, partial(loss_func, batch["loss_mask"], observe=observe)
+
+
+def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
+    """Ranks of a pipeline group that hold the word embedding: the first, the last if tied, those that predict ahead."""
+    args = get_args()
+    ranks = {pipeline_ranks[0]}
+    if len(pipeline_ranks) > 1:
+        if not args.untie_embeddings_and_output_weights:
+            ranks.add(pipeline_ranks[-1])
+        ranks.update(get_mtp_ranks(pipeline_ranks, core_transformer_config_from_args(args)))
+    return sorted(ranks)

@@ -1,0 +1,210 @@
+"""What a run reports: fields added to Megatron's log line, CSV files, pictures, a summary.
+
+`Reporter.install` wraps two names that `megatron.training.training` looks up as globals: `training_log`, so that expert
+load is read once a log interval, and `print_rank_last`, through which the log lines pass. Numbers in the files are
+those of the lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.training import get_tensorboard_writer, training
+from megatron.training.global_vars import get_wandb_writer
+
+from megablocks.megatron.load import gather_load
+from megablocks.monitor.expert_load import LoadSummary
+from megablocks.monitor.flops import GPTShape, mfu
+from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line, write_atomically
+from megablocks.monitor.plots import plot_expert_load, plot_loss
+
+_SAVE_EVERY_S = 20.0
+
+
+def moe_layers(args: argparse.Namespace) -> list[int]:
+    """Numbers (1-based) of the layers that hold experts."""
+    if not args.num_experts:
+        return []
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, int):
+        return [i + 1 for i in range(args.num_layers) if i % frequency == 0]
+    return [i + 1 for i, flag in enumerate(frequency) if flag]
+
+
+def shape_of(args: argparse.Namespace) -> GPTShape:
+    """The sizes that fix the model's FLOPs, from validated Megatron arguments."""
+    return GPTShape(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        seq_length=args.seq_length,
+        vocab_size=args.padded_vocab_size,
+        num_attention_heads=args.num_attention_heads,
+        head_dim=args.kv_channels,
+        num_query_groups=args.num_query_groups if args.group_query_attention else None,
+        ffn_hidden_size=args.ffn_hidden_size,
+        gated=args.swiglu or args.quick_geglu,
+        num_moe_layers=len(moe_layers(args)),
+        num_experts=args.num_experts or 0,
+        top_k=args.moe_router_topk,
+        moe_ffn_hidden_size=args.moe_ffn_hidden_size or 0,
+        shared_expert_hidden_size=args.moe_shared_expert_intermediate_size or 0,
+    )
+
+
+class Reporter:
+    """One run's report.
+
+    Args:
+        run_dir: folder of the files, None for none.
+        unigram_entropy: nats a token of the validation tokens, None if unknown.
+    """
+
+    def __init__(self, args: argparse.Namespace, run_dir: Path | None, unigram_entropy: float | None) -> None:
+        self.args, self.run_dir, self.entropy = args, run_dir, unigram_entropy
+        self.layers = moe_layers(args)
+        self.shape = shape_of(args)
+        self._model: list[torch.nn.Module] = []
+        self.summary: LoadSummary | None = None
+        self.dropped = 0
+        self.history = History((run_dir or Path()) / "loss.csv", LOSS_COLUMNS)
+        self._rates: list[float] = []
+        self._saved_at = time.monotonic()
+        self._device_name = "cpu"
+
+    def install(self) -> None:
+        """Wrap Megatron's functions; once a process, before `pretrain`."""
+        for name, wrapper in (
+            ("setup_model_and_optimizer", self._setup),
+            ("training_log", self._training_log),
+            ("print_rank_last", self._print),
+        ):
+            original = getattr(training, name)
+            setattr(training, name, functools.wraps(original)(functools.partial(wrapper, original)))
+
+    def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        self._model = model
+        if torch.cuda.is_available():  # asked before Megatron chose its device, this would start CUDA on the first
+            self._device_name = torch.cuda.get_device_name()
+        if self._is_writer:
+            self.history.load(up_to=self.args.iteration)
+            past = self.history.series("tokens_dropped")[1]
+            self.dropped = int(past[-1]) if past else 0
+        return model, optimizer, scheduler
+
+    @property
+    def _is_writer(self) -> bool:
+        return self.run_dir is not None and dist.get_rank() == dist.get_world_size() - 1
+
+    def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        iteration, first = args[3], kwargs.get("is_first_iteration", False)
+        if self.layers and (iteration % self.args.log_interval == 0 or first):
+            table = gather_load(self._model, self.args.num_layers, self.args.num_experts)
+            if table.any():  # layers of a foreign --spec do not count
+                self.summary = LoadSummary.from_table(table, self.layers)
+                self.dropped += int(self.summary.dropped.sum())
+        return original(*args, **kwargs)
+
+    def _print(self, original: Any, message: str) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            if "elapsed time per iteration" in message:
+                message += self._train_fields(message)
+            elif match := re.search(r"validation loss at iteration (\d+)( on test set)?", message):
+                loss = parse_log_line(message).get("lm loss value")
+                if loss is not None and not match.group(2):
+                    self.history.add(int(match.group(1)), {"validation_loss": loss})
+                    self._save(force=True)
+        original(message)
+
+    def _train_fields(self, line: str) -> str:
+        values = parse_log_line(line)
+        iteration = int(values["iteration"])
+        seconds = values["elapsed time per iteration (ms)"] / 1000
+        rate = values["global batch size"] * self.args.seq_length / seconds if seconds > 0 else math.nan
+        self._rates.append(rate)
+        row = {
+            "tokens": self.args.consumed_train_samples * self.args.seq_length,
+            "tokens_per_second": rate,
+        }
+        for name, column in (("lm loss", "train_loss"), ("grad norm", "grad_norm"), ("learning rate", "learning_rate")):
+            if name in values:
+                row[column] = values[name]
+        if values.get("number of skipped iterations") and not row.get("train_loss"):
+            row.pop("train_loss", None)  # Megatron prints 0 where every update of the interval was skipped
+        text = f" tokens/s: {rate:.0f} |"
+        used = mfu(rate, self.shape, self._device_name, dist.get_world_size())
+        if used is not None:
+            row["mfu"] = used
+            text += f" MFU: {100 * used:.1f}% |"
+        if self.summary is not None:
+            row["expert_load_max_over_mean"] = float(self.summary.max_over_mean.mean())
+            row["empty_experts"] = int(self.summary.empty.sum())
+            row["tokens_dropped"] = self.dropped
+            text += str(self.summary)
+        self.history.add(iteration, row)
+        self._to_boards(iteration, row)
+        self._save()
+        return text
+
+    def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
+        names = ("tokens_per_second", "mfu", "expert_load_max_over_mean", "empty_experts", "tokens_dropped")
+        chosen = {name: row[name] for name in names if name in row}
+        if writer := get_tensorboard_writer():
+            for name, value in chosen.items():
+                writer.add_scalar(name, value, iteration)
+        if wandb := get_wandb_writer():
+            wandb.log(chosen, iteration)
+
+    def _save(self, force: bool = False) -> None:
+        if self._is_writer and (force or time.monotonic() - self._saved_at > _SAVE_EVERY_S):
+            self.history.save()
+            self._saved_at = time.monotonic()
+
+    def finish(self) -> None:
+        """Write files and pictures and print the summary, on the rank that has the losses."""
+        if dist.get_rank() != dist.get_world_size() - 1:
+            return
+        if self._is_writer and self.history.rows:
+            assert self.run_dir is not None
+            self.history.save()
+            plot_loss(self.history, self.run_dir / "loss.png", unigram_entropy=self.entropy)
+            if self.summary is not None:
+                self._expert_load_files(self.run_dir, self.summary)
+            print(f"pictures and tables: {self.run_dir}", flush=True)
+        print(self.summary_line(), flush=True)
+
+    def _expert_load_files(self, run_dir: Path, summary: LoadSummary) -> None:
+        lines = ["layer,expert,tokens,tokens_over_mean"]
+        rows = summary.tokens.tolist()
+        for number, row in zip(self.layers, rows, strict=True):
+            mean = max(sum(row), 1) / len(row)
+            lines += [f"{number},{expert},{count},{count / mean:.4f}" for expert, count in enumerate(row)]
+        write_atomically(run_dir / "expert_load.csv", "\n".join(lines) + "\n")
+        last = max((i for i, row in self.history.rows.items() if "empty_experts" in row), default=0)
+        title = f"expert load, log interval that ends at iteration {last}"
+        plot_expert_load(rows, run_dir / "expert_load.png", title=title, layers=self.layers)
+
+    def summary_line(self) -> str:
+        """validation loss | unigram entropy | below by | tokens dropped | tokens/s, as far as they are known."""
+        parts = []
+        _, losses = self.history.series("validation_loss")
+        if losses:
+            parts.append(f"validation loss {losses[-1]:.4f} nats")
+        if self.entropy is not None:
+            parts.append(f"unigram entropy {self.entropy:.4f} nats")
+        if losses and self.entropy is not None:
+            parts.append(f"below by {self.entropy - losses[-1]:.4f} nats")
+        if self.layers:
+            parts.append(f"tokens dropped: {self.dropped}")
+        rates = sorted(self._rates[1:] or self._rates)
+        if rates:
+            parts.append(f"tokens/s {rates[len(rates) // 2]:.0f}")
+        return " | ".join(parts) if parts else "nothing was trained"

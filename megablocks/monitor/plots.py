@@ -1,0 +1,63 @@
+"""Pictures of a run, drawn without a display: loss.png and expert_load.png."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from megablocks.monitor.history import History, write_atomically
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def _save(figure: Any, path: Path) -> None:
+    data = io.BytesIO()
+    figure.savefig(data, format="png")
+    write_atomically(path, data.getvalue())
+
+
+def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = None) -> None:
+    """Train and validation loss (nats a token) over iterations, and the unigram entropy that a model must beat."""
+    figure = _figure(7, 4.5)
+    axes = figure.add_subplot()
+    axes.plot(*history.series("train_loss"), color="tab:blue", linewidth=1.2, label="train")
+    iterations, losses = history.series("validation_loss")
+    if iterations:
+        axes.plot(
+            iterations, losses, "o-", color="tab:orange", markersize=4, label=f"validation (last {losses[-1]:.3f})"
+        )
+    if unigram_entropy is not None:
+        axes.axhline(unigram_entropy, color="0.4", linestyle="--", label=f"unigram entropy {unigram_entropy:.3f}")
+    axes.set(xlabel="iteration", ylabel="loss (nats per token)")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    _save(figure, path)
+
+
+def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers: list[int]) -> None:
+    """Heat map of layers × experts: each expert's tokens over its layer's mean (1 is balance).
+
+    tokens: L rows of E token counts. layers: their L numbers.
+    """
+    from matplotlib.colors import TwoSlopeNorm
+
+    experts = len(tokens[0])
+    shares = [[count * experts / max(sum(row), 1.0) for count in row] for row in tokens]
+    figure = _figure(max(5.0, min(14.0, 0.35 * experts + 2.5)), max(2.5, min(12.0, 0.35 * len(layers) + 1.8)))
+    axes = figure.add_subplot()
+    highest = max(2.0, min(4.0, max(max(row) for row in shares)))
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=highest)
+    image = axes.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
+    axes.set(xlabel="expert", ylabel="layer", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.set_yticks(range(len(layers)), [str(number) for number in layers])
+    figure.colorbar(image, ax=axes, label="tokens over the layer's mean")
+    _save(figure, path)

@@ -1,0 +1,390 @@
+"""Preparation: what goes in comes out, the same every time, whole or not at all."""
+
+import gzip
+import hashlib
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megablocks.data import pipeline, prepare, sources
+from megablocks.data.indexed import read_index
+from megablocks.data.manifest import read_manifest
+from megablocks.data.prepare import main
+from megablocks.data.tokenizers import Tokenizer, TokenizerSpec
+from megablocks.data.verify import verify_folder
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = [sys.executable, str(ROOT / "scripts" / "prepare_data.py")]
+
+
+def tree(folder):
+    """Every file's path and hash."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def documents(folder, split):
+    """The token arrays of one split."""
+    index = read_index(folder / split)
+    tokens = np.fromfile(folder / f"{split}.bin", index.dtype)
+    return np.split(tokens, np.cumsum(index.lengths)[:-1])
+
+
+def decoded(folder):
+    """All texts of a SentencePiece folder, decoded, the end-of-document token checked and cut."""
+    spm = pytest.importorskip("sentencepiece").SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    texts = []
+    for split in ("train", "valid"):
+        for ids in documents(folder, split):
+            assert ids[-1] == read_manifest(folder).eod and (ids[:-1] != read_manifest(folder).eod).all()
+            texts.append(spm.decode(ids[:-1].tolist()))
+    return texts
+
+
+def run(*arguments, **kwargs):
+    return subprocess.run([*SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def refused(*arguments, **kwargs):
+    """The one line that a bad call ends with."""
+    result = run(*arguments, **kwargs)
+    assert result.returncode == 2, result
+    lines = result.stderr.strip().splitlines()
+    assert len(lines) == 1 and lines[0].startswith("prepare_data: error: "), result.stderr
+    return lines[0]
+
+
+def test_every_text_decodes_to_itself(corpus, prepared):
+    expected = sorted(path.read_text("utf-8") for path in corpus.rglob("module*.py"))
+    expected.append((corpus / "latin.txt").read_text("latin-1"))
+    assert sorted(decoded(prepared)) == sorted(expected)
+
+
+def test_manifest_counts_and_entropies(prepared):
+    manifest, lines = verify_folder(prepared)
+    assert any("SHA-256 of 5 files" in line for line in lines)
+    content = json.loads((prepared / "manifest.json").read_text())
+    assert content["source"]["skipped"] == 1 and content["source"]["documents"] == 42  # the binary; not the empty file
+    assert sum(counts["documents"] for counts in manifest.splits.values()) == 41
+    valid = np.concatenate(documents(prepared, "valid")).astype(np.int64)
+    train = np.concatenate(documents(prepared, "train")).astype(np.int64)
+    assert manifest.splits["valid"]["tokens"] == valid.size and manifest.splits["train"]["tokens"] == train.size
+    counts = {token: int((valid == token).sum()) for token in set(valid.tolist())}
+    entropy = -sum(n / valid.size * np.log(n / valid.size) for n in counts.values())
+    assert manifest.unigram["valid_entropy"] == pytest.approx(entropy, abs=1e-8)
+    cross = -sum(n * np.log(((train == t).sum() + 1) / (train.size + 600)) for t, n in counts.items()) / valid.size
+    assert manifest.unigram["valid_cross_entropy"] == pytest.approx(cross, abs=1e-8)
+
+
+def test_D6_rerun_is_identical_whatever_the_workers(corpus, prepared, tmp_path, monkeypatch):
+    out = tmp_path / "again"
+    arguments = ["--input", str(corpus), "--out", str(out), "--vocab-size", "600"]
+    monkeypatch.setattr(pipeline, "_BATCH_DOCUMENTS", 2)  # many batches, several on their way at any time
+    assert main([*arguments, "--workers", "3"]) == 0
+    assert tree(out) == tree(prepared)
+    assert main([*arguments, "--workers", "1", "--overwrite"]) == 0
+    assert tree(out) == tree(prepared) and [path.name for path in tmp_path.iterdir()] == ["again"]
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from megablocks.data import prepare
+original = prepare.{where}
+def die(*arguments, **options):
+    {action}
+    os.kill(os.getpid(), signal.SIGKILL)
+prepare.{where} = die
+prepare.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "action"),
+    [
+        ("unigram_statistics", "pass"),  # all tokens are written, no manifest yet
+        ("write_manifest", "pass"),
+        ("_put_in_place", "pass"),  # the manifest is written, the folder not yet in place
+    ],
+)
+def test_D6_interrupted_preparation_leaves_nothing_that_passes(corpus, prepared, tmp_path, where, action):
+    out = tmp_path / "set"
+    arguments = ["--input", str(corpus), "--out", str(out), "--vocab-size", "600", "--workers", "1"]
+    program = KILLED.format(root=str(ROOT), where=where, action=action)
+    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert not out.exists() and (tmp_path / ".set.partial").is_dir()
+    assert "no such data folder" in refused("verify", out)
+    if where != "_put_in_place":
+        assert "manifest.json: missing" in refused("verify", tmp_path / ".set.partial")
+    assert main(arguments) == 0  # over the leftovers
+    assert tree(out) == tree(prepared) and [path.name for path in tmp_path.iterdir()] == ["set"]
+
+
+def test_D6_interrupted_replacement_keeps_the_old_set_whole(corpus, folder, tmp_path):
+    before = tree(folder)
+    arguments = ["--input", str(corpus), "--out", str(folder), "--vocab-size", "550", "--workers", "1", "--overwrite"]
+    program = KILLED.format(root=str(ROOT), where="_put_in_place", action="pass")
+    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert tree(folder) == before and run("verify", folder).returncode == 0
+
+
+def test_D6_a_dead_worker_ends_the_preparation(corpus, tmp_path):
+    program = (
+        "import os, sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megablocks.data import pipeline, prepare\n"
+        "def die(batch): os._exit(9)\n"
+        "pipeline._encode_in_worker = die\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(prepare.main(sys.argv[1:]))\n"
+    )
+    script = tmp_path / "die.py"
+    script.write_text(program)
+    arguments = ["--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600, "--workers", 2]
+    result = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2 and "a worker died" in result.stderr.strip().splitlines()[-1]
+    assert [path.name for path in tmp_path.iterdir()] == ["die.py"]
+
+
+def test_workers_end_with_a_killed_parent(tmp_path):
+    """Otherwise each would wait for ever on a pipe that it holds open itself."""
+    program = (
+        "import sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from megablocks.data import prepare\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(prepare.main(sys.argv[1:]))\n"
+    )
+    script = tmp_path / "run.py"
+    script.write_text(program)
+    arguments = [str(script), "--out", str(tmp_path / "set"), "--workers", "2", "--include", "*.py"]
+    process = subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL, start_new_session=True)
+    try:
+        workers = []
+        deadline = time.monotonic() + 60
+        while not workers and time.monotonic() < deadline:
+            time.sleep(0.05)
+            workers = [pid for pid in _children(process.pid) if "spawn_main" in _command(pid)]
+        assert workers, "the pool started"
+        process.kill()
+        process.wait()
+        while any(_command(pid) for pid in workers) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert not [pid for pid in workers if _command(pid)]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _children(pid):
+    try:
+        return [int(word) for word in open(f"/proc/{pid}/task/{pid}/children").read().split()]
+    except OSError:
+        return []
+
+
+def _command(pid):
+    try:
+        return open(f"/proc/{pid}/cmdline").read()
+    except OSError:
+        return ""
+
+
+def test_jsonl(tmp_path):
+    names = [f"{a}{b}{c}" for a in ("da", "mi", "ro") for b in ("ka", "lu", "ne") for c in ("st", "vor", "zip")]
+    texts = [f"{name} {names[-i]}\nwith {names[i * 7 % 27]}-line, {'x' * i}" for i, name in enumerate(names)]
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"body": text, "id": i}) for i, text in enumerate(texts)) + "\n\n")
+    out = tmp_path / "set"
+    assert main(["--input", str(path), "--jsonl-field", "body", "--out", str(out), "--vocab-size", "390"]) == 0
+    assert sorted(decoded(out)) == sorted(texts)
+    assert "data.jsonl: line 1: no text under the field 'text'" in refused("--input", path, "--out", tmp_path / "b")
+    path.write_text(path.read_text() + "{broken\n")
+    out = tmp_path / "c"
+    assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
+def test_tar_equals_folder(corpus, prepared, tmp_path, mode):
+    path = tmp_path / ("set.tar" + mode[1:].replace(":", "."))
+    with tarfile.open(path, mode) as archive:
+        for file in sorted(corpus.rglob("*.*")):
+            if file.is_file() and file.name != ".hidden":
+                archive.add(file, file.relative_to(corpus).as_posix())
+    out = tmp_path / "out"
+    assert main(["--input", str(path), "--out", str(out), "--vocab-size", "600", "--workers", "1"]) == 0
+    assert {k: v for k, v in tree(out).items() if k != "manifest.json"} == {
+        k: v for k, v in tree(prepared).items() if k != "manifest.json"
+    }
+    assert read_manifest(out).fingerprint == read_manifest(prepared).fingerprint
+
+
+def test_a_truncated_archive_is_refused(tmp_path):
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as archive:
+        for number in range(5):
+            info = tarfile.TarInfo(f"{number}.txt")
+            info.size = 5000
+            archive.addfile(info, io.BytesIO(os.urandom(5000)))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw.getvalue())[:-9000])
+    line = refused("--input", tmp_path / "a.tar.gz", "--out", tmp_path / "set")
+    assert "a.tar.gz: not a whole tar archive" in line
+
+
+def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
+    entries = list(sources.open_source(str(corpus), "text").entries())
+    small = sources.choose(entries, 5, None)
+    large = sources.choose(entries, 20, None)
+    assert len(small) == 5 and len(large) == 20 and {e.key for e in small} < {e.key for e in large}
+    assert {e.key for e in sources.choose(entries[::-1], 5, None)} == {e.key for e in small}
+    some = sources.choose(entries, None, 20_000)
+    assert 0 < sum(entry.size for entry in some) <= 20_000
+    keys = {entry.key for entry in entries}
+    held = sources.held_out(entries, 0.2)
+    assert 1 <= len(held) < len(keys) and sources.held_out(entries[::-1], 0.2) == held
+    assert len(sources.held_out(entries, 1e-9)) == 1 and len(sources.held_out(entries, 0.999999)) == len(keys) - 1
+
+
+def test_patterns(corpus, tmp_path):
+    base = ["--input", str(corpus), "--out", str(tmp_path / "set")]
+    chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", "4000"]
+    args = prepare.parser().parse_args([*base, *chosen])
+    prepare.check_options(args)
+    keys = [entry.key for entry in prepare.make_plan(args).entries]
+    assert keys and all(key.endswith(".py") and not key.startswith("package1") for key in keys)
+    assert all((corpus / key).stat().st_size <= 4000 for key in keys) and "empty.py" not in keys
+
+
+def test_the_standard_library_is_the_default_corpus(tmp_path):
+    """Without a download: every document is a .py file, tests and installed packages are left out."""
+    args = prepare.parser().parse_args(["--out", str(tmp_path / "set")])
+    prepare.check_options(args)
+    plan = prepare.make_plan(args)
+    keys = {entry.key for entry in plan.entries}
+    assert {"argparse.py", "asyncio/tasks.py"} <= keys and all(key.endswith(".py") for key in keys)
+    assert not {part for key in keys for part in key.split("/")} & {"test", "tests", "site-packages"}
+    assert sum(entry.size for entry in plan.entries) > 5e6 and 10 <= len(plan.valid) <= 0.1 * len(keys)
+
+
+def test_given_sentencepiece_model(corpus, prepared, tmp_path):
+    out = tmp_path / "set"
+    model = str(prepared / "tokenizer.model")
+    assert main(["--input", str(corpus), "--out", str(out), "--tokenizer-model", model, "--workers", "1"]) == 0
+    assert read_manifest(out).fingerprint == read_manifest(prepared).fingerprint
+    line = refused("--input", corpus, "--out", tmp_path / "b", "--tokenizer-model", corpus / "latin.txt")
+    assert "must be a SentencePiece model file" in line
+
+
+@pytest.fixture(scope="module")
+def gpt2_files(corpus, tmp_path_factory):
+    """vocab.json and merges.txt of a small byte-level BPE."""
+    library = pytest.importorskip("tokenizers")
+    root = tmp_path_factory.mktemp("gpt2")
+    bpe = library.ByteLevelBPETokenizer()
+    files = [str(path) for path in sorted(corpus.rglob("module*.py"))]
+    bpe.train(files, vocab_size=500, special_tokens=["<|endoftext|>"])
+    bpe.save_model(str(root))
+    return root
+
+
+def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
+    """GPT-2's two files give the ids of the tokenizer they came from; its folder works as a Hugging Face one."""
+    library = pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    gpt2, hf = tmp_path / "gpt2", tmp_path / "hf"
+    files = ["--vocab-file", str(gpt2_files / "vocab.json"), "--merges-file", str(gpt2_files / "merges.txt")]
+    base = ["--input", str(corpus), "--include", "*.py", "--workers", "1", "--out"]
+    assert main([*base, str(gpt2), "--tokenizer", "gpt2", *files]) == 0
+    assert main([*base, str(hf), "--tokenizer", "hf", "--tokenizer-model", str(gpt2 / "tokenizer")]) == 0
+    assert (gpt2 / "train.bin").read_bytes() == (hf / "train.bin").read_bytes()
+    manifest = read_manifest(gpt2)
+    vocabulary = json.loads((gpt2_files / "vocab.json").read_text())
+    assert (manifest.tokenizer_type, manifest.vocab_size) == ("HuggingFaceTokenizer", len(vocabulary))
+    assert manifest.eod == vocabulary["<|endoftext|>"]
+    bpe = library.ByteLevelBPETokenizer(str(gpt2_files / "vocab.json"), str(gpt2_files / "merges.txt"))
+    expected = {bytes(np.array([*bpe.encode(p.read_text()).ids, manifest.eod], "<u2")) for p in corpus.rglob("mod*.py")}
+    assert {bytes(ids) for split in ("train", "valid") for ids in documents(gpt2, split)} == expected
+    tokenizer = Tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
+    assert tokenizer.encode("") == []
+    offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
+    assert "must be a folder of a Hugging Face tokenizer" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--valid-fraction", "1.5"], "--valid-fraction=1.5: must lie between 0 and 1"),
+        (["--workers", "0"], "--workers=0: must be at least 1"),
+        (["--max-bytes", "-3"], "--max-bytes=-3: must be at least 1"),
+        (["--vocab-size", "100"], "--vocab-size=100: must be at least 387"),
+        (["--vocab-size", "200000"], "--vocab-size=200000: SentencePiece cannot train it on this text: "),
+        (["--tokenizer", "hf"], "--tokenizer-model=None: a Hugging Face folder or name is required"),
+        (["--tokenizer", "gpt2"], "--vocab-file=None: must be a file"),
+        (["--vocab-file", "x.json"], "--vocab-file='x.json': only with --tokenizer=gpt2"),
+        (["--tokenizer-model", "/nowhere"], "--tokenizer-model='/nowhere': must be a file"),
+        (["--tokenizer-model", __file__, "--vocab-size", "9000"], "--vocab-size=9000: only for a SentencePiece model"),
+        (["--max-documents", "1"], "1 non-empty documents chosen of 42; at least 2 are needed"),
+        (["--include", "*.rs"], "0 non-empty documents chosen of 0"),
+        (["--input", "/nowhere"], "--input='/nowhere': must be the word stdlib, a folder or a file"),
+    ],
+)
+def test_bad_options_are_one_line(corpus, tmp_path, capsys, arguments, expected):
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "set"), "--workers", "1", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1 and expected in lines[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_existing_folders_are_not_touched(corpus, folder, tmp_path):
+    before = tree(folder)
+    assert "exists; check it with" in refused("--input", corpus, "--out", folder)
+    assert tree(folder) == before
+    (tmp_path / "empty").mkdir()
+    arguments = ["--vocab-size", "600", "--workers", "1"]
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "empty"), *arguments]) == 0
+
+
+def test_dry_run_writes_nothing(corpus, tmp_path):
+    result = run("--input", corpus, "--out", tmp_path / "set", env={**os.environ, "DRY_RUN": "1"})
+    assert result.returncode == 0 and "42 documents" in result.stdout and list(tmp_path.iterdir()) == []
+
+
+def test_two_preparations_of_one_folder(corpus, tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / ".set.partial").mkdir()
+    handle = os.open(tmp_path / ".set.partial", os.O_RDONLY)
+    fcntl.flock(handle, fcntl.LOCK_EX)
+    try:
+        assert "another preparation" in refused("--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600)
+    finally:
+        os.close(handle)
+
+
+def test_a_full_disk_is_one_line(corpus, tmp_path):
+    limited = ["bash", "-c", 'ulimit -f 4; exec "$@"', "bash", *SCRIPT]
+    arguments = ["--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600, "--workers", 1]
+    program = [*limited, *map(str, arguments)]
+    ignored = lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # noqa: E731
+    result = subprocess.run(program, capture_output=True, text=True, timeout=120, preexec_fn=ignored)
+    assert result.returncode == 2 and "File too large" in result.stderr.strip().splitlines()[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_needs_no_torch_and_no_megatron():
+    program = "import sys, megablocks.data.prepare, megablocks.data.verify; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, timeout=60
+    ).stdout.split()
+    assert not {"torch", "megatron", "transformers", "sentencepiece"} & set(loaded)

@@ -1,0 +1,116 @@
+"""Every activation against its textbook formula in float64, forward and backward."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from megablocks.config import ACTIVATIONS, GLU_ACTIVATIONS
+from megablocks.ops.activation import GATED, UNARY, activate
+from megablocks.testing.oracle import relative_error
+from megablocks.testing.tolerances import assert_as_exact_as
+
+FORMS = [(name, form) for name in ACTIVATIONS for form in (("tanh", "none") if "ge" in name else ("tanh",))]
+
+
+def formula(name, z, g, approximate):
+    if name in ("gelu", "geglu"):
+        inner = torch.erf(z / math.sqrt(2)) if approximate == "none" else None
+        inner = torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)) if inner is None else inner
+        out = 0.5 * z * (1 + inner)
+    elif name in ("silu", "swiglu"):
+        out = z / (1 + torch.exp(-z))
+    else:
+        out = torch.maximum(z, torch.zeros((), dtype=z.dtype))
+        out = out * out if name == "relu2" else out
+    return out if g is None else out * g
+
+
+def _inputs(name, shape, dtype=torch.float64, seed=0):
+    torch.manual_seed(seed)
+    z = (3 * torch.randn(shape, dtype=torch.float64)).to(dtype).requires_grad_()
+    g = torch.randn(shape, dtype=torch.float64).to(dtype).requires_grad_() if name in GLU_ACTIVATIONS else None
+    return z, g
+
+
+def test_the_enum_is_the_configs():
+    assert (*UNARY, *GATED) == ACTIVATIONS
+    assert tuple(GATED) == GLU_ACTIVATIONS
+
+
+@pytest.mark.parametrize(("name", "approximate"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_N10_activation_equals_its_formula(name, approximate, dtype, poison):
+    z, g = _inputs(name, (13, 7), dtype)
+    grad = torch.randn(13, 7, dtype=torch.float64).to(dtype)
+    inputs = [t for t in (z, g) if t is not None]
+    wide = [t.detach().double().requires_grad_() for t in inputs]
+    truth = formula(name, wide[0], wide[1] if g is not None else None, approximate)
+    truth_grads = torch.autograd.grad(truth, wide, grad.double())
+    out = activate(z, g, name, approximate)
+    grads = torch.autograd.grad(out, inputs, grad)
+    bound = 4 * torch.finfo(dtype).eps if dtype != torch.float64 else 1e-14
+    for got, expected in zip((out, *grads), (truth, *truth_grads), strict=True):
+        assert got.dtype == dtype
+        assert relative_error(got, expected) < bound
+
+
+@pytest.mark.parametrize(("name", "approximate"), FORMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_N1_activation_is_as_exact_as_torch(name, approximate, dtype):
+    z, g = _inputs(name, (64, 33), dtype, seed=1)
+    plain = formula(name, z, g, approximate)
+    truth = formula(name, z.double(), None if g is None else g.double(), approximate)
+    assert_as_exact_as(activate(z, g, name, approximate), plain, truth)
+
+
+@pytest.mark.parametrize(("name", "approximate"), FORMS)
+def test_gradcheck(name, approximate):
+    z, g = _inputs(name, (5, 3))
+    with torch.no_grad():
+        z[z.abs() < 0.05] += 0.1  # away from relu's kink
+    inputs = (z,) if g is None else (z, g)
+    assert gradcheck(lambda *t: activate(t[0], t[1] if len(t) > 1 else None, name, approximate), inputs)
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+def test_R8_strides_of_inputs_and_gradient(name):
+    z, g = _inputs(name, (6, 8))
+    z_t = z.detach().t().contiguous().t().requires_grad_()
+    g_t = None if g is None else g.detach().t().contiguous().t().requires_grad_()
+    activate(z, g, name).sum().backward()
+    out = activate(z_t, g_t, name)
+    assert out.is_contiguous()
+    out.sum().backward()  # sum's gradient has stride 0
+    assert torch.equal(z.grad, z_t.grad)
+    assert g is None or torch.equal(g.grad, g_t.grad)
+
+
+def test_keeps_only_its_inputs():
+    z, g = _inputs("swiglu", (4, 6))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()), lambda _: None):
+        activate(z, g, "swiglu")
+    assert sorted(kept) == sorted([z.data_ptr(), g.data_ptr()])
+
+
+def test_only_one_input_needs_a_gradient():
+    z, g = _inputs("geglu", (4, 6))
+    (d_gate,) = torch.autograd.grad(activate(z.detach(), g, "geglu").sum(), (g,))
+    (expected,) = torch.autograd.grad(activate(z, g, "geglu").sum(), (g,))
+    assert torch.equal(d_gate, expected)
+
+
+def test_bad_arguments_are_named():
+    z = torch.ones(2, 3)
+    with pytest.raises(ValueError, match="^name='tanh': must be one of gelu, silu,"):
+        activate(z, None, "tanh")
+    with pytest.raises(ValueError, match="^approximate='fast': must be 'tanh' or 'none'"):
+        activate(z, None, "gelu", "fast")
+    with pytest.raises(ValueError, match="^gate_pre is missing for name='swiglu'"):
+        activate(z, None, "swiglu")
+    with pytest.raises(ValueError, match="^gate_pre is given for name='gelu'"):
+        activate(z, z, "gelu")
+    with pytest.raises(ValueError, match=r"^gate_pre is \(2, 2\) torch.float32, must be \(2, 3\) torch.float32"):
+        activate(z, torch.ones(2, 2), "swiglu")
