@@ -1,4 +1,4 @@
-"""Grouped GEMM on one GPU: every tile candidate of the Hopper kernels, the Triton twin and the peers, interleaved.
+"""Grouped GEMM on one GPU: the Hopper kernels as they choose their tile, undecided tiles and the peers, interleaved.
 
     python benchmarks/grouped_gemm.py [--shapes S1,S2] [--ops up,dw1] [--out FILE.json] [--seconds 330]
 
@@ -13,6 +13,7 @@ Products of an expert layer (T tokens, H hidden, I expert width, E experts, K to
 A candidate is timed only after its result has been compared with float32 and found free of NaN in memory that held NaN.
 Times are medians over rounds in which every candidate runs in turn, because the chip is power-limited and drifts. Peers
 run if they import: torch._grouped_mm and cuBLAS's bmm get rows gathered beforehand, bmm also perfectly even experts.
+With `--peers bmm,torch,quack,triton` the plain Triton kernels run, too.
 
 Each shape runs in a process of its own with a deadline; a candidate that hangs or breaks the CUDA context is struck off
 and the shape resumed without it.
@@ -50,32 +51,26 @@ ROUND_MS = 12.0
 
 
 def candidates(op: str, shape: str) -> dict[str, Any]:
+    """The tile that the kernels choose by themselves, and up to two that measurements have not decided about."""
     from megablocks.ops.grouped.hopper import Tile
 
-    short = {
-        "c256-4": Tile(64, 256, 4, out_parts=2),
-        "c128-4": Tile(128, 128, 4, out_parts=2),
-        "pp128-6": Tile(128, 128, 6, pingpong=True, out_parts=4),
-        "w8-4": Tile(128, 256, 4, consumers=1, warps=8, out_parts=2),
-    }
-    if op in PRODUCTS:
-        more = {
-            "c256-3": Tile(64, 256, 3),
-            "c256-4g8": Tile(64, 256, 4, out_parts=2, group_m=8),
-            "pp128-6h": Tile(128, 128, 6, pingpong=True, out_parts=2),
-            "pp64-5": Tile(64, 256, 5, pingpong=True, out_parts=4),
-            "c256-4nf": Tile(64, 256, 4, out_parts=2, proxy_fence=False),
-        }
-        if op != "up":
-            del more["c256-4nf"]
-    else:
-        more = {
-            "w8-3": Tile(128, 256, 3, consumers=1, warps=8),
-            "w8-4nf": Tile(128, 256, 4, consumers=1, warps=8, out_parts=2, proxy_fence=False),
-        }
-    if shape not in ("S1", "S2"):
-        more = {name: tile for name, tile in more.items() if name in ("c256-4g8",)}
-    return short | more
+    # A store in four parts, two in flight: a part's way to memory hides under the next one's conversion.
+    parts = Tile(64, 256, 4, out_parts=4, out_buffers=2, group_m=8)
+    wide = Tile(64, 256, 5, pingpong=True, out_parts=4)
+    undecided: dict[str, Any] = {}
+    if op == "up":
+        undecided["parts"] = parts
+        if shape == "S2":
+            undecided["columns-first"] = Tile(64, 256, 4)
+        elif shape == "S3":
+            undecided["wide"] = wide
+    elif op in ("dw1", "dw2"):
+        undecided["parts"] = parts
+        if shape == "S2":
+            undecided["square"] = Tile(128, 128, 4)
+        elif shape in ("S1", "S3"):
+            undecided["wide"] = wide
+    return {"ours": None} | undecided
 
 
 def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
@@ -207,11 +202,11 @@ class Problem:
             made["torch"] = self.torch_grouped
         for name, tile in candidates(self.op, shape).items():
             made[name] = lambda tile=tile: self.ours(tile)
-        if shape in ("S1", "S2"):
+        if "triton" in peers:
             made["triton"] = self.twin
-            if "quack" in peers:
-                for name, tile in quack_tiles().items():
-                    made[name] = lambda tile=tile: self.quack(tile)
+        if "quack" in peers and shape in ("S1", "S2"):
+            for name, tile in quack_tiles().items():
+                made[name] = lambda tile=tile: self.quack(tile)
         return made
 
 

@@ -56,13 +56,16 @@ def blocks_ref(a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None) -> 
 
 
 def assert_near(result: Tensor, truth: Tensor, terms: int) -> None:
-    """A dot product of `terms` unit normals, rounded once to the result's dtype."""
+    """A dot product of `terms` unit normals, rounded once to the result's dtype.
+
+    A tensor core cuts off, rather than rounds, the float32 sum after every 16 terms.
+    """
     eps = torch.finfo(result.dtype).eps
     scale = math.sqrt(max(terms, 1))
     assert result.shape == truth.shape
     assert not result.isnan().any(), "a value was never written, or read from poison"
     error = (result.double() - truth).abs()
-    bound = eps * truth.abs() + (eps * 2**-4 + 2e-6) * scale * 4
+    bound = eps * truth.abs() + (eps * 2**-4 + 2e-6 + terms / 16 * 2**-23) * scale * 4
     assert bool((error <= bound).all()), f"largest error {error.max():.3e} of {truth.abs().max():.3e}"
 
 
@@ -128,10 +131,11 @@ def test_twin_takes_rows_past_two_to_the_31_elements() -> None:
 SHAPES = [(256, 384, torch.bfloat16), (64, 320, torch.float16), (200, 136, torch.bfloat16), (1032, 72, torch.float16)]
 TILES = {
     "default": None,
-    "cooperative": hopper.Tile(64, 256, 4, out_parts=2, group_m=8),
-    "tall": hopper.Tile(128, 128, 4, out_parts=2),
+    "shared": hopper.Tile(64, 256, 4, group_m=8),
+    "four-parts": hopper.Tile(64, 256, 4, out_parts=4, out_buffers=2),
+    "square": hopper.Tile(128, 128, 4),
     "pingpong": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4),
-    "eight-warps": hopper.Tile(128, 256, 4, consumers=1, warps=8, out_parts=2),
+    "wide": hopper.Tile(64, 256, 5, pingpong=True, out_parts=4),
 }
 
 

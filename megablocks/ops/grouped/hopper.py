@@ -19,46 +19,38 @@ import triton
 from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental: these are the releases that the kernels were compiled and run with.
-_TRITON_OK = Version("3.6") <= Version(triton.__version__) < Version("3.8")
+# Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
+_TRITON_RELEASES = Version("3.6"), Version("3.8")
 # The prefix sum over experts lives in registers, E / 32 a lane.
 MAX_EXPERTS = 512
 # Row coordinates of a ragged descriptor, and so rows, stay below this.
 _ROW_BOUND = 2**30
-_SHARED_BYTES = 232448 - 1024
 
 
 @dataclass(frozen=True)
 class Tile:
     """How a product is cut: two consumers of `rows` × BN each, sharing a tile or, with pingpong, owning alternate ones.
 
-    out_parts: column parts in which a tile is written, out_buffers: how many of them are in flight a consumer.
+    out_parts: column parts (2 or 4) in which a tile is written, out_buffers: how many of them a consumer has in flight.
     group_m: row tiles that are walked together before the next column tile (ragged-M; 1 walks columns first).
     """
 
     rows: int
     BN: int
     stages: int
-    consumers: int = 2
-    warps: int = 4
     pingpong: bool = False
-    out_parts: int = 1
+    out_parts: int = 2
     out_buffers: int = 1
     BK: int = 64
     group_m: int = 1
-    proxy_fence: bool = True
 
     @property
     def row_parts(self) -> int:
-        return 1 if self.pingpong else self.consumers
+        return 1 if self.pingpong else 2
 
     @property
     def BM(self) -> int:
         return self.rows * self.row_parts
-
-    def shared_bytes(self, out_size: int) -> int:
-        ring = self.stages * (self.BM + self.BN) * self.BK * 2
-        return ring + self.consumers * self.out_buffers * self.rows * (self.BN // self.out_parts) * out_size
 
 
 @dataclass(frozen=True)
@@ -116,28 +108,49 @@ class _Plan(Tile):
         return (512 - self.producer_regs) // 16 * 8
 
 
-def choose_m(N: int, K: int, mean_rows: float) -> Tile:
-    """The tile of ragged_m. Short K leaves little to hide an epilogue under, so there the consumers take turns."""
+# Each consumer a tile of its own: its epilogue hides under the other's products, but it reads the most per product.
+_TALL = Tile(128, 128, 6, pingpong=True, out_parts=4)
+# The same with half the rows, so that fewer of them are empty at an expert's end.
+_WIDE = Tile(64, 256, 5, pingpong=True, out_parts=4)
+# Both consumers on one tile reads the least, which tells when many steps follow each other at the limit of power.
+_SHARED = Tile(64, 256, 4, group_m=8)
+
+
+def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
+    """The tile of ragged_m; benchmarks/NOTES.md has the measurements behind it."""
     if mean_rows <= 96:
-        return Tile(64, 256 if N > 128 else 128, 4, pingpong=True, out_parts=4)
-    if N <= 128 or K < 1024:
-        return Tile(128, 128, 6, pingpong=True, out_parts=4, group_m=8 if N > 2048 else 1)
-    return Tile(64, 256, 3, group_m=8 if N > 4096 else 1)
+        return _WIDE if N > 128 else Tile(64, 128, 6, pingpong=True, out_parts=4)
+    if N <= 128:
+        return _TALL
+    if gather and K > 512:  # a gathered row costs more than one by TMA: read it for 256 columns at once
+        return _WIDE if K <= 2048 and N <= 512 else _SHARED
+    return _TALL if K <= 2048 else _SHARED
 
 
-def choose_k(M: int, N: int, mean_rows: float, out_size: int) -> Tile:
-    """The tile of ragged_k."""
-    parts = 1 if out_size == 2 else 2
+def choose_k(M: int, N: int, out_size: int) -> Tile:
+    """The tile of ragged_k; sums in float32 leave in parts half as wide."""
     if M <= 64:
         return Tile(64, 256 if N > 128 else 128, 4, pingpong=True, out_parts=4)
     if N <= 128:
-        return Tile(128, 128, 4, out_parts=2 * parts)
-    return Tile(128, 256, 3, consumers=1, warps=8, out_parts=parts)
+        return Tile(128, 128, 4, out_parts=out_size)
+    return Tile(64, 256, 4, out_parts=out_size)
 
 
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    first, beyond = _TRITON_RELEASES
+    if not first <= Version(triton.__version__) < beyond or triton.knobs.runtime.interpret:
+        return False
+    try:
+        from megablocks.ops.grouped import hopper_ragged_k, hopper_ragged_m  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @functools.cache
@@ -159,12 +172,13 @@ def _aligned(t: Tensor, major: int = -1) -> bool:
 def _supports(offsets: Tensor, *operands: Tensor) -> bool:
     first = operands[0]
     return (
-        _TRITON_OK
-        and first.is_cuda
+        first.is_cuda
         and _is_hopper(first.device.index)
+        and _has_gluon()
         and first.dtype in (torch.bfloat16, torch.float16)
         and all(t.dtype == first.dtype and t.numel() > 0 for t in operands)
         and offsets.numel() <= MAX_EXPERTS + 1
+        and offsets.is_contiguous()
         and max(t.shape[0] for t in operands) < _ROW_BOUND
     )
 
@@ -228,7 +242,7 @@ def ragged_m(
     if rows == 0:
         return y
     k_major = not _aligned(w, 2)
-    tile = tile or choose_m(N, K, rows / experts)
+    tile = tile or choose_m(N, K, rows / experts, gather is not None)
     c = _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather is not None, w_k_major=k_major)
     box = [c.rows, c.out_cols]
     ragged_m_kernel[(_multiprocessors(x.device.index),)](
@@ -242,7 +256,7 @@ def ragged_m(
         offsets,
         experts,
         c=c,
-        num_warps=c.warps,
+        num_warps=4,
     )
     return y
 
@@ -271,7 +285,7 @@ def ragged_k(
     o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o.zero_()
-    tile = tile or choose_k(M, N, a.shape[0] / experts, o.element_size())
+    tile = tile or choose_k(M, N, o.element_size())
     c = _Plan(**vars(tile), M=M, N=N, gather=gather is not None)
     a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
     ragged_k_kernel[(_multiprocessors(a.device.index),)](
@@ -286,6 +300,6 @@ def ragged_k(
         offsets,
         experts,
         c=c,
-        num_warps=c.warps,
+        num_warps=4,
     )
     return o

@@ -1,7 +1,7 @@
 """What both Hopper grouped GEMMs share on the device (Gluon, sm_90). The letters are those of hopper.py.
 
 One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
-that are gathered: by cp.async, joined to the same barrier), one or two consumers multiply by wgmma and store by TMA.
+that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
 With `pingpong` the two consumers own alternate tiles and one's epilogue hides under the other's products; otherwise
 both share a tile.
 
@@ -9,8 +9,8 @@ Where an expert's rows end inside a tile, a second descriptor of the same memory
 zero-fill (load) there, see `ragged_rows` in hopper.py; neither registers nor masks are spent on tails.
 """
 
-# Device code is typed by its use.
-# mypy: disallow-untyped-defs=False
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

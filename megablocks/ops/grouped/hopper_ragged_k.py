@@ -1,10 +1,11 @@
 """Ragged-K grouped GEMM on Hopper: o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e. See hopper.ragged_k.
 
-An expert owns the same number of tiles whatever its rows; an expert without rows stores the zeros it starts from.
+An expert owns the same number of tiles whatever its rows. One without rows takes a step over zeros, too: the barriers
+inside a step keep a consumer's warps together, which the order barrier of ping-pong relies on.
 """
 
-# Device code is typed by its use.
-# mypy: disallow-untyped-defs=False
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,9 +37,14 @@ def _find_block(tile, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _k_steps(tile, offsets_ptr, c: gl.constexpr):
+def _steps(first, end, c: gl.constexpr):
+    return gl.maximum((end - first + (c.BK - 1)) // c.BK, 1)
+
+
+@gluon.jit
+def _steps_of(tile, offsets_ptr, c: gl.constexpr):
     _, first, end, _, _ = _find_block(tile, offsets_ptr, c)
-    return (end - first + (c.BK - 1)) // c.BK
+    return _steps(first, end, c)
 
 
 @gluon.jit
@@ -48,17 +54,11 @@ def _store_block(part, i: gl.constexpr, bufs, desc, e, row, col, WG: gl.constexp
 
 
 @gluon.jit
-def _multiply(acc, a, b, first):
-    acc = warpgroup_mma(a, b, acc, use_acc=first == 0, is_async=True)
-    return warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-
-
-@gluon.jit
 def _k_consumer(
     a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
 ):
     shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [c.warps, 1], [16, c.BN, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     tiles = experts * (c.m_tiles * c.n_tiles)
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -66,30 +66,30 @@ def _k_consumer(
     phase = gl.to_tensor(0)
     if c.pingpong:
         if WG == 1:
-            it += _k_steps(gl.minimum(start, tiles - 1), offsets_ptr, c)
+            it += _steps_of(gl.minimum(start, tiles - 1), offsets_ptr, c)
             start += step
         step *= 2
     e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
-        steps = (end - first + (c.BK - 1)) // c.BK
+        steps = _steps(first, end, c)
         row = m0
         col = n0
         e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
         if c.pingpong:
-            skip = _k_steps(gl.minimum(tile + step // 2, tiles - 1), offsets_ptr, c)
+            skip = _steps_of(gl.minimum(tile + step // 2, tiles - 1), offsets_ptr, c)
         acc = gl.zeros(shape, gl.float32, layout)
         if c.pingpong:
             mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
         for k in range(steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather and c.proxy_fence:
+            if c.gather:
                 fence_async_shared()
             if c.pingpong:
                 a = a_bufs.index(s)
             else:
-                a = a_bufs.index(s * c.consumers + WG)
+                a = a_bufs.index(s * 2 + WG)
             acc = warpgroup_mma(a.permute((1, 0)), b_bufs.index(s), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
@@ -98,14 +98,12 @@ def _k_consumer(
             mbarrier.arrive(turn.index(1 - WG), count=1)
             phase ^= 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
         if c.pingpong:
             it += skip
         else:
             row += WG * c.rows
-        if c.out_parts == 1:
-            _store_block(acc, 0, o_bufs, o_desc, expert, row, col, WG, c)
-        elif c.out_parts == 2:
+        if c.out_parts == 2:
             p0, p1 = halves(acc, c.rows, c.BN)
             _store_block(p0, 0, o_bufs, o_desc, expert, row, col, WG, c)
             _store_block(p1, 1, o_bufs, o_desc, expert, row, col, WG, c)
@@ -156,7 +154,7 @@ def _k_producer(
         if c.gather:
             next_ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
             base = b_ptr + col
-        for k in range(k0, k1, c.BK):
+        for k in range(k0, gl.maximum(k1, k0 + 1), c.BK):
             s = it % c.stages
             bar = full.index(s)
             if c.gather:
@@ -193,36 +191,20 @@ def ragged_k_kernel(
         dtype, [c.stages, c.BK, c.BN], gl.NVMMASharedLayout.get_default_for([c.BK, c.BN], dtype)
     )
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
-    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [c.consumers * c.out_buffers, c.rows, c.out_cols], o_layout)
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
     full, empty, turn = barriers(c)
-    if c.consumers == 1:
-        gl.warp_specialize(
-            [
-                (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 0, c)),
+    gl.warp_specialize(
+        [
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 0, c)),
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 1, c)),
+            (
+                _k_producer,
                 (
-                    _k_producer,
-                    (
-                        a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr,
-                        offsets_ptr, experts, c,
-                    ),
+                    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr,
+                    offsets_ptr, experts, c,
                 ),
-            ],
-            [c.producer_warps],
-            [c.producer_regs],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 0, c)),
-                (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 1, c)),
-                (
-                    _k_producer,
-                    (
-                        a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr,
-                        offsets_ptr, experts, c,
-                    ),
-                ),
-            ],
-            [c.warps, c.producer_warps],
-            [c.consumer_regs, c.producer_regs],
-        )  # fmt: skip
+            ),
+        ],
+        [4, c.producer_warps],
+        [c.consumer_regs, c.producer_regs],
+    )  # fmt: skip
