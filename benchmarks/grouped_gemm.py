@@ -66,10 +66,7 @@ def candidates(op: str, shape: str) -> dict[str, Any]:
             undecided["wide"] = wide
     elif op in ("dw1", "dw2"):
         undecided["parts"] = parts
-        if shape == "S2":
-            undecided["square"] = Tile(128, 128, 4)
-        elif shape in ("S1", "S3"):
-            undecided["wide"] = wide
+        undecided["square"] = Tile(128, 128, 4)
     return {"ours": None} | undecided
 
 

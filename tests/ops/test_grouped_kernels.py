@@ -198,7 +198,8 @@ def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
     loads = LARGE_LOADS["odd"] * 3
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
-    test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, None, tile)
+    if tile is None or not tile.pingpong:
+        test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, None, tile)
 
 
 @pytest.mark.gpu

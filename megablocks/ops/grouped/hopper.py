@@ -31,6 +31,7 @@ _ROW_BOUND = 2**30
 class Tile:
     """How a product is cut: two consumers of `rows` × BN each, sharing a tile or, with pingpong, owning alternate ones.
 
+    pingpong: ragged-M alone.
     out_parts: column parts (2 or 4) in which a tile is written, out_buffers: how many of them a consumer has in flight.
     group_m: row tiles that are walked together before the next column tile (ragged-M; 1 walks columns first).
     """
@@ -127,10 +128,8 @@ def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
     return _TALL if K <= 2048 else _SHARED
 
 
-def choose_k(M: int, N: int, out_size: int) -> Tile:
+def choose_k(N: int, out_size: int) -> Tile:
     """The tile of ragged_k; sums in float32 leave in parts half as wide."""
-    if M <= 64:
-        return Tile(64, 256 if N > 128 else 128, 4, pingpong=True, out_parts=4)
     if N <= 128:
         return Tile(128, 128, 4, out_parts=out_size)
     return Tile(64, 256, 4, out_parts=out_size)
@@ -281,11 +280,12 @@ def ragged_k(
     """
     from megablocks.ops.grouped.hopper_ragged_k import ragged_k_kernel
 
+    assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
     o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o.zero_()
-    tile = tile or choose_k(M, N, o.element_size())
+    tile = tile or choose_k(N, o.element_size())
     c = _Plan(**vars(tile), M=M, N=N, gather=gather is not None)
     a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
     ragged_k_kernel[(_multiprocessors(a.device.index),)](

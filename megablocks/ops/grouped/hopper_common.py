@@ -2,8 +2,8 @@
 
 One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
 that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
-With `pingpong` the two consumers own alternate tiles and one's epilogue hides under the other's products; otherwise
-both share a tile.
+With `pingpong` (ragged-M alone) the two consumers own alternate tiles and one's epilogue hides under the other's
+products; otherwise both share a tile.
 
 Where an expert's rows end inside a tile, a second descriptor of the same memory lets the TMA unit clip (store) or
 zero-fill (load) there, see `ragged_rows` in hopper.py; neither registers nor masks are spent on tails.

@@ -1,7 +1,8 @@
 """Ragged-K grouped GEMM on Hopper: o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e. See hopper.ragged_k.
 
-An expert owns the same number of tiles whatever its rows. One without rows takes a step over zeros, too: the barriers
-inside a step keep a consumer's warps together, which the order barrier of ping-pong relies on.
+An expert owns the same number of tiles whatever its rows. One without rows takes a step over zeros, so that all
+tiles pass through the ring alike. Both consumers share a tile: taking turns would read more per product, and with steps
+as many as an expert has rows / BK there is little epilogue to hide.
 """
 
 # mypy: allow-untyped-defs
@@ -37,72 +38,39 @@ def _find_block(tile, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _steps(first, end, c: gl.constexpr):
-    return gl.maximum((end - first + (c.BK - 1)) // c.BK, 1)
-
-
-@gluon.jit
-def _steps_of(tile, offsets_ptr, c: gl.constexpr):
-    _, first, end, _, _ = _find_block(tile, offsets_ptr, c)
-    return _steps(first, end, c)
-
-
-@gluon.jit
 def _store_block(part, i: gl.constexpr, bufs, desc, e, row, col, WG: gl.constexpr, c: gl.constexpr):
     buf = stage_out(part, i, bufs, WG, c)
     tma.async_copy_shared_to_global(desc, [e, row, col + i * c.out_cols], buf.reshape([1, c.rows, c.out_cols]))
 
 
 @gluon.jit
-def _k_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     tiles = experts * (c.m_tiles * c.n_tiles)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
-    if c.pingpong:
-        if WG == 1:
-            it += _steps_of(gl.minimum(start, tiles - 1), offsets_ptr, c)
-            start += step
-        step *= 2
     e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
-        steps = _steps(first, end, c)
-        row = m0
+        steps = gl.maximum((end - first + (c.BK - 1)) // c.BK, 1)
+        row = m0 + WG * c.rows
         col = n0
         e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
-        if c.pingpong:
-            skip = _steps_of(gl.minimum(tile + step // 2, tiles - 1), offsets_ptr, c)
         acc = gl.zeros(shape, gl.float32, layout)
-        if c.pingpong:
-            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
         for k in range(steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             if c.gather:
                 fence_async_shared()
-            if c.pingpong:
-                a = a_bufs.index(s)
-            else:
-                a = a_bufs.index(s * 2 + WG)
+            a = a_bufs.index(s * 2 + WG)
             acc = warpgroup_mma(a.permute((1, 0)), b_bufs.index(s), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
             it += 1
-        if c.pingpong:
-            mbarrier.arrive(turn.index(1 - WG), count=1)
-            phase ^= 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
-        if c.pingpong:
-            it += skip
-        else:
-            row += WG * c.rows
         if c.out_parts == 2:
             p0, p1 = halves(acc, c.rows, c.BN)
             _store_block(p0, 0, o_bufs, o_desc, expert, row, col, WG, c)
@@ -134,7 +102,6 @@ def _k_producer(
     a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr,
     experts, c: gl.constexpr,
 ):  # fmt: skip
-    ROW_PARTS: gl.constexpr = c.row_parts
     tiles = experts * (c.m_tiles * c.n_tiles)
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -166,8 +133,8 @@ def _k_producer(
                 ids = gl.load(gather_ptr + ahead, mask=ahead < k1, other=0)
             mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
             mbarrier.expect(bar, c.a_bytes if c.gather else c.a_bytes + c.b_bytes)
-            for p in gl.static_range(ROW_PARTS):
-                buf = a_bufs.index(s * c.row_parts + p)
+            for p in gl.static_range(2):
+                buf = a_bufs.index(s * 2 + p)
                 _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
             if c.gather:
                 async_copy.async_copy_global_to_shared(b_bufs.index(s), src, mask=inside)
@@ -186,17 +153,17 @@ def ragged_k_kernel(
 ):  # fmt: skip
     """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc (E, M, N)."""
     dtype: gl.constexpr = a_desc.dtype
-    a_bufs = gl.allocate_shared_memory(dtype, [c.stages * c.row_parts, c.BK, c.rows], a_desc.layout)
+    a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(
         dtype, [c.stages, c.BK, c.BN], gl.NVMMASharedLayout.get_default_for([c.BK, c.BN], dtype)
     )
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
-    full, empty, turn = barriers(c)
+    full, empty, _ = barriers(c)
     gl.warp_specialize(
         [
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 0, c)),
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, offsets_ptr, experts, 1, c)),
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, 0, c)),
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, 1, c)),
             (
                 _k_producer,
                 (
