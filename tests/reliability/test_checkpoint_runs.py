@@ -287,7 +287,8 @@ def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
     command += ["--master-port", str(free_port()), "-m", "megablocks.megatron.pretrain_gpt", *MODEL]
     command += ["--train-iters", "5000", "--lr-decay-iters", "5000", "--data-prefix", str(tiny_data)]
     command += ["--save", str(tmp_path / "run"), "--save-interval", "100000"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     with open(tmp_path / "log", "w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
