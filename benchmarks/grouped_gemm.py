@@ -1,4 +1,4 @@
-"""Grouped GEMM on one GPU: the Hopper kernels as they choose their tile, undecided tiles and the peers, interleaved.
+"""Grouped GEMM on one GPU: what the layers take, undecided tiles of the Hopper kernel and the peers, interleaved.
 
     python benchmarks/grouped_gemm.py [--shapes S1,S2] [--ops up,dw1] [--out FILE.json] [--seconds 330]
 
@@ -10,9 +10,11 @@ Products of an expert layer (T tokens, H hidden, I expert width, E experts, K to
     dw1   dW1 = dZᵀ · X[gather]  per expert (2I, H)
     dw2   dW2 = Aᵀ · dO[gather]  per expert (I, H)
 
-A candidate is timed only after its result has been compared with float32 and found free of NaN in memory that held NaN.
-Times are medians over rounds in which every candidate runs in turn, because the chip is power-limited and drifts. Peers
-run if they import: torch._grouped_mm and cuBLAS's bmm get rows gathered beforehand, bmm also perfectly even experts.
+Up, down and dX are the Hopper kernel's, which gathers rows as it reads them; dW is `grouped_mm_dw_op`'s, whatever that
+takes, on rows gathered beforehand. A candidate is timed only after its result has been compared with float32 and found
+free of NaN in memory that held NaN. Times are medians over rounds in which every candidate runs in turn, because the
+chip is power-limited and drifts. Peers run if they import: torch._grouped_mm and cuBLAS's bmm get rows gathered
+beforehand, bmm also perfectly even experts.
 With `--peers bmm,torch,quack,triton` the plain Triton kernels run, too.
 
 Each shape runs in a process of its own with a deadline; a candidate that hangs or breaks the CUDA context is struck off
@@ -51,8 +53,8 @@ ROUND_MS = 12.0
 
 
 def candidates(op: str, shape: str) -> dict[str, Any]:
-    """The tile that the kernels choose by themselves, and up to two that measurements have not decided about."""
-    from megablocks.ops.grouped.hopper import Tile
+    """What the layers take, and up to two tiles of the Hopper kernel that measurements have not decided about."""
+    from megablocks.ops.grouped.grouped_mm_hopper import Tile
 
     # A store in four parts, two in flight: a part's way to memory hides under the next one's conversion.
     parts = Tile(64, 256, 4, out_parts=4, out_buffers=2, group_m=8)
@@ -64,9 +66,6 @@ def candidates(op: str, shape: str) -> dict[str, Any]:
             undecided["columns-first"] = Tile(64, 256, 4)
         elif shape == "S3":
             undecided["wide"] = wide
-    elif op in ("dw1", "dw2"):
-        undecided["parts"] = parts
-        undecided["square"] = Tile(128, 128, 4)
     return {"ours": None} | undecided
 
 
@@ -131,20 +130,22 @@ class Problem:
         return worst
 
     def ours(self, tile: Any) -> Callable[[], Any]:
-        from megablocks.ops.grouped import hopper
+        from megablocks.ops.grouped.grouped_mm import grouped_mm_dw_op
+        from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
 
         if self.op in PRODUCTS:
             gather = self.gather if self.gathered else None
-            return lambda: hopper.ragged_m(self.a, self.w, self.offsets, gather, tile=tile)
-        return lambda: hopper.ragged_k(self.a, self.b, self.offsets, self.gather, tile=tile)
+            return lambda: ragged_m(self.a, self.w, self.offsets, gather, tile=tile)
+        rows = self.b[self.gather.long()]
+        return lambda: grouped_mm_dw_op(self.a, rows, self.offsets)
 
     def twin(self) -> Callable[[], Any]:
-        from megablocks.ops.grouped import triton_grouped
+        from megablocks.ops.grouped import grouped_mm_triton
 
         if self.op in PRODUCTS:
             gather = self.gather if self.gathered else None
-            return lambda: triton_grouped.ragged_m(self.a, self.w, self.offsets, gather)
-        return lambda: triton_grouped.ragged_k(self.a, self.b, self.offsets, self.gather)
+            return lambda: grouped_mm_triton.ragged_m(self.a, self.w, self.offsets, gather)
+        return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
 
     def torch_grouped(self) -> Callable[[], Any]:
         import torch

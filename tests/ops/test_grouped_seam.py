@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.grouped import grouped_mm as seam
-from megablocks.ops.grouped import hopper, triton_grouped
+from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_triton
 from megablocks.testing.oracle import relative_error
 
 COUNTS = [13, 0, 1, 67]
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU and not triton_grouped.interpreted() else "cpu"
+DEVICE = "cuda" if GPU and not grouped_mm_triton.interpreted() else "cpu"
 
 
 def operands(dtype: torch.dtype, k: int, n: int, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -61,8 +61,6 @@ class Recorder:
     def supports_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> bool:
         return self.takes
 
-    supports_k = supports_m
-
     def ragged_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
         self.asked.append("m")
         return seam.grouped_mm_ref(x, w, offsets)
@@ -74,7 +72,7 @@ class Recorder:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("takes", [False, True])
-def test_hopper_kernels_come_first_and_the_twin_takes_the_rest(
+def test_hopper_kernel_comes_first_and_the_twin_takes_the_rest_and_dw(
     takes: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = Recorder(takes), Recorder()
@@ -82,30 +80,32 @@ def test_hopper_kernels_come_first_and_the_twin_takes_the_rest(
     monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
     monkeypatch.setattr(seam, "_twin", lambda x: last)
     check(torch.float32, 24, 40, transposed)
-    assert (first if takes else last).asked == ["m", "m", "k"]
-    assert (last if takes else first).asked == []
+    assert first.asked == (["m", "m"] if takes else [])
+    assert last.asked == (["k"] if takes else ["m", "m", "k"])
 
 
-def test_torchs_kernel_comes_before_the_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    twin, asked = Recorder(), []
-    monkeypatch.setattr(seam, "_hopper", lambda x: None)
+@pytest.mark.parametrize("takes", [False, True])
+def test_torchs_kernel_comes_before_the_twin_and_takes_dw(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, twin, asked = Recorder(takes), Recorder(), []
+    monkeypatch.setattr(seam, "_hopper", lambda x: first)
     monkeypatch.setattr(seam, "_twin", lambda x: twin)
     monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: True)
     monkeypatch.setattr(seam, "_grouped_mm_torch", lambda *args: asked.append("m") or seam.grouped_mm_ref(*args))
     monkeypatch.setattr(seam, "_grouped_mm_dw_torch", lambda *args: asked.append("k") or seam.grouped_mm_dw_ref(*args))
     check(torch.float32, 24, 40, False)
-    assert asked == ["m", "m", "k"]
+    assert first.asked == (["m", "m"] if takes else [])
+    assert asked == (["k"] if takes else ["m", "m", "k"])
     assert twin.asked == []
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu" and not triton_grouped.interpreted():
+    if DEVICE == "cpu" and not grouped_mm_triton.interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
     monkeypatch.setattr(seam, "_hopper", lambda x: None)
     monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
-    monkeypatch.setattr(seam, "_twin", lambda x: triton_grouped)
+    monkeypatch.setattr(seam, "_twin", lambda x: grouped_mm_triton)
     check(dtype, 19, 21, transposed)
 
 
@@ -121,23 +121,23 @@ def test_whatever_this_gpu_takes(
     check(dtype, k, n, transposed)
 
 
-def test_one_variable_turns_the_hopper_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_variable_turns_the_hopper_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "runs_triton", lambda x: True)
     x = torch.zeros(1)
     monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
-    assert seam._hopper(x) is hopper
+    assert seam._hopper(x) is grouped_mm_hopper
     monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
     assert seam._hopper(x) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0+git1"])
-def test_hopper_kernels_refuse_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper, "triton", SimpleNamespace(__version__=version))
-    hopper._has_gluon.cache_clear()
+def test_hopper_kernel_refuses_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm_hopper, "triton", SimpleNamespace(__version__=version))
+    grouped_mm_hopper._has_gluon.cache_clear()
     try:
-        assert not hopper._has_gluon()
+        assert not grouped_mm_hopper._has_gluon()
     finally:
-        hopper._has_gluon.cache_clear()
+        grouped_mm_hopper._has_gluon.cache_clear()
 
 
 def test_nothing_runs_on_a_cpu_or_in_float64() -> None:

@@ -9,9 +9,9 @@ what stands there in the result is unspecified. Source: MegaBlocks (arXiv 2211.1
 The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, one synchronisation on a
 GPU. There kernels run instead, without one; the first of these that takes the operands:
 
-    hopper.py           compute capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
-    torch               9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to a multiple of 8
-    triton_grouped.py   8.0 or newer, any dtype but float64, any size and stride
+    grouped_mm_hopper.py   y and dX: capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
+    torch                  9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to multiples of 8
+    grouped_mm_triton.py   8.0 or newer, any dtype but float64, any size and stride
 
 MEGABLOCKS_HOPPER=0 in the environment leaves the first one out.
 """
@@ -65,21 +65,21 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _hopper(x: Tensor) -> ModuleType | None:
-    """The module of the Hopper kernels if x may go there; which operands they take is theirs to say."""
+    """The module of the Hopper kernel if x may go there; which operands it takes is for it to say."""
     if os.environ.get("MEGABLOCKS_HOPPER") == "0" or not runs_triton(x):
         return None
-    from megablocks.ops.grouped import hopper
+    from megablocks.ops.grouped import grouped_mm_hopper
 
-    return hopper
+    return grouped_mm_hopper
 
 
 def _twin(x: Tensor) -> ModuleType | None:
     """The module of the plain Triton kernels if x may go there."""
     if not runs_triton(x) or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return None
-    from megablocks.ops.grouped import triton_grouped
+    from megablocks.ops.grouped import grouped_mm_triton
 
-    return triton_grouped
+    return grouped_mm_triton
 
 
 def _has_torch_kernel(x: Tensor) -> bool:
@@ -147,8 +147,6 @@ def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    if (hopper := _hopper(x)) and hopper.supports_k(x, dy, offsets):
-        return hopper.ragged_k(x, dy, offsets)
     if _has_torch_kernel(x):
         return _grouped_mm_dw_torch(x, dy, offsets)
     if twin := _twin(x):

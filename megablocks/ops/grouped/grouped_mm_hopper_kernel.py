@@ -1,8 +1,15 @@
-"""Ragged-M grouped GEMM on Hopper: y[r] = x[row(r)] · w[e] for the rows r of expert e. Launched by hopper.ragged_m.
+"""Ragged-M grouped GEMM in Gluon: y[r] = x[row(r)] · w[e] for the rows r of expert e. grouped_mm_hopper.py launches it.
+
+One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
+that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
+With `pingpong` the two consumers own alternate tiles and one's epilogue hides under the other's products; otherwise
+both share a tile.
 
 Which rows a tile covers is found on the device: every role keeps the running number of tiles per expert in registers
 (E / 32 a lane, a prefix sum over `offsets` at start) and finds a tile's expert by counting the experts that end before
-it: one warp-wide sum, one maximum and two cached loads, taken one tile ahead.
+it: one warp-wide sum, one maximum and two cached loads, taken one tile ahead. Where an expert's rows end inside a tile,
+a second descriptor of the same memory lets the TMA unit clip the store there (`ragged_rows` of the launcher): neither
+registers nor masks are spent on tails.
 """
 
 # mypy: allow-untyped-defs
@@ -19,7 +26,39 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megablocks.ops.grouped.hopper_common import ROW_BOUND, barriers, halves, stage_out
+# Row coordinates of a descriptor made by ragged_rows count up to this bound; beyond it the hardware clips.
+_ROW_BOUND = gl.constexpr(2**30)
+
+
+@gluon.jit
+def _barriers(c: gl.constexpr):
+    STAGES: gl.constexpr = c.stages
+    full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        # Each gathering thread arrives when its own copies have landed, beside the one that expects TMA's bytes.
+        mbarrier.init(full.index(i), count=1 + 32 * c.producer_warps if c.gather else 1)
+        mbarrier.init(empty.index(i), count=c.row_parts)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    return full, empty, turn
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
+    """Write part i of a tile to the consumer's next output buffer, once the store that last read it has gone."""
+    buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)
+    tma.store_wait(c.out_buffers - 1)
+    buf.store(part.to(bufs.dtype))
+    fence_async_shared()
+    return buf
 
 
 @gluon.jit
@@ -60,13 +99,13 @@ def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
 
 @gluon.jit
 def _store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
-    buf = stage_out(part, i, bufs, WG, c)
+    buf = _stage_out(part, i, bufs, WG, c)
     n0 = col + i * c.out_cols
     if row + c.rows <= end:
         tma.async_copy_shared_to_global(desc, [row, n0], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         tma.async_copy_shared_to_global(
-            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
+            tail_desc, [_ROW_BOUND, end, _ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
         )
 
 
@@ -122,13 +161,13 @@ def _m_consumer(
         else:
             row += WG * c.rows
         if c.out_parts == 2:
-            p0, p1 = halves(acc, c.rows, c.BN)
+            p0, p1 = _halves(acc, c.rows, c.BN)
             _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
             _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
         else:
-            h0, h1 = halves(acc, c.rows, c.BN)
-            p0, p1 = halves(h0, c.rows, c.BN // 2)
-            p2, p3 = halves(h1, c.rows, c.BN // 2)
+            h0, h1 = _halves(acc, c.rows, c.BN)
+            p0, p1 = _halves(h0, c.rows, c.BN // 2)
+            p2, p3 = _halves(h1, c.rows, c.BN // 2)
             _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
             _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
             _store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col, WG, c)
@@ -212,7 +251,7 @@ def ragged_m_kernel(
         dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
     )
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
-    full, empty, turn = barriers(c)
+    full, empty, turn = _barriers(c)
     gl.warp_specialize(
         [
             (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),

@@ -1,4 +1,4 @@
-"""Grouped GEMMs in plain Triton: what hopper.py computes, on every GPU, for any size and stride, and interpreted.
+"""Grouped GEMMs in plain Triton, on every GPU, for any size and stride, and interpreted.
 
     ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N), offsets (E+1,)   → y (R, N)
     ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R|S, M), b (R|S, N), offsets (E+1,)    → o (E, M, N)

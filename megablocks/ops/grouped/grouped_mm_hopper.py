@@ -1,11 +1,10 @@
-"""Grouped GEMMs on Hopper (sm_90): tile choice, descriptors and launches for the Gluon kernels beside this file.
+"""Ragged-M grouped GEMM on Hopper (sm_90): tile choice, descriptors and launch of the Gluon kernel beside this file.
 
-    ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
-    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R, M), b (R|S, N), offsets (E+1,)                    → o (E, M, N)
+    y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
 
-Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. Neither
-call synchronises with the host or looks at the number of tokens: the grid is one program a multiprocessor, and the
-tile is chosen by N, K and the mean rows an expert (R / E). Both can be captured in a CUDA graph.
+Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when x's S rows are gathered. The call neither
+synchronises with the host nor looks at the number of tokens: the grid is one program a multiprocessor, and the tile is
+chosen by N, K and the mean rows an expert (R / E). It can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import triton
 from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
+# Gluon is experimental and changes: these releases compile the kernel, and 3.6 has run it.
 _TRITON_RELEASES = Version("3.6"), Version("3.8")
 # The prefix sum over experts lives in registers, E / 32 a lane.
 MAX_EXPERTS = 512
@@ -31,9 +30,8 @@ _ROW_BOUND = 2**30
 class Tile:
     """How a product is cut: two consumers of `rows` × BN each, sharing a tile or, with pingpong, owning alternate ones.
 
-    pingpong: ragged-M alone.
     out_parts: column parts (2 or 4) in which a tile is written, out_buffers: how many of them a consumer has in flight.
-    group_m: row tiles that are walked together before the next column tile (ragged-M; 1 walks columns first).
+    group_m: row tiles that are walked together before the next column tile (1 walks columns first).
     """
 
     rows: int
@@ -56,18 +54,13 @@ class Tile:
 
 @dataclass(frozen=True)
 class _Plan(Tile):
-    """A Tile with the problem's constants: what the kernels see as one compile-time value."""
+    """A Tile with the problem's constants: what the kernel sees as one compile-time value."""
 
     lanes: int = 32
-    M: int = 0
     N: int = 0
     K: int = 0
     gather: bool = False
     w_k_major: bool = False
-
-    @property
-    def m_tiles(self) -> int:
-        return -(-self.M // self.BM)
 
     @property
     def n_tiles(self) -> int:
@@ -85,13 +78,9 @@ class _Plan(Tile):
     def x_bytes(self) -> int:
         return self.BM * self.BK * 2
 
-    a_bytes = x_bytes
-
     @property
     def w_bytes(self) -> int:
         return self.BN * self.BK * 2
-
-    b_bytes = w_bytes
 
     @property
     def producer_warps(self) -> int:
@@ -128,13 +117,6 @@ def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
     return _TALL if K <= 2048 else _SHARED
 
 
-def choose_k(N: int, out_size: int) -> Tile:
-    """The tile of ragged_k; sums in float32 leave in parts half as wide."""
-    if N <= 128:
-        return Tile(128, 128, 4, out_parts=out_size)
-    return Tile(64, 256, 4, out_parts=out_size)
-
-
 @functools.cache
 def _multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -146,7 +128,7 @@ def _has_gluon() -> bool:
     if not first <= Version(triton.__version__) < beyond or triton.knobs.runtime.interpret:
         return False
     try:
-        from megablocks.ops.grouped import hopper_ragged_k, hopper_ragged_m  # noqa: F401
+        from megablocks.ops.grouped import grouped_mm_hopper_kernel  # noqa: F401
     except ImportError:
         return False
     return True
@@ -168,24 +150,19 @@ def _aligned(t: Tensor, major: int = -1) -> bool:
     return t.stride(major) == 1 and t.data_ptr() % 16 == 0 and all(t.stride(d) % unit == 0 for d in dims)
 
 
-def _supports(offsets: Tensor, *operands: Tensor) -> bool:
-    first = operands[0]
-    return (
-        first.is_cuda
-        and _is_hopper(first.device.index)
-        and _has_gluon()
-        and first.dtype in (torch.bfloat16, torch.float16)
-        and all(t.dtype == first.dtype and t.numel() > 0 for t in operands)
-        and offsets.numel() <= MAX_EXPERTS + 1
-        and offsets.is_contiguous()
-        and max(t.shape[0] for t in operands) < _ROW_BOUND
-    )
-
-
 def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
     """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512."""
     return (
-        _supports(offsets, x, w)
+        x.is_cuda
+        and _is_hopper(x.device.index)
+        and _has_gluon()
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and w.dtype == x.dtype
+        and x.numel() > 0
+        and w.numel() > 0
+        and offsets.numel() <= MAX_EXPERTS + 1
+        and offsets.is_contiguous()
+        and x.shape[0] < _ROW_BOUND
         and w.shape[1] % 8 == 0
         and w.shape[2] % 8 == 0
         and _aligned(x)
@@ -193,16 +170,11 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
     )
 
 
-def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_k takes these; as supports_m, with M and N multiples of 8."""
-    return _supports(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and _aligned(a) and _aligned(b)
-
-
 def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}[t.dtype]
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
     if strides is None:
         unit = 16 // t.element_size()
         # The stride of a dimension of one is anything; TMA wants it on 16 bytes all the same.
@@ -233,7 +205,7 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
-    from megablocks.ops.grouped.hopper_ragged_m import ragged_m_kernel
+    from megablocks.ops.grouped.grouped_mm_hopper_kernel import ragged_m_kernel
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
@@ -258,48 +230,3 @@ def ragged_m(
         num_warps=4,
     )
     return y
-
-
-def ragged_k(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    gather: Tensor | None = None,
-    *,
-    out_dtype: torch.dtype | None = None,
-    tile: Tile | None = None,
-) -> Tensor:
-    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
-
-    Args:
-        a: (R, M) bfloat16 or float16. See supports_k.
-        b: (R, N), or (S, N) with gather.
-        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
-        gather: (R,) int32 in [0, S).
-        out_dtype: a.dtype or float32; default a.dtype.
-    """
-    from megablocks.ops.grouped.hopper_ragged_k import ragged_k_kernel
-
-    assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
-    experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
-    if a.shape[0] == 0 or b.shape[0] == 0:
-        return o.zero_()
-    tile = tile or choose_k(N, o.element_size())
-    c = _Plan(**vars(tile), M=M, N=N, gather=gather is not None)
-    a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
-    ragged_k_kernel[(_multiprocessors(a.device.index),)](
-        _descriptor(a, a_box),
-        ragged_rows(a, a_box),
-        None if c.gather else _descriptor(b, b_box),
-        None if c.gather else ragged_rows(b, b_box),
-        _descriptor(o, [1, c.rows, c.out_cols]),
-        b if c.gather else None,
-        b.stride(0) // 8 if c.gather else 0,
-        gather,
-        offsets,
-        experts,
-        c=c,
-        num_warps=4,
-    )
-    return o
