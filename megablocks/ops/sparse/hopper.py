@@ -12,13 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental: these are the releases that the kernels were compiled and run with.
-_TRITON_OK = Version("3.6") <= Version(triton.__version__) < Version("3.8")
 BLOCK = 128
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Gluon is experimental: these are the releases of Triton that the kernels were compiled and run with."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return Version("3.6") <= Version(triton.__version__) < Version("3.8")
 
 
 @dataclass(frozen=True)
@@ -113,10 +120,10 @@ def supports(block_size: int, *operands: Tensor) -> bool:
     """Whether the kernels take these: Hopper, blocks of 128, 16-bit floats, dense matrices that TMA can read."""
     first = operands[0]
     return (
-        _TRITON_OK
-        and os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
+        os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
         and block_size == BLOCK
         and first.is_cuda
+        and _has_gluon()
         and _is_hopper(first.device.index)
         and first.dtype in (torch.bfloat16, torch.float16)
         and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
@@ -165,7 +172,7 @@ def sdd(
     assert run % c.run == 0, "a tile of two blocks needs them side by side"
     sdd_kernel[(_multiprocessors(a.device.index),)](
         *_operands(a, b, out.view(-1, BLOCK), c),
-        row_indices, column_indices, offsets[-1:], -(-k // c.BK), c=c, num_warps=4,
+        row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -195,8 +202,8 @@ def spmm(
     by_column = block_offsets is not None
     flat = data.view(-1, BLOCK)
     dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
-    # a block is read as it lies: its rows are output rows of S·D, but the reduction of Sᵀ·D and D·S
-    sparse_k_major = sparse_left != by_column
+    # a block is read as it lies: its columns are the reduction where lines are block rows, else its rows are
+    sparse_k_major = not by_column
     c = _Plan(
         **vars(tile),
         a_k_major=sparse_k_major if sparse_left else dense_k_major,

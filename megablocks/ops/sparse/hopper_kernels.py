@@ -118,16 +118,17 @@ def _store_tile(acc, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
 
 @gluon.jit
 def _sdd_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, k_steps, WG: gl.constexpr, c: gl.constexpr
+    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, WG: gl.constexpr, c: gl.constexpr
 ):
+    shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    rounds = _rounds(gl.load(used_ptr) // c.run)
+    rounds = _rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
     it = gl.to_tensor(0) + start * k_steps
     phase = gl.to_tensor(0)
     for i in range(start, rounds, stride):
-        acc = gl.zeros([c.rows, c.BN], gl.float32, layout)
+        acc = gl.zeros(shape, gl.float32, layout)
         acc, it = _multiply(acc, it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         it += (stride - 1) * k_steps
@@ -157,9 +158,9 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
 
 @gluon.jit
 def _sdd_producer(
-    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, k_steps, c: gl.constexpr
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr
 ):
-    tiles = gl.load(used_ptr) // c.run
+    tiles = gl.load(used_ptr + last) // c.run
     rounds = _rounds(tiles)
     it = gl.to_tensor(0)
     block = gl.maximum(gl.minimum(_tile_of_round(0), tiles - 1), 0) * c.run
@@ -181,6 +182,7 @@ def _sdd_producer(
 def _spmm_consumer(
     a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, WG: gl.constexpr, c: gl.constexpr
 ):
+    shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     rounds = _rounds(tiles)
     stride: gl.constexpr = 2 if c.pingpong else 1
@@ -202,7 +204,7 @@ def _spmm_consumer(
         if c.pingpong:
             _, other_first, other_end, _ = _line_of_round(i + 1, tiles, work_ptr, dense_tiles)
         next_line, next_first, next_end, next_dense = _line_of_round(i + stride, tiles, work_ptr, dense_tiles)
-        acc = gl.zeros([c.rows, c.BN], gl.float32, layout)
+        acc = gl.zeros(shape, gl.float32, layout)
         acc, it = _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         if c.pingpong:
@@ -291,17 +293,17 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
     return a_bufs, b_bufs, o_bufs, full, empty, turn
 
 
-@gluon.jit(do_not_specialize=["k_steps"])
-def sdd_kernel(a_desc, b_desc, o_desc, rows_ptr, cols_ptr, used_ptr, k_steps, c: gl.constexpr, num_warps: gl.constexpr):
-    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr: the number of blocks."""
+@gluon.jit(do_not_specialize=["last", "k_steps"])
+def sdd_kernel(a_desc, b_desc, o_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr, num_warps: gl.constexpr):
+    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: how many blocks are used."""
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     gl.warp_specialize(
         [
-            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, k_steps, 0, c)),
-            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, k_steps, 1, c)),
+            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, 0, c)),
+            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, 1, c)),
             (
                 _sdd_producer,
-                (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, k_steps, c),
+                (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),
             ),
         ],
         [4, 1],

@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from .matrix import BLOCK_SIZES, Matrix
@@ -69,68 +67,6 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
     return tuple(t.int() for t in out)
 
 
-@triton.jit(do_not_specialize=["block_rows"])
-def _topology_kernel(
-    expert_offsets, padded_offsets, row_indices, column_indices, offsets, column_indices_t, offsets_t, block_offsets_t,
-    row_work, column_work, block_rows,
-    E: tl.constexpr, F: tl.constexpr, B: tl.constexpr, E_POW2: tl.constexpr, F_POW2: tl.constexpr,
-):  # fmt: skip
-    """One program a block row, then one an expert. F blocks a row; every program repeats the prefix sum over experts."""
-    pid = tl.program_id(0)
-    e = tl.arange(0, E_POW2)
-    real = e < E
-    rows = tl.load(expert_offsets + e + 1, mask=real, other=0) - tl.load(expert_offsets + e, mask=real, other=0)
-    ends = tl.minimum(tl.cumsum((rows + B - 1) // B, 0), block_rows)
-    used = tl.max(ends, 0)
-    j = tl.arange(0, F_POW2)
-    in_row = j < F
-    if pid < block_rows:
-        expert = tl.sum((real & (ends <= pid)).to(tl.int32), 0)
-        start = tl.max(tl.where(ends <= pid, ends, 0), 0)
-        end = tl.sum(tl.where(e == expert, ends, 0), 0)
-        blocks = pid * F + j
-        is_used = pid < used
-        # a used row writes the transpose entries of its own blocks, an unused one those at its own place past the end
-        entry = tl.where(is_used, start * F + j * (end - start) + pid - start, blocks)
-        tl.store(row_indices + blocks, tl.where(is_used, pid, -1), mask=in_row)
-        tl.store(column_indices + blocks, tl.where(is_used, expert * F + j, -1), mask=in_row)
-        tl.store(column_indices_t + entry, tl.where(is_used, pid, -1), mask=in_row)
-        tl.store(block_offsets_t + entry, tl.where(is_used, blocks, -1), mask=in_row)
-        first = tl.minimum(pid, used) * F
-        last = tl.minimum(pid + 1, used) * F
-        tl.store(offsets + pid + 1, last)
-        if pid == 0:
-            tl.store(offsets, 0)
-        _store_work(row_work + 4 * pid, pid, first, last, True)
-    else:
-        expert = pid - block_rows
-        end = tl.sum(tl.where(e == expert, ends, 0), 0)
-        start = tl.max(tl.where(e < expert, ends, 0), 0)
-        before = tl.cumsum((rows + B - 1) // B, 0) - (rows + B - 1) // B
-        heights = ends - tl.minimum(before, block_rows)
-        height = end - start
-        # longest first, equal ones in order
-        rank = tl.sum((real & ((heights > height) | ((heights == height) & (e < expert)))).to(tl.int32), 0)
-        first = start * F + j * height
-        tl.store(offsets_t + expert * F + j, first, mask=in_row)
-        _store_work(column_work + 4 * (rank * F + j), expert * F + j, first, first + height, in_row)
-        tl.store(padded_offsets + expert + 1, end * B)
-        if expert == 0:
-            tl.store(padded_offsets, 0)
-        if expert == E - 1:
-            tl.store(offsets_t + E * F, used * F)
-            if block_rows == 0:
-                tl.store(offsets, 0)
-
-
-@triton.jit
-def _store_work(at, line, first, last, mask):
-    tl.store(at, line, mask=mask)
-    tl.store(at + 1, first, mask=mask)
-    tl.store(at + 2, last, mask=mask)
-    tl.store(at + 3, 0, mask=mask)
-
-
 def _sizes(experts: int, blocks_per_row: int, block_rows: int) -> list[int]:
     """Elements of padded_offsets and the eight indices."""
     n, columns = block_rows * blocks_per_row, experts * blocks_per_row
@@ -149,15 +85,12 @@ def _round_up(size: int) -> int:
 
 
 def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    """topology_ref's results in one allocation, by the kernel."""
-    experts = expert_offsets.shape[0] - 1
-    sizes = _sizes(experts, blocks_per_row, block_rows)
+    """topology_ref's results in one allocation, by one kernel."""
+    from .kernels import fill_topology
+
+    sizes = _sizes(expert_offsets.shape[0] - 1, blocks_per_row, block_rows)
     packed = torch.empty(sum(map(_round_up, sizes)), dtype=torch.int32, device=expert_offsets.device)
-    _topology_kernel[(block_rows + experts,)](
-        expert_offsets, *_unpack(packed, sizes), block_rows,
-        E=experts, F=blocks_per_row, B=block_size,
-        E_POW2=triton.next_power_of_2(experts), F_POW2=triton.next_power_of_2(blocks_per_row), num_warps=1,
-    )  # fmt: skip
+    fill_topology(expert_offsets, _unpack(packed, sizes), blocks_per_row, block_rows, block_size)
     return packed
 
 
