@@ -6,6 +6,7 @@
 #   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several machines, as torchrun's; alone, a free port is taken
 #   STEPS           training steps, where the positional argument is not given
 #   DATA_PREFIX     folder written by scripts/prepare_data.py (default data/stdlib)
+#   FLAGS           more driver flags, which override the script's (FLAGS="--log-interval 10 --eval-iters 5")
 #   PYTHON          interpreter (default: the active one if it satisfies pyproject.toml, else .venv)
 #   DRY_RUN=1       print the command and stop
 
@@ -80,10 +81,11 @@ _open_run_dir() { # sets RESUME; an empty folder is a fresh run, a folder with a
 launch() {
     EXP_DIR=$(realpath -m -- "$1")
     shift
-    local command run
+    local command run flags
     _rendezvous
+    read -ra flags <<<"${FLAGS:-}"
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
-        --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard")
+        --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard" "${flags[@]}")
     run=(-m torch.distributed.run "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]}")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         printf '%q ' "${PYTHON:-python3}" "${run[@]}"
@@ -95,9 +97,9 @@ launch() {
     _open_run_dir "${command[*]@Q}"
     # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    if [ "$NODE_RANK" -eq 0 ]; then
-        echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
-        "$PYTHON" -m megablocks.monitor.env_report >"$EXP_DIR/env.txt"
-    fi
-    "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log"
+    [ "$NODE_RANK" -ne 0 ] || echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
+    "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log" || {
+        # torchrun's own report of the failure hides the driver's line, so that comes again, last.
+        die "failed: $(grep '^pretrain_gpt: ' "$EXP_DIR/train.log" | tail -n 1 || echo "see $EXP_DIR/train.log")"
+    }
 }

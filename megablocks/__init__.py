@@ -16,6 +16,11 @@ _PUBLIC = {
     "Arguments": "megablocks.layers.arguments",
     "dMoE": "megablocks.layers.dmoe",
     "MoE": "megablocks.layers.moe",
+    "batched_load_balancing_loss": "megablocks.layers.losses",
+    "batched_router_zloss": "megablocks.layers.losses",
+    "clear_load_balancing_loss": "megablocks.layers.losses",
+    "clear_router_zloss": "megablocks.layers.losses",
+    "get_load_balancing_loss": "megablocks.layers.losses",
 }
 
 __all__ = ["__version__", *_PUBLIC]

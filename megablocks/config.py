@@ -49,7 +49,8 @@ class MoEConfig:
     Router
         router_type: "topk" (each token picks K experts) or "expert_choice" (each expert picks T·K/E tokens).
         score_function: "softmax" or "sigmoid" over the logits, in float32.
-        softmax_order: softmax "before_topk" (over E) or "after_topk" (over the K chosen). Ignored for sigmoid.
+        softmax_order: softmax "before_topk" (over E) or "after_topk" (over the K chosen). Ignored for sigmoid and
+            for expert choice, whose experts pick by the scores.
         normalize_top_k: p of the p-norm by which a token's K weights are divided, None for no normalisation.
         top_k_scaling: factor on the K weights after normalisation.
         jitter_eps: multiply the router's input by U(1-eps, 1+eps) in training, None for off.
@@ -152,8 +153,13 @@ class MoEConfig:
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
                 _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_groups()
-        if self.router_type == "expert_choice" and self.expert_score_bias:
-            _refuse("expert_score_bias", True, "needs router_type='topk': expert choice is balanced by construction")
+        if self.router_type == "expert_choice":
+            for name in ("expert_score_bias", "uniform_assignment"):
+                if getattr(self, name):
+                    _refuse(name, True, "needs router_type='topk': expert choice is balanced by construction")
+            if self.normalize_top_k is not None:
+                allowed = "needs router_type='topk', where each token has K weights"
+                _refuse("normalize_top_k", self.normalize_top_k, allowed)
         if self.shared_expert_gate and self.shared_expert_hidden_size is None:
             _refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
 

@@ -4,7 +4,7 @@
 # Usage: dmoe.sh [EXP_DIR [STEPS]]     (default: a new folder under runs/; environment: exp/common.sh)
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
-STEPS=${2:-${STEPS:-300}}
+STEPS=${2:-${STEPS:-120}}
 if [ "$(gpus)" -gt 0 ]; then NGPU=${NGPU:-1} DTYPE=(--bf16); else NGPU=${NGPU:-2} DTYPE=(); fi
 
 default_data
@@ -15,4 +15,4 @@ launch "${1:-$ROOT/runs/smoke_dmoe_$(date +%Y%m%d_%H%M%S)}" \
     --micro-batch-size 8 --global-batch-size 16 --train-iters "$STEPS" --lr-decay-iters "$STEPS" \
     --optimizer adam --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --clip-grad 1.0 \
     --weight-decay 0.01 --init-method-std 0.02 "${DTYPE[@]}" \
-    --log-interval 10 --eval-interval 100 --eval-iters 10 --save-interval 300
+    --log-interval 10 --eval-interval 50 --eval-iters 40 --save-interval 100

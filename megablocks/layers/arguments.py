@@ -34,21 +34,21 @@ def _refuse(field: str, value: object, allowed: str) -> None:
 def _activation_of(function: object) -> tuple[str, str]:
     """(name in the enum, gelu approximation) of an upstream `activation_fn`."""
     keywords: dict[str, Any] = {}
-    inner = function
+    inner: Any = function
     while isinstance(inner, partial):
         keywords = {**inner.keywords, **keywords}
         inner = inner.func
     if isinstance(inner, torch.nn.GELU):
         keywords, inner = {"approximate": inner.approximate}, F.gelu
-    for module, name in ((torch.nn.SiLU, F.silu), (torch.nn.ReLU, F.relu)):
-        inner = name if isinstance(inner, module) else inner
+    for module, of_module in ((torch.nn.SiLU, F.silu), (torch.nn.ReLU, F.relu)):
+        inner = of_module if isinstance(inner, module) else inner
     if isinstance(inner, str) and inner in ("gelu", "silu", "relu", "relu2"):
         return inner, "tanh"
     try:
         name = _ACTIVATION_FUNCTIONS[inner]
     except (KeyError, TypeError):
         allowed = "gelu, silu, relu, relu2 by name, or torch.nn.functional's gelu, silu, relu"
-        _refuse("activation_fn", function, f"must be one of {allowed}")
+        raise ConfigError(f"activation_fn={function!r}: must be one of {allowed}") from None
     return name, keywords.get("approximate", "none") if name == "gelu" else "tanh"
 
 
@@ -192,7 +192,8 @@ class Arguments:
     def resolve_device(self) -> torch.device:
         """Where a layer built from these arguments lives."""
         if self.device is None:
-            return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            has_gpu = torch.cuda.is_available()
+            return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
         return torch.device("cuda", self.device) if isinstance(self.device, int) else torch.device(self.device)
 
 

@@ -10,7 +10,7 @@ Legend: R rows, E experts, C rows an expert, I expert width, H hidden.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,7 +67,10 @@ def reference_mlp(weights: ExpertWeights, rows: Tensor, offsets: Tensor, config:
         x = rows[start:end].to(acc)
         pre = x @ w1.t() if b1 is None else x @ w1.t() + b1
         gate = None if v1 is None else x @ v1.t() if c1 is None else x @ v1.t() + c1
-        out = checkpoint(down, pre, gate, w2, use_reentrant=False) if config.recompute_activation else down(pre, gate, w2)
+        if config.recompute_activation:
+            out = checkpoint(down, pre, gate, w2, use_reentrant=False)
+        else:
+            out = down(pre, gate, w2)
         outs.append((out if b2 is None else out + b2).to(rows.dtype))
     outs.append(rows.new_zeros(rows.shape[0] - bounds[-1], rows.shape[1]))
     return torch.cat(outs)
@@ -77,13 +80,13 @@ class _ActivateAndBmm(torch.autograd.Function):
     """bmm(act(pre, gate), w2) that keeps only pre, gate and w2 for backward."""
 
     @staticmethod
-    def forward(ctx, pre: Tensor, gate: Tensor | None, w2: Tensor, activation: str, approximate: str) -> Tensor:
+    def forward(ctx: Any, pre: Tensor, gate: Tensor | None, w2: Tensor, activation: str, approximate: str) -> Tensor:
         ctx.save_for_backward(pre, gate, w2)
         ctx.names = activation, approximate
         return torch.bmm(activate(pre, gate, activation, approximate), w2)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor):
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
         pre, gate, w2 = ctx.saved_tensors
         with torch.enable_grad():
             inputs = [t.detach().requires_grad_() for t in (pre, gate) if t is not None]

@@ -121,6 +121,7 @@ class Experts(nn.Module):
         output_std = config.init_std if config.output_init_std is None else config.output_init_std
         self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
         self.reset_parameters(seed)
+        self._register_load_state_dict_pre_hook(self._accept_old_layouts)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -215,7 +216,7 @@ class Experts(nn.Module):
     def _prepare(self, rows: Tensor) -> Tensor:
         rows = self._cast(rows)
         if rows.dtype != self.w1.dtype and not torch.is_autocast_enabled(rows.device.type):
-            raise ValueError(f"x: has dtype {rows.dtype}, but the experts have {self.w1.dtype}; cast one, or use autocast")
+            raise ValueError(f"x: has dtype {rows.dtype}, must be the experts' {self.w1.dtype} outside autocast")
         return rows
 
     def _cast(self, x: Tensor) -> Tensor:
@@ -224,10 +225,33 @@ class Experts(nn.Module):
             return x
         return x.to(torch.get_autocast_dtype(device))
 
+    def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Bring matrices of other shapes to (E·I, H): those of 0.10's capacity layer, and those of all experts.
+
+        0.10's capacity layer keeps w1 as (E, H, I) and w2 as (E, I, H). A matrix of all experts in full width is cut to
+        the experts and the width held here.
+        """
+        config = self.config
+        for name in ("w1", "v1", "w2"):
+            weight = state.get(prefix + name)
+            if weight is None or weight.dim() not in (2, 3):
+                continue
+            if weight.dim() == 3:
+                weight = weight if name == "w2" else weight.transpose(1, 2)
+                weight = weight.reshape(-1, weight.shape[2])
+            everything = (config.num_experts * config.ffn_hidden_size, config.hidden_size)
+            if weight.shape == everything and weight.shape != self.w1.shape:
+                width, start = self.ffn_hidden_size, self.ffn_shard[0] * self.ffn_hidden_size
+                weight = weight.view(config.num_experts, config.ffn_hidden_size, config.hidden_size)
+                weight = weight[self.expert_offset : self.expert_offset + self.num_local_experts, start : start + width]
+                weight = weight.reshape(-1, config.hidden_size)
+            state[prefix + name] = weight
+
     def extra_repr(self) -> str:
         last = self.expert_offset + self.num_local_experts - 1
         shard = "" if self.ffn_shard[1] == 1 else f", shard {self.ffn_shard[0]} of {self.ffn_shard[1]}"
+        config = self.config
         return (
-            f"experts {self.expert_offset}..{last} of {self.config.num_experts}, hidden_size={self.config.hidden_size}, "
-            f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={self.config.activation}"
+            f"experts {self.expert_offset}..{last} of {config.num_experts}, hidden_size={config.hidden_size}, "
+            f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={config.activation}, mlp_impl={config.mlp_impl}"
         )

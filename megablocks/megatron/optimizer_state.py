@@ -1,7 +1,7 @@
 """Resuming Megatron's distributed optimizer where neither apex nor Transformer Engine is installed.
 
 Without them Megatron uses torch's AdamW, whose state holds a `step` tensor for each parameter. megatron-core 0.19.2
-handles that in three places in ways that stop a resume or, worse, let it go on wrongly:
+handles that in four places in ways that stop a resume or, worse, let it go on wrongly:
 
 1. `DistributedOptimizer.state_dict` asserts that all steps agree, which an optimizer that has not stepped yet (as when
    a checkpoint is loaded) cannot satisfy: its state is filled with zeros and step 0 first, as AdamW itself would.
@@ -9,6 +9,8 @@ handles that in three places in ways that stop a resume or, worse, let it go on 
    (it travels in the parameter groups): it is left alone.
 3. `load_state_dict` gives all parameters one and the same `step` tensor, to which AdamW then adds one for each
    parameter in a single step; the bias correction is silently wrong from then on: each parameter gets its own copy.
+4. `_set_main_param_and_optimizer_states` also copies into the float32 parameters in place, which autograd refuses for
+   a view of a parameter (any optimizer, without mixed precision): it copies without autograd.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ def _without_steps(original: Any) -> Any:
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         if _is_torch_adam(self) and "step" not in tensors:
             tensors = {**tensors, "step": None}  # the original skips what is no tensor
-        original(self, model_param, tensors)
+        with torch.no_grad():
+            original(self, model_param, tensors)
 
     return set_states

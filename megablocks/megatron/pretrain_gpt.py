@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 _STARTED = time.time()
+_WAIT_TO_BE_ENDED_S = 20.0
 _NEEDED = ("torch", "triton", "psutil", "six", "regex", "yaml", "pydantic", "omegaconf", "tqdm", "matplotlib")
 
 
@@ -128,7 +129,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.utils import print_rank_0
 
-    from megablocks.megatron import data, gpt, optimizer_state
+    from megablocks.megatron import checkpoint_io, data, gpt, optimizer_state
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
@@ -136,6 +137,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     reporter = Reporter(args, Path(run_dir) if run_dir else None, _unigram_entropy(args))
     _announce(args, run_dir)
     optimizer_state.install()
+    checkpoint_io.write_in_process(args)
     guards.install()
     reporter.install()
     heartbeat = None
@@ -191,6 +193,11 @@ def _unigram_entropy(args: Any) -> float | None:
 
 
 def _fail(message: str, code: int, speak: bool) -> int:
+    if not speak and "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends every rank once one has ended, which must be one that has spoken. Whoever is still here after
+        # the wait met this error alone.
+        time.sleep(_WAIT_TO_BE_ENDED_S)
+        speak = True
     if speak:
         print(f"pretrain_gpt: {message}", file=sys.stderr, flush=True)
     return code

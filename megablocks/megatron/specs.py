@@ -18,6 +18,7 @@ from megablocks.megatron import cpu
 cpu.install()
 cpu.skip_compile_helpers()
 
+from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
@@ -45,7 +46,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     settings = settings_of(config)
     block = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=config.transformer_impl == "transformer_engine",
+        use_transformer_engine=config.transformer_impl == "transformer_engine" and HAVE_TE,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,

@@ -1,6 +1,7 @@
 """Token dispatchers: bring each (token, expert) pair to the rank that holds the expert, and its output back.
 
-    x (T, H), Routing ─ sort by expert ─▶ rows (V, H) ─ all-to-all ─▶ sort by local expert ─ experts ─▶ and all the way back ─▶ y (T, H)
+    x (T, H), Routing ─ sort by expert ─▶ rows (V, H) ─ all-to-all ─▶ sort by local expert ─ experts ─▶ (…, H)
+                                                       and all the way back, weighted and summed ─▶ y (T, H)
 
 Both dispatchers have one method, `run(x, routing, experts) -> y`, and nothing else knows how experts are spread.
 

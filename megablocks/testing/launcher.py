@@ -25,6 +25,8 @@ _PRELOAD = [
     "megablocks.layers.moe",
     "megablocks.layers.experts",
     "megablocks.parallel.dispatcher",
+    "megablocks.testing.oracle",
+    "megablocks.testing.poison",
 ]
 
 
@@ -43,6 +45,7 @@ def _rank_main(
 ) -> None:
     import torch
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore
 
     try:
         torch.set_num_threads(1)
@@ -51,7 +54,7 @@ def _rank_main(
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         dist.init_process_group(
             backend,
-            store=dist.FileStore(store_path, world_size),
+            store=FileStore(store_path, world_size),
             rank=rank,
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout),
@@ -73,7 +76,7 @@ def run_distributed_test(
     world_size: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = 90.0,
+    timeout: float = 150.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `world_size` processes that form the default process group.

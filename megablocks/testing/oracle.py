@@ -62,7 +62,7 @@ def experts_oracle(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; the plain norm of `actual` where `expected` is zero, NaN counts as inf."""
+    """‖actual − expected‖ / ‖expected‖ in float64; ‖actual‖ where `expected` is zero. NaN counts as inf."""
     difference, scale = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     error = difference / scale if scale else difference
     return float("inf") if error != error else error

@@ -42,7 +42,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHON": sys.executable, **environment}
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "STEPS"):
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "STEPS", "FLAGS"):
         if name not in environment:
             variables.pop(name, None)
     command = ["bash", str(script), *arguments]
@@ -126,6 +126,8 @@ def test_L1_positional_arguments_and_environment_reach_the_command() -> None:
     words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", NGPU="3", STEPS="9", DATA_PREFIX="/d")
     assert _option(words, "--nproc-per-node") == "3" and _flags(words)["--train-iters"] == "9"
     assert "--standalone" in words
+    words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", FLAGS="--log-interval 10 --no-bf16")
+    assert words[-3:] == ["--log-interval", "10", "--no-bf16"]
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "6001"}
     words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", **several)
     got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
@@ -204,6 +206,19 @@ def test_L5_an_occupied_port_is_one_line(data: Path, tmp_path: Path, recorder: d
         assert done.returncode == 0, done.stderr
     done = _run(SMOKE, str(tmp_path / "free"), DATA_PREFIX=str(data), NGPU="1", MASTER_PORT=port, **recorder)
     assert done.returncode == 0, done.stderr
+
+
+def test_L5_a_failed_run_ends_with_the_drivers_own_line(data: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/bash\ncase "$*" in *torch.distributed.run*) echo "pretrain_gpt: lr=-1: must be > 0" >&2\n'
+        f'echo "Traceback: noise" >&2; exit 1;; *) exec "{sys.executable}" "$@";; esac\n'
+    )
+    python.chmod(0o755)
+    done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", PYTHON=str(python))
+    assert done.returncode == 1
+    assert done.stderr == "dmoe.sh: failed: pretrain_gpt: lr=-1: must be > 0\n"
+    assert "Traceback: noise" in (tmp_path / "run/train.log").read_text()
 
 
 def test_L5_several_machines_need_an_address(data: Path, tmp_path: Path) -> None:

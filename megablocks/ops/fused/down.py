@@ -54,7 +54,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     pre, gate_pre, w, offsets = ctx.saved_tensors
     d_pre = d_gate = dw = None
-    if w is not None:
+    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
         d_act = grouped_mm_op(dy, w.transpose(1, 2), offsets)
         d_pre, d_gate = activation_backward_op(d_act, pre, gate_pre, ctx.name, ctx.approximate)
         d_gate = None if gate_pre is None else d_gate

@@ -145,8 +145,9 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
-    dx = None if w is None else grouped_mm_op(dy, w.transpose(1, 2), offsets)
-    dw = None if x is None else weight_gradient(x, dy, offsets, ctx.transposed)
+    need_x, need_w = ctx.needs_input_grad[:2]  # asked again: a caller may want one gradient of two
+    dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
+    dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
     return dx, dw, None
 
 

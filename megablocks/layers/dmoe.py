@@ -1,0 +1,27 @@
+"""`dMoE`: a mixture of experts that never drops a token and never pads (MegaBlocks, arXiv 2211.15841)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.layers.base import MoEBase
+from megablocks.ops.routing.dispatch import Routing
+
+
+class dMoE(MoEBase):  # noqa: N801
+    """Dropless mixture of experts: every expert computes all the tokens that were sent to it, however many.
+
+    Arguments as in `MoEBase`. The capacity factor of `Arguments` is ignored, as in megablocks 0.10; that of a
+    `MoEConfig` must be None.
+    """
+
+    def _checked_config(self, config: MoEConfig) -> MoEConfig:
+        if config.capacity_factor is not None and self.arguments is None:
+            raise ConfigError(f"capacity_factor={config.capacity_factor!r}: must be None for dMoE, or use MoE")
+        return config.replace(capacity_factor=None)
+
+    def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        dropped = torch.zeros((), dtype=torch.int64, device=x.device)
+        return self.dispatcher.run(x, routing, self.experts), {"dropped": dropped}

@@ -1,0 +1,129 @@
+"""The losses of layers built from `Arguments`, recorded for the functions by which megablocks 0.10's callers get them.
+
+New code does not need this: `forward_with_aux` returns the losses with the output. Here `forward` leaves what the two
+batched losses need, and the caller adds them up once a step, then clears:
+
+    loss = loss + batched_load_balancing_loss(args) + sum(batched_router_zloss(args))
+    loss.backward(); clear_load_balancing_loss(); clear_router_zloss()
+
+A layer run again in backward (activation checkpointing) is not recorded a second time.
+"""
+
+from __future__ import annotations
+
+import collections
+import warnings
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from megablocks.layers.arguments import Arguments
+
+T = TypeVar("T")
+
+# More than any stage has layers: who reaches it never clears, and would keep every step's graph alive.
+LIMIT = 1024
+
+
+class Recorder(Generic[T]):
+    """At most `LIMIT` entries, the oldest dropped first with one warning."""
+
+    def __init__(self, name: str, clear: str) -> None:
+        self._entries: collections.deque[T] = collections.deque(maxlen=LIMIT)
+        self._name, self._clear, self._warned = name, clear, False
+
+    def record(self, entry: T) -> None:
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a checkpointed layer being recomputed
+            return
+        if len(self._entries) == LIMIT and not self._warned:
+            self._warned = True
+            message = f"{LIMIT} {self._name} recorded and never cleared; call {self._clear}() once a step"
+            warnings.warn(message, stacklevel=2)
+        self._entries.append(entry)
+
+    def entries(self) -> list[T]:
+        return list(self._entries)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+
+_load_balancing: Recorder[tuple[Tensor, Tensor]] = Recorder("load-balancing losses", "clear_load_balancing_loss")
+_router_logits: Recorder[Tensor] = Recorder("router logits", "clear_router_zloss")
+
+
+def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
+    """Record one layer's (tokens per expert (E,), scores (T, E))."""
+    _load_balancing.record(loss)
+
+
+def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
+    """What was recorded since the last clear: (tokens per expert (E,), scores (T, E)) of each layer, in order."""
+    return _load_balancing.entries()
+
+
+def clear_load_balancing_loss() -> None:
+    """Forget the recorded (tokens per expert, scores), and let go of their graphs."""
+    _load_balancing.clear()
+
+
+def save_router_logits(logits: Tensor) -> None:
+    """Record one router's logits (T, E)."""
+    _router_logits.record(logits)
+
+
+def clear_router_zloss() -> None:
+    """Forget the recorded logits, and let go of their graphs."""
+    _router_logits.clear()
+
+
+def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
+    """E·weight / (layers·tokens·K) · Σ ⟨tokens per expert, mean scores⟩ over the layers recorded; float32 scalar.
+
+    Source: megablocks 0.10, layers/moe.py.
+
+    Raises:
+        ValueError: when the number of recorded layers is not that of this pipeline stage, or shapes disagree.
+    """
+    if args.moe_loss_weight == 0:
+        return 0.0
+    recorded = get_load_balancing_loss()
+    expected = args.num_layers // args.pipeline_model_parallel_size
+    if args.num_layers_per_virtual_pipeline_stage is not None:
+        expected = args.num_layers_per_virtual_pipeline_stage
+    if len(recorded) != expected:
+        raise ValueError(
+            f"load-balancing losses recorded: {len(recorded)}, must be {expected} with num_layers={args.num_layers}, "
+            f"pipeline_model_parallel_size={args.pipeline_model_parallel_size}, "
+            f"num_layers_per_virtual_pipeline_stage={args.num_layers_per_virtual_pipeline_stage}; "
+            "clear_load_balancing_loss() is due once a step"
+        )
+    tokens = recorded[0][1].shape[0]
+    for counts, scores in recorded:
+        if counts.shape != (args.moe_num_experts,) or scores.shape != (tokens, args.moe_num_experts):
+            raise ValueError(
+                f"moe_num_experts={args.moe_num_experts}: a layer recorded tokens_per_expert {tuple(counts.shape)} "
+                f"and scores {tuple(scores.shape)}, must be (E,) and ({tokens}, E)"
+            )
+    # Of no tokens the mean is 0, and so is the loss; the sum keeps the graph.
+    mean_scores = torch.cat([scores.float().sum(dim=0) for _, scores in recorded]) / max(tokens, 1)
+    all_counts = torch.cat([counts for counts, _ in recorded]).to(mean_scores.dtype)
+    scale = args.moe_num_experts * args.moe_loss_weight / (args.num_layers * max(tokens, 1) * args.moe_top_k)
+    return scale * torch.dot(all_counts, mean_scores)
+
+
+def batched_router_zloss(args: Arguments) -> Tensor | float:
+    """moe_zloss_weight · mean over tokens of logsumexp(logits)², one value a recorded router, (layers,) float32.
+
+    Source: megablocks 0.10, layers/router.py.
+    """
+    if args.moe_zloss_weight == 0:
+        warnings.warn("batched_router_zloss called with moe_zloss_weight=0", stacklevel=2)
+        return 0.0
+    recorded = _router_logits.entries()
+    if not recorded:
+        raise ValueError("router logits recorded: 0, must be one a layer; call this after forward and before clearing")
+    return args.moe_zloss_weight * torch.stack(
+        [torch.logsumexp(logits.float(), dim=1).square().sum() / max(logits.shape[0], 1) for logits in recorded]
+    )

@@ -1,0 +1,410 @@
+"""A tiny GPT on real megatron-core, trained in any parallel layout from weights and data that do not depend on it.
+
+Every rank fills its parameters from their global tensors (drawn under a seed made from the tensor's name) through the
+model's own sharded_state_dict, and returns gradients or weights the same way. So what is compared between layouts is
+the whole: attributes, collectives, schedules and checkpoint offsets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import zlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours."""
+
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    ep: int = 1
+    etp: int = 1
+    micro_batch: int = 1
+    distributed_optimizer: bool = False
+    overlap: bool = False
+    recompute: str = ""
+    dtype: str = "float32"
+    layers: int = 4
+    model: tuple[tuple[str, Any], ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+
+    def but(self, **changes: Any) -> Layout:
+        return dataclasses.replace(self, **changes)
+
+
+@dataclass
+class Trained:
+    """What a run leaves: `losses` and `norms` a step, the first step's gradients, aux metrics a step, the load."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    grads: list[tuple] = field(default_factory=list)
+    weights: list[tuple] = field(default_factory=list)
+    aux: list[dict[str, float]] = field(default_factory=list)
+    load: torch.Tensor | None = None
+
+
+def sample(index: int) -> torch.Tensor:
+    """Sequence `index` of a noisy affine chain: learnable, and the same in every layout."""
+    generator = torch.Generator().manual_seed(1000 + index)
+    noise = torch.rand(SEQ, generator=generator)
+    other = torch.randint(VOCAB, (SEQ,), generator=generator).tolist()
+    tokens = [int(torch.randint(VOCAB, (1,), generator=generator))]
+    for position in range(SEQ):
+        tokens.append(other[position] if noise[position] < 0.1 else (5 * tokens[-1] + 3) % VOCAB)
+    return torch.tensor(tokens)
+
+
+def initialize(layout: Layout) -> None:
+    """Model-parallel groups and seeds; may be called again in the same processes."""
+    if dist.get_backend() == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a machine with a GPU, too, several ranks test the CPU path
+    logging.getLogger().setLevel(logging.WARNING)
+    from megablocks.megatron import cpu, optimizer_state
+
+    cpu.install()
+    optimizer_state.install()
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    parallel_state.destroy_model_parallel()
+    parallel_state.initialize_model_parallel(
+        layout.tp,
+        layout.pp,
+        layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+    )
+    torch.manual_seed(1)
+    model_parallel_cuda_manual_seed(1)
+    destroy_moe_metrics_tracker()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def transformer_config(layout: Layout) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megablocks.megatron.settings import MegaBlocksSettings
+
+    dtype = getattr(torch, layout.dtype)
+    values: dict[str, Any] = dict(
+        num_layers=layout.layers,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=48,
+        num_moe_experts=4,
+        moe_ffn_hidden_size=48,
+        moe_router_topk=2,
+        moe_token_dispatcher_type="alltoall",
+        moe_router_load_balancing_type="aux_loss",
+        moe_aux_loss_coeff=0.02,
+        moe_z_loss_coeff=1e-3,
+        add_bias_linear=False,
+        use_cpu_initialization=not torch.cuda.is_available(),
+        persist_layer_norm=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bf16=dtype is torch.bfloat16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=layout.vpp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=layout.etp,
+        sequence_parallel=layout.tp > 1,
+    )
+    if layout.vpp is not None:
+        values |= dict(overlap_p2p_comm=True, batch_p2p_comm=False)
+    if layout.recompute == "full":
+        values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    elif layout.recompute:
+        values |= dict(recompute_granularity="selective", recompute_modules=layout.recompute.split(","))
+    config = TransformerConfig(**(values | dict(layout.model)))
+    config.megablocks = MegaBlocksSettings(**dict(layout.settings))
+    return config
+
+
+def build_model(layout: Layout) -> tuple[Any, list[Any]]:
+    """(config, DDP-wrapped model chunks) with layout-independent weights."""
+    from megatron.core import parallel_state as mpu
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.module import Float16Module
+
+    from megablocks.megatron.specs import block_spec
+
+    config = transformer_config(layout)
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=layout.distributed_optimizer,
+        overlap_grad_reduce=layout.overlap,
+        overlap_param_gather=layout.overlap and layout.distributed_optimizer,
+        grad_reduce_in_fp32=True,
+        bucket_size=5000 if layout.overlap else None,
+    )
+    chunks = []
+    for stage in range(layout.vpp or 1):
+        vp_stage = stage if layout.vpp else None
+        model: Any = GPTModel(
+            config,
+            block_spec(config, vp_stage=vp_stage),
+            VOCAB,
+            SEQ,
+            pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            share_embeddings_and_output_weights=True,
+            position_embedding_type="rope",
+            vp_stage=vp_stage,
+        )
+        if torch.cuda.is_available():
+            model.cuda()
+        fill_weights(model)
+        if layout.dtype == "bfloat16":
+            model = Float16Module(config, model)
+        chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
+    if layout.overlap:
+        config.no_sync_func = [c.no_sync for c in chunks] if layout.vpp else chunks[0].no_sync
+        if layout.pp > 1:
+            config.grad_sync_func = [c.start_grad_sync for c in chunks] if layout.vpp else chunks[0].start_grad_sync
+    return config, chunks
+
+
+def build_optimizer(layout: Layout, chunks: list[Any], lr: float = 3e-3) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optimizer_config = OptimizerConfig(
+        optimizer="adam",
+        lr=lr,
+        weight_decay=0.0,
+        clip_grad=1.0,
+        bf16=layout.dtype == "bfloat16",
+        params_dtype=getattr(torch, layout.dtype),
+        use_distributed_optimizer=layout.distributed_optimizer,
+    )
+    return get_megatron_optimizer(optimizer_config, chunks)
+
+
+def sharded_entries(model: Any) -> list[Any]:
+    """The model's sharded tensors and factories that hold parameters."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+    entries = nested_values(model.sharded_state_dict(metadata={}))
+    return [
+        entry
+        for entry in entries
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and isinstance(entry.data, torch.nn.Parameter)
+    ]
+
+
+def _pieces(entry: Any, data: torch.Tensor) -> list[Any]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    entry = dataclasses.replace(entry, data=data)
+    if isinstance(entry, ShardedTensorFactory):
+        built = entry.build()
+        return list(nested_values(built)) if isinstance(built, (dict, list)) else [built]
+    return [entry]
+
+
+@torch.no_grad()
+def fill_weights(model: Any) -> None:
+    for entry in sharded_entries(model):
+        for piece in _pieces(entry, entry.data.data):
+            generator = torch.Generator().manual_seed(zlib.crc32(piece.key.encode()))
+            full = 0.1 * torch.randn(piece.global_shape, generator=generator)
+            if "norm" in piece.key and piece.key.endswith("weight"):
+                full += 1
+            part = full[tuple(slice(o, o + n) for o, n in zip(piece.global_offset, _span(piece), strict=True))]
+            piece.data.copy_(part.view_as(piece.data))
+
+
+def _span(piece: Any) -> tuple[int, ...]:
+    return (1,) * piece.prepend_axis_num + tuple(piece.local_shape)
+
+
+@torch.no_grad()
+def global_pieces(chunks: list[Any], of: Any) -> list[tuple]:
+    """(name, global shape, offset, span, values) of `of(parameter)` for every parameter on this rank."""
+    out = []
+    for chunk in chunks:
+        model = chunk.module.module if type(chunk.module).__name__ == "Float16Module" else chunk.module
+        for entry in sharded_entries(model):
+            if not entry.data.requires_grad:
+                continue
+            for piece in _pieces(entry, of(entry.data)):
+                values = piece.data.detach().float().cpu().numpy().copy()
+                span = _span(piece)
+                out.append((piece.key, tuple(piece.global_shape), tuple(piece.global_offset), span, values))
+    return out
+
+
+def assemble(by_rank: list[list[tuple]], tolerance: float = 1e-6) -> dict[str, np.ndarray]:
+    """Global tensors from the pieces of all ranks: complete, and equal wherever ranks overlap."""
+    tensors: dict[str, np.ndarray] = {}
+    for pieces in by_rank:
+        for key, shape, offset, span, values in pieces:
+            tensor = tensors.setdefault(key, np.full(shape, np.nan, dtype=np.float32))
+            place = tuple(slice(o, o + n) for o, n in zip(offset, span, strict=True))
+            values = values.reshape(span)
+            there = tensor[place]
+            known = ~np.isnan(there)
+            scale = max(np.abs(values).max(initial=0), 1e-12)
+            assert np.all(np.abs(there - values)[known] <= tolerance * scale), f"{key}: ranks disagree at {offset}"
+            tensor[place] = values
+    for key, tensor in tensors.items():
+        assert not np.isnan(tensor).any(), f"{key}: some of it is on no rank"
+    return tensors
+
+
+def worst_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tuple[float, str]:
+    """(largest relative norm of a - b over tensors, its name). `b` is the reference."""
+    assert a.keys() == b.keys(), a.keys() ^ b.keys()
+    floor = 1e-6 * max(float(np.linalg.norm(t)) for t in b.values())
+    worst = (0.0, "")
+    for key, reference in b.items():
+        error = float(np.linalg.norm(a[key] - reference)) / max(float(np.linalg.norm(reference)), floor)
+        worst = max(worst, (error, key))
+    return worst
+
+
+def _main_grad(optimizer: Any, layout: Layout) -> Any:
+    """A parameter's reduced gradient; with the distributed optimizer, put together from the ranks that hold parts."""
+    from megatron.core import parallel_state as mpu
+
+    def of(parameter: torch.nn.Parameter) -> torch.Tensor:
+        grad = parameter.main_grad
+        if not layout.distributed_optimizer:
+            return grad
+        expert = not getattr(parameter, "allreduce", True)
+        group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group()
+        total = torch.zeros_like(grad)
+        for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+            if parameter in part.model_param_gbuf_map:
+                with contextlib.suppress(KeyError):  # this rank holds nothing of it
+                    span = part._get_model_param_range_map(parameter)["param"]
+                    total.view(-1)[span.start : span.end] = grad.view(-1)[span.start : span.end]
+        dist.all_reduce(total, group=group)
+        return total
+
+    return of
+
+
+class Trainer:
+    """A model, its optimizer and a step counter; `step()` trains one global batch."""
+
+    def __init__(self, layout: Layout, lr: float = 3e-3) -> None:
+        from megatron.core.distributed import finalize_model_grads
+
+        self.layout = layout
+        initialize(layout)
+        self.config, self.chunks = build_model(layout)
+        self.optimizer = build_optimizer(layout, self.chunks, lr)
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
+        self.done = 0
+
+    def step(self, keep: Trained, *, grads: bool = False, padding_mask: torch.Tensor | None = None) -> None:
+        from megatron.core import parallel_state as mpu
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        layout, size = self.layout, self.layout.micro_batch
+        dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
+        micro_batches = GLOBAL_BATCH // (size * dp)
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+
+        def batches() -> Any:
+            for j in range(micro_batches):
+                first = self.done * GLOBAL_BATCH + (j * dp + rank) * size
+                batch = torch.stack([sample(first + q) for q in range(size)]).to(device)
+                yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
+
+        def forward(iterator: Any, model: Any) -> Any:
+            tokens, labels = next(iterator)
+            position = torch.arange(SEQ, device=device).expand(size, -1)
+            output = model(tokens, position, None, labels=labels, padding_mask=padding_mask)
+
+            def loss_of(losses: torch.Tensor) -> Any:
+                loss = losses.float().mean()
+                return loss, {"lm loss": loss.detach().clone()}
+
+            return output, loss_of
+
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        reduced = get_forward_backward_func()(
+            forward_step_func=forward,
+            data_iterator=[batches() for _ in self.chunks] if layout.vpp else batches(),
+            model=self.chunks if layout.vpp else self.chunks[0],
+            num_microbatches=micro_batches,
+            seq_length=SEQ,
+            micro_batch_size=size,
+            forward_only=False,
+        )
+        if grads:
+            keep.grads = global_pieces(self.chunks, _main_grad(self.optimizer, layout))
+        _, norm, _ = self.optimizer.step()
+        loss = torch.zeros(1, device=device)
+        if mpu.is_pipeline_last_stage(ignore_virtual=True):
+            loss += torch.stack([r["lm loss"] for r in reduced]).mean() / dp / layout.tp
+        dist.all_reduce(loss)
+        keep.losses.append(float(loss))
+        keep.norms.append(float(norm))
+        aux: dict[str, Any] = {}
+        get_moe_metrics_tracker().report(
+            1 / micro_batches,
+            self.done,
+            total_loss_dict=aux,
+            force_initialize=True,
+            num_layers=layout.layers,
+            track_names=list(self._losses()),
+        )
+        keep.aux.append({name: float(value) for name, value in aux.items()})
+        self.done += 1
+
+    def _losses(self) -> list[str]:
+        names = {
+            "aux_loss": "load_balancing_loss",
+            "seq_aux_loss": "seq_load_balancing_loss",
+            "global_aux_loss": "global_load_balancing_loss",
+        }
+        kind, config = self.config.moe_router_load_balancing_type, self.config
+        out = [names[kind]] if kind in names and config.moe_aux_loss_coeff else []
+        return out + (["z_loss"] if config.moe_z_loss_coeff else [])
+
+
+def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
+    """Train on this rank's part; gradients are those of the first step."""
+    from megablocks.megatron.load import gather_load
+
+    trainer, result = Trainer(layout), Trained()
+    for step in range(steps):
+        trainer.step(result, grads=step == 0)
+    if weights:
+        result.weights = global_pieces(trainer.chunks, lambda parameter: parameter.data)
+    result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
+    return result
+
+
+def train_all(layouts: list[tuple[str, Layout]], steps: int = 1) -> dict[str, Trained]:
+    """Train each layout in turn in these processes."""
+    return {name: train(layout, steps) for name, layout in layouts}

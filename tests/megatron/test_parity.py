@@ -1,0 +1,152 @@
+"""With copied weights our layer is Megatron's own MoELayer with SequentialMLP: output, losses, every gradient."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megablocks.testing.launcher import run_distributed_test
+
+CASES: dict[str, dict[str, Any]] = {
+    "gelu_top1": dict(moe_router_topk=1, moe_router_pre_softmax=True),
+    "gelu_top2_softmax_after": dict(),
+    "gelu_top2_softmax_before": dict(moe_router_pre_softmax=True),
+    "swiglu": dict(activation_func=F.silu, gated_linear_unit=True),
+    "geglu_scaled": dict(gated_linear_unit=True, moe_router_topk_scaling_factor=2.5, moe_router_pre_softmax=True),
+    "relu_top3_seq_aux": dict(activation_func=F.relu, moe_router_topk=3, moe_router_load_balancing_type="seq_aux_loss"),
+    "global_aux": dict(moe_router_load_balancing_type="global_aux_loss"),
+    "two_aux_losses": dict(
+        moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.02, 0.01]
+    ),
+    "shared_expert": dict(moe_shared_expert_intermediate_size=40),
+    "shared_expert_gated": dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_gate=True),
+    "sigmoid_groups_bias": dict(
+        moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+        moe_router_num_groups=2,
+        moe_router_group_topk=1,
+        num_moe_experts=8,
+    ),
+    "sigmoid_top1": dict(moe_router_score_function="sigmoid", moe_router_topk=1),
+    "expert_biases": dict(add_bias_linear=True, bias_activation_fusion=False),
+    "glu_biases": dict(
+        add_bias_linear=True, bias_activation_fusion=False, gated_linear_unit=True, activation_func=F.silu
+    ),
+    "padding": dict(),
+    "router_fp64": dict(moe_router_dtype="fp64"),
+    # by way of Megatron's own routing
+    "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
+    "quantile_balancing": dict(moe_router_load_balancing_type="quantile_balancing", moe_aux_loss_coeff=0.0),
+    "sqrtsoftplus": dict(moe_router_score_function="sqrtsoftplus"),
+    "megatron_capacity": dict(moe_expert_capacity_factor=0.7),
+    "megatron_capacity_position": dict(moe_expert_capacity_factor=0.5, moe_token_drop_policy="position"),
+}
+
+
+def _copy_weights(theirs: Any, ours: Any) -> None:
+    with torch.no_grad():
+        ours.router.load_state_dict(theirs.router.state_dict())
+        if theirs.shared_experts is not None:
+            ours.shared_experts.load_state_dict(theirs.shared_experts.state_dict())
+        for name, value in _expert_tensors(theirs, lambda parameter: parameter.data).items():
+            getattr(ours.experts.core, name).copy_(value.view_as(getattr(ours.experts.core, name)))
+
+
+def _expert_tensors(theirs: Any, of: Any) -> dict[str, torch.Tensor]:
+    """Megatron's per-expert linear layers in our layout; `of` gives the weights or their gradients."""
+    config, out = theirs.config, {}
+    experts = theirs.experts.local_experts
+    up = torch.stack([of(e.linear_fc1.weight) for e in experts])  # (E, I or 2I, H)
+    halves = up.chunk(2, dim=1) if config.gated_linear_unit else (up,)
+    for name, half in zip(("w1", "v1"), halves, strict=False):
+        out[name] = half.reshape(-1, config.hidden_size)
+    out["w2"] = torch.stack([of(e.linear_fc2.weight).t() for e in experts]).reshape(-1, config.hidden_size)
+    if config.add_bias_linear:
+        bias = torch.stack([of(e.linear_fc1.bias) for e in experts])
+        halves = bias.chunk(2, dim=1) if config.gated_linear_unit else (bias,)
+        out |= dict(zip(("b1", "c1"), halves, strict=False))
+        out["b2"] = torch.stack([of(e.linear_fc2.bias) for e in experts])
+    return out
+
+
+def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-12))
+
+
+def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
+    """Relative norm of the difference of everything that the two layers produce."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+
+    from megablocks.megatron.settings import MegaBlocksSettings
+    from megablocks.megatron.specs import _moe_layer
+
+    config = harness.transformer_config(harness.Layout(model=tuple(fields.items())))
+    theirs_builder = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    torch.manual_seed(3)
+    theirs = theirs_builder(config=config)
+    ours = _moe_layer(theirs_builder, MegaBlocksSettings())(config=copy.deepcopy(config))
+    _copy_weights(theirs, ours)
+    for expert in theirs.experts.local_experts:  # Megatron adds the bias in place into a view, which autograd refuses
+        expert.linear_fc2.register_forward_hook(lambda module, args, out: (out[0].clone(), out[1]))
+    x = torch.randn(24, 2, config.hidden_size)
+    upstream = torch.randn_like(x)
+    bias = torch.linspace(-0.2, 0.2, config.num_moe_experts)
+    padding = torch.zeros(2, 24, dtype=torch.bool)
+    if name == "padding":  # its output is not compared: Megatron computes padding, we skip it
+        padding[:, 18:] = True
+        upstream[18:] = 0
+    results = []
+    for layer in (theirs, ours):
+        destroy_moe_metrics_tracker()
+        layer.train()
+        layer.set_layer_number(2)
+        if config.moe_router_enable_expert_bias:
+            layer.router.expert_bias.copy_(bias)
+        inputs = x.clone().requires_grad_()
+        out, out_bias = layer(inputs, padding_mask=padding if name == "padding" else None)
+        assert out_bias is None
+        (out * upstream).sum().backward()
+        values = {"output": out[:18] if name == "padding" else out, "dx": inputs.grad}
+        values |= {f"router.{n}": p.grad for n, p in layer.router.named_parameters()}
+        if layer.shared_experts is not None:
+            values |= {f"shared.{n}": p.grad for n, p in layer.shared_experts.named_parameters()}
+        if layer is ours:
+            values |= {n: p.grad for n, p in layer.experts.core.named_parameters()}
+        else:
+            values |= _expert_tensors(layer, lambda parameter: parameter.grad)
+        values |= {f"logged {n}": m.values.clone() for n, m in get_moe_metrics_tracker().metrics.items()}
+        if config.moe_router_enable_expert_bias:
+            values["tokens counted for the bias"] = layer.router.local_tokens_per_expert
+        results.append(values)
+    reference, mine = results
+    assert reference.keys() == mine.keys()
+    return {key: _relative(mine[key].flatten(), reference[key].flatten()) for key in reference}
+
+
+def _compare_all(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    harness.initialize(harness.Layout())
+    out = {}
+    for name, fields in cases.items():
+        try:
+            out[name] = _compare(name, fields)
+        except Exception as error:
+            out[name] = {f"{type(error).__name__}: {error}": float("inf")}
+    return out
+
+
+@pytest.fixture(scope="module")
+def differences() -> dict[str, dict[str, float]]:
+    return run_distributed_test(_compare_all, 1, CASES)[0]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_layer_equals_megatrons_sequential_mlp(differences: dict[str, dict[str, float]], case: str) -> None:
+    worst = {name: error for name, error in differences[case].items() if not error <= 1e-5}
+    assert not worst
+    assert len(differences[case]) >= 5  # output, dx, router, w1, w2

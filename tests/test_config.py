@@ -1,0 +1,128 @@
+"""MoEConfig: what it refuses, and that every refusal is one line that names field, value and what is allowed."""
+
+import dataclasses
+import json
+
+import pytest
+
+from megablocks.config import ACTIVATIONS, GLU_ACTIVATIONS, ConfigError, MoEConfig
+
+BASE = dict(hidden_size=16, ffn_hidden_size=32, num_experts=8)
+
+BAD = [
+    ({"hidden_size": 0}, "hidden_size=0: must be an integer >= 1"),
+    ({"hidden_size": 16.0}, "hidden_size=16.0: must be an integer >= 1"),
+    ({"hidden_size": True}, "hidden_size=True: must be an integer >= 1"),
+    ({"num_experts": -1}, "num_experts=-1: must be an integer >= 1"),
+    ({"top_k": 9}, "top_k=9: must be at most num_experts=8"),
+    ({"top_k": None}, "top_k=None: must be an integer >= 1"),
+    ({"activation": "swish"}, f"activation='swish': must be one of {', '.join(ACTIVATIONS)}"),
+    ({"gelu_approximate": "erf"}, "gelu_approximate='erf': must be one of tanh, none"),
+    ({"mlp_impl": "sparse"}, "mlp_impl='sparse': must be one of auto, reference, grouped"),
+    ({"router_type": "hash"}, "router_type='hash': must be one of topk, expert_choice"),
+    ({"score_function": "relu"}, "score_function='relu': must be one of softmax, sigmoid"),
+    ({"softmax_order": "before"}, "softmax_order='before': must be one of before_topk, after_topk"),
+    ({"load_balancing_scope": "dp"}, "load_balancing_scope='dp': must be one of local, global"),
+    ({"capacity_rule": "gshard"}, "capacity_rule='gshard': must be one of megablocks, tutel"),
+    ({"mlp_bias": 1}, "mlp_bias=1: must be True or False"),
+    ({"output_bias": "no"}, "output_bias='no': must be True or False"),
+    ({"recompute_activation": None}, "recompute_activation=None: must be True or False"),
+    ({"uniform_assignment": 0}, "uniform_assignment=0: must be True or False"),
+    ({"expert_score_bias": 1}, "expert_score_bias=1: must be True or False"),
+    ({"shared_expert_gate": 1}, "shared_expert_gate=1: must be True or False"),
+    ({"load_balancing_loss_weight": -0.1}, "load_balancing_loss_weight=-0.1: must be a finite number >= 0"),
+    ({"z_loss_weight": float("nan")}, "z_loss_weight=nan: must be a finite number >= 0"),
+    ({"init_std": float("inf")}, "init_std=inf: must be a finite number >= 0"),
+    ({"output_init_std": "0.1"}, "output_init_std='0.1': must be a finite number >= 0"),
+    ({"expert_score_bias_rate": -1}, "expert_score_bias_rate=-1: must be a finite number >= 0"),
+    ({"top_k_scaling": 0}, "top_k_scaling=0: must be a finite number > 0"),
+    ({"normalize_top_k": 0}, "normalize_top_k=0: must be a finite number > 0"),
+    ({"jitter_eps": 1.0}, "jitter_eps=1.0: must be below 1, or the router's input may change sign"),
+    ({"jitter_eps": -0.1}, "jitter_eps=-0.1: must be a finite number >= 0"),
+    ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
+    ({"capacity_factor": "1"}, "capacity_factor='1': must be a finite number"),
+    ({"num_groups": 4}, "group_top_k=None: num_groups and group_top_k are given together or not at all"),
+    ({"group_top_k": 1}, "num_groups=None: num_groups and group_top_k are given together or not at all"),
+    ({"num_groups": 3, "group_top_k": 1}, "num_groups=3: must divide num_experts=8"),
+    ({"num_groups": 4, "group_top_k": 5}, "group_top_k=5: must be at most num_groups=4"),
+    (
+        {"num_groups": 4, "group_top_k": 1, "top_k": 3},
+        "top_k=3: must be at most 2, the experts in group_top_k=1 groups",
+    ),
+    (
+        {"num_groups": 4, "group_top_k": 2, "router_type": "expert_choice"},
+        "num_groups=4: needs router_type='topk'",
+    ),
+    (
+        {"router_type": "expert_choice", "expert_score_bias": True},
+        "expert_score_bias=True: needs router_type='topk': expert choice is balanced by construction",
+    ),
+    (
+        {"router_type": "expert_choice", "uniform_assignment": True},
+        "uniform_assignment=True: needs router_type='topk': expert choice is balanced by construction",
+    ),
+    (
+        {"router_type": "expert_choice", "normalize_top_k": 1.0},
+        "normalize_top_k=1.0: needs router_type='topk', where each token has K weights",
+    ),
+    ({"shared_expert_gate": True}, "shared_expert_gate=True: needs shared_expert_hidden_size"),
+    ({"shared_expert_hidden_size": 0}, "shared_expert_hidden_size=0: must be an integer >= 1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[next(iter(c)) + str(i) for i, (c, _) in enumerate(BAD)])
+def test_L2_refusal_is_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        MoEConfig(**{**BASE, **changes})
+    assert str(error.value) == message
+    assert isinstance(error.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"top_k": 8},
+        {"num_experts": 1},
+        {"capacity_factor": 0},
+        {"capacity_factor": -1.0, "capacity_rule": "tutel"},
+        {"num_groups": 4, "group_top_k": 2, "top_k": 4},
+        {"router_type": "expert_choice", "score_function": "sigmoid"},
+        {"expert_score_bias": True, "score_function": "softmax"},
+        {"shared_expert_hidden_size": 64, "shared_expert_gate": True},
+        {"jitter_eps": 0},
+    ],
+)
+def test_accepts(changes):
+    config = MoEConfig(**{**BASE, **changes})
+    assert all(getattr(config, name) == value for name, value in changes.items())
+
+
+def test_unknown_and_missing_keys():
+    with pytest.raises(ConfigError, match=r"^topk=2: no such field, did you mean 'top_k'\?$"):
+        MoEConfig.from_dict({**BASE, "topk": 2})
+    with pytest.raises(ConfigError, match="^zzz=2: no such field$"):
+        MoEConfig.from_dict({**BASE, "zzz": 2})
+    with pytest.raises(ConfigError, match="^num_experts=None: is required$"):
+        MoEConfig.from_dict({"hidden_size": 1, "ffn_hidden_size": 1})
+
+
+def test_round_trip_and_replace():
+    config = MoEConfig(**BASE, top_k=2, capacity_factor=1.25)
+    assert MoEConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    changed = config.replace(top_k=4)
+    assert (changed.top_k, config.top_k) == (4, 2)
+    with pytest.raises(ConfigError, match="^top_k=9:"):
+        config.replace(top_k=9)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.top_k = 3
+    assert hash(config) == hash(config.replace())
+
+
+def test_gated_follows_the_activation():
+    gated = tuple(a for a in ACTIVATIONS if MoEConfig(**BASE, activation=a).is_gated)
+    assert gated == GLU_ACTIVATIONS
+
+
+def test_every_field_is_documented():
+    for field in dataclasses.fields(MoEConfig):
+        assert field.name in (MoEConfig.__doc__ or ""), field.name
