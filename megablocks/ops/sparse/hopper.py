@@ -166,9 +166,8 @@ def sdd(
     if n == 0:
         return out
     tile = tile or choose_sdd(k, run)
-    c = _Plan(
-        **vars(tile), a_k_major=bool(k_major(a, 1)), b_k_major=bool(k_major(b, 0)), sparse_out=True, run=tile.BN // BLOCK
-    )
+    majors = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
+    c = _Plan(**vars(tile), **majors, sparse_out=True, run=tile.BN // BLOCK)
     assert run % c.run == 0, "a tile of two blocks needs them side by side"
     sdd_kernel[(_multiprocessors(a.device.index),)](
         *_operands(a, b, out.view(-1, BLOCK), c),

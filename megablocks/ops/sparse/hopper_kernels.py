@@ -41,7 +41,7 @@ def _rounds(tiles):
 
 @gluon.jit
 def _line_of_round(i, tiles, work_ptr, dense_tiles):
-    """Line of S, its first and end block, and the tile along the dense operand; of the last tile when i is beyond it."""
+    """Line of S, its first and end block, and the tile along the dense operand; the last tile's if i is beyond."""
     tile = gl.minimum(_tile_of_round(i), tiles - 1)
     line = tile // dense_tiles
     at = work_ptr + 4 * line
@@ -294,8 +294,10 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["last", "k_steps"])
-def sdd_kernel(a_desc, b_desc, o_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr, num_warps: gl.constexpr):
-    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: how many blocks are used."""
+def sdd_kernel(
+    a_desc, b_desc, o_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr, num_warps: gl.constexpr
+):
+    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks."""
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     gl.warp_specialize(
         [
@@ -316,7 +318,7 @@ def spmm_kernel(
     a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles, entries, c: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """work_ptr: a line of S per four ints; index_ptr, block_ptr: what its blocks meet, and, by column, where they are."""
+    """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are."""
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     gl.warp_specialize(
         [

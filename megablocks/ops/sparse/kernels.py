@@ -23,7 +23,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["last", "k_size"])
+@triton.jit(do_not_specialize=["last"])
 def _sdd_kernel(
     a_ptr, b_ptr, out_ptr, rows_ptr, cols_ptr, offsets_ptr, last, k_size, a_m, a_k, b_k, b_n,
     B: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
@@ -52,13 +52,13 @@ def _sdd_kernel(
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize=["size", "dense_tiles"])
+@triton.jit(do_not_specialize=["dense_tiles"])
 def _spmm_kernel(
     data_ptr, dense_ptr, out_ptr, work_ptr, index_ptr, block_ptr, size, dense_tiles, dense_k, dense_d, out_l, out_d,
     B: tl.constexpr, T: tl.constexpr, D: tl.constexpr, K: tl.constexpr, LEFT: tl.constexpr, BY_COLUMN: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """dense_k, dense_d: the dense operand's strides along the reduction and along the result; out_l, out_d: the result's."""
+    """Strides of the dense operand along the reduction (dense_k) and the result (dense_d), of the result (out_*)."""
     PARTS: tl.constexpr = B // T
     STEPS: tl.constexpr = B // K
     pid = tl.program_id(0)
@@ -113,7 +113,7 @@ def _topology_kernel(
     row_work, column_work, block_rows,
     E: tl.constexpr, F: tl.constexpr, B: tl.constexpr, E_POW2: tl.constexpr, F_POW2: tl.constexpr,
 ):  # fmt: skip
-    """One program a block row, then one an expert. F blocks a row; every program repeats the prefix sum over experts."""
+    """One program a block row, then one an expert; F blocks a row. Each repeats the prefix sum over experts."""
     pid = tl.program_id(0)
     e = tl.arange(0, E_POW2)
     real = e < E
@@ -139,23 +139,22 @@ def _topology_kernel(
         tl.store(offsets + pid + 1, last)
         if pid == 0:
             tl.store(offsets, 0)
-        _store_work(row_work + 4 * pid, pid, first, last, True)
+        _store_work(row_work + 4 * pid, pid, first, last, first >= 0)
     else:
-        expert = pid - block_rows
-        end = tl.sum(tl.where(e == expert, ends, 0), 0)
-        start = tl.max(tl.where(e < expert, ends, 0), 0)
-        before = tl.cumsum((rows + B - 1) // B, 0) - (rows + B - 1) // B
-        heights = ends - tl.minimum(before, block_rows)
-        height = end - start
+        mine = pid - block_rows
+        stop = tl.sum(tl.where(e == mine, ends, 0), 0)
+        begin = tl.max(tl.where(e < mine, ends, 0), 0)
+        heights = ends - tl.minimum(tl.cumsum((rows + B - 1) // B, 0) - (rows + B - 1) // B, block_rows)
+        height = stop - begin
         # longest first, equal ones in order
-        rank = tl.sum((real & ((heights > height) | ((heights == height) & (e < expert)))).to(tl.int32), 0)
-        first = start * F + j * height
-        tl.store(offsets_t + expert * F + j, first, mask=in_row)
-        _store_work(column_work + 4 * (rank * F + j), expert * F + j, first, first + height, in_row)
-        tl.store(padded_offsets + expert + 1, end * B)
-        if expert == 0:
+        rank = tl.sum((real & ((heights > height) | ((heights == height) & (e < mine)))).to(tl.int32), 0)
+        entries = begin * F + j * height
+        tl.store(offsets_t + mine * F + j, entries, mask=in_row)
+        _store_work(column_work + 4 * (rank * F + j), mine * F + j, entries, entries + height, in_row)
+        tl.store(padded_offsets + mine + 1, stop * B)
+        if mine == 0:
             tl.store(padded_offsets, 0)
-        if expert == E - 1:
+        if mine == E - 1:
             tl.store(offsets_t + E * F, used * F)
             if block_rows == 0:
                 tl.store(offsets, 0)
@@ -192,9 +191,7 @@ def _settings(t: Tensor, block_size: int) -> dict[str, object]:
     )  # fmt: skip
 
 
-def sdd(
-    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, block_size: int
-) -> Tensor:
+def sdd(a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, block_size: int) -> Tensor:
     """Values (n, B, B) of a (M, K) · b (K, N) at the used blocks. Unused blocks are not written."""
     n = row_indices.shape[0]
     out = torch.empty(n, block_size, block_size, dtype=a.dtype, device=a.device)

@@ -2,11 +2,11 @@
 
 Legend: B block size, n blocks (static: the room in `data`), u ≤ n used blocks, block row = B rows, block column alike.
 
-Blocks stand in row order. `offsets` says which belong to a block row (CSR), `row_indices` and `column_indices` where each
-one stands (COO, so that a product with a sparse result needs one program a block and no search). The transpose is an
-index alone: `block_offsets_t` lists the same blocks in column order, values never move (Gale et al., MegaBlocks,
-arXiv 2211.15841, section 5.1.2). Blocks from offsets[-1] on are room that the pattern does not use: their row and column
-are −1 and no kernel reads their values.
+Blocks stand in row order. `offsets` says which belong to a block row (CSR), `row_indices` and `column_indices` where
+each one stands (COO, so that a product with a sparse result needs one program a block and no search). The transpose is
+an index alone: `block_offsets_t` lists the same blocks in column order, values never move (Gale et al., MegaBlocks,
+arXiv 2211.15841, section 5.1.2). Blocks from offsets[-1] on are room that the pattern does not use: their row and
+column are −1 and no kernel reads their values.
 """
 
 from __future__ import annotations
@@ -125,9 +125,10 @@ class Matrix:
         (block_rows, block_columns), size = self.stored_grid, self.block_size
         used = self.row_indices >= 0
         # unused blocks go to a spare place; their contents may be anything, NaN included
-        place = torch.where(used, self.row_indices.long() * block_columns + self.column_indices, block_rows * block_columns)
+        spare = block_rows * block_columns
+        place = torch.where(used, self.row_indices.long() * block_columns + self.column_indices, spare)
         values = torch.where(used[:, None, None], self.data, torch.zeros((), dtype=self.dtype, device=self.device))
-        blocks = values.new_zeros(block_rows * block_columns + 1, size, size).index_copy(0, place, values)
+        blocks = values.new_zeros(spare + 1, size, size).index_copy(0, place, values)
         dense = blocks[:-1].view(block_rows, block_columns, size, size).transpose(1, 2)
         dense = dense.reshape(block_rows * size, block_columns * size)
         return dense.t() if self.transposed else dense
@@ -147,7 +148,7 @@ class Matrix:
         )
         for name in ("row_indices", "column_indices", "offsets", "offsets_t"):
             if not torch.equal(getattr(self, name), getattr(want, name)):
-                raise ValueError(f"{name} does not describe a matrix of {block_rows}x{block_columns} blocks in row order")
+                raise ValueError(f"{name} does not describe {block_rows}x{block_columns} blocks in row order")
         used = int(self.offsets[-1])
         for name in ("column_indices_t", "block_offsets_t"):
             if not torch.equal(getattr(self, name)[:used], getattr(want, name)[:used]):
@@ -173,11 +174,13 @@ class Matrix:
         used = int(self.offsets[-1])
         size = torch.Size(side * self.block_size for side in self.stored_grid)
         narrow = torch.int16 if max(self.stored_grid) < 2**15 else torch.int32
-        data = torch.empty(used, self.block_size, self.block_size, device="meta") if self.data is None else self.data[:used]
+        no_data = torch.empty(used, self.block_size, self.block_size, device="meta")
+        data = no_data if self.data is None else self.data[:used]
         rows, columns, columns_t = (
             t[:used].to(narrow) for t in (self.row_indices, self.column_indices, self.column_indices_t)
         )
-        out = stk.Matrix(size, data, rows, columns, self.offsets, columns_t, self.offsets_t, self.block_offsets_t[:used])
+        by_column = columns_t, self.offsets_t, self.block_offsets_t[:used]
+        out = stk.Matrix(size, data, rows, columns, self.offsets, *by_column)
         return out.t() if self.transposed else out
 
     @classmethod
@@ -190,9 +193,7 @@ class Matrix:
         transposed = not other.is_contiguous()
         rows, columns = reversed(tuple(other.size())) if transposed else tuple(other.size())
         data = other.data
-        out = from_coordinates(
-            (rows, columns), other.row_indices, other.column_indices, block_size=data.shape[-1], num_blocks=data.shape[0]
-        )
+        out = from_coordinates((rows, columns), other.row_indices, other.column_indices, block_size=data.shape[-1])
         if data.device.type != "meta":
             out = out.with_data(data)
         return out.t() if transposed else out
@@ -205,7 +206,9 @@ class Matrix:
             ValueError: `dense` is no matrix or its sides are no multiples of block_size.
         """
         if dense.dim() != 2 or dense.shape[0] % block_size or dense.shape[1] % block_size:
-            raise ValueError(f"dense is {tuple(dense.shape)}, must be (rows, columns), multiples of block_size={block_size}")
+            raise ValueError(
+                f"dense is {tuple(dense.shape)}, must be 2-D with sides that block_size={block_size} divides"
+            )
         rows, columns = (side // block_size for side in dense.shape)
         blocks = dense.reshape(rows, block_size, columns, block_size).transpose(1, 2)
         place = (blocks != 0).any(-1).any(-1).nonzero()
@@ -237,7 +240,7 @@ def from_coordinates(
 
     def offsets(line: Tensor, lines: int) -> Tensor:
         out = torch.zeros(lines + 1, dtype=torch.int32, device=device)
-        out[1:] = torch.zeros(lines, dtype=torch.int64, device=device).scatter_add_(0, line, torch.ones_like(line)).cumsum(0)
+        out[1:] = torch.bincount(line, minlength=lines).cumsum(0)
         return out
 
     def padded(t: Tensor) -> Tensor:

@@ -42,9 +42,7 @@ def _sdd_ref(a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, 
     return out
 
 
-def _spmm_ref(
-    data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool
-) -> Tensor:
+def _spmm_ref(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool) -> Tensor:
     row_indices, column_indices, offsets, _, offsets_t = indices[:5]
     acc, block_size = accumulation_dtype(data.dtype), data.shape[-1]
     lines, others = (column_indices, row_indices) if by_column else (row_indices, column_indices)
@@ -107,9 +105,7 @@ def _(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) ->
 
 
 @torch.library.custom_op("megablocks::sparse_spmm", mutates_args=())
-def _spmm(
-    data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int
-) -> Tensor:
+def _spmm(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
     if not data.is_cuda:
         return _spmm_ref(data, dense, indices, sparse_left, by_column)
     _, column_indices, _, column_indices_t, _, block_offsets_t, row_work, column_work = indices
@@ -189,7 +185,7 @@ def sdd(a: Tensor, b: Tensor, pattern: Matrix) -> Matrix:
     """a · b at the used blocks of `pattern`.
 
     Args:
-        a: (M, K), b: (K, N): bfloat16, float16 or float32 (float64 on the CPU), of any strides; transposed views are free.
+        a: (M, K), b: (K, N): bfloat16, float16 or float32 (float64 on the CPU); any strides, transposed views are free.
         pattern: Matrix (M, N), whose values, if any, are ignored.
 
     Returns:

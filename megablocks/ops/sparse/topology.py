@@ -129,7 +129,7 @@ def topology(
     """
     if expert_offsets.dim() != 1 or expert_offsets.shape[0] < 2 or expert_offsets.dtype != torch.int32:
         raise ValueError(
-            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}, must be (E+1,) torch.int32, E >= 1"
+            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}, must be (E+1,) torch.int32"
         )
     if block_size not in BLOCK_SIZES:
         raise ValueError(f"block_size={block_size}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
