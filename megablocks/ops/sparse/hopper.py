@@ -105,6 +105,11 @@ def _is_hopper(device: int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+def is_available(device: int = 0) -> bool:
+    """Whether the kernels can run on this CUDA device: Hopper, and a Triton with the Gluon they were written for."""
+    return torch.cuda.is_available() and _is_hopper(device) and _has_gluon()
+
+
 def k_major(t: Tensor, dim: int) -> bool | None:
     """Whether a matrix's reduction dimension `dim` is the contiguous one; None where TMA cannot read it at all."""
     unit = 16 // t.element_size()

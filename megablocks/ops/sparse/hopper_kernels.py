@@ -14,6 +14,8 @@ Tiles are dealt to the programs in rounds, every other round backwards: with the
 Matrix.column_work) a program that drew a long line in one round draws a short one in the next.
 """
 
+# mypy: allow-untyped-defs
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (

@@ -7,7 +7,11 @@ Legend: B block size, T tile along a block (≤ 128), D tile along the dense ope
 Operands come with their strides, so a transpose costs no copy; offsets into them are 64-bit.
 """
 
+# mypy: allow-untyped-defs
+
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -180,7 +184,7 @@ def fill_topology(
     )  # fmt: skip
 
 
-def _settings(t: Tensor, block_size: int) -> dict[str, object]:
+def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
     """Tile sizes and launch options: three stages of a 128 × 128 tile are 96 KiB, what every architecture has."""
     tile = min(block_size, 128)
     wide = t.dtype == torch.float32

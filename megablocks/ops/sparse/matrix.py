@@ -11,6 +11,7 @@ column are −1 and no kernel reads their values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -206,14 +207,31 @@ class Matrix:
             ValueError: `dense` is no matrix or its sides are no multiples of block_size.
         """
         if dense.dim() != 2 or dense.shape[0] % block_size or dense.shape[1] % block_size:
-            raise ValueError(
-                f"dense is {tuple(dense.shape)}, must be 2-D with sides that block_size={block_size} divides"
-            )
+            raise ValueError(f"dense is {tuple(dense.shape)}, must be 2-D, its sides multiples of {block_size}")
         rows, columns = (side // block_size for side in dense.shape)
         blocks = dense.reshape(rows, block_size, columns, block_size).transpose(1, 2)
         place = (blocks != 0).any(-1).any(-1).nonzero()
-        out = from_coordinates(tuple(dense.shape), place[:, 0], place[:, 1], block_size=block_size)
+        out = from_coordinates((dense.shape[0], dense.shape[1]), place[:, 0], place[:, 1], block_size=block_size)
         return out.with_data(blocks[place[:, 0], place[:, 1]].contiguous())
+
+
+def from_indices(shape: tuple[int, int], indices: Sequence[Tensor], *, block_size: int = 128, run: int = 1) -> Matrix:
+    """The pattern whose `Matrix.indices` these are."""
+    rows, columns, offsets, columns_t, offsets_t, block_offsets_t, row_work, column_work = indices
+    return Matrix(
+        shape,
+        None,
+        rows,
+        columns,
+        offsets,
+        columns_t,
+        offsets_t,
+        block_offsets_t,
+        row_work,
+        column_work,
+        block_size,
+        run,
+    )
 
 
 def from_coordinates(
@@ -249,7 +267,7 @@ def from_coordinates(
     by_row, by_column = offsets(rows, block_rows), offsets(columns, block_columns)
     order = torch.sort(columns, stable=True).indices
     return Matrix(
-        tuple(shape), None, padded(rows), padded(columns), by_row, padded(rows[order]), by_column, padded(order),
+        shape, None, padded(rows), padded(columns), by_row, padded(rows[order]), by_column, padded(order),
         _work(by_row), _work(by_column), block_size,
     )  # fmt: skip
 
@@ -269,7 +287,7 @@ def _check_data(data: Tensor, shape: tuple[int, int, int], device: torch.device)
 
 def _stk() -> Any:
     try:
-        import stk
+        import stk  # type: ignore[import-not-found, unused-ignore]
     except Exception as error:  # its kernels do not import with every Triton
         raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
     return stk

@@ -110,12 +110,13 @@ def _spmm(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool,
         return _spmm_ref(data, dense, indices, sparse_left, by_column)
     _, column_indices, _, column_indices_t, _, block_offsets_t, row_work, column_work = indices
     data, dense = data.contiguous(), _strided(dense)
-    lines = (column_work, column_indices_t, block_offsets_t) if by_column else (row_work, column_indices, None)
+    work, index = (column_work, column_indices_t) if by_column else (row_work, column_indices)
+    places = block_offsets_t if by_column else None
     if hopper.supports(data.shape[-1], data, dense):
-        return hopper.spmm(data, dense, *lines, sparse_left)
+        return hopper.spmm(data, dense, work, index, places, sparse_left)
     from . import kernels
 
-    return kernels.spmm(data, dense, *lines, sparse_left)
+    return kernels.spmm(data, dense, work, index, places, sparse_left)
 
 
 @_spmm.register_fake

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .matrix import BLOCK_SIZES, Matrix
+from .matrix import BLOCK_SIZES, Matrix, from_indices
 
 
 class Topology(NamedTuple):
@@ -147,5 +147,6 @@ def topology(
     packed = _topology(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
     padded_offsets, *indices = _unpack(packed, _sizes(experts, blocks_per_row, block_rows))
     run = 2 if blocks_per_row % 2 == 0 else 1
-    pattern = Matrix((block_rows * block_size, experts * ffn_size), None, *indices, block_size=block_size, run=run)
+    shape = (block_rows * block_size, experts * ffn_size)
+    pattern = from_indices(shape, indices, block_size=block_size, run=run)
     return Topology(pattern, padded_offsets)
