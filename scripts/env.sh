@@ -25,21 +25,24 @@ _base_python() { # a Python >= 3.12 with venv: on PATH, else in pyenv. 3.12 firs
     return 1
 }
 
-_make_env() { # EXTRA…: .venv with this checkout installed in place
+_make_env() { # EXTRA…: .venv with this checkout installed in place; one that is there is completed, never cleared
     local base extras
     extras=$(IFS=, && echo "$*")
-    if base=$(_base_python); then
+    if "$_root/.venv/bin/python" -c 'import sys, pip; assert sys.version_info >= (3, 12)' 2>/dev/null; then
+        echo "env: completing $_root/.venv" >&2
+    elif base=$(_base_python); then
         echo "env: making $_root/.venv with $base" >&2
-        "$base" -m venv --clear "$_root/.venv" || return 1
+        "$base" -m venv "$_root/.venv" || return 1
     elif command -v uv >/dev/null; then
         echo "env: making $_root/.venv with uv" >&2
-        uv venv --quiet --clear --seed --python 3.12 "$_root/.venv" || return 1
+        uv venv --quiet --allow-existing --seed --python 3.12 "$_root/.venv" || return 1
     else
         echo "env: no Python >= 3.12 on PATH or in pyenv, and no uv: install one (\"pyenv install 3.12\" or \"pip install uv\") and run this again" >&2
         return 1
     fi
     echo "env: installing megablocks[$extras] (torch is a download of some gigabytes)" >&2
-    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input -e "${_root}[$extras]" >&2 || {
+    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+        -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" >&2 || {
         echo "env: pip could not install megablocks[$extras] into $_root/.venv; its message stands above" >&2
         return 1
     }

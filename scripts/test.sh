@@ -6,7 +6,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-args=(-n "${WORKERS:-2}" --dist loadgroup -q -r fE)
+args=(-n "${WORKERS:-2}" --dist loadgroup -r fE)
 if [ "${1:-}" = "--all" ]; then
     shift
     args+=(-m "slow or not slow")

@@ -40,6 +40,16 @@ def test_pins_do_not_contradict_each_other_or_what_runs_these_tests() -> None:
         assert specifier.contains(metadata.version(name), prereleases=True), f"{name}: {specifier}"
 
 
+def test_constraints_name_every_package_and_lie_within_the_pins() -> None:
+    lines = (ROOT / "scripts/constraints.txt").read_text().splitlines()
+    constraints = {canonicalize_name(r.name): r.specifier for r in map(Requirement, lines[2:])}
+    pins = _pins()
+    assert set(constraints) == set(pins)
+    for name, specifier in constraints.items():
+        (exact,) = specifier
+        assert exact.operator == "==" and pins[name].contains(exact.version), f"{name}{specifier}"
+
+
 def test_pins_of_megatron_core_and_ours_agree() -> None:
     pins = _pins()
     for text in metadata.requires("megatron-core") or []:

@@ -219,3 +219,11 @@ def drop(folder: Path | None) -> None:
     """Remove a folder that `make_room` put aside."""
     if folder is not None and folder.exists():
         shutil.rmtree(folder)
+
+
+def restore(folder: Path | None) -> None:
+    """Undo `make_room` after a save that failed: what was put aside takes its place again."""
+    if folder is not None and folder.exists():
+        place = folder.with_name(folder.name.removesuffix(".replaced"))
+        drop(place)
+        folder.rename(place)

@@ -113,7 +113,8 @@ def check_options(args: argparse.Namespace) -> None:
     if args.include is None and args.input == [STDLIB]:
         args.include = ["*.py"]
     args.include = args.include or []
-    args.workers = args.workers or len(os.sched_getaffinity(0))
+    if args.workers is None:
+        args.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     args.out = Path(os.path.abspath(args.out))
     if args.out.exists() and not args.overwrite and not (args.out.is_dir() and not any(args.out.iterdir())):
         refuse("out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")

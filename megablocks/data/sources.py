@@ -27,7 +27,7 @@ _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
 _STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """One document: its key, and its size in bytes as it lies in the source."""
 

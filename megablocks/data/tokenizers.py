@@ -47,6 +47,7 @@ class Tokenizer:
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
             self._hf = _load_hf(str(folder / spec.path))
+            self._hf.model_max_length = 1 << 60  # a document may be longer than a model's window: no warning
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: no begin, end or padding token."""
@@ -56,7 +57,8 @@ class Tokenizer:
 
 
 def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> TokenizerSpec:
-    """Train a byte-pair SentencePiece model of `vocab_size` ids on `texts`, lossless: every string decodes to itself.
+    """Train a byte-pair SentencePiece model of `vocab_size` ids on `texts`, lossless: every string decodes to itself
+    (but for U+2581, SentencePiece's own sign for a space).
 
     Whitespace is kept as it stands, runs of spaces may be pieces, newline is a piece, and characters that are not in
     the vocabulary become bytes. Byte-pair merging is a sequence of integer counts, so the model does not depend on

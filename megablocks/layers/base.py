@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,10 +71,10 @@ class MoEBase(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.arguments = config if isinstance(config, Arguments) else None
-        arguments = self.arguments
+        # A copy, checked again: later changes of the caller's object are not this layer's.
+        arguments = dataclasses.replace(config) if isinstance(config, Arguments) else None
+        self.arguments = arguments
         if arguments is not None:
-            arguments.validate()
             device = arguments.resolve_device() if device is None else device
             dtype = arguments.dtype if dtype is None else dtype
             if arguments.moe_expert_model_parallelism and expert_parallel_group is None:

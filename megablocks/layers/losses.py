@@ -6,7 +6,8 @@ batched losses need, and the caller adds them up once a step, then clears:
     loss = loss + batched_load_balancing_loss(args) + sum(batched_router_zloss(args))
     loss.backward(); clear_load_balancing_loss(); clear_router_zloss()
 
-A layer run again in backward (activation checkpointing) is not recorded a second time.
+A layer run again in backward (activation checkpointing) is not recorded a second time. Checkpoint with
+use_reentrant=False: the reentrant kind runs the recorded forward without a graph, so its losses train nothing.
 """
 
 from __future__ import annotations

@@ -20,7 +20,8 @@ class SharedExpert(nn.Module):
     Args:
         config: activation, hidden_size, shared_expert_hidden_size, shared_expert_gate.
         bias: biases in the linear layers.
-        linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, dtype=, **kwargs).
+        linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, **kwargs); another
+            one than torch's says its dtype in kwargs, by whatever name it has there.
     """
 
     def __init__(
@@ -38,7 +39,9 @@ class SharedExpert(nn.Module):
         if width is None:
             raise ValueError("shared_expert_hidden_size=None: must be an integer >= 1")
         self.config = config
-        kwargs = {"bias": bias, "device": device, "dtype": dtype, **(linear_kwargs or {})}
+        kwargs = {"bias": bias, "device": device, **(linear_kwargs or {})}
+        if linear is nn.Linear:
+            kwargs.setdefault("dtype", dtype)
         self.up_proj = linear(config.hidden_size, width, **kwargs)
         self.gate_proj = linear(config.hidden_size, width, **kwargs) if config.is_gated else None
         self.down_proj = linear(width, config.hidden_size, **kwargs)

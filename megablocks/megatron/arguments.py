@@ -174,6 +174,10 @@ def resolve(args: argparse.Namespace) -> None:
     for dest, (value, _) in chosen.items():
         setattr(args, dest, value)
     args.megablocks_automatic = {dest: f"{value} ({why})" for dest, (value, why) in chosen.items()}
+    if args.tensor_model_parallel_size * args.context_parallel_size > 1:
+        variable = "CUDA_DEVICE_MAX_CONNECTIONS"
+        if os.environ.setdefault(variable, "1") == "1":
+            args.megablocks_automatic[variable] = "1 (kernels start in the order of their launch)"
     check(args)
 
 
@@ -242,6 +246,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["gradient_accumulation_fusion"] = (False, why)
         out["no_persist_layer_norm"] = (True, why)
         out["masked_softmax_fusion"] = (False, why)
+    if importlib.util.find_spec("one_logger") is None:
+        out["enable_one_logger"] = (False, "one_logger is not installed")
     if not torch.cuda.is_available():
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
@@ -249,6 +255,9 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     if args.num_experts:
         out["add_bias_linear"] = (False, "experts without bias")
         out["moe_token_dispatcher_type"] = ("alltoall", "dropless")
+        if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
+            # the old fork's rule, and the only one for top-1, whose weight would else always be 1
+            out["moe_router_pre_softmax"] = (True, "softmax over all experts")
     if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")

@@ -55,7 +55,7 @@ def open_data(args: argparse.Namespace) -> str | None:
         if not first:
             return fingerprint(args.data_prefix)
         manifest, _ = verify_folder(args.data_prefix)
-        for split in ("train", "valid"):
+        for split in ("train", "valid") if args.eval_iters > 0 or args.full_validation else ("train",):
             _check_sample(manifest.prefix(split), manifest.splits[split]["tokens"], args)
         return manifest.fingerprint
     if not first:

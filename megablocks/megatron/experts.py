@@ -60,8 +60,6 @@ class MegaBlocksExperts(MegatronModule):
             parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
             parameter.partition_dim = 0  # type: ignore[attr-defined]
             parameter.partition_stride = 1  # type: ignore[attr-defined]
-        if self.core.b2 is not None and self.tp_group.rank() > 0:
-            self.core.b2.requires_grad_(False)  # added on the first shard only; elsewhere no gradient ever arrives
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Megatron's call, for its own MoELayer.

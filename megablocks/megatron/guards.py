@@ -20,12 +20,14 @@ from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import training
 from megatron.training.utils import print_rank_0
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError, SaveError
 from megablocks.config import ConfigError
 from megablocks.megatron.arguments import DriverSettings
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
+from megablocks.monitor.heartbeat import Heartbeat
 
 STATE = "megablocks.json"
 """File of a checkpoint with what Megatron's does not hold: the loss window and the data's fingerprint."""
@@ -43,6 +45,7 @@ class Guards:
         self.args, self.settings, self.fingerprint = args, settings, data_fingerprint
         self.window = LossWindow(settings.loss_spike_window, settings.loss_spike_factor)
         self.verifiable = False
+        self.heartbeat: Heartbeat | None = None
         self._sums: Tensor | None = None
         self._sentinels: LayerSentinels | None = None
         self._model: list[torch.nn.Module] = []
@@ -68,6 +71,8 @@ class Guards:
         self._sums[2] += ~torch.isfinite(loss)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.heartbeat is not None:
+            self.heartbeat.wait_until_known()
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
             self._model = model
@@ -78,18 +83,20 @@ class Guards:
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
+        """In place of `optimizer.step`. Costs one all-reduce of three numbers and one synchronisation a step."""
         sums, self._sums = self._sums, None
         if sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
+        loss_is_bad = sums[2].clone()
         if self.settings.nonfinite_guard and not self.args.fp16:  # with fp16 the loss scaler expects overflows
             for buffer in self._gradient_buffers():
                 sums[2] += is_bad(buffer)
-        local_loss_is_bad = sums[2:].clone()
+        is_bad_here = sums[2].clone()
         dist.all_reduce(sums)
         loss, tokens, bad = sums.tolist()
         step = self.args.curr_iteration + 1
         if bad and self.settings.nonfinite_guard:
-            raise NonFiniteError(self._describe(step, bool(local_loss_is_bad.item())))
+            raise NonFiniteError(self._describe(step, bool(loss_is_bad), bool(is_bad_here)))
         if self._sentinels is not None:
             self._sentinels.reset()
         mean = loss / tokens if tokens and not bad else math.nan
@@ -106,21 +113,21 @@ class Guards:
         chunks: list[Any] = [chunk for chunk in self._model if hasattr(chunk, "expert_parallel_buffers")]
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
-    def _describe(self, step: int, bad_here: bool) -> str:
-        where = None
-        if bad_here or self._sentinels is not None:
-            where = self._sentinels.first_bad() if self._sentinels is not None else None
-        rank_of_birth = where is not None
-        if where is None and bad_here:
+    def _describe(self, step: int, loss_is_bad: bool, is_bad_here: bool) -> str:
+        """One line, the same on every rank: the rank that saw it born earliest, and where. A collective call."""
+        born, where = self._sentinels.first_bad() if self._sentinels is not None else (None, None)
+        if born != "forward" and loss_is_bad:
+            born, where = "loss", "the loss"
+        if born is None and is_bad_here:
             named = (
                 (name, getattr(parameter, "main_grad", parameter.grad))
                 for chunk in self._model
                 for name, parameter in chunk.named_parameters()
             )
-            parameter = first_bad_parameter(named)
-            where = "the loss" if parameter is None else f"the gradient of {parameter.removeprefix('module.')}"
+            born, where = "gradient", f"the gradient of {first_bad_parameter(named) or 'some parameter'}"
+        order = ("forward", "loss", "backward", "gradient", None).index(born)
         reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (not rank_of_birth, dist.get_rank(), where))
+        dist.all_gather_object(reports, (order, dist.get_rank(), where))
         _, rank, where = min(report for report in reports if report[2] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped before the update{kept}"
@@ -135,7 +142,8 @@ class Guards:
             CheckpointError: the chosen checkpoint is damaged.
         """
         args, first = self.args, int(os.environ.get("RANK", 0)) == 0
-        if args.save and not args.load and (found := atomic.iterations(args.save)):
+        resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
+        if args.save and not resumes and (found := atomic.iterations(args.save)):
             raise ConfigError(
                 f"save={args.save!r}: holds a run's checkpoints up to iteration {found[-1]}; "
                 f"resume it with --load {args.save}, or choose an empty folder"
@@ -160,12 +168,18 @@ class Guards:
         folder = None
         if self.args.load and self.args.ckpt_step:
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
-            if self.verifiable and self.settings.verify_checkpoint:
-                _together(functools.partial(atomic.verify, folder, dist.get_rank(), dist.get_world_size()))
-            self._read_state(folder)
-        return original(*args, **kwargs)
+            _together(functools.partial(self._open, folder))
+        try:
+            return original(*args, **kwargs)
+        except AssertionError as error:  # Megatron's way to say that flags and checkpoint disagree
+            advice = (
+                "; give the run's own flags, or --override-opt-param-scheduler" if "ParamSched" in str(error) else ""
+            )
+            raise CheckpointError(f"{folder or self.args.load}: {' '.join(str(error).split())}{advice}") from error
 
-    def _read_state(self, folder: Path) -> None:
+    def _open(self, folder: Path) -> None:
+        if self.verifiable and self.settings.verify_checkpoint:
+            atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
         if not path.is_file():
             return
@@ -199,15 +213,16 @@ class Guards:
                 atomic.mark_complete(folder, iteration, merged)
                 atomic.drop(aside)
             dist.barrier()
-        except CheckpointError:
-            raise
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            if rank == 0:
+                atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
 
-    def _save_failure(self, root: Path, folder: Path, error: Exception) -> str:
+    def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
         survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
-        reason = " ".join(str(error).split()) or type(error).__name__
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # torch's end with the cause
+        reason = " ".join(lines[-1].split())
         return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
 
 

@@ -104,9 +104,9 @@ class MegaBlocksMoELayer(MoELayer):
         ranks, before = 1, None
         if rule == "megablocks" and group.size() > 1:  # counts the tokens of all ranks together, earlier ranks first
             ranks = group.size()
-            loads = load.new_empty(ranks, load.shape[0])
+            loads = load.new_empty(ranks * load.shape[0])
             torch.distributed.all_gather_into_tensor(loads, load.contiguous(), group=group)
-            before = loads[: group.rank()].sum(0)
+            before = loads.view(ranks, -1)[: group.rank()].sum(0)
         top_k = self.config.moe_router_topk
         capacity = capacity_of(rule, abs(factor), top_k, routing.num_tokens, load.shape[0], load, num_ranks=ranks)
         return apply_capacity(routing, capacity, before=before)

@@ -110,7 +110,10 @@ def prepare() -> tuple[Any, ...]:
 
     parsed: list[Any] = []
     try:
-        args = parse_and_validate_args(extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed))
+        args = parse_and_validate_args(
+            extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed),
+            args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
+        )
         settings = arguments.settings_from(args, arguments.DriverSettings)
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         guards = Guards(args, settings, data.open_data(args))
@@ -138,11 +141,13 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     _announce(args, run_dir)
     optimizer_state.install()
     checkpoint_io.write_in_process(args)
+    checkpoint_io.name_write_errors()
+    checkpoint_io.keep_random_state()
     guards.install()
     reporter.install()
     heartbeat = None
     if args.world_size > 1 and settings.hang_timeout > 0:
-        heartbeat = Heartbeat.from_environment(settings.hang_timeout)
+        heartbeat = guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
     set_startup_timestamps(program_start=_STARTED, main_entry=time.time())
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     code, failure = 0, None
@@ -164,7 +169,8 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
         if heartbeat is not None and failure is not None:
             heartbeat.fail(failure)
     reporter.finish()
-    print_rank_0(f"done at iteration {args.curr_iteration + 1}")
+    if not args.skip_train:
+        print_rank_0(f"done at iteration {args.curr_iteration + 1}")
     if heartbeat is not None:
         heartbeat.stop()
     dist.barrier()

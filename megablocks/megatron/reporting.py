@@ -77,7 +77,7 @@ class Reporter:
         self.history = History((run_dir or Path()) / "loss.csv", LOSS_COLUMNS)
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
-        self._device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        self._device_name = "cpu"
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
@@ -92,6 +92,8 @@ class Reporter:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
         self._model = model
+        if torch.cuda.is_available():  # asked before Megatron chose its device, this would start CUDA on the first
+            self._device_name = torch.cuda.get_device_name()
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
             past = self.history.series("tokens_dropped")[1]
@@ -135,6 +137,8 @@ class Reporter:
         for name, column in (("lm loss", "train_loss"), ("grad norm", "grad_norm"), ("learning rate", "learning_rate")):
             if name in values:
                 row[column] = values[name]
+        if values.get("number of skipped iterations") and not row.get("train_loss"):
+            row.pop("train_loss", None)  # Megatron prints 0 where every update of the interval was skipped
         text = f" tokens/s: {rate:.0f} |"
         used = mfu(rate, self.shape, self._device_name, dist.get_world_size())
         if used is not None:

@@ -1,8 +1,10 @@
 """Megatron's top-k router with our routing: the same parameters, losses and metrics; a `Routing`, no dense maps.
 
 Losses, z-loss, jitter, expert bias and their logging are Megatron's own methods, so their flags mean what they mean in
-Megatron. Settings that our functional routing lacks (sinkhorn, quantile balancing, replay, Megatron's own capacity,
-sqrt-softplus scores, Transformer Engine's fused router) run Megatron's routing, whose dense map becomes a `Routing`.
+Megatron. One trap stays with them: the gradient of its `global_aux_loss` is divided by the data-parallel size.
+
+Settings that our functional routing lacks (sinkhorn, quantile balancing, replay, Megatron's own capacity, sqrt-softplus
+scores, Transformer Engine's fused router) run Megatron's routing, whose dense map becomes a `Routing`.
 """
 
 from __future__ import annotations

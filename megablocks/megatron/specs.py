@@ -30,6 +30,7 @@ from megablocks.megatron import attention  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.experts import MegaBlocksExperts  # noqa: E402
 from megablocks.megatron.layer import MegaBlocksMoELayer  # noqa: E402
+from megablocks.megatron.model_config import check_without_engine  # noqa: E402
 from megablocks.megatron.norm import Norm  # noqa: E402
 from megablocks.megatron.router import CountingTopKRouter, MegaBlocksRouter  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
@@ -44,6 +45,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     """
     config = getattr(config, "transformer", config)
     settings = settings_of(config)
+    check_without_engine(config)
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine" and HAVE_TE,

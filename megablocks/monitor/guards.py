@@ -93,19 +93,20 @@ class LayerSentinels:
         self._forward.zero_()
         self._backward.zero_()
 
-    def first_bad(self) -> str | None:
-        """Where the first NaN or Inf of the step was born, None if no flag is up. Synchronises.
+    def first_bad(self) -> tuple[str, str] | tuple[None, None]:
+        """("forward" or "backward", where) of the step's first NaN or Inf, (None, None) if no flag is up. Synchronises.
 
         Forward: the first layer whose output is bad. Backward only: the gradient of a layer's output is the work of
         the layers after it, so the last layer with a bad one lies just before the culprit.
         """
         forward, backward = self._forward.tolist(), self._backward.tolist()
         if any(forward):
-            return f"the output of {self.names[forward.index(True)]}"
+            return "forward", f"the output of {self.names[forward.index(True)]}"
         if any(backward):
             last = len(backward) - 1 - backward[::-1].index(True)
-            return f"the backward of {self.names[last + 1] if last + 1 < len(self.names) else 'the output layer'}"
-        return None
+            after = self.names[last + 1] if last + 1 < len(self.names) else "the output layer"
+            return "backward", f"the backward of {after}"
+        return None, None
 
 
 def first_bad_parameter(named_gradients: Iterable[tuple[str, Tensor | None]]) -> str | None:

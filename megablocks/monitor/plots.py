@@ -47,13 +47,17 @@ def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers:
 
     tokens: L rows of E token counts. layers: their L numbers.
     """
+    from matplotlib.colors import TwoSlopeNorm
+
     experts = len(tokens[0])
     shares = [[count * experts / max(sum(row), 1.0) for count in row] for row in tokens]
     figure = _figure(max(5.0, min(14.0, 0.35 * experts + 2.5)), max(2.5, min(12.0, 0.35 * len(layers) + 1.8)))
     axes = figure.add_subplot()
     highest = max(2.0, min(4.0, max(max(row) for row in shares)))
-    image = axes.imshow(shares, cmap="RdBu_r", vmin=2 - highest, vmax=highest, aspect="auto", interpolation="nearest")
+    norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=highest)
+    image = axes.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
     axes.set(xlabel="expert", ylabel="layer", title=title)
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_yticks(range(len(layers)), [str(number) for number in layers])
     figure.colorbar(image, ax=axes, label="tokens over the layer's mean")
     _save(figure, path)

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 
 UNARY = ("gelu", "silu", "relu", "relu2")
@@ -67,6 +68,10 @@ def activation_backward_ref(
 
 @torch.library.custom_op("megablocks::activation", mutates_args=())
 def activation_op(pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> Tensor:
+    if runs_triton(pre):
+        from megablocks.ops.activation_triton import activation_launch
+
+        return activation_launch(pre, gate_pre, name, approximate)
     return activation_ref(pre, gate_pre, name, approximate).contiguous()
 
 
@@ -79,14 +84,17 @@ def _(pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> Tens
 def activation_backward_op(
     grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str
 ) -> tuple[Tensor, Tensor]:
-    d_pre, d_gate = activation_backward_ref(grad, pre, gate_pre, name, approximate)
+    if runs_triton(pre):
+        from megablocks.ops.activation_triton import activation_backward_launch
+
+        d_pre, d_gate = activation_backward_launch(grad, pre, gate_pre, name, approximate)
+    else:
+        d_pre, d_gate = activation_backward_ref(grad, pre, gate_pre, name, approximate)
     return d_pre.contiguous(), pre.new_empty(0) if d_gate is None else d_gate.contiguous()
 
 
 @activation_backward_op.register_fake
-def _(
-    grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str
-) -> tuple[Tensor, Tensor]:
+def _(grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> tuple[Tensor, Tensor]:
     d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     return d_pre, pre.new_empty(0) if gate_pre is None else torch.empty_like(d_pre)
 

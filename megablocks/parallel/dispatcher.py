@@ -50,7 +50,9 @@ class AllToAllDispatcher:
     """Experts in contiguous blocks over the ranks of a group; optionally each expert's width cut over several ranks.
 
     A step makes one exchange of row counts (E integers, the one host synchronisation) and two all-to-alls of rows, each
-    with its counterpart in backward. Zero tokens on a rank, or on all, take the same path.
+    with its counterpart in backward. Zero tokens on a rank, or on all, take the same path. A collective of backward is
+    entered by the ranks whose autograd reaches it: x needs a gradient on all ranks or on none, and every rank's loss
+    must depend on y.
 
     Args:
         group: all ranks that share the experts, expert blocks × ffn shards.
@@ -117,7 +119,7 @@ class AllToAllDispatcher:
         expert = torch.arange(num_local, device=device).repeat(self.size)
         expert = torch.repeat_interleave(expert, received.flatten(), output_size=num_rows).int()
         row = torch.arange(num_rows, device=device, dtype=torch.int32)
-        return Dispatch(*build_dispatch_op(row, expert, num_rows, num_local))
+        return Dispatch(*build_dispatch_op(row, expert, num_rows, num_local, 1))
 
     def _sum_shards(self, outputs: Tensor, send: list[int]) -> Tensor:
         """Add the partial outputs of the shards of each block, which came back in the order of the group's ranks."""

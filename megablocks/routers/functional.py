@@ -65,9 +65,7 @@ def route(
     return dataclasses.replace(routing, losses=losses)
 
 
-def _token_choice(
-    logits: Tensor, config: MoEConfig, score_bias: Tensor | None, padding_mask: Tensor | None
-) -> Routing:
+def _token_choice(logits: Tensor, config: MoEConfig, score_bias: Tensor | None, padding_mask: Tensor | None) -> Routing:
     ids, weights = topk_weights(
         logits,
         config.top_k,

@@ -100,6 +100,18 @@ def test_D2_truncated_idx(prefix, keep):
         (HEADER.size + 48 + 32, struct.pack("<q", 5), "document boundaries"),
         (HEADER.size + 48 + 8, struct.pack("<q", 3), "document boundaries"),
     ],
+    ids=[
+        "magic",
+        "version",
+        "float dtype",
+        "unknown dtype",
+        "fewer sequences",
+        "2**60 sequences",
+        "no documents",
+        "first boundary",
+        "last boundary",
+        "falling boundaries",
+    ],
 )
 def test_D2_garbled_idx(prefix, offset, replacement, reason):
     edit(prefix.with_suffix(".idx"), offset, replacement)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TOOLS = ("bash", "dirname", "cat", "env", "mkdir", "rm")
+TOOLS = ("bash", "dirname", "cat", "env", "mkdir", "chmod")
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_L3_a_python_that_is_too_old_is_never_used(bare: Path) -> None:
     _script(bare / "bin/uv", f'echo "$@" >> "{bare}/uv.log"; exit 1\n')
     done = _bash(bare, USE)
     assert done.returncode == 1
-    assert (bare / "uv.log").read_text() == f"venv --quiet --clear --seed --python 3.12 {bare}/.venv\n"
+    assert (bare / "uv.log").read_text() == f"venv --quiet --allow-existing --seed --python 3.12 {bare}/.venv\n"
 
 
 def test_L3_a_python_in_pyenv_is_found_when_the_path_has_none(bare: Path) -> None:
@@ -93,10 +93,23 @@ def test_L3_a_python_in_pyenv_is_found_when_the_path_has_none(bare: Path) -> Non
 
 def test_L3_an_environment_is_made_with_the_extras_and_a_failed_install_says_so(bare: Path) -> None:
     stub = f'echo "$@" >> "{bare}/pip.log"\ncase "$*" in *pip*) exit 1;; esac\n'
-    made = f'if [ "$1" = -m ] && [ "$2" = venv ]; then mkdir -p "$4/bin"; cat "{bare}/stub" > "$4/bin/python"; fi\n'
+    copy = f'mkdir -p "$3/bin"; cat "{bare}/stub" > "$3/bin/python"; chmod +x "$3/bin/python"'
+    made = f'if [ "$1" = -m ] && [ "$2" = venv ]; then {copy}; fi\n'
     _script(bare / "stub", stub)
     _script(bare / "bin/python3.12", f'case "$1" in -c) echo "{bare}/bin/python3.12";; esac\n' + made)
-    done = _bash(bare, "umask 022; use_env megatron dev")
+    done = _bash(bare, "use_env megatron dev")
     assert done.returncode == 1
     assert f"making {bare}/.venv with {bare}/bin/python3.12" in done.stderr
     assert "installing megablocks[megatron,dev]" in done.stderr
+    assert f"pip could not install megablocks[megatron,dev] into {bare}/.venv" in done.stderr
+    assert f"-c {bare}/scripts/constraints.txt -e {bare}[megatron,dev]" in (bare / "pip.log").read_text()
+
+
+def test_L3_an_environment_that_lacks_an_extra_is_completed_not_remade(bare: Path) -> None:
+    # Its Python and pip work, only the pins do not hold yet; nothing else on the machine could make a new one.
+    pip = f'echo "$@" >> "{bare}/pip.log"; exit 1'
+    _script(bare / ".venv/bin/python", f'case "$*" in *check_env*) exit 1;; *" pip "*) {pip};; esac\n')
+    done = _bash(bare, "use_env megatron dev")
+    assert done.returncode == 1 and f"completing {bare}/.venv" in done.stderr
+    log = (bare / "pip.log").read_text()
+    assert f"-c {bare}/scripts/constraints.txt -e {bare}[megatron,dev]" in log

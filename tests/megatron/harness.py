@@ -24,7 +24,8 @@ SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours."""
+    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours; `expert_bias`:
+    what the routers' selection bias starts from."""
 
     tp: int = 1
     pp: int = 1
@@ -39,6 +40,7 @@ class Layout:
     layers: int = 4
     model: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    expert_bias: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
@@ -217,11 +219,10 @@ def _pieces(entry: Any, data: torch.Tensor) -> list[Any]:
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
-    entry = dataclasses.replace(entry, data=data)
     if isinstance(entry, ShardedTensorFactory):
-        built = entry.build()
+        built = dataclasses.replace(entry, data=data).build()
         return list(nested_values(built)) if isinstance(built, (dict, list)) else [built]
-    return [entry]
+    return [dataclasses.replace(entry, data=data, dtype=data.dtype)]
 
 
 @torch.no_grad()
@@ -317,11 +318,16 @@ class Trainer:
         initialize(layout)
         self.config, self.chunks = build_model(layout)
         self.optimizer = build_optimizer(layout, self.chunks, lr)
+        if layout.expert_bias:
+            for chunk in self.chunks:
+                for module in chunk.modules():
+                    if getattr(module, "expert_bias", None) is not None:
+                        module.expert_bias.copy_(torch.tensor(layout.expert_bias))
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.done = 0
 
-    def step(self, keep: Trained, *, grads: bool = False, padding_mask: torch.Tensor | None = None) -> None:
+    def step(self, keep: Trained, *, grads: bool = False) -> None:
         from megatron.core import parallel_state as mpu
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
@@ -340,7 +346,7 @@ class Trainer:
         def forward(iterator: Any, model: Any) -> Any:
             tokens, labels = next(iterator)
             position = torch.arange(SEQ, device=device).expand(size, -1)
-            output = model(tokens, position, None, labels=labels, padding_mask=padding_mask)
+            output = model(tokens, position, None, labels=labels)
 
             def loss_of(losses: torch.Tensor) -> Any:
                 loss = losses.float().mean()
@@ -376,7 +382,7 @@ class Trainer:
             total_loss_dict=aux,
             force_initialize=True,
             num_layers=layout.layers,
-            track_names=list(self._losses()),
+            track_names=self._losses(),
         )
         keep.aux.append({name: float(value) for name, value in aux.items()})
         self.done += 1
@@ -401,10 +407,40 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
         trainer.step(result, grads=step == 0)
     if weights:
         result.weights = global_pieces(trainer.chunks, lambda parameter: parameter.data)
-    result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
+    if trainer.config.num_moe_experts:
+        result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
     return result
 
 
-def train_all(layouts: list[tuple[str, Layout]], steps: int = 1) -> dict[str, Trained]:
-    """Train each layout in turn in these processes."""
-    return {name: train(layout, steps) for name, layout in layouts}
+def selected(request: Any, names: Any) -> list[str]:
+    """Those of `names` that parametrise a test of this module which is about to run."""
+    tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    values = {value for item in tests for value in item.callspec.params.values()}
+    return [name for name in names if name in values]
+
+
+class Failure(dict):
+    """Stands for results that were not to be had: each test that asks for one fails with the reason."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
+    def __missing__(self, key: str) -> Any:
+        raise self.error
+
+
+def on_ranks(fn: Any, world_size: int, *args: Any, **options: Any) -> dict[str, list[Any]]:
+    """Run `fn`, which returns results by name, on ranks of their own. Returns the ranks' results by name."""
+    from megablocks.testing.launcher import RankFailed, run_distributed_test
+
+    try:
+        ranks = run_distributed_test(fn, world_size, *args, **options)
+    except RankFailed as error:
+        return Failure(error)
+    return {name: [rank[name] for rank in ranks] for name in ranks[0]}
+
+
+def train_all(layouts: list[tuple[str, Layout, int]]) -> dict[str, Trained]:
+    """Train each (name, layout, steps) in turn in these processes."""
+    return {name: train(layout, steps) for name, layout, steps in layouts}

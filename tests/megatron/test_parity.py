@@ -39,6 +39,9 @@ CASES: dict[str, dict[str, Any]] = {
     ),
     "padding": dict(),
     "router_fp64": dict(moe_router_dtype="fp64"),
+    "jitter": dict(moe_input_jitter_eps=0.1),
+    "forced_balance": dict(moe_router_force_load_balancing=True),
+    "per_token_loss": dict(calculate_per_token_loss=True),
     # by way of Megatron's own routing
     "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
     "quantile_balancing": dict(moe_router_load_balancing_type="quantile_balancing", moe_aux_loss_coeff=0.0),
@@ -81,6 +84,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
     """Relative norm of the difference of everything that the two layers produce."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 
     from megablocks.megatron.settings import MegaBlocksSettings
@@ -109,6 +113,8 @@ def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
         if config.moe_router_enable_expert_bias:
             layer.router.expert_bias.copy_(bias)
         inputs = x.clone().requires_grad_()
+        torch.manual_seed(7)
+        model_parallel_cuda_manual_seed(7)
         out, out_bias = layer(inputs, padding_mask=padding if name == "padding" else None)
         assert out_bias is None
         (out * upstream).sum().backward()

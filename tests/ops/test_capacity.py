@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megablocks.ops.routing.capacity import apply_capacity, capacity_of, fullest_load
 from megablocks.ops.routing.dispatch import Routing, build_dispatch, count_valid, make_routing
+from megablocks.testing.launcher import run_distributed_test
 
 
 def _load(*counts):
@@ -47,9 +49,17 @@ def test_capacity_refuses_what_it_does_not_know():
         capacity_of("megablocks", -1.0, 1, 1, 1, _load(0))
 
 
-def test_fullest_load_of_one_rank_is_its_own():
-    load = _load(3, 1)
-    assert fullest_load(load, "tutel") is load
+def _combined_loads():
+    load = _load([3, 1, 0], [2, 5, 0])[dist.get_rank()]
+    group = dist.group.WORLD
+    return [fullest_load(load, rule, group).tolist() for rule in ("megablocks", "tutel")] + [load.tolist()]
+
+
+@pytest.mark.xdist_group("ranks")
+def test_load_over_ranks_is_counted_as_the_rule_counts():
+    assert fullest_load(_load(3, 1), "tutel").tolist() == [3, 1]
+    got = run_distributed_test(_combined_loads, 2)
+    assert got == [[[5, 6, 0], [3, 5, 0], [3, 1, 0]], [[5, 6, 0], [3, 5, 0], [2, 5, 0]]]  # the input untouched
 
 
 def test_R9_earliest_tokens_keep_their_place():

@@ -47,11 +47,11 @@ def _samples():
         "combine_unweighted": (combine_op, (t(R, H), None, *moves)),
         "combine_backward": (
             combine_backward_op,
-            (const(T, H), const(R, H), weight, d.pair, d.gather, d.token_offsets),
+            (const(T, H), const(R, H), weight, *moves),
         ),
         "combine_backward_frozen": (
             combine_backward_op,
-            (const(T, H), None, weight, d.pair, d.gather, d.token_offsets),
+            (const(T, H), None, weight, *moves),
         ),
         "rows_to_bins": (rows_to_bins_op, (t(R, H), offsets, 3)),
         "bins_to_rows": (bins_to_rows_op, (t(E, 3, H), offsets, R)),

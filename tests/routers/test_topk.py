@@ -1,5 +1,7 @@
 """Top-k selection and weights, against numbers worked by hand and plain loops."""
 
+import itertools
+
 import pytest
 import torch
 from torch.autograd import gradcheck
@@ -32,8 +34,9 @@ def test_ties_go_to_the_lowest_id():
     ],
 )
 def test_N3_ids_stay_in_range_and_distinct(row):
-    for dtype in (torch.float32, torch.float64):
-        ids, _ = topk_weights(torch.tensor([row, [1.0, 2.0, 3.0, 4.0]], dtype=dtype), 4)
+    for dtype, order in itertools.product((torch.float32, torch.float64), ("before_topk", "after_topk")):
+        logits = torch.tensor([row, [1.0, 2.0, 3.0, 4.0]], dtype=dtype)
+        ids, _ = topk_weights(logits, 4, softmax_order=order)
         assert sorted(ids[0].tolist()) == [0, 1, 2, 3]
         assert ids[1].tolist() == [3, 2, 1, 0]
 

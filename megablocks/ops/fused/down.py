@@ -36,7 +36,7 @@ def activate_and_project_ref(
 def activate_and_project_op(
     pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str
 ) -> Tensor:
-    return grouped_mm_op(activation_ref(pre, gate_pre, name, approximate), w, offsets)
+    return grouped_mm_op(activation_op(pre, gate_pre, name, approximate), w, offsets)
 
 
 @activate_and_project_op.register_fake

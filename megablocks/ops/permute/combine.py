@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -31,9 +32,7 @@ def _sum_slots_by_token(slots: Tensor, token_offsets: Tensor) -> Tensor:
     return slots.new_zeros(num_tokens, slots.shape[1]).index_add_(0, token, slots[: token.shape[0]])
 
 
-def combine_ref(
-    rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor
-) -> Tensor:
+def combine_ref(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
     """rows (R, H), weight (R,) or None for ones → (T, H) in rows' dtype."""
     acc = accumulation_dtype(rows.dtype)
     slots = rows.index_select(0, scatter).to(acc)
@@ -62,6 +61,10 @@ def combine_backward_ref(
 def combine_op(
     rows: Tensor, weight: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor
 ) -> Tensor:
+    if runs_triton(rows):
+        from megablocks.ops.permute.permute_triton import combine_launch
+
+        return combine_launch(rows, weight, pair, scatter, token_offsets)
     return combine_ref(rows, weight, pair, scatter, token_offsets)
 
 
@@ -74,15 +77,32 @@ def _(
 
 @torch.library.custom_op("megablocks::combine_backward", mutates_args=())
 def combine_backward_op(
-    dy: Tensor, rows: Tensor | None, weight: Tensor, pair: Tensor, gather: Tensor, token_offsets: Tensor
+    dy: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    pair: Tensor,
+    gather: Tensor,
+    scatter: Tensor,
+    token_offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    d_rows, d_weight = combine_backward_ref(dy, rows, weight, pair, gather, token_offsets[-1])
+    if runs_triton(dy):
+        from megablocks.ops.permute.permute_triton import combine_backward_launch
+
+        d_rows, d_weight = combine_backward_launch(dy, rows, weight, pair, scatter, token_offsets)
+    else:
+        d_rows, d_weight = combine_backward_ref(dy, rows, weight, pair, gather, token_offsets[-1])
     return d_rows, weight.new_empty(0) if d_weight is None else d_weight
 
 
 @combine_backward_op.register_fake
 def _(
-    dy: Tensor, rows: Tensor | None, weight: Tensor, pair: Tensor, gather: Tensor, token_offsets: Tensor
+    dy: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    pair: Tensor,
+    gather: Tensor,
+    scatter: Tensor,
+    token_offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
     return dy.new_empty(pair.shape[0], dy.shape[1]), weight.new_empty(0 if rows is None else pair.shape[0])
 
@@ -96,9 +116,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows, weight, pair, gather, scatter, token_offsets = ctx.saved_tensors
     need_rows, need_weight = ctx.needs_input_grad[:2]
+    if weight is None and runs_triton(dy):
+        from megablocks.ops.permute.permute_triton import expand_launch
+
+        return expand_launch(dy, scatter, token_offsets), None, None, None, None, None
     if weight is None:
         return dy.index_select(0, gather), None, None, None, None, None
-    d_rows, d_weight = combine_backward_op(dy, rows, weight, pair, gather, token_offsets)
+    d_rows, d_weight = combine_backward_op(dy, rows, weight, pair, gather, scatter, token_offsets)
     return (d_rows if need_rows else None), (d_weight if need_weight else None), None, None, None, None
 
 

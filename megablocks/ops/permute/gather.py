@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks.ops.backend import runs_triton
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -24,6 +25,10 @@ def gather_ref(x: Tensor, gather: Tensor) -> Tensor:
 
 @torch.library.custom_op("megablocks::gather", mutates_args=())
 def gather_op(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+    if runs_triton(x):
+        from megablocks.ops.permute.permute_triton import expand_launch
+
+        return expand_launch(x, scatter, token_offsets)
     return gather_ref(x, gather)
 
 

@@ -31,10 +31,10 @@ def capacity_of(
     Args:
         rule: "megablocks" or "tutel".
         factor: >= 0, or any with "tutel".
-        num_tokens: T of one rank.
-        load: (E,) pairs an expert, over what the rule counts together: all ranks for "megablocks", and for "tutel" the
-            maximum over the ranks (see `fullest_load`). Read only for factor <= 0.
-        num_ranks: n, for "megablocks".
+        num_tokens: T, of one rank.
+        load: (E,) pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel" (see
+            `fullest_load`). Read only for factor <= 0.
+        num_ranks: n, for "megablocks". Where ranks hold different numbers of tokens, pass their sum as num_tokens.
 
     Returns:
         an int, or for factor <= 0 a () tensor on load's device, so that nothing waits for it.

@@ -18,6 +18,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megablocks.ops.backend import runs_triton
+
 
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
     """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
@@ -71,9 +73,7 @@ class Dispatch(NamedTuple):
     pair: Tensor
 
 
-def make_routing(
-    expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None
-) -> Routing:
+def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
     """The Routing of a fixed number of choices a token.
 
     Args:
@@ -155,14 +155,18 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
 
 @torch.library.custom_op("megablocks::build_dispatch", mutates_args=())
 def build_dispatch_op(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
+    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if expert.shape[0] and runs_triton(expert):
+        from megablocks.ops.routing.dispatch_triton import dispatch_launch
+
+        return dispatch_launch(token, expert, num_tokens, num_experts, top_k)
     return build_dispatch_ref(token, expert, num_tokens, num_experts)[:]
 
 
 @build_dispatch_op.register_fake
 def _(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
+    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     def make(length: int) -> Tensor:
         return torch.empty(length, dtype=torch.int32, device=expert.device)
@@ -181,4 +185,6 @@ def build_dispatch(routing: Routing) -> Dispatch:
         raise ValueError(
             f"token {tuple(routing.token.shape)} and expert {tuple(routing.expert.shape)}: both must be (R,)"
         )
-    return Dispatch(*build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts))
+    return Dispatch(
+        *build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts, routing.top_k)
+    )

@@ -1,0 +1,140 @@
+"""Which checkpoint is chosen, and what is refused, on folders made by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megablocks.checkpoint import atomic
+from megablocks.checkpoint.atomic import CheckpointError, Latest
+
+
+def make(root: Path, iteration: int, complete: bool = True) -> Path:
+    folder = atomic.folder_of(root, iteration)
+    (folder / "deep").mkdir(parents=True)
+    (folder / "__0_0.distcp").write_bytes(bytes(range(256)) * 8)
+    (folder / "deep" / "__1_0.distcp").write_bytes(b"shard" * iteration)
+    (folder / ".metadata").write_bytes(b"meta")
+    if complete:
+        atomic.mark_complete(folder, iteration, atomic.hash_files(folder, atomic.files_of(folder)))
+    return folder
+
+
+def test_K3_the_newest_complete_checkpoint_is_chosen_over_a_torn_one(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        make(tmp_path, iteration)
+    make(tmp_path, 6, complete=False)
+    atomic.write_pointer(tmp_path, 4)
+    latest = atomic.find_latest_complete(tmp_path)
+    assert latest.iteration == 4 and latest.has_marker
+    assert latest.warnings == [f"{tmp_path}/iter_0000006: torn (no complete.json), ignored"]
+    atomic.write_pointer(tmp_path, 6)  # Megatron writes its pointer before our marker
+    assert atomic.find_latest_complete(tmp_path).iteration == 4
+
+
+@pytest.mark.parametrize("text", ["", "garbage\n", "\x00\x00", "12 13", "-3", "999"])
+def test_K4_a_bad_pointer_falls_back_with_a_warning(tmp_path: Path, text: str) -> None:
+    for iteration in (2, 4):
+        make(tmp_path, iteration)
+    (tmp_path / atomic.POINTER).write_text(text)
+    latest = atomic.find_latest_complete(tmp_path)
+    assert latest.iteration == 4
+    assert len(latest.warnings) == 1 and "using the newest complete checkpoint, iteration 4" in latest.warnings[0]
+
+
+def test_K4_a_missing_pointer_falls_back_and_a_valid_older_one_is_obeyed(tmp_path: Path) -> None:
+    for iteration in (2, 4):
+        make(tmp_path, iteration)
+    assert atomic.find_latest_complete(tmp_path).iteration == 4
+    atomic.write_pointer(tmp_path, 2)
+    assert atomic.find_latest_complete(tmp_path) == Latest(2, has_marker=True)
+
+
+def test_K4_nothing_complete_starts_anew_or_refuses(tmp_path: Path) -> None:
+    assert atomic.find_latest_complete(tmp_path / "absent") == Latest(None)
+    torn = make(tmp_path, 2, complete=False)
+    assert atomic.find_latest_complete(tmp_path).iteration is None  # the first save was torn
+    atomic.write_pointer(tmp_path, 2)
+    latest = atomic.find_latest_complete(tmp_path)  # another program's: it has no markers
+    assert latest.iteration == 2 and not latest.has_marker and "without verification" in latest.warnings[0]
+    (torn / ".metadata").unlink()
+    with pytest.raises(CheckpointError, match="torn"):
+        atomic.find_latest_complete(tmp_path)
+    atomic.write_pointer(tmp_path, 8)
+    with pytest.raises(CheckpointError, match="names iteration 8"):
+        atomic.find_latest_complete(tmp_path)
+
+
+def test_K5_a_missing_short_or_changed_file_is_named(tmp_path: Path) -> None:
+    folder = make(tmp_path, 4)
+    shard = folder / "deep" / "__1_0.distcp"
+    atomic.verify(folder)
+    good = shard.read_bytes()
+    shard.write_bytes(bytes([good[0] ^ 1]) + good[1:])
+    assert atomic.find_latest_complete(tmp_path).iteration == 4  # sizes are right
+    with pytest.raises(CheckpointError, match="deep/__1_0.distcp: sha256 differs"):
+        atomic.verify(folder)
+    shard.write_bytes(good[:-1])
+    with pytest.raises(CheckpointError, match=r"deep/__1_0.distcp: 19 bytes, 20 were saved"):
+        atomic.find_latest_complete(tmp_path)
+    shard.unlink()
+    with pytest.raises(CheckpointError, match="deep/__1_0.distcp: missing"):
+        atomic.verify(folder)
+
+
+def test_K5_every_file_is_in_some_rank_s_share(tmp_path: Path) -> None:
+    folder = make(tmp_path, 4)
+    for name in atomic.files_of(folder):
+        path = folder / name
+        good = path.read_bytes()
+        path.write_bytes(bytes([good[0] ^ 0x80]) + good[1:])
+        failed = []
+        for rank in range(2):
+            try:
+                atomic.verify(folder, rank, 2)
+            except CheckpointError as error:
+                failed.append(str(error))
+        assert len(failed) == 1 and name in failed[0]
+        path.write_bytes(good)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}'])
+def test_K5_a_damaged_marker_is_named(tmp_path: Path, text: str) -> None:
+    folder = make(tmp_path, 4)
+    (folder / atomic.MARKER).write_text(text)
+    with pytest.raises(CheckpointError, match="complete.json: damaged"):
+        atomic.find_latest_complete(tmp_path)
+
+
+def test_K6_a_marker_that_cannot_be_written_leaves_the_checkpoint_torn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path, 2)
+    folder = make(tmp_path, 4, complete=False)
+    hashes = atomic.hash_files(folder, atomic.files_of(folder))
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        atomic.mark_complete(folder, 4, hashes)
+    monkeypatch.undo()
+    assert sorted(p.name for p in folder.iterdir()) == [".metadata", "__0_0.distcp", "deep"]
+    assert atomic.find_latest_complete(tmp_path).iteration == 2
+
+
+def test_K3_room_is_made_for_a_save_and_a_complete_checkpoint_kept_until_it_is_replaced(tmp_path: Path) -> None:
+    torn, whole = make(tmp_path, 2, complete=False), make(tmp_path, 4)
+    assert atomic.make_room(tmp_path, 2) is None and not torn.exists()
+    assert atomic.make_room(tmp_path, 3) is None
+    aside = atomic.make_room(tmp_path, 4)
+    assert aside is not None and (aside / atomic.MARKER).is_file() and not whole.exists()
+    assert atomic.iterations(tmp_path) == []
+    make(tmp_path, 4, complete=False)
+    atomic.restore(aside)  # the new save failed
+    assert (whole / atomic.MARKER).is_file() and not aside.exists()
+    aside = atomic.make_room(tmp_path, 4)
+    atomic.drop(aside)
+    assert aside is not None and not aside.exists()

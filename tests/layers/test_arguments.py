@@ -1,0 +1,222 @@
+"""`Arguments`: 0.10's names and defaults, one-line errors, and the losses recorded for 0.10's callers."""
+
+import subprocess
+import sys
+import warnings
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from megablocks.config import ConfigError
+from megablocks.layers import Arguments, MoE, dMoE, losses
+from megablocks.layers.arguments import from_megatron
+
+
+@pytest.fixture(autouse=True)
+def _nothing_recorded():
+    losses.clear_load_balancing_loss()
+    losses.clear_router_zloss()
+    yield
+    losses.clear_load_balancing_loss()
+    losses.clear_router_zloss()
+
+
+def _arguments(**changes):
+    values = dict(hidden_size=12, ffn_hidden_size=20, moe_num_experts=4, moe_top_k=2, fp16=False, device="cpu")
+    return Arguments(**{**values, "moe_zloss_weight": 0.01, **changes})
+
+
+def test_defaults_are_those_of_0_10():
+    expected = dict(
+        hidden_size=1024, ffn_hidden_size=4096, num_layers=1, bias=True, return_bias=True, moe_num_experts=1,
+        moe_top_k=1, moe_capacity_factor=1, moe_normalize_expert_weights=None, moe_loss_weight=0.1,
+        moe_jitter_eps=None, moe_lbl_in_fp32=False, moe_expert_model_parallelism=False, expert_parallel_group=None,
+        pipeline_model_parallel_size=1, num_layers_per_virtual_pipeline_stage=None, memory_optimized_mlp=False,
+        mlp_type="mlp", mlp_impl="grouped", fp16=True, bf16=False, uniform_expert_assignment=False,
+        shared_expert=False, fc_cls=torch.nn.Linear, fc_kwargs={}, remat_act_fn=True, shared_expert_hidden_size=4096,
+        shared_expert_weighted_sum=False, moe_zloss_weight=0, moe_zloss_in_fp32=False,
+    )  # fmt: skip
+    arguments = Arguments()
+    assert {name: getattr(arguments, name) for name in expected} == expected
+    assert arguments.dtype == torch.float16
+    assert arguments.to_config().activation == "gelu" and arguments.to_config().gelu_approximate == "tanh"
+    drawn = torch.empty(200, 200)
+    arguments.init_method(drawn)
+    assert drawn.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "function, mlp_type, expected",
+    [
+        (partial(F.gelu, approximate="tanh"), "mlp", ("gelu", "tanh")),
+        (F.gelu, "mlp", ("gelu", "none")),
+        (torch.nn.GELU(approximate="tanh"), "glu", ("geglu", "tanh")),
+        (F.silu, "glu", ("swiglu", "tanh")),
+        (torch.nn.SiLU(), "mlp", ("silu", "tanh")),
+        (partial(F.relu, inplace=False), "glu", ("reglu", "tanh")),
+        ("relu2", "mlp", ("relu2", "tanh")),
+    ],
+)
+def test_activation_functions_are_recognised(function, mlp_type, expected):
+    config = _arguments(activation_fn=function, mlp_type=mlp_type).to_config()
+    assert (config.activation, config.gelu_approximate) == expected
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(moe_top_k=5), "moe_top_k=5: must be at most num_experts=4"),
+        (dict(moe_num_experts=0), "moe_num_experts=0: must be an integer >= 1"),
+        (dict(hidden_size=1.5), "hidden_size=1.5: must be an integer >= 1"),
+        (dict(moe_jitter_eps=1.0), "moe_jitter_eps=1.0: must be below 1"),
+        (dict(moe_loss_weight=-1.0), "moe_loss_weight=-1.0: must be a finite number >= 0"),
+        (dict(mlp_impl="sparse"), "mlp_impl='sparse': must be one of auto, reference, grouped"),
+        (dict(mlp_type="moe"), "mlp_type='moe': must be one of mlp, glu"),
+        (dict(fp16=True, bf16=True), "bf16=True: needs fp16=False"),
+        (dict(activation_fn=None), "activation_fn=None: must be one of gelu, silu, relu, relu2 by name"),
+        (dict(activation_fn="relu2", mlp_type="glu"), "activation_fn='relu2': with mlp_type='glu' must be one of"),
+        (dict(num_layers=6, pipeline_model_parallel_size=4), "pipeline_model_parallel_size=4: must divide num_layers"),
+        (dict(num_layers_per_virtual_pipeline_stage=0), "num_layers_per_virtual_pipeline_stage=0: must be an integer"),
+        (dict(bias="yes"), "bias='yes': must be True or False"),
+        (dict(init_method=3), "init_method=3: must be a function"),
+        (dict(fc_cls=None), "fc_cls=None: must be a class"),
+        (dict(moe_capacity_factor=-1), "moe_capacity_factor=-1: must be >= 0"),
+    ],
+)
+def test_bad_values_end_with_one_line(changes, message):
+    with pytest.raises(ConfigError) as error:
+        _arguments(**changes)
+    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+
+
+def test_a_field_set_later_is_checked_when_a_layer_is_built():
+    arguments = _arguments()
+    arguments.moe_top_k = 9
+    with pytest.raises(ConfigError, match="moe_top_k=9"):
+        dMoE(arguments)
+
+
+def test_from_megatron_fills_then_checks():
+    given = SimpleNamespace(hidden_size=24, ffn_hidden_size=None, moe_top_k=2, moe_num_experts=8, fp16=False, bf16=True)
+    arguments = from_megatron(given)
+    assert (arguments.hidden_size, arguments.ffn_hidden_size, arguments.moe_top_k) == (24, 4096, 2)
+    assert arguments.dtype == torch.bfloat16
+    with pytest.raises(ConfigError, match="moe_top_k=9"):
+        from_megatron(SimpleNamespace(moe_top_k=9))
+
+
+def test_building_arguments_touches_no_gpu():
+    code = (
+        "import torch; from megablocks import Arguments; a = Arguments(); a.to_config();"
+        "assert not torch.cuda.is_initialized(); print('fine')"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "fine\n"
+
+
+def test_bias_is_returned_or_added():
+    torch.manual_seed(0)
+    arguments = _arguments()
+    layer, x = dMoE(arguments), torch.randn(4, 3, 12)
+    with torch.no_grad():
+        layer.output_bias.normal_()
+    y, bias = layer(x)
+    arguments.return_bias = False
+    added = dMoE(arguments)
+    added.load_state_dict(layer.state_dict())
+    assert torch.allclose(added(x), y + bias)
+    assert torch.allclose(layer.forward_with_aux(x)[0], y + bias)
+    assert dMoE(_arguments(bias=False))(x).shape == x.shape
+
+
+@pytest.mark.parametrize("layer_class", [dMoE, MoE])
+def test_batched_losses_follow_the_formula_of_0_10(layer_class):
+    arguments = _arguments(num_layers=3)
+    layers = [layer_class(arguments) for _ in range(3)]
+    x = torch.randn(5, 2, 12, requires_grad=True)
+    expected, expected_z, summed = 0.0, [], 0.0
+    for layer in layers:
+        layer(x)
+        logits = x.reshape(-1, 12) @ layer.router.layer.weight.t()
+        scores = logits.softmax(-1)
+        counts = torch.bincount(scores.topk(2, dim=-1).indices.flatten(), minlength=4).float()
+        expected += 4 * 0.1 / (3 * 10 * 2) * torch.dot(counts, scores.mean(0))
+        expected_z.append(0.01 * torch.logsumexp(logits, 1).square().mean())
+    batched = losses.batched_load_balancing_loss(arguments)
+    assert torch.allclose(batched, expected) and batched.dtype == torch.float32
+    assert torch.allclose(losses.batched_router_zloss(arguments), torch.stack(expected_z))
+    (batched + losses.batched_router_zloss(arguments).sum()).backward()
+    recorded = [layer.router.layer.weight.grad.clone() for layer in layers]
+    for layer in layers:
+        layer.zero_grad()
+        summed = summed + sum(layer.forward_with_aux(x)[1].losses.values())
+    assert torch.allclose(summed, expected + sum(expected_z))
+    summed.backward()
+    for layer, grad in zip(layers, recorded, strict=True):
+        assert torch.allclose(layer.router.layer.weight.grad, grad, atol=1e-7)
+
+
+def test_recording_only_in_training_and_only_what_has_a_weight():
+    layer, x = dMoE(_arguments(moe_zloss_weight=0)), torch.randn(3, 12)
+    layer.eval()
+    layer(x)
+    assert losses.get_load_balancing_loss() == []
+    layer.train()
+    layer(x)
+    (counts, scores), = losses.get_load_balancing_loss()
+    assert counts.sum() == 6 and torch.allclose(scores.sum(1), torch.ones(3))
+    with pytest.warns(UserWarning, match="moe_zloss_weight=0"):
+        assert losses.batched_router_zloss(_arguments(moe_zloss_weight=0)) == 0.0
+    assert losses.batched_load_balancing_loss(_arguments(moe_loss_weight=0.0)) == 0.0
+    losses.clear_load_balancing_loss()
+    assert losses.get_load_balancing_loss() == []
+
+
+def test_a_wrong_number_of_layers_is_refused():
+    layer = dMoE(_arguments(num_layers=2))
+    layer(torch.randn(3, 12))
+    with pytest.raises(ValueError, match=r"recorded: 1, must be 2 with num_layers=2"):
+        losses.batched_load_balancing_loss(_arguments(num_layers=2))
+    assert losses.batched_load_balancing_loss(_arguments(num_layers=2, pipeline_model_parallel_size=2)) > 0
+    assert losses.batched_load_balancing_loss(_arguments(num_layers=4, num_layers_per_virtual_pipeline_stage=1)) > 0
+    losses.clear_router_zloss()
+    with pytest.raises(ValueError, match=r"router logits recorded: 0"):
+        losses.batched_router_zloss(_arguments())
+
+
+def test_N5_checkpointed_layers_are_recorded_once():
+    arguments = _arguments(return_bias=False)
+    layer = dMoE(arguments)
+
+    def block(x):  # tanh keeps its output, so that the recomputation runs through the whole layer
+        return layer(x).tanh()
+
+    y = checkpoint(block, torch.randn(3, 12, requires_grad=True), use_reentrant=False)
+    total = y.sum() + losses.batched_load_balancing_loss(arguments) + losses.batched_router_zloss(arguments).sum()
+    total.backward()
+    assert len(losses.get_load_balancing_loss()) == 1
+    assert losses.batched_router_zloss(arguments).shape == (1,)
+
+
+def test_the_recorder_is_bounded(monkeypatch):
+    recorder = losses.Recorder("things", "clear_things")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for n in range(losses.LIMIT + 5):
+            recorder.record(n)
+    assert recorder.entries() == list(range(5, losses.LIMIT + 5))
+    message = "1024 things recorded and never cleared; call clear_things() once a step"
+    assert [str(w.message) for w in caught] == [message]
+
+
+def test_no_tokens_mean_no_loss_but_a_graph():
+    arguments = _arguments()
+    layer = dMoE(arguments)
+    layer(torch.zeros(0, 12))
+    total = losses.batched_load_balancing_loss(arguments) + losses.batched_router_zloss(arguments).sum()
+    assert total == 0
+    total.backward()
+    assert (layer.router.layer.weight.grad == 0).all()

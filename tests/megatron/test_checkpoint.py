@@ -1,0 +1,182 @@
+"""Distributed checkpoints: saved in one layout, loaded in others with the optimizer state; experts distinct, equal."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from harness import Layout, Trained, Trainer
+
+from megablocks.testing.launcher import run_distributed_test
+
+BASE = Layout(model=(("activation_func", F.silu), ("gated_linear_unit", True)), distributed_optimizer=True)
+LONG = BASE.but(layers=2, model=(*BASE.model, ("num_moe_experts", 8)))
+METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+BEFORE, AFTER = 3, 2
+
+
+def _state(trainer: Trainer, loading: bool) -> dict[str, Any]:
+    from megatron.core.transformer.utils import ensure_metadata_has_dp_cp_group
+
+    metadata = ensure_metadata_has_dp_cp_group(dict(METADATA))
+    chunks = trainer.chunks
+    names = [f"model{i}" for i in range(len(chunks))] if trainer.layout.vpp else ["model"]
+    state: dict[str, Any] = {
+        name: chunk.module.sharded_state_dict(metadata=metadata) for name, chunk in zip(names, chunks, strict=True)
+    }
+    model_state = dict(state) if trainer.layout.vpp else state["model"]
+    state["optimizer"] = trainer.optimizer.sharded_state_dict(model_state, is_loading=loading, metadata=metadata)
+    return state
+
+
+def _moments(trainer: Trainer) -> list[tuple]:
+    """The optimizer's first moments as pieces of global tensors, put together over data-parallel ranks."""
+    from megatron.core import parallel_state as mpu
+
+    def of(parameter: torch.nn.Parameter) -> torch.Tensor:
+        total = torch.zeros_like(parameter, dtype=torch.float32)
+        expert = not getattr(parameter, "allreduce", True)
+        group = mpu.get_expert_data_parallel_group() if expert else mpu.get_data_parallel_group()
+        for part in trainer.optimizer.chained_optimizers:
+            if parameter in part.model_param_group_index_map:
+                span = part._get_model_param_range_map(parameter)["param"]
+                moment = part._get_main_param_and_optimizer_states(parameter)["exp_avg"]
+                total.view(-1)[span.start : span.end] = moment
+        dist.all_reduce(total, group=group)
+        return total
+
+    return harness.global_pieces(trainer.chunks, of)
+
+
+def save(layout: Layout, folder: str) -> dict[str, Any]:
+    """Train, save, and train on."""
+    from megatron.core import dist_checkpointing
+
+    from megablocks.megatron.checkpoint_io import write_in_process
+
+    write_in_process(argparse.Namespace(async_save=False))
+
+    trainer, result = Trainer(layout), Trained()
+    for _ in range(BEFORE):
+        trainer.step(result)
+    out = {"weights": harness.global_pieces(trainer.chunks, lambda p: p.data), "moments": _moments(trainer)}
+    dist_checkpointing.save(_state(trainer, loading=False), folder)
+    for _ in range(AFTER):
+        trainer.step(result)
+    out |= {"losses": result.losses[BEFORE:], "norms": result.norms[BEFORE:]}
+    return out
+
+
+def resume(layouts: list[tuple[str, Layout]], folder: str) -> dict[str, Any]:
+    """Load in each layout into a model of other weights, and train on."""
+    from megatron.core import dist_checkpointing
+
+    runs = {}
+    for name, layout in layouts:
+        trainer, result = Trainer(layout), Trained()
+        with torch.no_grad():
+            for chunk in trainer.chunks:
+                for parameter in chunk.parameters():
+                    parameter.fill_(float("nan"))  # what the checkpoint does not set shows
+        loaded = dist_checkpointing.load(_state(trainer, loading=True), folder, strict="raise_all")
+        for i, chunk in enumerate(trainer.chunks):
+            chunk.module.load_state_dict(loaded[f"model{i}" if layout.vpp else "model"])
+        trainer.optimizer.load_state_dict(loaded["optimizer"])
+        trainer.done = BEFORE
+        out = {"weights": harness.global_pieces(trainer.chunks, lambda p: p.data), "moments": _moments(trainer)}
+        for _ in range(AFTER):
+            trainer.step(result)
+        runs[name] = out | {"losses": result.losses, "norms": result.norms}
+    return runs
+
+
+def _check(saved: list[dict[str, Any]], resumed: list[dict[str, Any]]) -> None:
+    for kind in ("weights", "moments"):
+        reference = harness.assemble([rank[kind] for rank in saved])
+        mine = harness.assemble([rank[kind] for rank in resumed])
+        assert mine.keys() == reference.keys()
+        for key in reference:
+            assert np.array_equal(mine[key], reference[key]), f"{kind} of {key}"
+        experts = [key for key in reference if ".experts." in key]
+        assert len(experts) == 3  # w1, v1, w2
+        for key in experts:  # (layers, experts, width, hidden)
+            rows = mine[key].reshape(-1, *mine[key].shape[2:])
+            flat = {row.tobytes() for row in rows}
+            assert len(flat) == len(rows), f"{kind} of {key}: two experts are the same"
+    assert resumed[0]["losses"] == pytest.approx(saved[0]["losses"], rel=1e-5)
+    assert resumed[0]["norms"] == pytest.approx(saved[0]["norms"], rel=1e-4)
+
+
+SPREAD = {
+    "ep4": BASE.but(ep=4),
+    "pp2 ep2": BASE.but(pp=2, ep=2),
+    "tp2 etp2 ep2": BASE.but(tp=2, etp=2, ep=2),
+}
+MORE = {
+    "ep2 dp2": BASE.but(ep=2),
+    "pp2 vpp2 ep2": BASE.but(pp=2, vpp=2, ep=2),
+    "pp4": BASE.but(pp=4),
+    "tp2 etp1 ep4": BASE.but(tp=2, etp=1, ep=4),
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("ep2dp2")
+    return folder, run_distributed_test(save, 4, BASE.but(ep=2), str(folder), timeout=250)
+
+
+@pytest.fixture(scope="module")
+def resumed(checkpoint: tuple[Path, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return harness.on_ranks(resume, 4, list(SPREAD.items()), str(checkpoint[0]), timeout=400)
+
+
+@pytest.fixture(scope="module")
+def resumed_alone(checkpoint: tuple[Path, list[dict[str, Any]]]) -> dict[str, list[dict[str, Any]]]:
+    return harness.on_ranks(resume, 1, [("ep1", BASE)], str(checkpoint[0]), timeout=200)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", SPREAD)
+def test_K2_saved_at_ep2_dp2_loads_in_any_layout(
+    checkpoint: tuple[Path, list[dict[str, Any]]], resumed: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    _check(checkpoint[1], resumed[name])
+
+
+@pytest.mark.timeout(900)
+def test_K2_saved_at_ep2_dp2_loads_in_one_process(
+    checkpoint: tuple[Path, list[dict[str, Any]]], resumed_alone: dict[str, list[dict[str, Any]]]
+) -> None:
+    _check(checkpoint[1], resumed_alone["ep1"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_K2_saved_at_ep2_dp2_loads_in_more_layouts(checkpoint: tuple[Path, list[dict[str, Any]]]) -> None:
+    ranks = run_distributed_test(resume, 4, list(MORE.items()), str(checkpoint[0]), timeout=600)
+    for name in MORE:
+        _check(checkpoint[1], [rank[name] for rank in ranks])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_K2_saved_at_ep4_dp2_loads_in_any_layout(tmp_path: Path) -> None:
+    saved = run_distributed_test(save, 8, LONG.but(ep=4), str(tmp_path), timeout=500)
+    layouts = {
+        "ep8": LONG.but(ep=8),
+        "ep2 dp4": LONG.but(ep=2),
+        "pp2 ep4": LONG.but(pp=2, ep=4),
+        "tp2 pp2 ep2 etp2": LONG.but(tp=2, pp=2, ep=2, etp=2),
+    }
+    ranks = run_distributed_test(resume, 8, list(layouts.items()), str(tmp_path), timeout=800)
+    for name in layouts:
+        _check(saved, [rank[name] for rank in ranks])
+    _check(saved, [run_distributed_test(resume, 1, [("ep1", LONG)], str(tmp_path), timeout=200)[0]["ep1"]])

@@ -1,0 +1,85 @@
+"""The CPU path: what it leaves alone, what its device mapping does, and that each of its patches is needed."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megablocks.megatron import cpu
+
+ROOT = Path(__file__).parents[2]
+
+SCRIPT = """
+import sys
+from megablocks.megatron import cpu
+install, skip = cpu.install, sys.argv.pop(1).split(",")
+cpu.install = lambda **options: install(skip=skip)
+if "prebuilt_helpers" in skip:
+    cpu.skip_compile_helpers = lambda: False
+from megablocks.megatron.pretrain_gpt import main
+sys.exit(main())
+"""
+
+FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
+--global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
+--eval-iters 0 --eval-interval 1000 --log-interval 1 --num-experts 4 --moe-router-topk 2 --split 99,1,0
+--expert-model-parallel-size 2 --use-distributed-optimizer --megablocks-layer megatron""".split()
+
+
+def test_nothing_changes_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "PATCHES", {"any": lambda: pytest.fail("patched")})
+    assert cpu.install() is False
+
+
+def test_cuda_devices_mean_the_cpu_inside_the_mode_only() -> None:
+    x = torch.ones(3, dtype=torch.bfloat16)
+    with cpu._CudaMeansCpu():
+        for made in (
+            torch.zeros(2, device="cuda"),
+            torch.tensor([1], device=torch.device("cuda", 0)),
+            torch.empty_like(x, device="cuda:1"),
+            x.to("cuda"),
+            x.to(device="cuda"),
+            x.cuda(non_blocking=True),
+        ):
+            assert made.device.type == "cpu"
+        assert x.cuda() is x
+        assert x.type() == "torch.cuda.BFloat16Tensor" and x.long().type() == "torch.LongTensor"
+        assert torch.zeros(1, device="meta").device.type == "meta"
+        assert x.type(torch.float32).dtype is torch.float32
+    assert x.type() == "torch.BFloat16Tensor"
+
+
+def _run(tmp_path: Path, skip: str) -> subprocess.CompletedProcess[str]:
+    script = tmp_path / "run.py"
+    script.write_text(SCRIPT)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    if skip == "no_compiler":  # as on a machine without one
+        env |= {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    command += [str(script), skip, *FLAGS, "--megablocks-run-dir", str(tmp_path / "run")]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(700)
+@pytest.mark.parametrize("name", ["nothing", *cpu.PATCHES])
+def test_each_patch_is_needed(tmp_path: Path, name: str) -> None:
+    run = _run(tmp_path, name)
+    output = run.stdout + run.stderr
+    if name == "nothing":
+        assert run.returncode == 0, output[-3000:]
+        assert len(re.findall(r"\| lm loss: ", output)) == 2
+    else:
+        assert run.returncode != 0, f"trains without {name}"

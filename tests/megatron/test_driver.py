@@ -1,0 +1,116 @@
+"""The training driver as a user runs it: a launch through torchrun, one process without it, what it writes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from driver import EXPERTS, ROOT, TINY, Driver, read_csv  # noqa: E402
+
+from megablocks.monitor.history import parse_log_line  # noqa: E402
+
+
+def check_files(folder: Path, text: str, layers: int) -> None:
+    """CSV values are those of the log; pictures and environment are there; nothing half-written is left."""
+    lines = [line for line in text.splitlines() if "elapsed time per iteration" in line]
+    logged = {int(values["iteration"]): values for values in map(parse_log_line, lines)}
+    rows = {int(row["iteration"]): row for row in read_csv(folder / "loss.csv")}
+    assert sorted(rows) == sorted(logged)
+    for iteration, values in logged.items():
+        row = rows[iteration]
+        assert float(row["train_loss"]) == pytest.approx(values["lm loss"], rel=1e-6)
+        assert float(row["grad_norm"]) == pytest.approx(values["grad norm"], abs=1e-3)
+        assert float(row["tokens_per_second"]) == pytest.approx(values["tokens/s"], abs=0.51)
+        rate = values["global batch size"] * 32 / values["elapsed time per iteration (ms)"] * 1000
+        assert values["tokens/s"] == pytest.approx(rate, rel=1e-3, abs=0.51)
+        assert row["mfu"] == "" and "MFU" not in "".join(values)  # a CPU has no known peak
+        if layers:
+            assert row["tokens_dropped"] == "0" and values["tokens dropped"] == 0
+    losses = dict(re.findall(r"validation loss at iteration (\d+)[^|]*\| lm loss value: (\S+)", text))
+    for iteration, loss in losses.items():
+        assert float(rows[int(iteration)]["validation_loss"]) == pytest.approx(float(loss), rel=1e-6)
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "commit: " in (folder / "env.txt").read_text()
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+    if layers:
+        load = read_csv(folder / "expert_load.csv")
+        assert (folder / "expert_load.png").read_bytes().startswith(b"\x89PNG")
+        per_layer = [sum(int(row["tokens"]) for row in load if row["layer"] == str(n + 1)) for n in range(layers)]
+        assert per_layer == [8 * 32 * 2] * layers  # the last interval: 8 sequences of 32 tokens, top-2
+        last = rows[max(rows)]
+        shares = [max(float(r["tokens_over_mean"]) for r in load if r["layer"] == str(n + 1)) for n in range(layers)]
+        assert float(last["expert_load_max_over_mean"]) == pytest.approx(sum(shares) / layers, abs=1e-3)
+
+
+def test_two_processes_through_torchrun_learn_and_report(tiny_data: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "megablocks.megatron.pretrain_gpt", *TINY, *EXPERTS, "--data-prefix", str(tiny_data)]
+    command += ["--train-iters", "12", "--eval-interval", "6", "--megablocks-run-dir", str(run)]
+    command += ["--tensorboard-dir", str(tmp_path / "board")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
+    text = done.stdout
+    assert done.returncode == 0, text[-3000:] + done.stderr[-3000:]
+    rows = read_csv(run / "loss.csv")
+    assert float(rows[-1]["train_loss"]) < float(rows[0]["train_loss"]) - 1.5
+    check_files(run, text, layers=2)
+    summary = next(line for line in text.splitlines() if line.startswith("validation loss "))
+    parts = r"validation loss ([\d.]+) nats \| unigram entropy ([\d.]+) nats \| below by (-?[\d.]+) nats"
+    match = re.fullmatch(parts + r" \| tokens dropped: 0 \| tokens/s \d+", summary)
+    assert match and float(match[3]) == pytest.approx(float(match[2]) - float(match[1]), abs=2e-4)
+    assert len(re.findall(r"^set automatically: transformer_impl = local", text, flags=re.M)) == 1
+    assert len(re.findall(r"^done at iteration 12$", text, flags=re.M)) == 1
+    assert list((tmp_path / "board").glob("events*"))
+
+
+def test_a_dense_model_in_one_process_without_torchrun(driver: Driver, tmp_path: Path) -> None:
+    flags = ("--train-iters", "6", "--eval-interval", "3", "--megablocks-run-dir", tmp_path / "run", "--swiglu")
+    run = driver.run(*flags, model=TINY, torchrun=False)
+    losses = run.losses()
+    assert losses[6] < losses[1] - 0.5
+    assert "expert load" not in run.text() and "tokens dropped" not in run.text()
+    check_files(tmp_path / "run", run.text(), layers=0)
+    assert not (tmp_path / "run" / "expert_load.csv").exists()
+
+
+def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path: Path) -> None:
+    flags = ("--train-iters", "2", "--megablocks-run-dir", tmp_path / "run", "--moe-capacity-factor", "0.5")
+    run = driver.run(*flags)
+    total = 0
+    for row in read_csv(tmp_path / "run" / "loss.csv"):
+        line = next(one for one in run.text().splitlines() if re.search(rf"iteration +{row['iteration']}/", one))
+        total += int(parse_log_line(line)["tokens dropped"])
+        assert int(row["tokens_dropped"]) == total
+    # 128 pairs a layer and micro-batch, at most half of them fit.
+    assert total >= 2 * 2 * 4 * 64
+    assert f"tokens dropped: {total} | tokens/s" in run.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--pipeline-model-parallel-size 2 --num-layers 4",
+        "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
+        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
+        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+        "--megablocks-layer megatron",
+        "--megablocks-layer experts",
+    ],
+)
+def test_layouts_and_layers_learn_under_the_guards(driver: Driver, tmp_path: Path, flags: str) -> None:
+    model = [*TINY, *"--num-experts 4 --moe-router-topk 2 --expert-model-parallel-size 2".split(), *flags.split()]
+    guards = ("--train-iters", "6", "--megablocks-loss-spike-factor", "5", "--megablocks-run-dir", tmp_path / "run")
+    run = driver.run(*guards, ranks=4 if "pipeline" in flags or "tensor" in flags else 2, model=model)
+    losses = run.losses()
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1] - 0.5
+    if "megatron" not in flags:
+        assert "tokens dropped: 0" in run.text()

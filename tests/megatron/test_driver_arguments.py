@@ -1,0 +1,223 @@
+"""Flags: aliases of the old fork, defaults by machine, and one line for each value that cannot stand."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from driver import ROOT, TINY, Driver  # noqa: E402
+from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+
+from megablocks.config import ConfigError  # noqa: E402
+from megablocks.megatron import pretrain_gpt  # noqa: E402
+from megablocks.megatron.arguments import DriverSettings, add_arguments, settings_from  # noqa: E402
+from megablocks.megatron.settings import MegaBlocksSettings  # noqa: E402
+
+BASE = [*TINY, "--train-iters", "4"]
+MOE = [*BASE, "--num-experts", "8"]
+
+
+@pytest.fixture(scope="module")
+def parser() -> argparse.ArgumentParser:
+    return add_arguments(add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False)))
+
+
+def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) -> argparse.Namespace:
+    return parser.parse_args([*base, *flags])
+
+
+@pytest.mark.parametrize(
+    ("old", "dest", "value"),
+    [
+        ("--moe-num-experts 8", "num_experts", 8),
+        ("--moe-num-experts=8 --moe-top-k=4", "moe_router_topk", 4),
+        ("--moe-num-experts 8 --moe-loss-weight 0.1", "moe_aux_loss_coeff", 0.05),  # averaged over 2 layers
+        ("--moe-num-experts 8 --moe-zloss-weight 0.001", "moe_z_loss_coeff", 0.001),
+        ("--moe-num-experts 8 --moe-jitter-eps 0.01", "moe_input_jitter_eps", 0.01),
+        ("--moe-num-experts 8 --moe-capacity-factor 1.5", "megablocks_capacity_factor", 1.5),
+        ("--moe-num-experts 8 --moe-normalize-expert-weights 1", "megablocks_normalize_top_k", 1.0),
+        ("--moe-num-experts 8 --moe-top-k 4 --moe-router-topk 4", "moe_router_topk", 4),
+        ("--moe-num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 0.05", "moe_aux_loss_coeff", 0.05),
+    ],
+)
+def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float) -> None:
+    assert getattr(parse(parser, *old.split()), dest) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("world", "tensor", "experts", "size"), [(1, 1, 8, 1), (4, 1, 8, 4), (4, 2, 8, 2), (8, 1, 4, 4)]
+)
+def test_old_expert_parallelism_spans_the_data_parallel_ranks(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, world: int, tensor: int, experts: int, size: int
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", str(world))
+    flags = f"--moe-num-experts {experts} --moe-expert-model-parallelism --tensor-model-parallel-size {tensor}"
+    args = parse(parser, *flags.split(), "--sequence-parallel", "--global-batch-size", "16")
+    assert args.expert_model_parallel_size == size
+
+
+def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.ArgumentParser) -> None:
+    args = parse(parser, "--moe-router-topk", "1", base=MOE)
+    assert args.transformer_impl == "local" and args.distributed_backend == "gloo" and args.use_cpu_initialization
+    assert not (args.gradient_accumulation_fusion or args.masked_softmax_fusion or args.apply_rope_fusion)
+    assert args.no_persist_layer_norm and args.exit_signal_handler and not args.add_bias_linear
+    assert args.max_position_embeddings == 32 and not args.create_attention_mask_in_dataloader
+    assert args.megablocks_automatic["distributed_backend"] == "gloo (no GPU)"
+    args = parse(parser, "--num-workers", "2", "--rerun-mode", "validate_results", "--reset-attention-mask", base=MOE)
+    assert args.num_workers == 2 and args.check_for_nan_in_loss_and_grad and args.create_attention_mask_in_dataloader
+    assert "rerun_mode" not in args.megablocks_automatic
+
+
+def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
+    flags = "--megablocks-mlp-impl reference --megablocks-recompute-activation --megablocks-capacity-factor 0"
+    args = parse(parser, *flags.split(), "--megablocks-loss-spike-factor", "3", base=MOE)
+    settings = settings_from(args, MegaBlocksSettings)
+    assert settings.mlp_impl == "reference" and settings.recompute_activation and settings.capacity_factor == 0
+    assert settings_from(args, DriverSettings).loss_spike_factor == 3
+    assert settings_from(parse(parser), MegaBlocksSettings) == MegaBlocksSettings()
+
+
+REFUSED = {
+    "--moe-num-experts 8 --num-experts 4": "moe_num_experts=8: sets num_experts=8, and --num-experts 4 is given",
+    "--moe-num-experts 8 --moe-top-k 2 --moe-router-topk 1": "moe_top_k=2: sets moe_router_topk=2",
+    "--num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 1": "moe_loss_weight=0.1: sets moe_aux_loss_coeff=0.05",
+    "--moe-top-k 2": "moe_top_k=2: needs --num-experts",
+    "--moe-capacity-factor 1": "moe_capacity_factor=1.0: needs --num-experts",
+    "--num-experts 0.5": "argument --num-experts: invalid int value: '0.5'",
+    "--num-experts -2": "num_experts=-2: must be > 0",
+    "--num-experts 8 --moe-top-k 9": "moe_router_topk=9: must be 1 to num_experts=8",
+    "--num-experts 8 --moe-top-k 0": "moe_router_topk=0: must be 1 to num_experts=8",
+    "--num-experts 8 --expert-model-parallel-size 3": "expert_model_parallel_size=3: must divide num_experts=8",
+    "--num-experts 8 --expert-model-parallel-size 2": "expert_model_parallel_size=2: must divide the 1 data-parallel",
+    "--expert-model-parallel-size 2": "expert_model_parallel_size=2: needs --num-experts",
+    "--tensor-model-parallel-size 3": "tensor_model_parallel_size=3: times pipeline_model_parallel_size=1",
+    "--num-layers 0": "num_layers=0: must be > 0",
+    "--lr -1": "lr=-1.0: must be > 0",
+    "--lr nan": "lr=nan: must be > 0",
+    "--num-attention-heads 5": "num_attention_heads=5: must divide hidden_size=32",
+    "--global-batch-size 3": "global_batch_size=3: must be a multiple of micro_batch_size=2",
+    "--save /tmp/nowhere": "save='/tmp/nowhere': needs --save-interval",
+    "--num-experts 8 --megablocks-capacity-factor -1": "megablocks_capacity_factor=-1.0: must be >= 0, or use",
+    "--num-experts 8 --megablocks-capacity-factor nan": "megablocks_capacity_factor=nan: must be a finite number",
+    "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
+    "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for off",
+    "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be an integer >= 4",
+    "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0 seconds",
+    "--moe-num-expert 8": "--moe-num-expert: no such flag, did you mean --moe-num-experts?",
+    "--sft": "sft=True: this driver pretrains GPT models only",
+    "--data-prefix /nowhere": "/nowhere: no such data folder",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentParser, flags: str) -> None:
+    with pytest.raises(ValueError) as error:
+        parse(parser, *flags.split())
+    assert str(error.value).startswith(REFUSED[flags])
+    assert "\n" not in str(error.value)
+    if not flags.startswith("--data"):
+        assert isinstance(error.value, ConfigError)
+
+
+@pytest.mark.parametrize("dest", ["num_layers", "hidden_size", "seq_length", "micro_batch_size", "lr"])
+def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str) -> None:
+    flag = "--" + dest.replace("_", "-")
+    at = BASE.index(flag)
+    with pytest.raises(ConfigError, match=f"{dest}=None: {flag} is required"):
+        parser.parse_args(BASE[:at] + BASE[at + 2 :])
+
+
+def test_L2_an_assertion_of_megatron_is_told_with_its_values() -> None:
+    args: Any = argparse.Namespace(weight_decay_incr_style="linear", start_weight_decay=None)
+    bare: BaseException
+    try:
+        assert args.start_weight_decay is not None
+    except AssertionError as error:
+        bare = error.with_traceback(error.__traceback__)
+        bare.args = ()
+        line = pretrain_gpt.one_line(bare, args)
+    assert line == "start_weight_decay=None: Megatron asks for: args.start_weight_decay is not None"
+    assert pretrain_gpt.one_line(ValueError("two\n  lines"), None) == "two lines"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--moe-num-expert", "8"), "pretrain_gpt: --moe-num-expert: no such flag, did you mean --moe-num-experts?"),
+        # Megatron's own validation, told in one line:
+        (("--train-samples", "8", "--lr-decay-iters", "4"), "Megatron asks for"),
+    ],
+)
+def test_L2_a_launch_says_it_once_and_exits_2_before_training(
+    driver: Driver, flags: tuple[str, ...], message: str
+) -> None:
+    run = driver.run("--train-iters", "4", *flags, ranks=2, model=TINY, expect=2)
+    lines = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert len(lines) == 1 and message in lines[0]
+    assert "Traceback" not in run.text() and "training ..." not in run.text()
+
+
+def test_L5_a_folder_with_checkpoints_is_not_written_over(tmp_path: Path) -> None:
+    from megablocks.megatron.guards import Guards
+
+    (tmp_path / "iter_0000020").mkdir()
+    args = argparse.Namespace(save=str(tmp_path), load=None, ckpt_format="torch_dist", ckpt_step=None)
+    with pytest.raises(ConfigError, match=r"holds a run's checkpoints up to iteration 20; resume it with --load"):
+        Guards(args, DriverSettings(), None).choose_checkpoint()
+
+
+_WITHOUT = """
+import importlib.abc, runpy, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names!r}:
+            raise ModuleNotFoundError(name)
+import importlib.util
+real = importlib.util.find_spec
+importlib.util.find_spec = lambda name, package=None: None if name.split(".")[0] in {names!r} else real(name, package)
+sys.meta_path.insert(0, Absent())
+sys.argv = ["pretrain_gpt"]
+runpy.run_module("megablocks.megatron.pretrain_gpt", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    "names", [("torch", "triton", "megatron"), ("megatron",), ("triton",), ("psutil", "matplotlib")]
+)
+def test_L3_what_is_missing_is_said_in_one_line(names: tuple[str, ...]) -> None:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", _WITHOUT.format(names=names)]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
+    assert done.returncode == 2
+    line = done.stderr.strip()
+    assert line.startswith("pretrain_gpt: not installed: ") and "pip install 'megablocks[megatron]'" in line
+    assert "\n" not in line
+    for name in names:
+        assert ("megatron-core" if name == "megatron" else name) in line
+    assert done.stdout == ""
+
+
+def test_flops_agree_with_megatron_but_for_the_router(parser: argparse.ArgumentParser) -> None:
+    from megatron.training.training import num_floating_point_operations
+
+    from megablocks.megatron.reporting import shape_of
+    from megablocks.monitor.flops import forward_flops_per_token, training_flops_per_token
+
+    flags = "--moe-router-topk 2 --swiglu --moe-layer-freq 2 --group-query-attention --num-query-groups 2".split()
+    for base in (BASE, [*MOE, *flags, "--moe-shared-expert-intermediate-size", "48"]):
+        args = parser.parse_args(base)
+        args.kv_channels, args.padded_vocab_size, args.moe_ffn_hidden_size = 8, 512, args.moe_ffn_hidden_size or 64
+        shape = shape_of(args)
+        router = 3 * forward_flops_per_token(shape)["router"]
+        tokens = 8 * args.seq_length
+        assert tokens * (training_flops_per_token(shape) - router) == pytest.approx(
+            num_floating_point_operations(args, 8), rel=1e-9
+        )

@@ -1,0 +1,70 @@
+"""The plug-in on one GPU: world size 1 over NCCL, the same tiny models as on the CPU."""
+
+from __future__ import annotations
+
+import harness
+import pytest
+import torch.nn.functional as F
+from harness import Layout
+
+from megablocks.testing.launcher import run_distributed_test
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+
+SWIGLU = (("gated_linear_unit", True), ("activation_func", F.silu))
+WIDE = (("hidden_size", 64), ("moe_ffn_hidden_size", 128), ("ffn_hidden_size", 128))
+STEPS = 10
+LAYOUTS = {
+    "float32": Layout(layers=2),
+    "float32, shared expert": Layout(layers=2, model=(("moe_shared_expert_intermediate_size", 32),)),
+    "float32, biases": Layout(layers=2, model=(("add_bias_linear", True), ("bias_activation_fusion", False))),
+    "float32, distributed optimizer, recompute": Layout(layers=2, distributed_optimizer=True, recompute="moe"),
+    "bf16": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE)),
+    "bf16, recomputed activation": Layout(
+        layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("recompute_activation", True),)
+    ),
+    "bf16, capacity": Layout(layers=2, dtype="bfloat16", model=WIDE, settings=(("capacity_factor", 1.0),)),
+    "bf16, expert choice": Layout(
+        layers=2,
+        dtype="bfloat16",
+        model=(*WIDE, ("moe_aux_loss_coeff", 0.0)),
+        settings=(("router_type", "expert_choice"),),
+    ),
+    "bf16, megatron's layer": Layout(
+        layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("layer", "experts"),)
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def on_gpu() -> dict[str, harness.Trained]:
+    layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items()]
+    return run_distributed_test(harness.train_all, 1, layouts, backend="nccl", timeout=500)[0]
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> dict[str, harness.Trained]:
+    layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items() if layout.dtype == "float32"]
+    return run_distributed_test(harness.train_all, 1, layouts, timeout=500)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_falls_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
+    losses = on_gpu[name].losses
+    assert losses[-1] < losses[0] - 0.1
+    assert all(0 < loss < 6 for loss in losses)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name.startswith("float32")])
+def test_gpu_trains_as_the_cpu_does(
+    on_gpu: dict[str, harness.Trained], on_cpu: dict[str, harness.Trained], name: str
+) -> None:
+    gpu, cpu = on_gpu[name], on_cpu[name]
+    assert gpu.losses[0] == pytest.approx(cpu.losses[0], rel=1e-5)
+    error, tensor = harness.worst_difference(harness.assemble([gpu.grads]), harness.assemble([cpu.grads]))
+    assert error <= 1e-4, f"gradient of {tensor}"
+    assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
+
+
+def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harness.Trained]) -> None:
+    assert on_gpu["bf16, recomputed activation"].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)

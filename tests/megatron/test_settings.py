@@ -1,0 +1,189 @@
+"""Settings, the mapping of Megatron's config to ours, and the refusals: one line that names field, value, remedy."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megablocks.config import ConfigError
+from megablocks.megatron.settings import MegaBlocksSettings, settings_of
+
+
+def _config(**fields: Any) -> Any:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    values: dict[str, Any] = dict(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        ffn_hidden_size=64,
+        num_moe_experts=8,
+        moe_router_topk=2,
+        add_bias_linear=False,
+        moe_router_load_balancing_type="none",
+    )
+    return TransformerConfig(**(values | fields))
+
+
+def test_settings_come_from_the_environment() -> None:
+    environ = {
+        "MEGABLOCKS_CAPACITY_FACTOR": "-1.25",
+        "MEGABLOCKS_CAPACITY_RULE": "tutel",
+        "MEGABLOCKS_RECOMPUTE_ACTIVATION": "1",
+        "MEGABLOCKS_NORMALIZE_TOP_K": "none",
+        "MEGABLOCKS_HOME": "/somewhere",
+    }
+    expected = MegaBlocksSettings(capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True)
+    assert MegaBlocksSettings.from_env(environ) == expected
+    assert MegaBlocksSettings.from_env({}) == MegaBlocksSettings()
+
+
+def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_ROUTER_TYPE", "expert_choice")
+    config = _config()
+    assert settings_of(config).router_type == "expert_choice"
+    config.megablocks = MegaBlocksSettings()
+    assert settings_of(config).router_type == "topk"
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("CAPACITY_FACTOR", "much", "MEGABLOCKS_CAPACITY_FACTOR='much': must be a number"),
+        ("RECOMPUTE_ACTIVATION", "maybe", "MEGABLOCKS_RECOMPUTE_ACTIVATION='maybe': must be 0, 1, true or false"),
+        ("LAYER", "mine", "layer='mine': must be one of megablocks, experts, megatron, tutel"),
+        ("CAPACITY_FACTOR", "-1", r"capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
+    ],
+)
+def test_L2_bad_settings_are_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        MegaBlocksSettings.from_env({f"MEGABLOCKS_{name}": value})
+    assert str(error.value) == message
+
+
+def test_layer_tutel_implies_tutels_rule_and_default_factor() -> None:
+    settings = MegaBlocksSettings(layer="tutel")
+    assert (settings.capacity_rule, settings.capacity_factor) == ("tutel", 1.0)
+    assert MegaBlocksSettings(layer="tutel", capacity_factor=2.0).capacity_factor == 2.0
+
+
+@pytest.mark.parametrize(
+    "function, gated, expected",
+    [
+        (F.gelu, False, ("gelu", "none")),
+        (functools.partial(F.gelu, approximate="tanh"), False, ("gelu", "tanh")),
+        (F.gelu, True, ("geglu", "none")),
+        (F.silu, True, ("swiglu", "none")),
+        (F.silu, False, ("silu", "none")),
+        (F.relu, True, ("reglu", "none")),
+        (torch.relu, False, ("relu", "none")),
+    ],
+)
+def test_activations_map(function: Any, gated: bool, expected: tuple[str, str]) -> None:
+    from megablocks.megatron.model_config import activation_of
+
+    assert activation_of(function, gated) == expected
+
+
+def test_squared_relu_maps_and_others_are_refused() -> None:
+    from megatron.core.activations import fast_gelu, quick_gelu, squared_relu
+
+    from megablocks.megatron.model_config import activation_of
+
+    assert activation_of(squared_relu, False) == ("relu2", "none")
+    assert activation_of(fast_gelu, True) == ("geglu", "tanh")
+    message = r"activation_func='\w+', gated_linear_unit=.*: must be one of gelu, silu"
+    for function, gated in ((quick_gelu, False), (squared_relu, True), (torch.tanh, False)):
+        with pytest.raises(ConfigError, match=message):
+            activation_of(function, gated)
+
+
+def test_config_maps() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    config = _config(
+        moe_ffn_hidden_size=48,
+        moe_router_score_function="sigmoid",
+        moe_router_topk_scaling_factor=2.5,
+        moe_router_num_groups=4,
+        moe_router_group_topk=2,
+        moe_router_enable_expert_bias=True,
+        activation_func=F.silu,
+        gated_linear_unit=True,
+    )
+    ours = moe_config(config, MegaBlocksSettings(recompute_activation=True))
+    assert (ours.hidden_size, ours.ffn_hidden_size, ours.num_experts, ours.top_k) == (32, 48, 8, 2)
+    assert (ours.activation, ours.score_function, ours.top_k_scaling) == ("swiglu", "sigmoid", 2.5)
+    assert (ours.num_groups, ours.group_top_k, ours.expert_score_bias) == (4, 2, True)
+    assert ours.normalize_top_k == 1.0, "Megatron divides sigmoid scores by their sum"
+    assert ours.recompute_activation and not ours.mlp_bias
+    assert ours.load_balancing_loss_weight == ours.z_loss_weight == 0, "Megatron's router attaches the losses"
+    assert moe_config(_config(moe_router_pre_softmax=True), MegaBlocksSettings()).softmax_order == "before_topk"
+    assert moe_config(_config(), MegaBlocksSettings()).softmax_order == "after_topk"
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("fp8", "hybrid", "must be None"),
+        ("moe_latent_size", 16, "must be None"),
+        ("moe_shared_expert_overlap", True, "must be False"),
+        ("overlap_moe_expert_parallel_comm", True, "must be False"),
+        ("delay_wgrad_compute", True, "must be False"),
+        ("moe_pad_expert_input_to_capacity", True, "must be False"),
+        ("moe_apply_probs_on_input", True, "must be False"),
+        ("glu_linear_offset", 1.0, "must be 0.0"),
+        ("activation_func_clamp_value", 7.0, "must be None"),
+        ("cuda_graph_impl", "local", "must be 'none'"),
+        ("mtp_num_layers", 1, "must be None"),
+        ("expert_model_parallel_size", 3, "num_moe_experts=8: must be divisible by expert_model_parallel_size=3"),
+        ("expert_tensor_parallel_size", 5, "moe_ffn_hidden_size=64: must be divisible by expert_tensor_parallel_size"),
+        ("tensor_model_parallel_size", 2, "sequence_parallel=False: must be True"),
+    ],
+)
+def test_L2_unsupported_config_is_named(name: str, value: Any, words: str) -> None:
+    from megablocks.megatron.model_config import check_config
+
+    config = _config()
+    check_config(config)
+    setattr(config, name, value)
+    with pytest.raises(ConfigError) as error:
+        check_config(config)
+    message = str(error.value)
+    assert "\n" not in message and words in message
+    assert name in message and (f"{name}={value!r}" in message or f"={value}" in message)
+
+
+def test_L2_two_stages_with_virtual_stages_need_unbatched_messages() -> None:
+    from megablocks.megatron.model_config import check_without_engine
+
+    config = _config(pipeline_dtype=torch.float32, pipeline_model_parallel_size=2)
+    config.virtual_pipeline_model_parallel_size = 2
+    with pytest.raises(ConfigError, match=r"overlap_p2p_comm=False, batch_p2p_comm=True: must be True and False"):
+        check_without_engine(config)
+    config.overlap_p2p_comm, config.batch_p2p_comm = True, False
+    check_without_engine(config)
+
+
+def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    from megablocks.megatron.model_config import check_without_engine
+
+    if HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
+    with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
+        check_without_engine(config)
+
+
+def test_L2_expert_choice_refuses_a_balancing_loss() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    config = _config(moe_router_load_balancing_type="aux_loss", moe_aux_loss_coeff=0.01)
+    with pytest.raises(ConfigError, match="moe_aux_loss_coeff=0.01: must be 0 with router_type='expert_choice'"):
+        moe_config(config, MegaBlocksSettings(router_type="expert_choice"))

@@ -1,0 +1,115 @@
+"""What only has to train: expert choice, each capacity rule, other layers in our specs, bf16; and what they count."""
+
+from __future__ import annotations
+
+import harness
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import Layout, Trained
+
+from megablocks.testing.launcher import run_distributed_test
+
+BASE = Layout(ep=2, layers=2)
+STEPS = 12
+PAIRS = STEPS * harness.GLOBAL_BATCH * harness.SEQ * 2  # (token, expert) pairs of a layer, top-2
+NO_AUX = (("moe_aux_loss_coeff", 0.0),)
+LAYOUTS = {
+    "dropless": BASE,
+    "expert choice": BASE.but(model=NO_AUX, settings=(("router_type", "expert_choice"),)),
+    "capacity, megablocks": BASE.but(settings=(("capacity_factor", 0.75),)),
+    "capacity, megablocks, fullest": BASE.but(settings=(("capacity_factor", 0.0),)),
+    "capacity, tutel": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.75))),
+    "capacity, tutel, capped": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", -0.75))),
+    "capacity, tutel, fullest": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.0))),
+    "capacity, megatron": BASE.but(model=(("moe_expert_capacity_factor", 0.75),)),
+    "layer tutel without the package": BASE.but(settings=(("layer", "tutel"),)),
+    "our experts in megatron's layer": BASE.but(
+        model=(("gated_linear_unit", True), ("activation_func", F.silu)), settings=(("layer", "experts"),)
+    ),
+    "megatron's layer": BASE.but(
+        model=(("gated_linear_unit", True), ("activation_func", F.silu)), settings=(("layer", "megatron"),)
+    ),
+    "our layer, same model": BASE.but(model=(("gated_linear_unit", True), ("activation_func", F.silu))),
+    "bf16": BASE.but(dtype="bfloat16", distributed_optimizer=True),
+    "recomputed activation": BASE.but(settings=(("recompute_activation", True),)),
+    "dense": BASE.but(
+        ep=1,
+        tp=2,
+        etp=1,
+        model=(
+            ("num_moe_experts", None),
+            ("moe_ffn_hidden_size", None),
+            ("moe_z_loss_coeff", None),
+            ("moe_aux_loss_coeff", 0.0),
+        ),
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, Trained]:
+    layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items()]
+    return run_distributed_test(harness.train_all, 2, layouts, timeout=500)[0]
+
+
+def _load(run: Trained) -> torch.Tensor:
+    assert run.load is not None
+    return run.load
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_loss_falls(runs: dict[str, Trained], name: str) -> None:
+    losses = runs[name].losses
+    assert all(0 < loss < 6 for loss in losses)
+    assert sum(losses[-3:]) / 3 < sum(losses[:3]) / 3 - 0.1
+
+
+@pytest.mark.timeout(600)
+def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]) -> None:
+    load = _load(runs["expert choice"])
+    assert (load[:, :-1] == PAIRS // 4).all() and not load[:, -1].any()
+
+
+@pytest.mark.timeout(600)
+def test_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
+    for name in ("capacity, megablocks", "capacity, tutel", "capacity, tutel, capped"):
+        load = _load(runs[name])
+        assert (load[:, :-1].sum(1) == PAIRS).all(), "the load is counted before the drop"
+        assert (load[:, -1] >= PAIRS // 4).all(), "at most three quarters of the pairs find a place"
+        assert (load[:, -1] < PAIRS // 2).all()
+    assert runs["capacity, tutel"].losses == runs["capacity, tutel, capped"].losses
+    megatron = _load(runs["capacity, megatron"])
+    assert (megatron[:, -1] >= PAIRS // 4).all() and (megatron.sum(1) == PAIRS).all()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["capacity, megablocks, fullest", "capacity, tutel, fullest"])
+def test_capacity_of_the_fullest_expert_is_dropless(runs: dict[str, Trained], name: str) -> None:
+    assert runs[name].losses == runs["dropless"].losses
+    assert not _load(runs[name])[:, -1].any()
+
+
+@pytest.mark.timeout(600)
+def test_layer_tutel_without_tutel_is_ours_with_its_rule(runs: dict[str, Trained]) -> None:
+    assert (_load(runs["layer tutel without the package"])[:, -1] > 0).all()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["our experts in megatron's layer", "megatron's layer"])
+def test_megatrons_layer_trains_the_same(runs: dict[str, Trained], name: str) -> None:
+    ours, theirs = runs["our layer, same model"], runs[name]
+    if name != "megatron's layer":  # whose experts have other parameter names, and so other weights here
+        assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
+    assert (_load(theirs)[:, :-1].sum(1) == PAIRS).all()
+
+
+@pytest.mark.timeout(600)
+def test_recomputed_activation_changes_nothing(runs: dict[str, Trained]) -> None:
+    assert runs["recomputed activation"].losses == pytest.approx(runs["dropless"].losses, rel=1e-6)
+
+
+@pytest.mark.timeout(600)
+def test_bf16_follows_float32(runs: dict[str, Trained]) -> None:
+    assert runs["bf16"].losses == pytest.approx(runs["dropless"].losses, rel=0.03)

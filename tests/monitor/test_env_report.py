@@ -1,0 +1,20 @@
+"""The environment report names what a bug report needs."""
+
+import subprocess
+import sys
+
+from megablocks.monitor.env_report import commit, env_report
+
+
+def test_report_names_command_commit_and_versions() -> None:
+    report = dict(line.split(": ", 1) for line in env_report(["torchrun", "-m", "a b"]).splitlines() if ": " in line)
+    assert report["command"] == "torchrun -m 'a b'"
+    assert report["commit"] == commit() and len(commit().split("+")[0]) in (7, 40)
+    assert report["python"].startswith(".".join(map(str, sys.version_info[:3])))
+    assert report["apex"] == "not installed" or report["apex"][0].isdigit()
+    assert "torch" in report and "megatron-core" in report
+
+
+def test_report_runs_as_a_program() -> None:
+    done = subprocess.run([sys.executable, "-m", "megablocks.monitor.env_report"], capture_output=True, text=True)
+    assert done.returncode == 0 and "-m megablocks.monitor.env_report" in done.stdout.splitlines()[0]

@@ -1,0 +1,65 @@
+"""The heartbeat alone: ranks are processes that do nothing else, forked from one that has imported torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from megablocks.monitor import heartbeat
+
+_PARENT = """
+import json, os, signal, sys, time
+from torch.distributed import TCPStore
+from megablocks.monitor.heartbeat import Heartbeat
+timeout, lives, frozen, folder = json.loads(sys.argv[1])
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+pids = []
+for rank, life in enumerate(lives):
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
+        beat = Heartbeat("127.0.0.1", store.port, rank, len(lives), timeout)
+        assert beat.wait_until_known()
+        time.sleep(life)
+        beat.stop()
+        os._exit(0)
+    pids.append(pid)
+while not all(store.check([f"heartbeat/0/{rank}"]) for rank in range(len(lives))):
+    time.sleep(0.05)
+if frozen is not None:
+    os.kill(pids[frozen], signal.SIGSTOP)
+codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for rank, pid in enumerate(pids) if rank != frozen]
+for pid in pids[frozen:] if frozen is not None else []:
+    os.kill(pid, signal.SIGKILL)
+print(json.dumps([pids, codes]))
+"""
+
+
+def run(
+    folder: Path, *, timeout: float, lives: list[float], frozen: int | None
+) -> tuple[list[int], list[int], list[str]]:
+    """Process ids, exit codes of the ranks that were not frozen, and what each rank said."""
+    argument = json.dumps([timeout, lives, frozen, str(folder)])
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    out = subprocess.run(
+        [sys.executable, "-c", _PARENT, argument], stdout=subprocess.PIPE, text=True, env=env, timeout=200, check=True
+    ).stdout
+    pids, codes = json.loads(out.splitlines()[-1])
+    return pids, codes, [(folder / str(rank)).read_text() for rank in range(len(lives))]
+
+
+def test_F1_a_stopped_rank_is_named_by_all_others(tmp_path: Path) -> None:
+    pids, codes, said = run(tmp_path, timeout=3.0, lives=[90, 90, 90], frozen=2)
+    assert codes == [heartbeat.EXIT_CODE] * 2
+    for rank in (0, 1):
+        assert said[rank].startswith(f"rank {rank}: rank 2 (") and f"pid {pids[2]}) has been silent" in said[rank]
+        assert len(said[rank].strip().splitlines()) == 1
+
+
+def test_F1_ranks_that_end_well_at_different_times_alarm_nobody(tmp_path: Path) -> None:
+    _, codes, said = run(tmp_path, timeout=1.5, lives=[0.2, 3.5, 2.0], frozen=None)
+    assert codes == [0, 0, 0]
+    assert said == ["", "", ""]

@@ -1,0 +1,85 @@
+"""Log lines, CSV files and pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megablocks.monitor.expert_load import LoadSummary
+from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line, write_atomically
+from megablocks.monitor.plots import plot_expert_load, plot_loss
+
+LINE = (
+    " [2026-11-20 17:11:21.528473] iteration       12/      60 | consumed samples:            8 | elapsed time per "
+    "iteration (ms): 54.4 | learning rate: 8.333334E-03 | lm loss: 6.229799E+00 | grad norm: nan | "
+    "number of skipped iterations:   0 | number of nan iterations:   0 |"
+)
+
+
+def test_log_line_is_read_number_by_number() -> None:
+    values = parse_log_line(LINE)
+    assert values["iteration"] == 12 and values["lm loss"] == 6.229799 and values["learning rate"] == 8.333334e-3
+    assert values["elapsed time per iteration (ms)"] == 54.4
+    assert values["number of skipped iterations"] == 0 and values["grad norm"] != values["grad norm"]
+    validation = parse_log_line(" validation loss at iteration 60 | lm loss value: 4.5E+00 | lm loss PPL: 9.0E+01 | ")
+    assert validation["lm loss value"] == 4.5 and validation["iteration"] == 60
+
+
+def test_history_survives_a_resume_and_forgets_what_the_run_redoes(tmp_path: Path) -> None:
+    first = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    for iteration in (1, 2, 3, 4):
+        first.add(iteration, {"train_loss": 1 / iteration, "tokens": 256 * iteration, "unknown": 5.0})
+    first.add(2, {"validation_loss": 0.75})
+    first.save()
+    again = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    again.load(up_to=3)
+    assert again.series("train_loss") == ([1, 2, 3], [1.0, 0.5, pytest.approx(1 / 3, rel=1e-6)])
+    assert again.series("validation_loss") == ([2], [0.75])
+    again.add(4, {"train_loss": 0.2})
+    again.save()
+    text = (tmp_path / "loss.csv").read_text().splitlines()
+    assert text[0] == ",".join(LOSS_COLUMNS) and text[4].startswith("4,,0.2,") and len(text) == 5
+
+
+def test_a_csv_of_another_shape_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text("step,loss\n1,2\n")
+    history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    history.load(up_to=10)
+    assert not history.rows
+
+
+def test_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "loss.csv"
+    write_atomically(path, "old")
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(path, "new")
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_load_summary_by_hand() -> None:
+    table = torch.tensor([[3, 1, 0, 0], [0, 0, 0, 9], [2, 2, 2, 5]])
+    summary = LoadSummary.from_table(table, layers=[1, 3])
+    assert summary.tokens.tolist() == [[3, 1, 0], [2, 2, 2]] and summary.dropped.tolist() == [0, 5]
+    assert summary.max_over_mean.tolist() == [pytest.approx(2.25), 1.0]
+    assert summary.empty.tolist() == [1, 0]
+    assert str(summary) == " expert load max/mean: 2.25/1.00 | empty experts: 1/0 | tokens dropped: 5 |"
+
+
+def test_pictures_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path) -> None:
+    history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    for iteration in range(1, 6):
+        history.add(iteration, {"train_loss": 6 / iteration})
+    plot_loss(history, tmp_path / "bare.png")
+    history.add(5, {"validation_loss": 1.5})
+    plot_loss(history, tmp_path / "loss.png", unigram_entropy=5.5)
+    plot_expert_load([[0, 0, 0], [4, 1, 1]], tmp_path / "load.png", title="load", layers=[2, 4])
+    for name in ("bare.png", "loss.png", "load.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "bare.png").read_bytes() != (tmp_path / "loss.png").read_bytes()

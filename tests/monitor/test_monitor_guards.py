@@ -1,0 +1,118 @@
+"""The loss window and the sentinels, against cases whose answer is known."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megablocks.monitor.guards import LayerSentinels, LossWindow, first_bad_parameter, is_bad
+
+
+def test_F4_window_spots_a_spike_and_one_nan_never_poisons_it() -> None:
+    window = LossWindow(size=8, factor=3.0)
+    for loss in (5.0, 4.0, 4.5, 4.2):
+        assert not window.is_spike(loss)
+    for bad in (math.nan, math.inf, -math.inf):
+        assert not window.is_spike(bad) or bad == math.inf
+    assert window.median() == pytest.approx(4.35)
+    assert window.is_spike(13.1) and not window.is_spike(13.0)
+
+
+def test_F4_a_level_that_stays_is_accepted() -> None:
+    window = LossWindow(size=8, factor=2.0)
+    for _ in range(8):
+        window.is_spike(1.0)
+    skipped = [window.is_spike(10.0) for _ in range(8)]
+    assert skipped[0] and not skipped[-1]
+    assert sum(skipped) <= 5
+
+
+def test_F4_nothing_is_a_spike_before_enough_losses_are_known_or_with_factor_zero() -> None:
+    window = LossWindow(size=64, factor=2.0)
+    assert not any(window.is_spike(loss) for loss in (1.0, 100.0, 1.0, 100.0))
+    off = LossWindow(size=4, factor=0.0)
+    assert not any(off.is_spike(loss) for loss in (1.0, 1.0, 1.0, 1.0, 1e9))
+
+
+def test_F4_window_state_goes_through_json_and_drops_what_is_not_finite() -> None:
+    import json
+
+    window = LossWindow(size=8, factor=2.0)
+    for loss in (3.0, 1.0, 2.0, 5.0):
+        window.is_spike(loss)
+    copy = LossWindow(size=8, factor=2.0)
+    copy.load_state_dict(json.loads(json.dumps(window.state_dict())))
+    assert copy.median() == window.median() == 2.5
+    copy.load_state_dict({"losses": [3.0, math.nan, 1.0, 2.0, 5.0]})
+    assert copy.median() == 2.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_is_bad_finds_one_value_anywhere(dtype: torch.dtype, value: float) -> None:
+    x = torch.randn(7, 13, dtype=dtype)
+    assert not is_bad(x)
+    x[6, 12] = value
+    assert is_bad(x) and is_bad(x.t())
+    assert not is_bad(torch.empty(0, dtype=dtype))
+    assert not is_bad(torch.full((4,), torch.finfo(dtype).max, dtype=dtype))
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.hurt = ""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
+        out = self.linear(x)
+        if self.hurt == "forward":
+            out = out + torch.tensor([0.0, math.nan, 0.0, 0.0])
+        if self.hurt == "backward":
+            out.register_hook(lambda grad: grad * math.inf)
+            out = out.clone()
+        return out, None
+
+
+def _run(hurt: int | None, how: str = "") -> LayerSentinels:
+    layers = [_Layer() for _ in range(3)]
+    sentinels = LayerSentinels(layers, ["layer 1", "layer 2", "layer 3"], "cpu")
+    if hurt is not None:
+        layers[hurt].hurt = how
+    x = torch.randn(5, 4)
+    for layer in layers:
+        x, _ = layer(x)
+    x.square().sum().backward()
+    return sentinels
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_N3_sentinels_name_the_layer_of_a_forward_nan(layer: int) -> None:
+    assert _run(layer, "forward").first_bad() == ("forward", f"the output of layer {layer + 1}")
+
+
+@pytest.mark.parametrize("layer", [1, 2])
+def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int) -> None:
+    # The gradient that layer `layer` hands down is bad, so its predecessor's output has a bad gradient.
+    sentinels = _run(layer, "backward")
+    assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
+    sentinels.reset()
+    assert sentinels.first_bad() == (None, None)
+
+
+def test_N3_sentinels_are_silent_on_a_good_step_and_in_evaluation() -> None:
+    assert _run(None).first_bad() == (None, None)
+    layer = _Layer()
+    sentinels = LayerSentinels([layer], ["layer 1"], "cpu")
+    layer.hurt = "forward"
+    layer.eval()
+    layer(torch.randn(2, 4))
+    assert sentinels.first_bad() == (None, None)
+
+
+def test_N3_first_bad_parameter_in_order() -> None:
+    good, bad = torch.ones(3), torch.tensor([1.0, math.nan])
+    assert first_bad_parameter([("a", good), ("b", None), ("c", bad), ("d", bad)]) == "c"
+    assert first_bad_parameter([("a", good)]) is None

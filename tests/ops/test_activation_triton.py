@@ -1,0 +1,39 @@
+"""The activation kernels against float64, on the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megablocks.ops.activation import GATED, UNARY, activation_backward_ref, activation_ref
+from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*UNARY, *GATED])
+@pytest.mark.parametrize("approximate", ["tanh", "none"])
+def test_activation_kernels_equal_float64(name: str, approximate: str, dtype: torch.dtype, poison: None) -> None:
+    torch.manual_seed(0)
+    pre = (torch.randn(13, 67, device=DEVICE) * 4).to(dtype)
+    gate = torch.randn(13, 67, device=DEVICE).to(dtype) if name in GATED else None
+    grad = torch.randn(1, 67, device=DEVICE).to(dtype).expand(13, 67)
+    pre[3, 5] = float("nan")
+    wide = [None if t is None else t.double() for t in (grad, pre, gate)]
+    expected = (activation_ref(wide[1], wide[2], name, approximate), *activation_backward_ref(*wide, name, approximate))
+    found = (
+        activation_launch(pre, gate, name, approximate),
+        *activation_backward_launch(grad, pre, gate, name, approximate),
+    )
+    eps = torch.finfo(dtype).eps
+    for one, other in zip(found, expected, strict=True):
+        if other is None:
+            assert one is None
+            continue
+        assert one.dtype == dtype
+        where = torch.ones_like(other, dtype=torch.bool)
+        where[3, 5] = False
+        torch.testing.assert_close(one.double()[where], other[where], rtol=4 * eps, atol=4e-6 if eps < 1e-6 else eps)
+    assert found[0][3, 5].isnan()

@@ -1,0 +1,55 @@
+"""Token movement kernels against their references, on the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megablocks.ops.permute.combine import combine_backward_ref, combine_ref
+from megablocks.ops.permute.gather import gather_ref
+from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_ref
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# bfloat16 is wrong on the interpreter where a store rounds; it is tested on a GPU
+DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]
+
+
+def _dispatch(num_tokens: int, num_experts: int, top_k: int, drop: bool) -> tuple[Dispatch, int]:
+    torch.manual_seed(num_tokens)
+    token = torch.arange(num_tokens).repeat_interleave(top_k)
+    expert = torch.randint(-1 if drop else 0, num_experts, token.shape)
+    dispatch = build_dispatch_ref(token.to(DEVICE), expert.to(DEVICE), num_tokens, num_experts)
+    return dispatch, int(dispatch.expert_offsets[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("drop", [False, True])
+@pytest.mark.parametrize(("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5)])
+def test_permute_kernels_equal_references(
+    num_tokens: int, hidden: int, top_k: int, drop: bool, dtype: torch.dtype, poison: None
+) -> None:
+    d, used = _dispatch(num_tokens, 4, top_k, drop)
+    x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
+    rows = expand_launch(x, d.scatter, d.token_offsets)
+    assert torch.equal(rows[:used], gather_ref(x, d.gather)[:used])
+
+    weight = torch.rand(d.pair.shape[0], device=DEVICE)
+    rows = torch.randn(d.pair.shape[0], hidden, device=DEVICE, dtype=dtype)
+    rows[used:] = float("nan")  # rows without a pair are never read
+    tolerance = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    for w in (weight, None):
+        y = combine_launch(rows, w, d.pair, d.scatter, d.token_offsets)
+        expected = combine_ref(rows.nan_to_num(), w, d.pair, d.scatter, d.token_offsets)
+        torch.testing.assert_close(y, expected, **tolerance)
+
+    dy = torch.randn(1, hidden, device=DEVICE, dtype=dtype).expand(num_tokens, hidden)  # stride 0
+    for saved in (rows, None):
+        d_rows, d_weight = combine_backward_launch(dy, saved, weight, d.pair, d.scatter, d.token_offsets)
+        args = (weight, d.pair, d.gather, d.expert_offsets[-1])
+        expected_rows, expected_weight = combine_backward_ref(dy, None if saved is None else rows.nan_to_num(), *args)
+        torch.testing.assert_close(d_rows[:used], expected_rows[:used], **tolerance)
+        if saved is None:
+            assert d_weight is None
+        else:
+            torch.testing.assert_close(d_weight, expected_weight, rtol=1e-4, atol=1e-3)

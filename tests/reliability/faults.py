@@ -1,0 +1,117 @@
+"""Faults that a rank can be born with. Each takes effect in the rank's own process, before the driver's `main()`."""
+
+from __future__ import annotations
+
+import functools
+import os
+import resource
+import signal
+
+
+def _rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _step() -> int:
+    from megatron.training import get_args
+
+    return get_args().curr_iteration + 1
+
+
+def nan_in_loss(rank: int, step: int) -> None:
+    """The loss of `rank` is NaN at `step`."""
+    from megablocks.megatron import gpt
+
+    original = gpt.loss_func
+
+    def loss_func(loss_mask, output, observe=None):
+        if _rank() == rank and _step() == step:
+            output = output * float("nan")
+        return original(loss_mask, output, observe)
+
+    gpt.loss_func = loss_func
+
+
+def nan_in_layer(rank: int, step: int, layer: int, backward: bool = False) -> None:
+    """The output of `layer` (1-based) holds a NaN at `step` on `rank`; with `backward`, the gradient that enters it."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    original = TransformerLayer.forward
+
+    def forward(self, *args, **kwargs):
+        out, context = original(self, *args, **kwargs)
+        if _rank() == rank and self.training and _step() == step and self.layer_number == layer:
+            if backward:
+                out.register_hook(lambda grad: grad * float("nan"))
+            out = out.clone()
+            if not backward:
+                out.view(-1)[5] = float("nan")
+        return out, context
+
+    TransformerLayer.forward = forward
+
+
+def loss_times(factor: float, steps: list[int]) -> None:
+    """The loss of every rank is multiplied at `steps`."""
+    from megablocks.megatron import gpt
+
+    original = gpt.loss_func
+
+    def loss_func(loss_mask, output, observe=None):
+        return original(loss_mask, output * factor if _step() in steps else output, observe)
+
+    gpt.loss_func = loss_func
+
+
+def signal_self(rank: int, step: int, number: int) -> None:
+    """`rank` sends itself the signal in the forward pass of `step`."""
+    from megablocks.megatron import gpt
+
+    original = gpt.loss_func
+
+    def loss_func(loss_mask, output, observe=None):
+        if _rank() == rank and _step() == step:
+            os.kill(os.getpid(), number)
+        return original(loss_mask, output, observe)
+
+    gpt.loss_func = loss_func
+
+
+def signal_in_save(rank: int, number: int) -> None:
+    """`rank` sends itself the signal in the middle of a checkpoint save, when some of its files are written."""
+    from megatron.core import dist_checkpointing
+
+    original = dist_checkpointing.save
+
+    def save(*args, **kwargs):
+        if _rank() == rank:
+            os.kill(os.getpid(), number)
+        return original(*args, **kwargs)
+
+    dist_checkpointing.save = save
+
+
+def kill_while_writing(rank: int, step: int, items: int = 4) -> None:
+    """`rank` is killed in the save of `step`, when its own shard holds `items` tensors and part of the next."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    original = filesystem_async._write_item
+    written = 0
+
+    @functools.wraps(original)
+    def write_item(transforms, stream, *args, **kwargs):
+        nonlocal written
+        if _rank() == rank and _step() == step:
+            if written == items:
+                stream.write(b"part of a tensor")
+                stream.flush()
+                os.kill(os.getpid(), signal.SIGKILL)
+            written += 1
+        return original(transforms, stream, *args, **kwargs)
+
+    filesystem_async._write_item = write_item
+
+
+def file_size_limit(size: int) -> None:
+    """No file grows beyond `size` bytes: what a full disk looks like to a process, without a disk to fill."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

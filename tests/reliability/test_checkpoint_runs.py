@@ -1,0 +1,291 @@
+"""Checkpoints of the real driver: resumed exactly, and never loaded torn or damaged.
+
+One history serves several proofs. A run of 100 steps saves at 50 and 100. From its save at 50 a second run is resumed,
+stopped by SIGTERM, resumed, killed in mid-save, its pointer garbled, and resumed to the end: it must arrive where the
+first one did, bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from driver import EXPERTS, TINY, Driver, Run
+
+pytest.importorskip("megatron.training")
+
+from megablocks.checkpoint import atomic  # noqa: E402
+
+# Everything with a state: dropout and router jitter draw random numbers, the expert bias is a buffer, the optimizer is
+# sharded, the learning rate is scheduled, and the order of the samples spans several passes over the data.
+MODEL = (
+    *TINY,
+    *EXPERTS,
+    *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2".split(),
+    *"--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable".split(),
+    *"--moe-input-jitter-eps 0.05 --hidden-dropout 0.1 --attention-dropout 0.1".split(),
+    *"--train-iters 100 --lr-decay-iters 100 --min-lr 1e-3 --lr-warmup-iters 10".split(),
+)
+
+
+def contents(folder: Path) -> dict[str, Any]:
+    """Everything that a checkpoint holds: tensors whole (NaN where no shard lies), other objects by rank."""
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    state: dict[str, Any] = {}
+    torch.use_deterministic_algorithms(True)  # fills torch.empty, which the padding of optimizer buckets stays
+    try:
+        _load_state_dict(
+            state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return state
+
+
+def plain(value: Any) -> Any:
+    """Comparable by ==: tensors and arrays as their type, shape and bytes."""
+    if hasattr(value, "detach"):
+        return (str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes())
+    if isinstance(value, np.ndarray):
+        return (str(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(entry) for entry in value]
+    return value
+
+
+def save_at(source: Path, target: Path, *iterations: int) -> Path:
+    """A folder with copies of some checkpoints of another, as if the run had stopped at the last of them."""
+    target.mkdir()
+    for iteration in iterations:
+        shutil.copytree(atomic.folder_of(source, iteration), atomic.folder_of(target, iteration))
+    atomic.write_pointer(target, iterations[-1])
+    return target
+
+
+@dataclasses.dataclass
+class History:
+    """What the runs left. `resumed` is the second folder; `stopped_at` the iteration at which SIGTERM came."""
+
+    straight: Path
+    resumed: Path
+    full: Run
+    terminated: Run
+    killed: Run
+    last: Run
+    terminated_codes: list[int | None]
+    killed_codes: list[int | None]
+    stopped_at: int
+    after_kill: atomic.Latest
+    torn: list[str]
+
+
+@pytest.fixture(scope="module")
+def history(zygote, tiny_data, tmp_path_factory) -> History:
+    folder = tmp_path_factory.mktemp("history")
+    driver = Driver(zygote, tiny_data, folder)
+    straight, resumed = folder / "straight", folder / "resumed"
+    full = driver.run("--save", straight, "--save-interval", 50, ranks=2, model=MODEL)
+
+    save_at(straight, resumed, 50)
+    resume = ("--load", resumed, "--save", resumed, "--save-interval")
+    with driver.start(*resume, 1000, ranks=2, model=MODEL) as terminated:
+        terminated.wait_for(r"iteration +5[3-9]/")
+        terminated.signal(1, signal.SIGTERM)
+        terminated_codes = terminated.wait()
+    stopped_at = atomic.iterations(resumed)[-1]
+
+    fault = ("kill_while_writing", {"rank": 1, "step": 80})
+    with driver.start(*resume, 80, ranks=2, model=MODEL, faults=[fault]) as killed:
+        killed_codes = killed.wait()
+    after_kill = atomic.find_latest_complete(resumed)
+    torn = atomic.files_of(atomic.folder_of(resumed, 80))
+
+    (resumed / atomic.POINTER).write_bytes(b"\0\0\0\0")
+    last = driver.run(*resume, 100, ranks=2, model=MODEL, expect=None)
+    return History(
+        straight, resumed, full, terminated, killed, last, terminated_codes, killed_codes, stopped_at, after_kill, torn
+    )
+
+
+def test_K1_resumed_run_equals_the_straight_one_bit_for_bit(history: History) -> None:
+    assert history.last.codes() == [0, 0], history.last.text()[-3000:]
+    one = contents(atomic.folder_of(history.straight, 100))
+    two = contents(atomic.folder_of(history.resumed, 100))
+    assert one.keys() == two.keys()
+    common = [key for key in one if key.startswith("common_state")]
+    assert len(common) == 1
+    for key in one.keys() - set(common):
+        assert plain(one[key]) == plain(two[key]), key
+    for name in ("exp_avg.", "exp_avg_sq.", "rng_state", "expert_bias", "experts.w1", "word_embeddings"):
+        assert any(name in key for key in one), f"no {name} among {sorted(one)}"
+    bias = next(value for key, value in one.items() if key.endswith("expert_bias"))
+    assert bias.abs().max() > 0.005, "the expert bias moved"
+    (one_common,), (two_common,) = one[common[0]], two[common[0]]
+    assert one_common.keys() == two_common.keys()
+    for key in one_common.keys() - {"args"}:
+        assert plain(one_common[key]) == plain(two_common[key]), key
+    position = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "curr_iteration")
+    for name in position:
+        assert getattr(one_common["args"], name) == getattr(two_common["args"], name), name
+    assert one_common["args"].consumed_train_samples == 800
+
+
+def test_K1_losses_continue_as_if_nothing_had_happened(history: History) -> None:
+    losses = history.full.losses()
+    assert sorted(losses) == list(range(1, 101)) and losses[100] < losses[1]
+    for run, first, end in (
+        (history.terminated, 51, history.stopped_at),
+        (history.killed, history.stopped_at + 1, 80),
+        (history.last, history.stopped_at + 1, 100),
+    ):
+        again = run.losses()
+        assert sorted(again) == list(range(first, end + 1))
+        # Megatron counts the first step of a run twice: its second line is the mean of two steps.
+        assert again.pop(first + 1) == pytest.approx((losses[first] + losses[first + 1]) / 2, abs=1e-6)
+        assert again == {step: losses[step] for step in again}
+
+
+def test_K3_kill_in_mid_save_leaves_a_torn_checkpoint_that_is_ignored(history: History) -> None:
+    assert history.killed_codes[1] == -signal.SIGKILL and history.killed_codes[0] not in (0, None)
+    shards = [name for name in history.torn if name.endswith(".distcp")]
+    assert shards and not {atomic.MARKER, ".metadata"} & set(history.torn), history.torn
+    assert history.after_kill.iteration == history.stopped_at and history.after_kill.has_marker
+    assert re.search(rf"iter_0*80: torn \(no {atomic.MARKER}\), ignored", history.last.text())
+    assert min(history.last.losses()) == history.stopped_at + 1
+
+
+def test_K4_garbled_pointer_falls_back_with_a_warning(history: History) -> None:
+    said = f"WARNING: {history.resumed / atomic.POINTER}: '\\x00\\x00\\x00\\x00'; "
+    used = f"using the newest complete checkpoint, iteration {history.stopped_at}"
+    assert said + used in history.last.text()
+    assert (history.resumed / atomic.POINTER).read_text() == "100"
+
+
+def test_K7_sigterm_saves_and_exits_zero(history: History) -> None:
+    assert history.terminated_codes == [0, 0]
+    assert 53 <= history.stopped_at < 80 and max(history.terminated.losses()) == history.stopped_at
+    folder = atomic.folder_of(history.resumed, history.stopped_at)
+    assert atomic.read_marker(folder) and "__0_0.distcp" in atomic.files_of(folder)
+    atomic.verify(folder)
+
+
+@pytest.mark.parametrize("pointer", [b"", b"what?", None])
+def test_K4_empty_garbled_or_missing_pointer(history: History, tmp_path: Path, pointer: bytes | None) -> None:
+    folder = save_at(history.straight, tmp_path / "run", 50, 100)
+    (folder / atomic.POINTER).unlink()
+    if pointer is not None:
+        (folder / atomic.POINTER).write_bytes(pointer)
+    latest = atomic.find_latest_complete(folder)
+    assert latest.iteration == 100 and len(latest.warnings) == 1 and atomic.POINTER in latest.warnings[0]
+    (atomic.folder_of(folder, 100) / atomic.MARKER).unlink()
+    latest = atomic.find_latest_complete(folder)
+    assert latest.iteration == 50 and any("iter_0000100: torn" in warning for warning in latest.warnings)
+
+
+def refused(driver: Driver, *flags: Any, faults=()) -> str:
+    """The one line with which a run on one rank ends, before it trained a step."""
+    run = driver.run(*flags, model=MODEL, faults=faults, expect=1)
+    assert run.losses() == {}
+    lines = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert len(lines) == 1 and "Traceback" not in run.text(), run.text()[-3000:]
+    return lines[0]
+
+
+def test_K5_flipped_byte_names_the_file(driver: Driver, history: History) -> None:
+    folder = save_at(history.straight, driver.folder / "run", 50)
+    shard = atomic.folder_of(folder, 50) / "__1_0.distcp"
+    raw = bytearray(shard.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    shard.write_bytes(raw)
+    assert f"{shard}: sha256 differs from what was saved" in refused(driver, "--load", folder)
+
+
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata"])
+def test_K5_missing_file_names_it(driver: Driver, history: History, name: str) -> None:
+    folder = save_at(history.straight, driver.folder / "run", 50)
+    shard = atomic.folder_of(folder, 50) / name
+    shard.unlink()
+    assert f"{shard}: missing" in refused(driver, "--load", folder)
+
+
+def test_K6_full_disk_keeps_the_previous_checkpoint(driver: Driver, history: History) -> None:
+    folder = save_at(history.straight, driver.folder / "run", 50)
+    before = {name: (folder / name).read_bytes() for name in _files(folder)}
+    flags = ("--load", folder, "--save", folder, "--save-interval", 52)
+    run = driver.run(*flags, model=MODEL, faults=[("file_size_limit", {"size": 200_000})], expect=1)
+    assert sorted(run.losses()) == [51, 52]
+    message = f"{atomic.folder_of(folder, 52)}: could not be saved by rank 0: "
+    line = next(line for line in run.text().splitlines() if message in line)
+    assert "File too large" in line and "iteration 50 is the newest complete checkpoint" in line
+    assert "Traceback" not in run.text()
+    for name, raw in before.items():
+        assert (folder / name).read_bytes() == raw, name
+    assert atomic.find_latest_complete(folder).iteration == 50
+    atomic.verify(atomic.folder_of(folder, 50))
+
+
+def _files(folder: Path) -> list[str]:
+    return [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+
+
+@pytest.fixture(scope="module")
+def other_data(tiny_data: Path, tmp_path_factory) -> Path:
+    """The same tokenizer, one more document."""
+    from megablocks.data.prepare import main
+
+    folder = tmp_path_factory.mktemp("other")
+    shutil.copytree(tiny_data.parent / "text", folder / "text")
+    (folder / "text" / "more.txt").write_text("the cat sleeps in a warm house. " * 50)
+    model = str(tiny_data / "tokenizer.model")
+    arguments = ["--input", str(folder / "text"), "--tokenizer-model", model, "--workers", "1"]
+    assert main([*arguments, "--out", str(folder / "prepared"), "--valid-fraction", "0.25"]) == 0
+    return folder / "prepared"
+
+
+def test_D5_changed_data_is_refused_at_resume(
+    zygote, history: History, other_data: Path, tiny_data: Path, tmp_path: Path
+) -> None:
+    from megablocks.data.manifest import fingerprint
+
+    folder = save_at(history.straight, tmp_path / "run", 50)
+    state = json.loads((atomic.folder_of(folder, 50) / "megablocks.json").read_text())
+    assert state["data_fingerprint"] == fingerprint(tiny_data) != fingerprint(other_data)
+    line = refused(Driver(zygote, other_data, tmp_path), "--load", folder)
+    assert "megablocks.json: saved with data " + fingerprint(tiny_data)[:12] in line
+    assert fingerprint(other_data)[:12] in line and "the data changed" in line
+
+
+@pytest.mark.slow
+def test_K6_full_tmpfs(driver: Driver, history: History) -> None:
+    """A disk that is really full."""
+    disk = driver.folder / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    try:
+        folder = save_at(history.straight, disk / "run", 50)
+        room = os.statvfs(disk).f_bavail * os.statvfs(disk).f_bsize
+        (disk / "filler").write_bytes(b"\0" * max(0, room - 400_000))
+        flags = ("--load", folder, "--save", folder, "--save-interval", 52, "--megablocks-run-dir", driver.folder / "r")
+        run = driver.run(*flags, model=MODEL, expect=1)
+        assert "could not be saved by rank 0" in run.text() and "No space left on device" in run.text()
+        assert atomic.find_latest_complete(folder).iteration == 50
+        atomic.verify(atomic.folder_of(folder, 50))
+    finally:
+        subprocess.run(["umount", disk], check=True)

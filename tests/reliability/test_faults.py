@@ -1,0 +1,86 @@
+"""A rank that dies, freezes or computes a NaN; a loss that spikes. Two ranks of the real driver, forked."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from driver import Driver, Run, read_csv  # noqa: E402
+
+from megablocks.checkpoint import atomic  # noqa: E402
+
+TIMEOUT = 8
+
+
+def said(run: Run, pattern: str) -> list[str]:
+    return [line for line in run.text().splitlines() if re.search(pattern, line)]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+def test_F1_the_others_end_within_the_timeout_and_name_the_rank(driver: Driver, number: int) -> None:
+    faults = [("signal_self", {"rank": 1, "step": 3, "number": int(number)})]
+    with driver.start("--train-iters", "10000", "--megablocks-hang-timeout", TIMEOUT, ranks=2, faults=faults) as run:
+        run.wait_for(r"iteration +2/")
+        codes = run.wait(timeout=TIMEOUT + 30, ranks=[0])
+    assert codes[0] == 75
+    named = said(run, r"^rank \d+: ")
+    assert len(named) == 1
+    assert named[0].startswith("rank 0: rank 1 (") and f"pid {run.pids[1]}" in named[0]
+
+
+def test_F3_a_nan_loss_on_one_rank_stops_all_ranks_at_the_same_step(driver: Driver, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = ("--train-iters", "100", "--save", save, "--save-interval", "2")
+    run = driver.run(*flags, ranks=2, faults=[("nan_in_loss", {"rank": 1, "step": 4})], expect=1)
+    assert said(run, "NaN or Inf") == [
+        "pretrain_gpt: step 4: NaN or Inf on rank 1 in the loss: stopped before the update; "
+        f"{save} is as the last save left it"
+    ]
+    assert sorted(run.losses()) == [1, 2, 3]
+    latest = atomic.find_latest_complete(save)
+    assert latest.iteration == 2 and not latest.warnings
+    atomic.verify(atomic.folder_of(save, 2))
+    assert "Traceback" not in run.text()
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_N3_the_guard_names_step_rank_and_layer_before_the_update(driver: Driver, backward: bool) -> None:
+    fault = {"rank": 1, "step": 2, "layer": 2, "backward": backward}
+    run = driver.run("--train-iters", "100", ranks=2, faults=[("nan_in_layer", fault)], expect=1)
+    where = "the backward of layer 2" if backward else "the output of layer 2"
+    assert said(run, "NaN or Inf") == [
+        f"pretrain_gpt: step 2: NaN or Inf on rank 1 in {where}: stopped before the update"
+    ]
+    assert sorted(run.losses()) == [1]
+
+
+def test_F4_a_spike_is_skipped_and_logged_also_right_after_a_resume(driver: Driver, tmp_path: Path) -> None:
+    save = tmp_path / "save"
+    flags = ("--train-iters", "100", "--save", save, "--save-interval", "100")
+    flags += ("--megablocks-loss-spike-factor", "3", "--megablocks-loss-spike-window", "4")
+    first = driver.run(*flags, "--exit-interval", "5", faults=[("loss_times", {"factor": 10.0, "steps": [5]})])
+    resumed = [*flags, "--load", save, "--exit-interval", "7"]
+    second = driver.run(*resumed, faults=[("loss_times", {"factor": 10.0, "steps": [6]})])
+    for run, step in ((first, 5), (second, 6)):
+        (line,) = said(run, "update skipped")
+        assert line.startswith(f"step {step}: loss ") and "exceeds 3 times" in line
+        (logged,) = said(run, rf"iteration +{step}/")
+        assert "number of skipped iterations:   1 |" in logged
+    # Neither update took place: step 7 sees what step 5 would have made of the weights of step 4.
+    assert first.losses()[4] * 0.7 < second.losses()[7] < first.losses()[4] * 1.1
+    rows = {int(row["iteration"]): row for row in read_csv(save / "loss.csv")}
+    assert sorted(rows) == [1, 2, 3, 4, 5, 6, 7]
+    assert rows[5]["train_loss"] == rows[6]["train_loss"] == "" and rows[7]["train_loss"]
+
+
+@pytest.mark.slow
+def test_F3_the_guard_can_be_left_to_megatron(driver: Driver) -> None:
+    faults = [("nan_in_loss", {"rank": 0, "step": 2})]
+    run = driver.run("--train-iters", "3", "--rerun-mode", "validate_results", ranks=1, faults=faults, expect=None)
+    assert run.codes() != [0]
+    assert said(run, "NaN in local forward loss|NaN or Inf")
