@@ -174,6 +174,7 @@ def sdd(
     majors = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
     c = _Plan(**vars(tile), **majors, sparse_out=True, run=tile.BN // BLOCK)
     assert run % c.run == 0, "a tile of two blocks needs them side by side"
+    assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
     sdd_kernel[(_multiprocessors(a.device.index),)](
         *_operands(a, b, out.view(-1, BLOCK), c),
         row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
