@@ -80,14 +80,20 @@ def _spmm_kernel(
         acc = tl.zeros((T, D), tl.float32)
     else:
         acc = tl.zeros((D, T), tl.float32)
+    # What a block meets is looked up one step ahead: a load whose address is itself loaded gets a shorter pipeline.
+    next_other = tl.load(index_ptr + first, mask=first < end, other=0)
+    next_block = first
+    if BY_COLUMN:
+        next_block = tl.load(block_ptr + first, mask=first < end, other=0)
     for i in range(first * STEPS, end * STEPS):
-        entry = i // STEPS
         inner = i % STEPS * K + k
-        other = (tl.load(index_ptr + entry) * B + inner).to(tl.int64) * dense_k
-        block = entry
+        other = (next_other * B + inner).to(tl.int64) * dense_k
+        values = data_ptr + next_block.to(tl.int64) * (B * B)
+        following = (i + 1) // STEPS
+        next_other = tl.load(index_ptr + following, mask=following < end, other=0)
+        next_block = following
         if BY_COLUMN:
-            block = tl.load(block_ptr + entry)
-        values = data_ptr + block.to(tl.int64) * (B * B)
+            next_block = tl.load(block_ptr + following, mask=following < end, other=0)
         if LEFT:
             if BY_COLUMN:
                 s = tl.load(values + along[:, None] + inner[None, :] * B)
