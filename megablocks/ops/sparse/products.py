@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.grouped.grouped_mm import under_autocast
 
 from . import hopper
 from .matrix import Matrix
@@ -87,10 +88,11 @@ def _strided(t: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("megablocks::sparse_sdd", mutates_args=())
-def _sdd(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
+def sdd_op(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
     row_indices, column_indices, offsets = indices[:3]
     if not a.is_cuda:
-        return _sdd_ref(a, b, row_indices, column_indices, block_size)
+        with torch.autocast(a.device.type, enabled=False):  # or torch would narrow the reference's own products
+            return _sdd_ref(a, b, row_indices, column_indices, block_size)
     a, b = _strided(a), _strided(b)
     if hopper.supports(block_size, a, b):
         return hopper.sdd(a, b, row_indices, column_indices, offsets, run)
@@ -99,15 +101,16 @@ def _sdd(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int)
     return kernels.sdd(a, b, row_indices, column_indices, offsets, block_size)
 
 
-@_sdd.register_fake
+@sdd_op.register_fake
 def _(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
     return a.new_empty(indices[0].shape[0], block_size, block_size)
 
 
 @torch.library.custom_op("megablocks::sparse_spmm", mutates_args=())
-def _spmm(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
+def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
     if not data.is_cuda:
-        return _spmm_ref(data, dense, indices, sparse_left, by_column)
+        with torch.autocast(data.device.type, enabled=False):
+            return _spmm_ref(data, dense, indices, sparse_left, by_column)
     _, column_indices, _, column_indices_t, _, block_offsets_t, row_work, column_work = indices
     data, dense = data.contiguous(), _strided(dense)
     work, index = (column_work, column_indices_t) if by_column else (row_work, column_indices)
@@ -119,7 +122,7 @@ def _spmm(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool,
     return kernels.spmm(data, dense, work, index, places, sparse_left)
 
 
-@_spmm.register_fake
+@spmm_op.register_fake
 def _(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
     lines = indices[7 if by_column else 6].shape[0] * data.shape[-1]
     return data.new_empty((lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines))
@@ -133,12 +136,12 @@ def _save_sdd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _sdd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     a, b, *indices = ctx.saved_tensors
     # dA = dS·Bᵀ, dB = Aᵀ·dS
-    d_a = _spmm(grad, b.t(), indices, True, False, ctx.run) if ctx.needs_input_grad[0] else None
-    d_b = _spmm(grad, a.t(), indices, False, True, ctx.run) if ctx.needs_input_grad[1] else None
+    d_a = spmm_op(grad, b.t(), indices, True, False, ctx.run) if ctx.needs_input_grad[0] else None
+    d_b = spmm_op(grad, a.t(), indices, False, True, ctx.run) if ctx.needs_input_grad[1] else None
     return d_a, d_b, [None] * len(indices), None, None
 
 
-_sdd.register_autograd(_sdd_backward, setup_context=_save_sdd)
+sdd_op.register_autograd(_sdd_backward, setup_context=_save_sdd)
 
 
 def _save_spmm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -155,13 +158,13 @@ def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
             left, right = (dense, grad.t()) if ctx.by_column else (grad, dense.t())
         else:
             left, right = (dense.t(), grad) if ctx.by_column else (grad.t(), dense)
-        d_data = _sdd(left, right, indices, data.shape[-1], ctx.run)
+        d_data = sdd_op(left, right, indices, data.shape[-1], ctx.run)
     if ctx.needs_input_grad[1]:
-        d_dense = _spmm(data, grad, indices, ctx.sparse_left, not ctx.by_column, ctx.run)
+        d_dense = spmm_op(data, grad, indices, ctx.sparse_left, not ctx.by_column, ctx.run)
     return d_data, d_dense, [None] * len(indices), None, None, None
 
 
-_spmm.register_autograd(_spmm_backward, setup_context=_save_spmm)
+spmm_op.register_autograd(_spmm_backward, setup_context=_save_spmm)
 
 
 def _check(name: str, t: Tensor, shape: tuple[int | None, int | None], like: Tensor, like_name: str) -> None:
@@ -172,14 +175,6 @@ def _check(name: str, t: Tensor, shape: tuple[int | None, int | None], like: Ten
         raise ValueError(f"{name} is {t.dtype} on {t.device}, must be {like.dtype} on {like.device} as {like_name} is")
     if t.is_cuda and t.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         raise ValueError(f"{name} is {t.dtype}, must be torch.bfloat16, torch.float16 or torch.float32 on a GPU")
-
-
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors)
 
 
 def sdd(a: Tensor, b: Tensor, pattern: Matrix) -> Matrix:
@@ -195,14 +190,14 @@ def sdd(a: Tensor, b: Tensor, pattern: Matrix) -> Matrix:
     Raises:
         ValueError: shapes that do not fit, unequal or unsupported dtypes, tensors on different devices.
     """
-    a, b = _autocast(a, b)
+    a, b = under_autocast(a, b)
     rows, columns = pattern.shape
     _check("a", a, (rows, None), a, "a")
     _check("b", b, (a.shape[1], columns), a, "a")
     _on_device(pattern, a)
     if pattern.transposed:
         a, b = b.t(), a.t()
-    return pattern.with_data(_sdd(a, b, list(pattern.indices), pattern.block_size, pattern.run))
+    return pattern.with_data(sdd_op(a, b, list(pattern.indices), pattern.block_size, pattern.run))
 
 
 def dsd(sparse: Matrix, dense: Tensor) -> Tensor:
@@ -210,10 +205,10 @@ def dsd(sparse: Matrix, dense: Tensor) -> Tensor:
 
     Args and errors as `sdd`; `sparse` may be a transposed view, `dense` of any strides.
     """
-    data, dense = _autocast(_values(sparse), dense)
+    data, dense = under_autocast(_values(sparse), dense)
     _on_device(sparse, dense)
     _check("dense", dense, (sparse.shape[1], None), data, "sparse")
-    return _spmm(data, dense, list(sparse.indices), True, sparse.transposed, sparse.run)
+    return spmm_op(data, dense, list(sparse.indices), True, sparse.transposed, sparse.run)
 
 
 def dds(dense: Tensor, sparse: Matrix) -> Tensor:
@@ -221,10 +216,10 @@ def dds(dense: Tensor, sparse: Matrix) -> Tensor:
 
     Args and errors as `sdd`; `sparse` may be a transposed view, `dense` of any strides.
     """
-    data, dense = _autocast(_values(sparse), dense)
+    data, dense = under_autocast(_values(sparse), dense)
     _on_device(sparse, dense)
     _check("dense", dense, (None, sparse.shape[0]), data, "sparse")
-    return _spmm(data, dense, list(sparse.indices), False, not sparse.transposed, sparse.run)
+    return spmm_op(data, dense, list(sparse.indices), False, not sparse.transposed, sparse.run)
 
 
 def _on_device(matrix: Matrix, t: Tensor) -> None:

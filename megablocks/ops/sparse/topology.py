@@ -95,14 +95,14 @@ def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int
 
 
 @torch.library.custom_op("megablocks::sparse_topology", mutates_args=())
-def _topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
+def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
     if expert_offsets.is_cuda:
         return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
     parts = topology_ref(expert_offsets, blocks_per_row, block_rows, block_size)
     return torch.cat([F.pad(part.reshape(-1), (0, -part.numel() % 4)) for part in parts])
 
 
-@_topology.register_fake
+@topology_op.register_fake
 def _(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
     sizes = _sizes(expert_offsets.shape[0] - 1, blocks_per_row, block_rows)
     return expert_offsets.new_empty(sum(map(_round_up, sizes)))
@@ -144,7 +144,7 @@ def topology(
     if block_rows is None:
         block_rows = max_block_rows(max_rows, experts, block_size)
     blocks_per_row = ffn_size // block_size
-    packed = _topology(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
+    packed = topology_op(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
     padded_offsets, *indices = _unpack(packed, _sizes(experts, blocks_per_row, block_rows))
     run = 2 if blocks_per_row % 2 == 0 else 1
     shape = (block_rows * block_size, experts * ffn_size)
