@@ -274,7 +274,7 @@ def report(records: list[dict[str, Any]]) -> dict[str, Any]:
                 line += f"   {ratio:6.1%} of bmm"
                 if kind == "ours" and not r["sweep"]:
                     ratios[case] = ratio
-                if kind not in ("bmm", "triton", "stk"):
+                if kind not in ("bmm", "triton", "stk", "act fused", "act apart"):
                     best[case] = max(best.get(case, 0.0), ratio)
             if routing == "zipf" and (ratio := against(times, name, f"uniform/{kind}")) is not None:
                 per_block = ratio * r["zipf"]["blocks"] / r["uniform"]["blocks"]
@@ -307,7 +307,9 @@ def main() -> None:
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--products", default=",".join(PRODUCTS))
     parser.add_argument("--candidates", default="", help="time these alone, by name: ours,bmm,pp6,…")
-    parser.add_argument("--sweep", action="store_true", help="afterwards every tile and the Triton kernels too")
+    parser.add_argument(
+        "--sweep", action="store_true", help="afterwards every tile, the Triton kernels and fused activations too"
+    )
     parser.add_argument("--stk", action="store_true", help="time stanford-stk's kernels too")
     parser.add_argument("--seconds", type=float, help="for everything; default 200, with --sweep 280")
     parser.add_argument("--rounds", type=int, default=ROUNDS)

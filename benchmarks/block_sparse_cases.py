@@ -107,6 +107,27 @@ class Case:
 
         return self.launch(kernels, **({"block_size": 128} if self.s is None else {}))
 
+    def with_activation(self, fused: bool) -> Callable[[], Any]:
+        """sdd with gelu, or sdd_t times gelu's slope, in the product's epilogue or by a pass of its own.
+
+        Checked as the bare product: forward that is what is returned, backward the slope at 8 is 1.
+        """
+        import torch
+
+        from megablocks.ops.activation import activation_backward_op, activation_op
+        from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op
+
+        p, x, last = self.pattern, self.x, ("gelu", "tanh")
+        how = list(p.indices), p.block_size, p.run, *last
+        if self.product == "sdd":
+            if fused:
+                return lambda: sdd_activate_op(x, self.w, None, *how)[0]
+            return lambda: (pre := self.ours(), activation_op(pre, None, *last))[0]
+        z = torch.full((p.num_blocks, 128, 128), 8.0, device="cuda", dtype=x.dtype)
+        if fused:
+            return lambda: sdd_slope_op(x, self.w.t(), z, *how)
+        return lambda: activation_backward_op(self.ours(), z, None, *last)[0]
+
     def stk(self) -> Callable[[], Any]:
         import stk
 
@@ -176,6 +197,10 @@ class Case:
             made["bmm"] = self.bmm
             if sweep:
                 made["triton"] = lambda: self.twin
+                if self.s is None:
+                    made["act fused"], made["act apart"] = (
+                        lambda fused=fused: self.with_activation(fused) for fused in (True, False)
+                    )
                 for name, tile in tiles(self.product).items():
                     made[name] = lambda tile=tile: self.hopper(tile)
             if stk:

@@ -17,6 +17,7 @@ from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.sparse import dds, dsd, sdd, topology
+from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op, sparse_mlp_op
 from megablocks.ops.sparse.products import sdd_op, spmm_op
 from megablocks.ops.sparse.topology import topology_op
 from megablocks.testing.routings import zipf
@@ -40,6 +41,7 @@ def _samples():
     moves = (d.pair, d.gather, d.scatter, d.token_offsets)
     offsets = d.expert_offsets
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
+    up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
     return {
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
@@ -68,6 +70,10 @@ def _samples():
         "sparse_sdd": (sdd_op, (t(s.shape[0], H), t(H, s.shape[1]), list(s.indices), 64, 2)),
         "sparse_dsd": (spmm_op, (t(s.num_blocks, 64, 64), t(s.shape[1], H), list(s.indices), True, False, 2)),
         "sparse_dds": (spmm_op, (t(s.num_blocks, 64, 64), t(H, s.shape[0]), list(s.indices), False, True, 2)),
+        "sparse_sdd_activate": (sdd_activate_op, (const(*up[0]), const(*up[1]), const(s.shape[1]), *pattern)),
+        "sparse_sdd_slope": (sdd_slope_op, (const(*up[0]), const(*up[1]), const(s.num_blocks, 64, 64), *pattern)),
+        "sparse_mlp": (sparse_mlp_op, (t(*up[0]), t(*up[1]), t(s.shape[1]), t(s.shape[1], H), *pattern)),
+        "sparse_mlp_without_bias": (sparse_mlp_op, (t(*up[0]), t(*up[1]), None, t(s.shape[1], H), *pattern)),
         "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh")),
     }
 

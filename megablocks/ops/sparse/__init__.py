@@ -1,6 +1,7 @@
 """Block-sparse matrices and their products."""
 
 from .matrix import Matrix, from_coordinates
+from .mlp import sparse_mlp
 from .products import dds, dds_ref, dsd, dsd_ref, sdd, sdd_ref
 from .topology import Topology, max_block_rows, topology
 
@@ -15,5 +16,6 @@ __all__ = [
     "max_block_rows",
     "sdd",
     "sdd_ref",
+    "sparse_mlp",
     "topology",
 ]

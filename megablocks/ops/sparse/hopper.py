@@ -15,6 +15,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
+from .epilogue import NONE, Epilogue
+
 BLOCK = 128
 
 
@@ -78,6 +80,10 @@ class _Plan(Tile):
     sparse_left: bool = False
     by_column: bool = False
     run: int = 1
+    kind: str = ""
+    act: str = ""
+    exact: bool = False
+    has_bias: bool = False
 
 
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
@@ -160,7 +166,7 @@ def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, An
 
 def sdd(
     a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
-    *, tile: Tile | None = None,
+    epilogue: Epilogue = NONE, *, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
     from .hopper_kernels import sdd_kernel
@@ -171,12 +177,16 @@ def sdd(
     if n == 0:
         return out
     tile = tile or choose_sdd(k, run)
-    majors = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
-    c = _Plan(**vars(tile), **majors, sparse_out=True, run=tile.BN // BLOCK)
+    more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
+    if epilogue.kind:
+        more |= {"kind": epilogue.kind, "act": epilogue.name, "exact": epilogue.exact}
+    c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
     assert run % c.run == 0, "a tile of two blocks needs them side by side"
     assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
+    act = out if epilogue.act is None else epilogue.act
+    extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
     sdd_kernel[(_multiprocessors(a.device.index),)](
-        *_operands(a, b, out.view(-1, BLOCK), c),
+        *_operands(a, b, out.view(-1, BLOCK), c), _descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
         row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
     )  # fmt: skip
     return out

@@ -26,6 +26,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megablocks.ops.activation_triton import unary
+
+_unary = gluon.jit(unary.fn)
+
 
 @gluon.jit
 def _tile_of_round(i):
@@ -85,43 +89,69 @@ def _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.c
 
 
 @gluon.jit
-def _store_part(part, i: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
-    """Write part i of a tile from the consumer's next buffer, once the store that last read it has gone."""
-    buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)
+def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Store from the consumer's next buffer, once the store that last read it has gone."""
+    buf = bufs.index(WG * c.out_buffers + slot % c.out_buffers)
     tma.store_wait(c.out_buffers - 1)
-    buf.store(part.to(bufs.dtype))
+    buf.store(part)
     fence_async_shared()
-    if c.sparse_out:  # columns beyond 128 are the next block's: the next 128 rows of the values
-        at: gl.constexpr = i * c.out_cols
-        tma.async_copy_shared_to_global(desc, [row + at // 128 * 128, at % 128], buf)
-    else:
-        tma.async_copy_shared_to_global(desc, [row, col + i * c.out_cols], buf)
+    tma.async_copy_shared_to_global(desc, [row, col], buf)
 
 
 @gluon.jit
-def _store_tile(acc, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
+def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Finish and write part i of a tile; outs: the result's descriptor, the activation's, bias or pre-activation."""
+    desc, act_desc, extra_ptr = outs
+    if not c.sparse_out:
+        _write(part.to(bufs.dtype), i, bufs, desc, row, col + i * c.out_cols, WG, c)
+    else:  # columns beyond 128 are the next block's: the next 128 rows of the values
+        at: gl.constexpr = i * c.out_cols % 128
+        row += i * c.out_cols // 128 * 128
+        layout: gl.constexpr = part.type.layout
+        NAME: gl.constexpr = c.act
+        EXACT: gl.constexpr = c.exact
+        j = gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
+        if c.kind == "activate":
+            if c.has_bias:
+                part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
+            pre = part.to(bufs.dtype)
+            _write(pre, 2 * i, bufs, desc, row, at, WG, c)
+            value, _ = _unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+            _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
+        else:
+            if c.kind == "slope":
+                rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
+                z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
+                _, slope = _unary(z.to(gl.float32), NAME, EXACT)
+                part *= slope
+            _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
+
+
+@gluon.jit
+def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
     if not c.pingpong:
         row += WG * c.rows
     if c.out_parts == 1:
-        _store_part(acc, 0, bufs, desc, row, col, WG, c)
+        _store_part(acc, 0, bufs, outs, row, col, WG, c)
     elif c.out_parts == 2:
         p0, p1 = _halves(acc, c.rows, c.BN)
-        _store_part(p0, 0, bufs, desc, row, col, WG, c)
-        _store_part(p1, 1, bufs, desc, row, col, WG, c)
+        _store_part(p0, 0, bufs, outs, row, col, WG, c)
+        _store_part(p1, 1, bufs, outs, row, col, WG, c)
     else:
         h0, h1 = _halves(acc, c.rows, c.BN)
         p0, p1 = _halves(h0, c.rows, c.BN // 2)
-        _store_part(p0, 0, bufs, desc, row, col, WG, c)
-        _store_part(p1, 1, bufs, desc, row, col, WG, c)
+        _store_part(p0, 0, bufs, outs, row, col, WG, c)
+        _store_part(p1, 1, bufs, outs, row, col, WG, c)
         p2, p3 = _halves(h1, c.rows, c.BN // 2)
-        _store_part(p2, 2, bufs, desc, row, col, WG, c)
-        _store_part(p3, 3, bufs, desc, row, col, WG, c)
+        _store_part(p2, 2, bufs, outs, row, col, WG, c)
+        _store_part(p3, 3, bufs, outs, row, col, WG, c)
 
 
 @gluon.jit
 def _sdd_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, WG: gl.constexpr, c: gl.constexpr
-):
+    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
+    WG: gl.constexpr, c: gl.constexpr,
+):  # fmt: skip
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     rounds = _rounds(gl.load(used_ptr + last) // c.run)
@@ -130,11 +160,15 @@ def _sdd_consumer(
     it = gl.to_tensor(0) + start * k_steps
     phase = gl.to_tensor(0)
     for i in range(start, rounds, stride):
+        block = _tile_of_round(i) * c.run
+        col = 0
+        if c.has_bias:
+            col = gl.load(cols_ptr + block) * 128
         acc = gl.zeros(shape, gl.float32, layout)
         acc, it = _multiply(acc, it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         it += (stride - 1) * k_steps
-        _store_tile(acc, o_bufs, o_desc, _tile_of_round(i) * (c.run * 128), 0, WG, c)
+        _store_tile(acc, o_bufs, outs, block * 128, col, WG, c)
     tma.store_wait(0)
 
 
@@ -211,7 +245,7 @@ def _spmm_consumer(
         phase ^= 1
         if c.pingpong:
             it += (other_end - other_first) * c.block_steps
-        _store_tile(acc, o_bufs, o_desc, row, col, WG, c)
+        _store_tile(acc, o_bufs, (o_desc, o_desc, work_ptr), row, col, WG, c)
     tma.store_wait(0)
 
 
@@ -297,14 +331,25 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["last", "k_steps"])
 def sdd_kernel(
-    a_desc, b_desc, o_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr, num_warps: gl.constexpr
-):
-    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks."""
+    a_desc, b_desc, o_desc, act_desc, extra_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks.
+
+    act_desc, extra_ptr: what the epilogue writes beside the result and reads, Epilogue.act and .bias or .pre.
+    """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    outs = (o_desc, act_desc, extra_ptr)
     gl.warp_specialize(
         [
-            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, 0, c)),
-            (_sdd_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, used_ptr, last, k_steps, 1, c)),
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 0, c),
+            ),
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 1, c),
+            ),
             (
                 _sdd_producer,
                 (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),

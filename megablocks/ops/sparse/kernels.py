@@ -18,6 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.activation_triton import unary
+
+from .epilogue import NONE, Epilogue
+
 
 @triton.jit
 def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
@@ -29,8 +33,10 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit(do_not_specialize=["last"])
 def _sdd_kernel(
-    a_ptr, b_ptr, out_ptr, rows_ptr, cols_ptr, offsets_ptr, last, k_size, a_m, a_k, b_k, b_n,
+    a_ptr, b_ptr, out_ptr, rows_ptr, cols_ptr, offsets_ptr, bias_ptr, pre_ptr, act_ptr, last, k_size,
+    a_m, a_k, b_k, b_n,
     B: tl.constexpr, T: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    KIND: tl.constexpr, NAME: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     PARTS: tl.constexpr = B // T
     pid = tl.program_id(0)
@@ -52,8 +58,17 @@ def _sdd_kernel(
         acc = _dot(a, b, acc, PRECISION, UPCAST)
         a_at += K * a_k
         b_at += K * b_k
-    out_at = out_ptr + block.to(tl.int64) * (B * B) + m[:, None] * B + n[None, :]
-    tl.store(out_at, acc.to(out_ptr.dtype.element_ty))
+    at = block.to(tl.int64) * (B * B) + m[:, None] * B + n[None, :]
+    if KIND == "activate":
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + col + n).to(tl.float32)[None, :]
+        # of the rounded value, as backward sees it
+        value, _ = unary(acc.to(out_ptr.dtype.element_ty).to(tl.float32), NAME, EXACT)
+        tl.store(act_ptr + at, value.to(act_ptr.dtype.element_ty))
+    elif KIND == "slope":
+        _, slope = unary(tl.load(pre_ptr + at).to(tl.float32), NAME, EXACT)
+        acc *= slope
+    tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["dense_tiles"])
@@ -201,15 +216,19 @@ def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def sdd(a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, block_size: int) -> Tensor:
+def sdd(
+    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, block_size: int,
+    epilogue: Epilogue = NONE,
+) -> Tensor:  # fmt: skip
     """Values (n, B, B) of a (M, K) · b (K, N) at the used blocks. Unused blocks are not written."""
     n = row_indices.shape[0]
     out = torch.empty(n, block_size, block_size, dtype=a.dtype, device=a.device)
     if n:
         settings = _settings(a, block_size)
         _sdd_kernel[(n * (block_size // settings["T"]) ** 2,)](
-            a, b, out, row_indices, column_indices, offsets, offsets.shape[0] - 1, a.shape[1],
-            *a.stride(), *b.stride(), **settings,
+            a, b, out, row_indices, column_indices, offsets, epilogue.bias, epilogue.pre, epilogue.act,
+            offsets.shape[0] - 1, a.shape[1], *a.stride(), *b.stride(),
+            KIND=epilogue.kind, NAME=epilogue.name, EXACT=epilogue.exact, **settings,
         )  # fmt: skip
     return out
 

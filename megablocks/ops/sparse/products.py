@@ -18,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks.ops.activation import activation_backward_ref, activation_ref
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.grouped.grouped_mm import under_autocast
 
 from . import hopper
+from .epilogue import NONE, Epilogue
 from .matrix import Matrix
 
 # How many blocks' operands a reference holds at a time.
@@ -41,6 +43,26 @@ def _sdd_ref(a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, 
     for i in used.split(_REF_CHUNK):
         out[i] = (left[row_indices[i].long()] @ right[column_indices[i].long()]).to(a.dtype)
     return out
+
+
+def _finished_ref(
+    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, block_size: int, epilogue: Epilogue
+) -> Tensor:
+    """_sdd_ref and an epilogue, whose `act` it fills; rounded once."""
+    if not epilogue.kind:
+        return _sdd_ref(a, b, row_indices, column_indices, block_size)
+    dtype, acc, name = a.dtype, accumulation_dtype(a.dtype), epilogue.name
+    approximate = "none" if epilogue.exact else "tanh"
+    out = _sdd_ref(a.to(acc), b.to(acc), row_indices, column_indices, block_size)
+    if epilogue.kind == "slope":
+        assert epilogue.pre is not None
+        return activation_backward_ref(out, epilogue.pre.to(acc), None, name, approximate)[0].to(dtype)
+    if epilogue.bias is not None:
+        out += epilogue.bias.to(acc).view(-1, 1, block_size)[column_indices.clamp(min=0).long()]
+    pre = out.to(dtype)
+    assert epilogue.act is not None
+    epilogue.act.copy_(activation_ref(pre, None, name, approximate))
+    return pre
 
 
 def _spmm_ref(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool) -> Tensor:
@@ -87,18 +109,25 @@ def _strided(t: Tensor) -> Tensor:
     return t if 1 in t.stride() and min(t.stride()) > 0 else t.contiguous()
 
 
-@torch.library.custom_op("megablocks::sparse_sdd", mutates_args=())
-def sdd_op(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
+def sdd_values(
+    a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int, epilogue: Epilogue = NONE
+) -> Tensor:
+    """Values (n, B, B) of a · b at the used blocks, by whichever implementation fits; not differentiable."""
     row_indices, column_indices, offsets = indices[:3]
     if not a.is_cuda:
         with torch.autocast(a.device.type, enabled=False):  # or torch would narrow the reference's own products
-            return _sdd_ref(a, b, row_indices, column_indices, block_size)
+            return _finished_ref(a, b, row_indices, column_indices, block_size, epilogue)
     a, b = _strided(a), _strided(b)
     if hopper.supports(block_size, a, b):
-        return hopper.sdd(a, b, row_indices, column_indices, offsets, run)
+        return hopper.sdd(a, b, row_indices, column_indices, offsets, run, epilogue)
     from . import kernels
 
-    return kernels.sdd(a, b, row_indices, column_indices, offsets, block_size)
+    return kernels.sdd(a, b, row_indices, column_indices, offsets, block_size, epilogue)
+
+
+@torch.library.custom_op("megablocks::sparse_sdd", mutates_args=())
+def sdd_op(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
+    return sdd_values(a, b, indices, block_size, run)
 
 
 @sdd_op.register_fake
@@ -167,7 +196,7 @@ def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 spmm_op.register_autograd(_spmm_backward, setup_context=_save_spmm)
 
 
-def _check(name: str, t: Tensor, shape: tuple[int | None, int | None], like: Tensor, like_name: str) -> None:
+def check_dense(name: str, t: Tensor, shape: tuple[int | None, int | None], like: Tensor, like_name: str) -> None:
     wanted = tuple("any" if n is None else n for n in shape)
     if t.dim() != 2 or any(n is not None and n != m for n, m in zip(shape, t.shape, strict=True)):
         raise ValueError(f"{name} is {tuple(t.shape)}, must be ({wanted[0]}, {wanted[1]})")
@@ -192,9 +221,9 @@ def sdd(a: Tensor, b: Tensor, pattern: Matrix) -> Matrix:
     """
     a, b = under_autocast(a, b)
     rows, columns = pattern.shape
-    _check("a", a, (rows, None), a, "a")
-    _check("b", b, (a.shape[1], columns), a, "a")
-    _on_device(pattern, a)
+    check_dense("a", a, (rows, None), a, "a")
+    check_dense("b", b, (a.shape[1], columns), a, "a")
+    check_device(pattern, a)
     if pattern.transposed:
         a, b = b.t(), a.t()
     return pattern.with_data(sdd_op(a, b, list(pattern.indices), pattern.block_size, pattern.run))
@@ -206,8 +235,8 @@ def dsd(sparse: Matrix, dense: Tensor) -> Tensor:
     Args and errors as `sdd`; `sparse` may be a transposed view, `dense` of any strides.
     """
     data, dense = under_autocast(_values(sparse), dense)
-    _on_device(sparse, dense)
-    _check("dense", dense, (sparse.shape[1], None), data, "sparse")
+    check_device(sparse, dense)
+    check_dense("dense", dense, (sparse.shape[1], None), data, "sparse")
     return spmm_op(data, dense, list(sparse.indices), True, sparse.transposed, sparse.run)
 
 
@@ -217,11 +246,11 @@ def dds(dense: Tensor, sparse: Matrix) -> Tensor:
     Args and errors as `sdd`; `sparse` may be a transposed view, `dense` of any strides.
     """
     data, dense = under_autocast(_values(sparse), dense)
-    _on_device(sparse, dense)
-    _check("dense", dense, (None, sparse.shape[0]), data, "sparse")
+    check_device(sparse, dense)
+    check_dense("dense", dense, (None, sparse.shape[0]), data, "sparse")
     return spmm_op(data, dense, list(sparse.indices), False, not sparse.transposed, sparse.run)
 
 
-def _on_device(matrix: Matrix, t: Tensor) -> None:
+def check_device(matrix: Matrix, t: Tensor) -> None:
     if matrix.device != t.device:
         raise ValueError(f"the block indices are on {matrix.device}, must be on {t.device} as the dense operand is")
