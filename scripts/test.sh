@@ -25,5 +25,10 @@ export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPA
 status=0
 bash scripts/check.sh || status=1
 # pytest comes last, so that its summary line ends the output.
+if nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
+    echo "test: the CPU path first, then what runs on the GPU"
+    CUDA_VISIBLE_DEVICES="" "$PYTHON" -m pytest "${args[@]}" || status=$?
+    args+=(-m "gpu or any_device")
+fi
 "$PYTHON" -m pytest "${args[@]}" || status=$?
 exit "$status"

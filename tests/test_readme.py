@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -37,11 +38,14 @@ def test_named_scripts_exist() -> None:
                 assert (ROOT / path).is_file(), path
 
 
-def test_tree_names_every_folder_of_the_package() -> None:
+def test_tree_names_every_folder() -> None:
     tree = README.split("## The tree")[1].split("## Results")[0]
     for folder in (ROOT / "megablocks").iterdir():
         if (folder / "__init__.py").is_file():
             assert f"      {folder.name}/ " in tree, folder.name
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for folder in {line.split("/")[0] for line in tracked.splitlines() if "/" in line and line[0] != "."}:
+        assert f"    {folder}/ " in tree, folder
     for line in tree.splitlines():
         name = re.match(r"      (\w+)/ ", line)
         if name:

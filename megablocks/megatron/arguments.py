@@ -252,6 +252,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
         out["num_workers"] = (0, "no GPU to keep busy")
+    if args.use_distributed_optimizer:
+        out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
     if args.num_experts:
         out["add_bias_linear"] = (False, "experts without bias")
         out["moe_token_dispatcher_type"] = ("alltoall", "dropless")

@@ -20,13 +20,17 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megablocks.config import ConfigError
+
+_SUPPORTED = {"context_parallel_size": 1, "window_size": None, "softmax_type": "vanilla"}
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class SDPAttention(MegatronModule):
     """Attention over heads that are already projected; the arguments are those of Megatron's DotProductAttention.
 
-    Use `supports(config)` first: context parallelism, sliding windows and softmax sinks need other modules.
+    Use `supports(config)` first: context parallelism, sliding windows and softmax sinks need other modules, and are a
+    ConfigError here.
     """
 
     def __init__(
@@ -42,7 +46,10 @@ class SDPAttention(MegatronModule):
         **_: object,
     ) -> None:
         super().__init__(config=config)
-        assert supports(config), "specs keep Megatron's own attention for such a config"
+        for name, allowed in _SUPPORTED.items():
+            if getattr(config, name) != allowed:
+                value = getattr(config, name)
+                raise ConfigError(f"{name}={value!r}: must be {allowed!r}, or use --megablocks-attention megatron")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling divides the scores by the layer number and multiplies the softmax's input by it,
@@ -94,4 +101,4 @@ class SDPAttention(MegatronModule):
 
 def supports(config: TransformerConfig) -> bool:
     """Whether SDPAttention computes what `config` asks for."""
-    return config.context_parallel_size == 1 and config.window_size is None and config.softmax_type == "vanilla"
+    return all(getattr(config, name) == allowed for name, allowed in _SUPPORTED.items())

@@ -62,13 +62,6 @@ class _NoStream:
         return 0.0
 
 
-class _DeviceProperties:
-    name = "cpu"
-    major, minor = 0, 0
-    multi_processor_count = os.cpu_count() or 1
-    total_memory = 0
-
-
 def _is_cuda(device: Any) -> bool:
     return (isinstance(device, str) and device.startswith("cuda")) or (
         isinstance(device, torch.device) and device.type == "cuda"
@@ -147,20 +140,9 @@ def _device_count() -> None:
     _cuda.set_device = lambda device: None
 
 
-def _device_report() -> None:
-    """Device properties and memory statistics that the training loop logs: capability 0.0, nothing allocated."""
-    _cuda.get_device_properties = lambda device=None: _DeviceProperties()
-    _cuda.get_device_capability = lambda device=None: (0, 0)
-    _cuda.get_device_name = lambda device=None: "cpu"
+def _memory_statistics() -> None:
+    """`--log-memory-to-tensorboard` looks up fields that `torch.cuda.memory_stats` lacks without CUDA: all are 0."""
     _cuda.memory_stats = lambda device=None: defaultdict(int)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(_cuda, name, lambda device=None: 0)
-
-
-def _module_cuda() -> None:
-    """`model.cuda(device)` in Megatron's model builder."""
-    module: Any = torch.nn.Module
-    module.cuda = lambda self, device=None: self
 
 
 def _no_compiler() -> None:
@@ -200,8 +182,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "streams": _streams,
     "synchronize": _synchronize,
     "device_count": _device_count,
-    "device_report": _device_report,
-    "module_cuda": _module_cuda,
+    "memory_statistics": _memory_statistics,
     "no_compiler": _no_compiler,
     "dispatcher_splits": _dispatcher_splits,
     "initialize": _initialize,

@@ -1,7 +1,10 @@
 """Layer specs: Megatron's GPT block with our mixture-of-experts layer, and our attention and norms where needed.
 
 `block_spec` is a callable for `GPTModelConfig.transformer_layer_spec` and for Megatron-LM's own
-`--spec megablocks.megatron.specs block_spec`. Importing this module makes a machine without CUDA usable (see `cpu`).
+`--spec megablocks.megatron.specs block_spec`. `moe_layer_spec` and `dense_layer_spec` are ready objects for a model
+whose layers are all alike and that has no Transformer Engine, no sequence parallelism and LayerNorm at its end.
+
+Importing this module makes a machine without CUDA usable (see `cpu`).
 """
 
 from __future__ import annotations
@@ -19,9 +22,13 @@ cpu.install()
 cpu.skip_compile_helpers()
 
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+)
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
+from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
@@ -61,6 +68,16 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
         layers.append(replaced[id(layer)])
     norm = Norm if block.layer_norm is WrappedTorchNorm else block.layer_norm
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+
+
+def _ready_layer(num_experts: int | None) -> ModuleSpec:
+    layer = get_gpt_layer_local_spec(num_experts=num_experts)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
+    parts.self_attention.submodules.core_attention = SDPAttention
+    if num_experts is not None:
+        parts.mlp = _moe_layer(parts.mlp, MegaBlocksSettings())
+    return layer
 
 
 def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
@@ -103,3 +120,7 @@ def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) 
 
 def _log(message: str) -> None:
     log_single_rank(logging.getLogger(__name__), logging.INFO, message)
+
+
+moe_layer_spec = _ready_layer(num_experts=1)  # Megatron asks only whether there are experts; the config says how many
+dense_layer_spec = _ready_layer(num_experts=None)

@@ -44,6 +44,8 @@ def _rank_main(
     timeout: float,
     call: tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]],
 ) -> None:
+    if backend == "gloo":  # several ranks on one GPU are none of gloo's business
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FileStore

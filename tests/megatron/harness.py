@@ -33,6 +33,7 @@ class Layout:
     ep: int = 1
     etp: int = 1
     micro_batch: int = 1
+    global_batch: int = GLOBAL_BATCH
     distributed_optimizer: bool = False
     overlap: bool = False
     recompute: str = ""
@@ -334,12 +335,12 @@ class Trainer:
 
         layout, size = self.layout, self.layout.micro_batch
         dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
-        micro_batches = GLOBAL_BATCH // (size * dp)
+        micro_batches = layout.global_batch // (size * dp)
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
 
         def batches() -> Any:
             for j in range(micro_batches):
-                first = self.done * GLOBAL_BATCH + (j * dp + rank) * size
+                first = self.done * layout.global_batch + (j * dp + rank) * size
                 batch = torch.stack([sample(first + q) for q in range(size)]).to(device)
                 yield batch[:, :-1].contiguous(), batch[:, 1:].contiguous()
 

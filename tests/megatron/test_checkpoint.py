@@ -17,7 +17,7 @@ from harness import Layout, Trained, Trainer
 from megablocks.testing.launcher import run_distributed_test
 
 BASE = Layout(model=(("activation_func", F.silu), ("gated_linear_unit", True)), distributed_optimizer=True)
-LONG = BASE.but(layers=2, model=(*BASE.model, ("num_moe_experts", 8)))
+LONG = BASE.but(layers=2, global_batch=8, model=(*BASE.model, ("num_moe_experts", 8)))
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 BEFORE, AFTER = 3, 2
 

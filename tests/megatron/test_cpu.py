@@ -30,7 +30,8 @@ sys.exit(main())
 FLAGS = """--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1
 --global-batch-size 4 --train-iters 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 127
 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-experts 4 --moe-router-topk 2 --split 99,1,0
---expert-model-parallel-size 2 --use-distributed-optimizer --megablocks-layer megatron""".split()
+--expert-model-parallel-size 2 --use-distributed-optimizer --megablocks-layer megatron
+--log-memory-to-tensorboard""".split()
 
 
 def test_nothing_changes_where_there_is_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,10 +66,19 @@ def _run(tmp_path: Path, skip: str) -> subprocess.CompletedProcess[str]:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={port}"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     if skip == "no_compiler":  # as on a machine without one
         env |= {"CXX": "/nonexistent/c++", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
-    command += [str(script), skip, *FLAGS, "--megablocks-run-dir", str(tmp_path / "run")]
+    command += [
+        str(script),
+        skip,
+        *FLAGS,
+        "--megablocks-run-dir",
+        str(tmp_path / "run"),
+        "--tensorboard-dir",
+        str(tmp_path),
+    ]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
 
 

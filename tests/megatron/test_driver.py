@@ -55,7 +55,8 @@ def test_two_processes_through_torchrun_learn_and_report(tiny_data: Path, tmp_pa
     command += ["-m", "megablocks.megatron.pretrain_gpt", *TINY, *EXPERTS, "--data-prefix", str(tiny_data)]
     command += ["--train-iters", "12", "--eval-interval", "6", "--megablocks-run-dir", str(run)]
     command += ["--tensorboard-dir", str(tmp_path / "board")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env)
     text = done.stdout
     assert done.returncode == 0, text[-3000:] + done.stderr[-3000:]

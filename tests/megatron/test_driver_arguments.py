@@ -193,7 +193,8 @@ runpy.run_module("megablocks.megatron.pretrain_gpt", run_name="__main__")
     "names", [("torch", "triton", "megatron"), ("megatron",), ("triton",), ("psutil", "matplotlib")]
 )
 def test_L3_what_is_missing_is_said_in_one_line(names: tuple[str, ...]) -> None:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": path}
     command = [sys.executable, "-c", _WITHOUT.format(names=names)]
     done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=60)
     assert done.returncode == 2

@@ -35,7 +35,8 @@ def _losses(processes: int, extra: list[str], environment: dict[str, str]) -> tu
     cpu_flags = " ".join(REQUIRED_FLAGS).split()
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
     command += ["pretrain_gpt.py", *FLAGS, *cpu_flags, *extra]
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
     run = subprocess.run(command, cwd=_megatron_lm(), env=env, capture_output=True, text=True, timeout=280)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]

@@ -8,6 +8,7 @@ import torch
 from megablocks.ops.activation import GATED, UNARY, activation_backward_ref, activation_ref
 from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 

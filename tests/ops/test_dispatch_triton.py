@@ -10,6 +10,7 @@ import torch
 from megablocks.ops.routing import dispatch_triton
 from megablocks.ops.routing.dispatch import build_dispatch_ref
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -10,6 +10,7 @@ from megablocks.ops.permute.gather import gather_ref
 from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_ref
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # bfloat16 is wrong on the interpreter where a store rounds; it is tested on a GPU
 DTYPES = [torch.float32, torch.bfloat16] if DEVICE == "cuda" else [torch.float32]

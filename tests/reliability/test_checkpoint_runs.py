@@ -14,12 +14,14 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from driver import EXPERTS, TINY, Driver, Run
+from driver import EXPERTS, ROOT, TINY, Driver, Run, free_port
 
 pytest.importorskip("megatron.training")
 
@@ -31,8 +33,7 @@ MODEL = (
     *TINY,
     *EXPERTS,
     *"--moe-router-score-function sigmoid --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-2".split(),
-    *"--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable".split(),
-    *"--moe-input-jitter-eps 0.05 --hidden-dropout 0.1 --attention-dropout 0.1".split(),
+    *"--moe-input-jitter-eps 0.05 --hidden-dropout 0.1 --attention-dropout 0.1 --use-distributed-optimizer".split(),
     *"--train-iters 100 --lr-decay-iters 100 --min-lr 1e-3 --lr-warmup-iters 10".split(),
 )
 
@@ -268,6 +269,40 @@ def test_D5_changed_data_is_refused_at_resume(
     line = refused(Driver(zygote, other_data, tmp_path), "--load", folder)
     assert "megablocks.json: saved with data " + fingerprint(tiny_data)[:12] in line
     assert fingerprint(other_data)[:12] in line and "the data changed" in line
+
+
+def test_D1_truncated_data_is_refused_at_start(zygote, tiny_data: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    shutil.copytree(tiny_data, data)
+    (data / "train.bin").write_bytes((data / "train.bin").read_bytes()[:-2])
+    run = Driver(zygote, data, tmp_path).run(model=MODEL, expect=2)
+    line = run.text().strip().splitlines()[-1]
+    assert line.startswith(f"pretrain_gpt: {data / 'train.bin'}: truncated") and "Traceback" not in run.text()
+
+
+@pytest.mark.slow
+def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
+    """torchrun passes the signal on and waits 30 s; then it exits 1 with a traceback of its own, whatever ranks do."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    command += ["--master-port", str(free_port()), "-m", "megablocks.megatron.pretrain_gpt", *MODEL]
+    command += ["--train-iters", "5000", "--lr-decay-iters", "5000", "--data-prefix", str(tiny_data)]
+    command += ["--save", str(tmp_path / "run"), "--save-interval", "100000"]
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    with open(tmp_path / "log", "w+") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+        try:
+            end = time.monotonic() + 200
+            while not re.search(r"iteration +\d*5/", (tmp_path / "log").read_text()):
+                assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
+                time.sleep(0.1)
+            process.terminate()
+            process.wait(60)
+        finally:
+            process.kill()
+    saved = atomic.find_latest_complete(tmp_path / "run")
+    assert saved.iteration and saved.has_marker and not saved.warnings
+    atomic.verify(atomic.folder_of(tmp_path / "run", saved.iteration))
 
 
 @pytest.mark.slow

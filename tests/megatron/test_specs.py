@@ -1,0 +1,134 @@
+"""What the specs build: which module stands in which layer, and that the ready objects are the same model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import Layout
+
+from megablocks.testing.launcher import run_distributed_test
+
+FREQUENCY = ("moe_layer_freq", [0, 1])
+CASES: dict[str, Layout] = {
+    "default": Layout(layers=2, model=(FREQUENCY, ("qk_layernorm", True))),
+    "megatron's attention": Layout(layers=2, model=(FREQUENCY,), settings=(("attention", "megatron"),)),
+    "experts": Layout(layers=2, model=(FREQUENCY,), settings=(("layer", "experts"),)),
+    "megatron": Layout(layers=2, model=(FREQUENCY,), settings=(("layer", "megatron"),)),
+    "sliding window": Layout(layers=2, model=(FREQUENCY, ("window_size", (4, 0)))),
+}
+
+
+def _model(layout: Layout, spec: Any = None) -> Any:
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megablocks.megatron.specs import block_spec
+
+    config = harness.transformer_config(layout)
+    spec = block_spec(config) if spec is None else spec
+    torch.manual_seed(2)
+    model = GPTModel(config, spec, harness.VOCAB, harness.SEQ, position_embedding_type="rope")
+    harness.fill_weights(model)
+    return model
+
+
+def _inspect() -> dict[str, Any]:
+    from megablocks.megatron.specs import block_spec, dense_layer_spec, moe_layer_spec
+
+    harness.initialize(Layout())
+    out: dict[str, Any] = {}
+    for name, layout in CASES.items():
+        model = _model(layout)
+        dense, sparse = model.decoder.layers
+        names = [dense.mlp, sparse.mlp, sparse.input_layernorm, sparse.self_attention.core_attention]
+        names += [model.decoder.final_layernorm, sparse.self_attention.q_layernorm]
+        names += [sparse.mlp.router, sparse.mlp.experts]
+        out[name] = [type(module).__name__ for module in names]
+        out[f"{name}, dispatcher"] = type(sparse.mlp.token_dispatcher).__name__
+    tokens = harness.sample(0)[None, :-1]
+    position = torch.arange(harness.SEQ)[None]
+    alike = Layout(layers=2)
+    dense_layout = Layout(
+        layers=2,
+        model=(("num_moe_experts", None), ("moe_ffn_hidden_size", None), ("moe_aux_loss_coeff", 0.0)),
+    )
+    for name, layout, spec in (("moe", alike, moe_layer_spec), ("dense", dense_layout, dense_layer_spec)):
+        ready, called = _model(layout, spec), _model(layout)
+        out[f"ready {name}"] = torch.equal(ready(tokens, position, None), called(tokens, position, None))
+    config = harness.transformer_config(alike)
+    holder = type("GPTModelConfig", (), {"transformer": config})()
+    out["takes a GPTModelConfig"] = len(block_spec(holder, vp_stage=None).layer_specs)
+    return out
+
+
+@pytest.fixture(scope="module")
+def built() -> dict[str, Any]:
+    return run_distributed_test(_inspect, 1, timeout=200)[0]
+
+
+@pytest.mark.parametrize(
+    "case, expected",
+    [
+        (
+            "default",
+            [
+                "MLP",
+                "MegaBlocksMoELayer",
+                "Norm",
+                "SDPAttention",
+                "Norm",
+                "Norm",
+                "MegaBlocksRouter",
+                "MegaBlocksExperts",
+            ],
+        ),
+        (
+            "megatron's attention",
+            [
+                "MLP",
+                "MegaBlocksMoELayer",
+                "Norm",
+                "DotProductAttention",
+                "Norm",
+                "NoneType",
+                "MegaBlocksRouter",
+                "MegaBlocksExperts",
+            ],
+        ),
+        (
+            "experts",
+            [
+                "MLP",
+                "MoELayer",
+                "Norm",
+                "SDPAttention",
+                "Norm",
+                "NoneType",
+                "CountingTopKRouter",
+                "MegaBlocksExperts",
+            ],
+        ),
+        (
+            "megatron",
+            ["MLP", "MoELayer", "Norm", "SDPAttention", "Norm", "NoneType", "CountingTopKRouter", "SequentialMLP"],
+        ),
+    ],
+)
+def test_each_layer_is_what_the_settings_say(built: dict[str, Any], case: str, expected: list[str]) -> None:
+    assert built[case] == expected
+
+
+def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> None:
+    assert built["default, dispatcher"] == "NoneType"
+    assert built["megatron, dispatcher"] == "MoEAlltoAllTokenDispatcher"
+
+
+def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> None:
+    assert built["sliding window"][3] == "DotProductAttention"
+
+
+def test_ready_objects_are_the_same_model(built: dict[str, Any]) -> None:
+    assert built["ready moe"] and built["ready dense"]
+    assert built["takes a GPTModelConfig"] == 2
