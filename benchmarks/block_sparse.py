@@ -236,8 +236,8 @@ class Runner:
         if not broke or not Path(tool).exists():
             return
         product, size, _, name = broke[0].split("/")
-        command = [tool, "--tool", "memcheck", "--print-limit", "4", sys.executable, __file__]
-        command += ["--child", f"{product}/{size}", "--candidates", name, "--rounds", "1", *self.flags, "--sweep"]
+        command = [tool, "--tool", "memcheck", "--print-limit", "4", sys.executable, __file__, *self.flags, "--sweep"]
+        command += ["--child", f"{product}/{size}", "--candidates", name, "--rounds", "1"]
         print(f"compute-sanitizer on {broke[0]}:", flush=True)
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -198,9 +198,8 @@ class Case:
             if sweep:
                 made["triton"] = lambda: self.twin
                 if self.s is None:
-                    made["act fused"], made["act apart"] = (
-                        lambda fused=fused: self.with_activation(fused) for fused in (True, False)
-                    )
+                    made["act fused"] = lambda: self.with_activation(fused=True)
+                    made["act apart"] = lambda: self.with_activation(fused=False)
                 for name, tile in tiles(self.product).items():
                     made[name] = lambda tile=tile: self.hopper(tile)
             if stk:
