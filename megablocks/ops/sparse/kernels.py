@@ -28,6 +28,11 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     if UPCAST:  # the interpreter multiplies bfloat16 wrongly
         a = a.to(tl.float32)
         b = b.to(tl.float32)
+    elif PRECISION == "ieee":
+        # float32 is summed in two levels, K at a time, as cuBLAS does: one chain of adds has three times its error.
+        # The move keeps the compiler from folding the outer sum back into the product.
+        part = tl.dot(a, b, input_precision=PRECISION)
+        return acc + tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [part], tl.float32, is_pure=True, pack=1)
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
