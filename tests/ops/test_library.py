@@ -16,6 +16,10 @@ from megablocks.ops.permute.combine import combine, combine_backward_op, combine
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
+from megablocks.ops.sparse import dds, dsd, sdd, topology
+from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op, sparse_mlp_op
+from megablocks.ops.sparse.products import sdd_op, spmm_op
+from megablocks.ops.sparse.topology import topology_op
 from megablocks.testing.routings import zipf
 
 T, H, F, E, K = 6, 4, 5, 3, 2
@@ -36,6 +40,8 @@ def _samples():
     weight = routing.weight.float()
     moves = (d.pair, d.gather, d.scatter, d.token_offsets)
     offsets = d.expert_offsets
+    s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
+    up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
     return {
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
@@ -60,6 +66,14 @@ def _samples():
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
+        "sparse_topology": (topology_op, (offsets, 2, 5, 64)),
+        "sparse_sdd": (sdd_op, (t(s.shape[0], H), t(H, s.shape[1]), list(s.indices), 64, 2)),
+        "sparse_dsd": (spmm_op, (t(s.num_blocks, 64, 64), t(s.shape[1], H), list(s.indices), True, False, 2)),
+        "sparse_dds": (spmm_op, (t(s.num_blocks, 64, 64), t(H, s.shape[0]), list(s.indices), False, True, 2)),
+        "sparse_sdd_activate": (sdd_activate_op, (const(*up[0]), const(*up[1]), const(s.shape[1]), *pattern)),
+        "sparse_sdd_slope": (sdd_slope_op, (const(*up[0]), const(*up[1]), const(s.num_blocks, 64, 64), *pattern)),
+        "sparse_mlp": (sparse_mlp_op, (t(*up[0]), t(*up[1]), t(s.shape[1]), t(s.shape[1], H), *pattern)),
+        "sparse_mlp_without_bias": (sparse_mlp_op, (t(*up[0]), t(*up[1]), None, t(s.shape[1], H), *pattern)),
         "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh")),
     }
 
@@ -110,3 +124,24 @@ def test_N9_compile_whole_layer(fused, backend):
     got = torch.autograd.grad(compiled.sin().sum(), inputs)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_N9_compile_block_sparse_mlp(backend):
+    """Pattern, products and their gradients in one graph, equal to eager."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(*shape, requires_grad=True) for shape in ((256, H), (H, 256), (256, H))]
+    offsets = torch.tensor([0, 70, 100], dtype=torch.int32)
+
+    def mlp(x, w1, w2, offsets):
+        pattern = topology(offsets, 128, max_rows=200, block_size=64, block_rows=4).pattern
+        hidden = sdd(x, w1, pattern)
+        y = dsd(hidden.with_data(hidden.data.relu()), w2)
+        return y + dds(y.t(), hidden).t().sum(0, keepdim=True).sum() + dsd(hidden.t(), x).sum()
+
+    eager = mlp(*inputs, offsets)
+    compiled = torch.compile(mlp, fullgraph=True, backend=backend)(*inputs, offsets)
+    assert torch.allclose(compiled, eager, rtol=1e-4)
+    expected = torch.autograd.grad(eager.sin().sum(), inputs)
+    for got, want in zip(torch.autograd.grad(compiled.sin().sum(), inputs), expected, strict=True):
+        assert torch.allclose(got, want, rtol=1e-3, atol=1e-2)

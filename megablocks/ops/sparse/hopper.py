@@ -1,0 +1,234 @@
+"""Block-sparse products on Hopper (sm_90): tile choice, descriptors and launches for the kernels in hopper_kernels.py.
+
+No launch synchronises with the host or depends on the number of used blocks: the grid is one program a multiprocessor.
+All can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+from .epilogue import NONE, Epilogue
+
+BLOCK = 128
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Gluon is experimental: these are the releases of Triton that the kernels were compiled and run with."""
+    try:
+        import triton
+    except ImportError:
+        return False
+    return Version("3.6") <= Version(triton.__version__) < Version("3.8")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut: two consumers of `rows` × BN each, taking turns with pingpong, else one above the other.
+
+    out_parts: column parts in which a consumer writes its tile, out_buffers: how many of them are in flight.
+    """
+
+    rows: int
+    BN: int
+    stages: int
+    pingpong: bool = False
+    out_parts: int = 1
+    out_buffers: int = 1
+    BK: int = 64
+
+    @property
+    def row_parts(self) -> int:
+        return 1 if self.pingpong else 2
+
+    @property
+    def BM(self) -> int:
+        return self.rows * self.row_parts
+
+    @property
+    def stage_bytes(self) -> int:
+        return (self.BM + self.BN) * self.BK * 2
+
+    @property
+    def out_cols(self) -> int:
+        return self.BN // self.out_parts
+
+    @property
+    def block_steps(self) -> int:
+        return BLOCK // self.BK
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.stages * self.stage_bytes + 4 * self.out_buffers * self.rows * self.out_cols
+
+
+@dataclass(frozen=True)
+class _Plan(Tile):
+    """A Tile with what the kernels must know at compile time."""
+
+    a_k_major: bool = True
+    b_k_major: bool = True
+    sparse_out: bool = False
+    sparse_left: bool = False
+    by_column: bool = False
+    run: int = 1
+    kind: str = ""
+    act: str = ""
+    exact: bool = False
+    has_bias: bool = False
+
+
+PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
+WIDE = Tile(64, 256, 4, out_parts=2)
+TALL = Tile(128, 128, 4, out_parts=2)
+
+
+def choose_sdd(k: int, run: int) -> Tile:
+    """The tile of sdd: 128 × 256 over two blocks side by side, where the reduction is long enough to hide epilogues."""
+    return WIDE if run % 2 == 0 and k > 768 else PINGPONG
+
+
+def choose_spmm(dense: int, sparse_left: bool) -> Tile:
+    """The tile of spmm, for `dense` rows or columns of the dense operand in the result."""
+    return PINGPONG
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def _is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+def is_available(device: int = 0) -> bool:
+    """Whether the kernels can run on this CUDA device: Hopper, and a Triton with the Gluon they were written for."""
+    return torch.cuda.is_available() and _is_hopper(device) and _has_gluon()
+
+
+def k_major(t: Tensor, dim: int) -> bool | None:
+    """Whether a matrix's reduction dimension `dim` is the contiguous one; None where TMA cannot read it at all."""
+    unit = 16 // t.element_size()
+    for contiguous in (dim, 1 - dim):
+        outer = 1 - contiguous
+        stride_fits = t.shape[outer] == 1 or (t.stride(outer) % unit == 0 and t.stride(outer) >= t.shape[contiguous])
+        if t.stride(contiguous) == 1 and stride_fits and t.data_ptr() % 16 == 0:
+            return contiguous == dim
+    return None
+
+
+def supports(block_size: int, *operands: Tensor) -> bool:
+    """Whether the kernels take these: Hopper, blocks of 128, 16-bit floats, dense matrices that TMA can read."""
+    first = operands[0]
+    return (
+        os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
+        and block_size == BLOCK
+        and first.is_cuda
+        and _has_gluon()
+        and _is_hopper(first.device.index)
+        and first.dtype in (torch.bfloat16, torch.float16)
+        and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
+    )
+
+
+def _descriptor(t: Tensor, box: list[int]) -> Any:
+    """A TMA descriptor of a matrix, whichever dimension is contiguous; `box` in the order of memory."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    if t.stride(1) != 1:
+        t = t.t()
+    unit = 16 // t.element_size()
+    # the stride of a dimension of one is anything; TMA wants it on 16 bytes all the same
+    stride = t.stride(0) if t.shape[0] > 1 else -(-t.shape[1] // unit) * unit
+    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
+    return TensorDescriptor(t, list(t.shape), [stride, 1], box, layout)
+
+
+def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, Any]:
+    return (
+        _descriptor(a, [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]),
+        _descriptor(b, [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]),
+        _descriptor(out, [c.rows, c.out_cols]),
+    )
+
+
+def sdd(
+    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
+    epilogue: Epilogue = NONE, *, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
+    from .hopper_kernels import sdd_kernel
+
+    k = a.shape[1]
+    n = row_indices.shape[0]
+    out = torch.empty(n, BLOCK, BLOCK, dtype=a.dtype, device=a.device)
+    if n == 0:
+        return out
+    tile = tile or choose_sdd(k, run)
+    more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
+    if epilogue.kind:
+        more |= {"kind": epilogue.kind, "act": epilogue.name, "exact": epilogue.exact}
+    c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
+    assert run % c.run == 0, "a tile of two blocks needs them side by side"
+    assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
+    act = out if epilogue.act is None else epilogue.act
+    extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
+    sdd_kernel[(_multiprocessors(a.device.index),)](
+        *_operands(a, b, out.view(-1, BLOCK), c), _descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
+        row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+def spmm(
+    data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
+    *, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """S·D (lines = block rows), Sᵀ·D (block columns), D·S (block columns) or D·Sᵀ (block rows); see `supports`.
+
+    Args:
+        data: (n, 128, 128), contiguous.
+        dense: D (K, N) for sparse_left, else (M, K).
+        work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
+        index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
+        block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
+    """
+    from .hopper_kernels import spmm_kernel
+
+    lines, n = work.shape[0], data.shape[0]
+    size = dense.shape[1] if sparse_left else dense.shape[0]
+    shape = (lines * BLOCK, size) if sparse_left else (size, lines * BLOCK)
+    out = torch.empty(shape, dtype=data.dtype, device=data.device)
+    if out.numel() == 0:
+        return out
+    tile = tile or choose_spmm(size, sparse_left)
+    by_column = block_offsets is not None
+    flat = data.view(-1, BLOCK)
+    dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
+    # a block is read as it lies: its columns are the reduction where lines are block rows, else its rows are
+    sparse_k_major = not by_column
+    c = _Plan(
+        **vars(tile),
+        a_k_major=sparse_k_major if sparse_left else dense_k_major,
+        b_k_major=dense_k_major if sparse_left else sparse_k_major,
+        sparse_left=sparse_left,
+        by_column=by_column,
+    )
+    dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
+    spmm_kernel[(_multiprocessors(data.device.index),)](
+        *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
+        work, index, block_offsets if by_column else index, lines * dense_tiles, dense_tiles, n, c=c, num_warps=4,
+    )  # fmt: skip
+    return out

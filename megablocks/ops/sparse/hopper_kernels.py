@@ -1,0 +1,390 @@
+"""Device code of the block-sparse products on Hopper (Gluon, sm_90), blocks of 128.
+
+    sdd_kernel    S[r, c] = A[r, :] · B[:, c]        for the used blocks (r, c) of a pattern
+    spmm_kernel   O = S·D, Sᵀ·D, D·S or D·Sᵀ         line by line: a block row or block column of S makes one of O
+
+One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA, two
+consumers multiply by wgmma and store by TMA. With `pingpong` they own alternate tiles, and one's epilogue hides under
+the other's products; otherwise they share a tile, upper and lower half.
+
+The values of S are read and written as one tall matrix (n·128, 128), a block is 128 of its rows. Which operand runs
+along S and which major each has is known at compile time; sizes are not, so a new token count compiles nothing.
+
+Tiles are dealt to the programs in rounds, every other round backwards: with the longest lines first (Matrix.row_work,
+Matrix.column_work) a program that drew a long line in one round draws a short one in the next.
+"""
+
+# mypy: allow-untyped-defs
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megablocks.ops.activation_triton import unary
+
+_unary = gluon.jit(unary.fn)
+
+
+@gluon.jit
+def _tile_of_round(i):
+    programs = gl.num_programs(0)
+    p = gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, p, programs - 1 - p)
+
+
+@gluon.jit
+def _rounds(tiles):
+    """How many tiles this program is dealt."""
+    full = tiles // gl.num_programs(0)
+    return full + (_tile_of_round(full) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def _line_of_round(i, tiles, work_ptr, dense_tiles):
+    """Line of S, its first and end block, and the tile along the dense operand; the last tile's if i is beyond."""
+    tile = gl.minimum(_tile_of_round(i), tiles - 1)
+    line = tile // dense_tiles
+    at = work_ptr + 4 * line
+    return gl.load(at), gl.load(at + 1), gl.load(at + 2), tile - line * dense_tiles
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.constexpr, c: gl.constexpr):
+    """acc of one tile from `steps` stages, and the number of the stage after it."""
+    if c.pingpong:
+        # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
+        mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
+    for k in range(steps):
+        s = it % c.stages
+        mbarrier.wait(full.index(s), (it // c.stages) & 1)
+        if c.pingpong:
+            a = a_bufs.index(s)
+        else:
+            a = a_bufs.index(s * 2 + WG)
+        b = b_bufs.index(s)
+        if not c.a_k_major:
+            a = a.permute((1, 0))
+        if c.b_k_major:
+            b = b.permute((1, 0))
+        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
+        it += 1
+    if c.pingpong:
+        mbarrier.arrive(turn.index(1 - WG), count=1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
+    return acc, it
+
+
+@gluon.jit
+def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Store from the consumer's next buffer, once the store that last read it has gone."""
+    buf = bufs.index(WG * c.out_buffers + slot % c.out_buffers)
+    tma.store_wait(c.out_buffers - 1)
+    buf.store(part)
+    fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [row, col], buf)
+
+
+@gluon.jit
+def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Finish and write part i of a tile; outs: the result's descriptor, the activation's, bias or pre-activation."""
+    desc, act_desc, extra_ptr = outs
+    if not c.sparse_out:
+        _write(part.to(bufs.dtype), i, bufs, desc, row, col + i * c.out_cols, WG, c)
+    else:  # columns beyond 128 are the next block's: the next 128 rows of the values
+        at: gl.constexpr = i * c.out_cols % 128
+        row += i * c.out_cols // 128 * 128
+        layout: gl.constexpr = part.type.layout
+        NAME: gl.constexpr = c.act
+        EXACT: gl.constexpr = c.exact
+        j = gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
+        if c.kind == "activate":
+            if c.has_bias:
+                part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
+            pre = part.to(bufs.dtype)
+            _write(pre, 2 * i, bufs, desc, row, at, WG, c)
+            value, _ = _unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+            _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
+        else:
+            if c.kind == "slope":
+                rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
+                z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
+                _, slope = _unary(z.to(gl.float32), NAME, EXACT)
+                part *= slope
+            _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
+
+
+@gluon.jit
+def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    if not c.pingpong:
+        row += WG * c.rows
+    if c.out_parts == 1:
+        _store_part(acc, 0, bufs, outs, row, col, WG, c)
+    elif c.out_parts == 2:
+        p0, p1 = _halves(acc, c.rows, c.BN)
+        _store_part(p0, 0, bufs, outs, row, col, WG, c)
+        _store_part(p1, 1, bufs, outs, row, col, WG, c)
+    else:
+        h0, h1 = _halves(acc, c.rows, c.BN)
+        p0, p1 = _halves(h0, c.rows, c.BN // 2)
+        _store_part(p0, 0, bufs, outs, row, col, WG, c)
+        _store_part(p1, 1, bufs, outs, row, col, WG, c)
+        p2, p3 = _halves(h1, c.rows, c.BN // 2)
+        _store_part(p2, 2, bufs, outs, row, col, WG, c)
+        _store_part(p3, 3, bufs, outs, row, col, WG, c)
+
+
+@gluon.jit
+def _sdd_consumer(
+    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
+    WG: gl.constexpr, c: gl.constexpr,
+):  # fmt: skip
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    rounds = _rounds(gl.load(used_ptr + last) // c.run)
+    stride: gl.constexpr = 2 if c.pingpong else 1
+    start: gl.constexpr = WG if c.pingpong else 0
+    it = gl.to_tensor(0) + start * k_steps
+    phase = gl.to_tensor(0)
+    for i in range(start, rounds, stride):
+        block = _tile_of_round(i) * c.run
+        col = 0
+        if c.has_bias:
+            col = gl.load(cols_ptr + block) * 128
+        acc = gl.zeros(shape, gl.float32, layout)
+        acc, it = _multiply(acc, it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        phase ^= 1
+        it += (stride - 1) * k_steps
+        _store_tile(acc, o_bufs, outs, block * 128, col, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, b_n, c: gl.constexpr):
+    """Fill the next stage: A from row a_m, B from column b_n, and where each stands along the reduction."""
+    PARTS: gl.constexpr = c.row_parts
+    s = it % c.stages
+    bar = full.index(s)
+    mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
+    mbarrier.expect(bar, c.stage_bytes)
+    for p in gl.static_range(PARTS):
+        buf = a_bufs.index(s * c.row_parts + p)
+        if c.a_k_major:
+            tma.async_copy_global_to_shared(a_desc, [a_m + p * c.rows, a_k], bar, buf)
+        else:
+            tma.async_copy_global_to_shared(a_desc, [a_k, a_m + p * c.rows], bar, buf)
+    if c.b_k_major:
+        tma.async_copy_global_to_shared(b_desc, [b_n, b_k], bar, b_bufs.index(s))
+    else:
+        tma.async_copy_global_to_shared(b_desc, [b_k, b_n], bar, b_bufs.index(s))
+
+
+@gluon.jit
+def _sdd_producer(
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr
+):
+    tiles = gl.load(used_ptr + last) // c.run
+    rounds = _rounds(tiles)
+    it = gl.to_tensor(0)
+    block = gl.maximum(gl.minimum(_tile_of_round(0), tiles - 1), 0) * c.run
+    next_row = gl.load(rows_ptr + block)
+    next_col = gl.load(cols_ptr + block)
+    for i in range(rounds):
+        row = next_row * 128
+        col = next_col * 128
+        block = gl.minimum(_tile_of_round(i + 1), tiles - 1) * c.run
+        next_row = gl.load(rows_ptr + block)
+        next_col = gl.load(cols_ptr + block)
+        for k in range(k_steps):
+            at = k * c.BK
+            _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, row, at, at, col, c)
+            it += 1
+
+
+@gluon.jit
+def _spmm_consumer(
+    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, WG: gl.constexpr, c: gl.constexpr
+):
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    rounds = _rounds(tiles)
+    stride: gl.constexpr = 2 if c.pingpong else 1
+    start: gl.constexpr = WG if c.pingpong else 0
+    it = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if start == 1:
+        _, first, end, _ = _line_of_round(0, tiles, work_ptr, dense_tiles)
+        it += (end - first) * c.block_steps
+    next_line, next_first, next_end, next_dense = _line_of_round(start, tiles, work_ptr, dense_tiles)
+    for i in range(start, rounds, stride):
+        steps = (next_end - next_first) * c.block_steps
+        if c.sparse_left:
+            row = next_line * 128
+            col = next_dense * c.BN
+        else:
+            row = next_dense * c.BM
+            col = next_line * 128
+        if c.pingpong:
+            _, other_first, other_end, _ = _line_of_round(i + 1, tiles, work_ptr, dense_tiles)
+        next_line, next_first, next_end, next_dense = _line_of_round(i + stride, tiles, work_ptr, dense_tiles)
+        acc = gl.zeros(shape, gl.float32, layout)
+        acc, it = _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        phase ^= 1
+        if c.pingpong:
+            it += (other_end - other_first) * c.block_steps
+        _store_tile(acc, o_bufs, (o_desc, o_desc, work_ptr), row, col, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
+    """Which block is the i-th of its line, and where the dense operand's matching 128 begin."""
+    other = gl.load(index_ptr + i)
+    if c.by_column:
+        return gl.load(block_ptr + i), other
+    else:
+        return i, other
+
+
+@gluon.jit
+def _spmm_producer(
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles, entries,
+    c: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = c.block_steps
+    rounds = _rounds(tiles)
+    it = gl.to_tensor(0)
+    # Lines are looked up two tiles ahead and a line's first block one: neither load is ever waited for.
+    _, first, end, dense = _line_of_round(0, tiles, work_ptr, dense_tiles)
+    _, first1, end1, dense1 = _line_of_round(1, tiles, work_ptr, dense_tiles)
+    next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
+    for i in range(rounds):
+        block = next_block
+        other = next_other
+        next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
+        _, first2, end2, dense2 = _line_of_round(i + 2, tiles, work_ptr, dense_tiles)
+        for j in range(first, end):
+            inner = other * 128
+            outer = block * 128
+            block, other = _entry(gl.minimum(j + 1, end - 1), index_ptr, block_ptr, c)
+            for step in gl.static_range(STEPS):
+                at = step * c.BK
+                if c.sparse_left:
+                    if c.a_k_major:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, outer, at, inner + at, dense * c.BN, c
+                        )
+                    else:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, 0, outer + at, inner + at, dense * c.BN, c
+                        )
+                else:
+                    if c.b_k_major:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, at, outer, c
+                        )
+                    else:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, outer + at, 0, c
+                        )
+                it += 1
+        first = first1
+        end = end1
+        dense = dense1
+        first1 = first2
+        end1 = end2
+        dense1 = dense2
+
+
+@gluon.jit
+def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
+    a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
+    b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
+    STAGES: gl.constexpr = c.stages
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=c.row_parts)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    return a_bufs, b_bufs, o_bufs, full, empty, turn
+
+
+@gluon.jit(do_not_specialize=["last", "k_steps"])
+def sdd_kernel(
+    a_desc, b_desc, o_desc, act_desc, extra_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks.
+
+    act_desc, extra_ptr: what the epilogue writes beside the result and reads, Epilogue.act and .bias or .pre.
+    """
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    outs = (o_desc, act_desc, extra_ptr)
+    gl.warp_specialize(
+        [
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 0, c),
+            ),
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 1, c),
+            ),
+            (
+                _sdd_producer,
+                (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+@gluon.jit(do_not_specialize=["tiles", "dense_tiles", "entries"])
+def spmm_kernel(
+    a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles, entries, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are."""
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    gl.warp_specialize(
+        [
+            (
+                _spmm_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, 0, c),
+            ),
+            (
+                _spmm_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, 1, c),
+            ),
+            (
+                _spmm_producer,
+                (
+                    a_bufs, b_bufs, full, empty, a_desc, b_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles,
+                    entries, c,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
