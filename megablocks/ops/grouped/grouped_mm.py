@@ -7,20 +7,27 @@ Legend: R rows, E experts, K inner size, N outer size, V = offsets[E] <= R valid
 what stands there in the result is unspecified. Source: MegaBlocks (arXiv 2211.15841), section 4, without padding.
 
 The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, one synchronisation on a
-GPU. In bfloat16 on a GPU of compute capability 9.0 or newer torch's own grouped kernel runs instead, without one. It
-takes strides and addresses in multiples of 16 bytes: other operands are copied, and K or N that are no multiple of 8
-padded with zeros.
+GPU. There kernels run instead, without one; the first of these that takes the operands:
+
+    grouped_mm_hopper.py   y and dX: capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
+    torch                  9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to multiples of 8
+    grouped_mm_triton.py   8.0 or newer, any dtype but float64, any size and stride
+
+MEGABLOCKS_HOPPER=0 in the environment leaves the first one out.
 """
 
 from __future__ import annotations
 
+import os
 from itertools import pairwise
+from types import ModuleType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
@@ -55,6 +62,24 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
         else:
             out[expert] = x[start:end].to(acc).t() @ dy[start:end].to(acc)
     return out
+
+
+def _hopper(x: Tensor) -> ModuleType | None:
+    """The module of the Hopper kernel if x may go there; which operands it takes is for it to say."""
+    if os.environ.get("MEGABLOCKS_HOPPER") == "0" or not runs_triton(x):
+        return None
+    from megablocks.ops.grouped import grouped_mm_hopper
+
+    return grouped_mm_hopper
+
+
+def _twin(x: Tensor) -> ModuleType | None:
+    """The module of the plain Triton kernels if x may go there."""
+    if not runs_triton(x) or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
+        return None
+    from megablocks.ops.grouped import grouped_mm_triton
+
+    return grouped_mm_triton
 
 
 def _has_torch_kernel(x: Tensor) -> bool:
@@ -102,8 +127,14 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 @torch.library.custom_op("megablocks::grouped_mm", mutates_args=())
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    if x.shape[0] and _has_torch_kernel(x):
+    if x.shape[0] == 0 or w.numel() == 0:
+        return grouped_mm_ref(x, w, offsets)
+    if (hopper := _hopper(x)) and hopper.supports_m(x, w, offsets):
+        return hopper.ragged_m(x, w, offsets)
+    if _has_torch_kernel(x):
         return _grouped_mm_torch(x, w, offsets)
+    if twin := _twin(x):
+        return twin.ragged_m(x, w, offsets)
     return grouped_mm_ref(x, w, offsets)
 
 
@@ -118,6 +149,8 @@ def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
     if _has_torch_kernel(x):
         return _grouped_mm_dw_torch(x, dy, offsets)
+    if twin := _twin(x):
+        return twin.ragged_k(x, dy, offsets)
     return grouped_mm_dw_ref(x, dy, offsets)
 
 

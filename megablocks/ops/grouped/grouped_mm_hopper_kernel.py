@@ -1,0 +1,266 @@
+"""Ragged-M grouped GEMM in Gluon: y[r] = x[row(r)] · w[e] for the rows r of expert e. grouped_mm_hopper.py launches it.
+
+One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
+that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
+With `pingpong` the two consumers own alternate tiles and one's epilogue hides under the other's products; otherwise
+both share a tile.
+
+Which rows a tile covers is found on the device: every role keeps the running number of tiles per expert in registers
+(E / 32 a lane, a prefix sum over `offsets` at start) and finds a tile's expert by counting the experts that end before
+it: one warp-wide sum, one maximum and two cached loads, taken one tile ahead. Where an expert's rows end inside a tile,
+a second descriptor of the same memory lets the TMA unit clip the store there (`ragged_rows` of the launcher): neither
+registers nor masks are spent on tails.
+"""
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+# Row coordinates of a descriptor made by ragged_rows count up to this bound; beyond it the hardware clips.
+_ROW_BOUND = gl.constexpr(2**30)
+
+
+@gluon.jit
+def _barriers(c: gl.constexpr):
+    STAGES: gl.constexpr = c.stages
+    full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        # Each gathering thread arrives when its own copies have landed, beside the one that expects TMA's bytes.
+        mbarrier.init(full.index(i), count=1 + 32 * c.producer_warps if c.gather else 1)
+        mbarrier.init(empty.index(i), count=c.row_parts)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    return full, empty, turn
+
+
+@gluon.jit
+def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+    return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
+
+
+@gluon.jit
+def _stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
+    """Write part i of a tile to the consumer's next output buffer, once the store that last read it has gone."""
+    buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)
+    tma.store_wait(c.out_buffers - 1)
+    buf.store(part.to(bufs.dtype))
+    fence_async_shared()
+    return buf
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def _tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
+    """(c.lanes,) int32 in every warp: the number of ragged-M tiles of experts 0..e."""
+    layout: gl.constexpr = gl.BlockedLayout([c.lanes // 32], [32], [WARPS], [0])
+    e = gl.arange(0, c.lanes, layout)
+    first = gl.load(offsets_ptr + e, mask=e < experts, other=0)
+    end = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0)
+    return gl.associative_scan((end - first + (c.BM - 1)) // c.BM * c.n_tiles, 0, _add)
+
+
+@gluon.jit
+def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
+    """Expert, first row, end of the expert's rows, first column of a ragged-M tile."""
+    done = ends <= tile
+    e = gl.sum(done.to(gl.int32), 0)
+    r = tile - gl.max(gl.where(done, ends, 0), 0)
+    first = gl.load(offsets_ptr + e)
+    end = gl.load(offsets_ptr + e + 1)
+    if c.group_m == 1:
+        m = r // c.n_tiles
+        n = r - m * c.n_tiles
+    else:  # c.group_m row tiles share each column tile of W while it is in L2
+        per_group: gl.constexpr = c.group_m * c.n_tiles
+        g = r // per_group
+        height = gl.minimum((end - first + (c.BM - 1)) // c.BM - g * c.group_m, c.group_m)
+        r -= g * per_group
+        n = r // height
+        m = g * c.group_m + r - n * height
+    return e, first + m * c.BM, end, n * c.BN
+
+
+@gluon.jit
+def _store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    buf = _stage_out(part, i, bufs, WG, c)
+    n0 = col + i * c.out_cols
+    if row + c.rows <= end:
+        tma.async_copy_shared_to_global(desc, [row, n0], buf)
+    else:  # rows [row, end) belong to this expert, the next ones to another
+        tma.async_copy_shared_to_global(
+            tail_desc, [_ROW_BOUND, end, _ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
+        )
+
+
+@gluon.jit
+def _m_consumer(
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    ends = _tile_ends(offsets_ptr, experts, c, 4)
+    tiles = gl.max(ends, 0)
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    it = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if c.pingpong:
+        start += WG * step
+        step *= 2
+        it += WG * c.k_steps
+    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    for tile in range(start, tiles, step):
+        row = m0
+        last = end
+        col = n0
+        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc = gl.zeros(shape, gl.float32, layout)
+        if c.pingpong:
+            # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
+            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
+        for k in range(c.k_steps):
+            s = it % c.stages
+            mbarrier.wait(full.index(s), (it // c.stages) & 1)
+            if c.gather:
+                fence_async_shared()
+            if c.pingpong:
+                a = x_bufs.index(s)
+            else:
+                a = x_bufs.index(s * 2 + WG)
+            b = w_bufs.index(s)
+            if c.w_k_major:
+                b = b.permute((1, 0))
+            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
+            it += 1
+        if c.pingpong:
+            mbarrier.arrive(turn.index(1 - WG), count=1)
+            phase ^= 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
+        if c.pingpong:
+            it += c.k_steps
+        else:
+            row += WG * c.rows
+        if c.out_parts == 2:
+            p0, p1 = _halves(acc, c.rows, c.BN)
+            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+        else:
+            h0, h1 = _halves(acc, c.rows, c.BN)
+            p0, p1 = _halves(h0, c.rows, c.BN // 2)
+            p2, p3 = _halves(h1, c.rows, c.BN // 2)
+            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _m_producer(
+    x_bufs, w_bufs, full, empty, x_desc, w_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
+):
+    ROW_PARTS: gl.constexpr = c.row_parts
+    ends = _tile_ends(offsets_ptr, experts, c, c.producer_warps)
+    tiles = gl.max(ends, 0)
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    it = gl.to_tensor(0)
+    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    if c.gather:
+        # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
+        lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
+        i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
+        cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+        ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
+        if c.row_parts == 2:
+            ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+    for tile in range(start, tiles, step):
+        expert = e
+        row = m0
+        col = n0
+        if c.gather:
+            src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+            if c.row_parts == 2:
+                src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        if c.gather:
+            ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
+            if c.row_parts == 2:
+                ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+        for k in range(c.k_steps):
+            s = it % c.stages
+            bar = full.index(s)
+            k0 = k * c.BK
+            mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
+            mbarrier.expect(bar, c.w_bytes if c.gather else c.x_bytes + c.w_bytes)
+            w_buf = w_bufs.index(s)
+            if c.w_k_major:
+                tma.async_copy_global_to_shared(w_desc, [expert, col, k0], bar, w_buf.reshape([1, c.BN, c.BK]))
+            else:
+                tma.async_copy_global_to_shared(w_desc, [expert, k0, col], bar, w_buf.reshape([1, c.BK, c.BN]))
+            if c.gather:
+                if c.K % c.BK == 0:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                    if c.row_parts == 2:
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
+                else:
+                    inside = (cols + k0 < c.K)[None, :]
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                    if c.row_parts == 2:
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                for p in gl.static_range(ROW_PARTS):
+                    buf = x_bufs.index(s * c.row_parts + p)
+                    tma.async_copy_global_to_shared(x_desc, [row + p * c.rows, k0], bar, buf)
+            it += 1
+
+
+@gluon.jit(do_not_specialize=["experts"])
+def ragged_m_kernel(
+    x_desc, w_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail."""
+    w_shape: gl.constexpr = [c.BN, c.BK] if c.w_k_major else [c.BK, c.BN]
+    dtype: gl.constexpr = w_desc.dtype
+    x_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
+    )
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
+    )
+    y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
+    full, empty, turn = _barriers(c)
+    gl.warp_specialize(
+        [
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c)),
+            (
+                _m_producer,
+                (x_bufs, w_bufs, full, empty, x_desc, w_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c),
+            ),
+        ],
+        [4, c.producer_warps],
+        [c.consumer_regs, c.producer_regs],
+    )

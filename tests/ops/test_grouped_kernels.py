@@ -1,0 +1,236 @@
+"""The grouped GEMM kernels against float64: the Triton ones interpreted or on any GPU, Gluon's on Hopper."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.ops.grouped import grouped_mm_triton as twin
+from megablocks.testing.poison import poisoned_empty
+
+HAS_GPU = torch.cuda.is_available()
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+DEVICE = "cuda" if HAS_GPU and not twin.interpreted() else "cpu"
+needs_interpreter_or_gpu = pytest.mark.skipif(
+    DEVICE == "cpu" and not twin.interpreted(), reason="needs TRITON_INTERPRET=1 or a GPU"
+)
+hopper_only = pytest.mark.skipif(not IS_HOPPER or twin.interpreted(), reason="needs a Hopper GPU")
+
+# Rows an expert: none, one, around a tile of 16 (interpreted) or 128 (Hopper), all in one, none anywhere.
+SMALL_LOADS = {"odd": [0, 1, 17, 16, 0, 13, 3], "one": [0, 0, 40], "nobody": [0, 0, 0], "single": [5]}
+LARGE_LOADS = {
+    "odd": [0, 1, 127, 128, 129, 0, 300, 64, 7, 0, 1000, 13, 67, 200, 255, 256, 257, 0],
+    "one": [0, 0, 1111, 0],
+    "even": [192] * 40,
+    "tiny": [3, 0, 5, 1] * 33,
+}
+
+
+def make(loads: list[int], spare: int, device: str) -> tuple[Tensor, int]:
+    offsets = torch.tensor([0, *loads], dtype=torch.int64).cumsum(0).to(device, torch.int32)
+    return offsets, sum(loads) + spare
+
+
+def fill(*shape: int, dtype: torch.dtype, device: str, seed: int, poison_from: int | None = None) -> Tensor:
+    """Normal draws; rows from `poison_from` on are NaN: nobody may read them into a result."""
+    t = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    if poison_from is not None:
+        t[poison_from:] = float("nan")
+    return t.to(device, dtype)
+
+
+def rows_ref(x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None) -> Tensor:
+    x = x.double() if gather is None else x.double()[gather.long()]
+    bounds = offsets.tolist()
+    parts = [x[lo:hi] @ w[e].double() for e, (lo, hi) in enumerate(zip(bounds, bounds[1:], strict=False))]
+    return torch.cat(parts)
+
+
+def blocks_ref(a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None) -> Tensor:
+    b = b.double() if gather is None else b.double()[gather.long()]
+    bounds = offsets.tolist()
+    return torch.stack([a[lo:hi].double().T @ b[lo:hi] for lo, hi in zip(bounds, bounds[1:], strict=False)])
+
+
+def assert_near(result: Tensor, truth: Tensor, terms: int) -> None:
+    """A dot product of `terms` unit normals, rounded once to the result's dtype.
+
+    A tensor core cuts off, rather than rounds, the float32 sum after every 16 terms.
+    """
+    eps = torch.finfo(result.dtype).eps
+    scale = math.sqrt(max(terms, 1))
+    assert result.shape == truth.shape
+    assert not result.isnan().any(), "a value was never written, or read from poison"
+    error = (result.double() - truth).abs()
+    bound = eps * truth.abs() + (eps * 2**-4 + 2e-6 + terms / 16 * 2**-23) * scale * 4
+    assert bool((error <= bound).all()), f"largest error {error.max():.3e} of {truth.abs().max():.3e}"
+
+
+def gather_of(rows: int, sources: int, device: str) -> Tensor:
+    return torch.randint(sources, (rows,), generator=torch.Generator().manual_seed(7)).to(device, torch.int32)
+
+
+@needs_interpreter_or_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
+@pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
+def test_ragged_m_twin(loads: list[int], k_major: bool, gathered: bool, dtype: torch.dtype) -> None:
+    offsets, rows = make(loads, 3, DEVICE)
+    used, experts, k, n = sum(loads), len(loads), 20, 19
+    gather = gather_of(rows, 11, DEVICE) if gathered else None
+    x = fill(11 if gathered else rows, k, dtype=dtype, device=DEVICE, seed=1, poison_from=None if gathered else used)
+    w = fill(experts, n, k, dtype=dtype, device=DEVICE, seed=2).transpose(1, 2)
+    w = w if k_major else w.contiguous()
+    with poisoned_empty():
+        y = twin.ragged_m(x, w, offsets, gather)
+    assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
+
+
+@needs_interpreter_or_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("gathered", ["none", "a", "b"])
+@pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
+def test_ragged_k_twin(loads: list[int], gathered: str, dtype: torch.dtype) -> None:
+    offsets, rows = make(loads, 3, DEVICE)
+    used, m, n = sum(loads), 18, 21
+    gather = None if gathered == "none" else gather_of(rows, 11, DEVICE)
+    a = fill(rows, m, dtype=dtype, device=DEVICE, seed=1, poison_from=used)
+    b = fill(11 if gather is not None else rows, n, dtype=dtype, device=DEVICE, seed=2)
+    if gather is None:
+        b[used:] = float("nan")
+    truth = blocks_ref(a, b, offsets, gather)
+    with poisoned_empty():
+        if gathered == "a":
+            o = twin.ragged_k(b, a, offsets, gather, gather_a=True).transpose(1, 2)
+        else:
+            o = twin.ragged_k(a, b, offsets, gather)
+    assert_near(o, truth, max(loads))
+    assert bool((o[[e for e, load in enumerate(loads) if load == 0]] == 0).all())
+
+
+@needs_interpreter_or_gpu
+def test_twin_takes_rows_past_two_to_the_31_elements() -> None:
+    """Row · stride overflows int32 at row 2; only the rows that are read need memory, so the stride is made up."""
+    stride = 2**30 + 8
+    if DEVICE == "cpu":
+        stride = 2**30  # float16: 2 GiB of address space a row, three rows touched
+    storage = torch.empty(2 * stride + 64, dtype=torch.float16, device=DEVICE)
+    x = storage.as_strided((3, 16), (stride, 1))
+    x.copy_(fill(3, 16, dtype=torch.float16, device=DEVICE, seed=1))
+    w = fill(1, 16, 16, dtype=torch.float16, device=DEVICE, seed=2)
+    offsets, _ = make([3], 0, DEVICE)
+    assert_near(twin.ragged_m(x, w, offsets), rows_ref(x, w, offsets, None), 16)
+    assert_near(twin.ragged_k(x, x, offsets), blocks_ref(x, x, offsets, None), 3)
+
+
+# (K, N), tails in each but the first
+SHAPES = [(256, 384, torch.bfloat16), (64, 320, torch.float16), (200, 136, torch.bfloat16), (1032, 72, torch.float16)]
+TILES = {
+    "default": None,
+    "shared": hopper.Tile(64, 256, 4, group_m=8),
+    "four-parts": hopper.Tile(64, 256, 4, out_parts=4, out_buffers=2),
+    "square": hopper.Tile(128, 128, 4),
+    "pingpong": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4),
+    "wide": hopper.Tile(64, 256, 5, pingpong=True, out_parts=4),
+}
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_ragged_m_hopper(
+    loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool, gathered: bool, tile: hopper.Tile | None = None
+) -> None:
+    offsets, rows = make(loads, 21, "cuda")
+    used, experts = sum(loads), len(loads)
+    gather = gather_of(rows, 500, "cuda") if gathered else None
+    x = fill(500 if gathered else rows, k, dtype=dtype, device="cuda", seed=1, poison_from=None if gathered else used)
+    w = fill(experts, n, k, dtype=dtype, device="cuda", seed=2).transpose(1, 2)
+    w = w if k_major else w.contiguous()
+    assert hopper.supports_m(x, w, offsets)
+    with poisoned_empty():
+        y = hopper.ragged_m(x, w, offsets, gather, tile=tile)
+    assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
+    assert bool(y[used:].isnan().all()), "rows of no expert were written"
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
+def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
+    loads = LARGE_LOADS["odd"] * 3
+    test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
+    test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_nan_of_one_expert_stays_in_it() -> None:
+    loads = [70, 45, 130, 200]
+    offsets, rows = make(loads, 0, "cuda")
+    x = fill(rows, 200, dtype=torch.bfloat16, device="cuda", seed=1)
+    w = fill(4, 200, 136, dtype=torch.bfloat16, device="cuda", seed=2)
+    x[70:115] = float("nan")
+    w[2] = float("nan")
+    y = hopper.ragged_m(x, w, offsets)
+    finite = torch.cat([torch.arange(0, 70), torch.arange(245, 445)])
+    assert not y[finite.cuda()].isnan().any()
+    assert y[70:245].isnan().all()
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_hopper_takes_rows_past_two_to_the_31_elements() -> None:
+    stride = 2**30 + 8
+    x = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device="cuda").as_strided((3, 64), (stride, 1))
+    x.copy_(fill(3, 64, dtype=torch.bfloat16, device="cuda", seed=1))
+    w = fill(1, 64, 64, dtype=torch.bfloat16, device="cuda", seed=2)
+    offsets, _ = make([3], 0, "cuda")
+    gather = torch.tensor([2, 0, 2], dtype=torch.int32, device="cuda")
+    for index in (None, gather):
+        assert_near(hopper.ragged_m(x, w, offsets, index), rows_ref(x, w, offsets, index), 64)
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
+    offsets, rows = make([300, 0, 100, 7], 200, "cuda")
+    x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
+    w = fill(4, 256, 384, dtype=torch.bfloat16, device="cuda", seed=2)
+    gather = gather_of(rows, rows, "cuda")
+
+    def run() -> list[Tensor]:
+        return [hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets)]
+
+    run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    offsets.copy_(make([0, 33, 512, 1], 0, "cuda")[0])
+    used = 546
+    for _ in range(3):
+        for t in captured:
+            t.fill_(float("nan"))
+        graph.replay()
+        for again, fresh in zip(captured, run(), strict=True):
+            assert torch.equal(again[:used], fresh[:used])
+
+
+def test_hopper_refuses_what_it_cannot_read() -> None:
+    offsets, rows = make([3, 4], 0, "cpu")
+    x = torch.zeros(rows, 16, dtype=torch.bfloat16)
+    assert not hopper.supports_m(x, torch.zeros(2, 16, 16, dtype=torch.bfloat16), offsets), "not a GPU"

@@ -1,0 +1,146 @@
+"""Which kernels the grouped products take, and that each gives the same result and gradients through the op."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megablocks.ops.grouped import grouped_mm as seam
+from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_triton
+from megablocks.testing.oracle import relative_error
+
+COUNTS = [13, 0, 1, 67]
+GPU = torch.cuda.is_available()
+DEVICE = "cuda" if GPU and not grouped_mm_triton.interpreted() else "cpu"
+
+
+def operands(dtype: torch.dtype, k: int, n: int, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x with two unused rows, w, offsets and a gradient of y."""
+    generator = torch.Generator().manual_seed(0)
+    offsets = torch.tensor([0, *torch.tensor(COUNTS).cumsum(0).tolist()], dtype=torch.int32)
+    used = int(offsets[-1])
+    x, grad = (torch.randn(used + 2, width, generator=generator).to(dtype) for width in (k, n))
+    x[used:], grad[used:] = float("nan"), float("nan")
+    shape = (len(COUNTS), n, k) if transposed else (len(COUNTS), k, n)
+    w = torch.randn(shape, generator=generator).to(dtype)
+    return tuple(t.to(DEVICE) for t in (x, w.transpose(1, 2) if transposed else w, offsets, grad))
+
+
+def check(dtype: torch.dtype, k: int, n: int, transposed: bool) -> None:
+    x, w, offsets, grad = operands(dtype, k, n, transposed)
+    x.requires_grad_()
+    w = w.detach().requires_grad_()
+    y = seam.grouped_mm(x, w, offsets)
+    dx, dw = torch.autograd.grad(y, (x, w), grad)
+    used = sum(COUNTS)
+    wide = [t.detach().double() for t in (x, w, grad)]
+    bounds = offsets.tolist()
+    rows = list(zip(bounds, bounds[1:], strict=False))
+    truth = (
+        torch.cat([wide[0][a:b] @ wide[1][e] for e, (a, b) in enumerate(rows)]),
+        torch.cat([wide[2][a:b] @ wide[1][e].T for e, (a, b) in enumerate(rows)]),
+        torch.stack([wide[0][a:b].T @ wide[2][a:b] for a, b in rows]),
+    )
+    assert y.dtype == dx.dtype == dw.dtype == dtype
+    assert dw.stride() == w.stride()
+    assert bool((dw[1] == 0).all())
+    for got, expected in zip((y[:used], dx[:used], dw), truth, strict=True):
+        assert relative_error(got, expected) < 2 * torch.finfo(dtype).eps
+
+
+class Recorder:
+    """Kernels that compute as the reference does and note what was asked of them; `takes` is their verdict."""
+
+    def __init__(self, takes: bool = True) -> None:
+        self.asked: list[str] = []
+        self.takes = takes
+
+    def supports_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> bool:
+        return self.takes
+
+    def ragged_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+        self.asked.append("m")
+        return seam.grouped_mm_ref(x, w, offsets)
+
+    def ragged_k(self, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
+        self.asked.append("k")
+        return seam.grouped_mm_dw_ref(a, b, offsets)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("takes", [False, True])
+def test_hopper_kernel_comes_first_and_the_twin_takes_the_rest_and_dw(
+    takes: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, last = Recorder(takes), Recorder()
+    monkeypatch.setattr(seam, "_hopper", lambda x: first)
+    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
+    monkeypatch.setattr(seam, "_twin", lambda x: last)
+    check(torch.float32, 24, 40, transposed)
+    assert first.asked == (["m", "m"] if takes else [])
+    assert last.asked == (["k"] if takes else ["m", "m", "k"])
+
+
+@pytest.mark.parametrize("takes", [False, True])
+def test_torchs_kernel_comes_before_the_twin_and_takes_dw(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, twin, asked = Recorder(takes), Recorder(), []
+    monkeypatch.setattr(seam, "_hopper", lambda x: first)
+    monkeypatch.setattr(seam, "_twin", lambda x: twin)
+    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: True)
+    monkeypatch.setattr(seam, "_grouped_mm_torch", lambda *args: asked.append("m") or seam.grouped_mm_ref(*args))
+    monkeypatch.setattr(seam, "_grouped_mm_dw_torch", lambda *args: asked.append("k") or seam.grouped_mm_dw_ref(*args))
+    check(torch.float32, 24, 40, False)
+    assert first.asked == (["m", "m"] if takes else [])
+    assert asked == (["k"] if takes else ["m", "m", "k"])
+    assert twin.asked == []
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if DEVICE == "cpu" and not grouped_mm_triton.interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
+    monkeypatch.setattr(seam, "_hopper", lambda x: None)
+    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
+    monkeypatch.setattr(seam, "_twin", lambda x: grouped_mm_triton)
+    check(dtype, 19, 21, transposed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("k,n", [(64, 136), (19, 21)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_whatever_this_gpu_takes(
+    switch: str, dtype: torch.dtype, k: int, n: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", switch)
+    check(dtype, k, n, transposed)
+
+
+def test_one_variable_turns_the_hopper_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seam, "runs_triton", lambda x: True)
+    x = torch.zeros(1)
+    monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
+    assert seam._hopper(x) is grouped_mm_hopper
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+    assert seam._hopper(x) is None
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0+git1"])
+def test_hopper_kernel_refuses_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm_hopper, "triton", SimpleNamespace(__version__=version))
+    grouped_mm_hopper._has_gluon.cache_clear()
+    try:
+        assert not grouped_mm_hopper._has_gluon()
+    finally:
+        grouped_mm_hopper._has_gluon.cache_clear()
+
+
+def test_nothing_runs_on_a_cpu_or_in_float64() -> None:
+    for t in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float64, device="cuda" if GPU else "cpu")):
+        assert seam._hopper(t) is None
+        assert seam._twin(t) is None
