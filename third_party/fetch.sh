@@ -14,6 +14,8 @@ for name in "${names[@]}"; do
         # Cloned aside and renamed when whole, so that an interrupted clone is never taken for the real one.
         rm -rf "$name.part"
         git init --quiet "$name.part"
+        # Megatron-LM's scripts run on the megatron-core of PyPI; a second "megatron" beside them would hide it.
+        [ "$name" != Megatron-LM ] || git -C "$name.part" sparse-checkout set --no-cone '/*' '!/megatron/'
         git -C "$name.part" fetch --quiet --depth 1 "$url" "$commit"
         git -C "$name.part" -c advice.detachedHead=false checkout --quiet FETCH_HEAD
         mv "$name.part" "$name"

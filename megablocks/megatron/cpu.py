@@ -140,6 +140,20 @@ def _device_count() -> None:
     _cuda.set_device = lambda device: None
 
 
+class _NoProperties:
+    """Stands for the properties of a CUDA device: compute capability 0.0, which asks Megatron for nothing special."""
+
+    name = "cpu"
+    major = minor = 0
+    total_memory = 0
+    multi_processor_count = os.cpu_count() or 1
+
+
+def _device_properties() -> None:
+    """With tensor parallelism Megatron's argument check asks for the compute capability, by `get_device_properties`."""
+    _cuda.get_device_properties = lambda device=None: _NoProperties()
+
+
 def _memory_statistics() -> None:
     """`--log-memory-to-tensorboard` looks up fields that `torch.cuda.memory_stats` lacks without CUDA: all are 0."""
     _cuda.memory_stats = lambda device=None: defaultdict(int)
@@ -182,6 +196,7 @@ PATCHES: dict[str, Callable[[], None]] = {
     "streams": _streams,
     "synchronize": _synchronize,
     "device_count": _device_count,
+    "device_properties": _device_properties,
     "memory_statistics": _memory_statistics,
     "no_compiler": _no_compiler,
     "dispatcher_splits": _dispatcher_splits,

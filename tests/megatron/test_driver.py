@@ -95,16 +95,18 @@ def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path:
     assert f"tokens dropped: {total} | tokens/s" in run.text()
 
 
-@pytest.mark.slow
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
     "flags",
     [
-        "--pipeline-model-parallel-size 2 --num-layers 4",
         "--tensor-model-parallel-size 2 --sequence-parallel --use-distributed-optimizer",
-        "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16",
-        "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
-        "--megablocks-layer megatron",
-        "--megablocks-layer experts",
+        pytest.param("--pipeline-model-parallel-size 2 --num-layers 4", marks=SLOW),
+        pytest.param("--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather --bf16", marks=SLOW),
+        pytest.param("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1", marks=SLOW),
+        pytest.param("--megablocks-layer megatron", marks=SLOW),
+        pytest.param("--megablocks-layer experts", marks=SLOW),
     ],
 )
 def test_layouts_and_layers_learn_under_the_guards(driver: Driver, tmp_path: Path, flags: str) -> None:

@@ -22,6 +22,8 @@ FLAGS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 
 def _megatron_lm() -> Path:
     for place in (os.environ.get("MEGATRON_LM_PATH"), ROOT / "third_party" / "Megatron-LM"):
         if place and (Path(place) / "pretrain_gpt.py").is_file():
+            # A full checkout's own megatron/ would hide the megatron-core that is installed; the scripts are enough.
+            assert not (Path(place) / "megatron").exists(), f"remove {place}/megatron, or use third_party/fetch.sh"
             return Path(place)
     pytest.skip("needs Megatron-LM: run third_party/fetch.sh Megatron-LM, or set MEGATRON_LM_PATH to a checkout")
 
