@@ -108,8 +108,8 @@ def _combine_backward_kernel(
 
 
 def _blocks(hidden: int) -> dict[str, int]:
-    """1024 features a one-warp program: narrow rows share one, wide ones are cut. The best or within 3 % of it at every
-    size measured (benchmarks/NOTES.md)."""
+    """1024 features a one-warp program: narrow rows share one, wide ones are cut. Within 8 % of the best shape that a
+    sweep found at each size (benchmarks/NOTES.md)."""
     block = min(triton.next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
