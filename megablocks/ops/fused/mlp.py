@@ -1,0 +1,180 @@
+"""The whole MLP of a layer's experts as one differentiable op that keeps what its gradient cannot do without.
+
+    a = act(x[token] · w1ᵀ + b1), or act(…) ⊙ (x[token] · v1ᵀ + c1)       y[t] = Σ over t's pairs of s · (a · w2 + b2)
+
+Legend: T tokens, H hidden, R rows and pairs, E experts, I expert width, s a pair's weight. Row p computes pair pair[p].
+
+Forward: up with its activation, down, combine. Kept for backward: x, z and u (the two factors before the activation),
+s and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated (2·T·H + 2·R·I else), or with `recompute` x and s alone.
+Neither a nor anything of size R·H outlives a call. Backward:
+
+    dA = dY[token] · w2ᵀ            → d_z, d_u, s·a and dS = ⟨dA, a⟩ (+ ⟨dY, b2⟩), one pass     (gradient.py)
+    dW2 = (s·a)ᵀ · dY[token]        db2[e] = Σ s · dY[token]
+    dX  = Σ over t's pairs of d_z · w1 + d_u · v1       dW1 = d_zᵀ · x[token], dV1 = d_uᵀ · x[token]
+
+Source: SonicMoE (arXiv 2512.14080), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.activation import GATED, check_activation
+from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.fused.gradient import mlp_gradient_op
+from megablocks.ops.fused.up import fused_up_op
+from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
+from megablocks.ops.permute.combine import combine_op
+from megablocks.ops.routing.dispatch import Dispatch
+
+_WIDTH = 8  # columns of the narrowest product that every kernel takes
+
+
+@torch.library.custom_op("megablocks::fused_mlp", mutates_args=())
+def fused_mlp_op(
+    x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
+    b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
+    name: str, approximate: str, recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
+    z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
+    if recompute:
+        z, u = x.new_empty(0), x.new_empty(0)
+    rows = grouped_mm_op(a, w2, offsets)
+    del a
+    if b2 is not None:
+        rows = add_expert_bias_op(rows, b2, offsets)
+    return combine_op(rows, weight, pair, gather, scatter, token_offsets), z, u
+
+
+@fused_mlp_op.register_fake
+def _(
+    x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
+    b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
+    name: str, approximate: str, recompute: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
+    return torch.empty_like(x), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs
+    _, z, u = output
+    ctx.mark_non_differentiable(z, u)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, weight, w1, v1, w2, b1, c1, b2, z, u, *indices)
+
+
+def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    x, weight, w1, v1, w2, b1, c1, b2, z, u, *indices = ctx.saved_tensors
+    pair, gather, scatter, token_offsets, offsets = indices
+    need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
+    dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
+    if dy is None:
+        return (None,) * 16
+    dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
+    if ctx.recompute:
+        z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
+    gate = None if v1 is None else u
+    below_act = need_x or need_w1 or need_v1 or need_b1 or need_c1
+    if below_act or need_weight or need_w2:
+        d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, *indices)
+        d_z, d_u, scaled, d_weight = mlp_gradient_op(
+            d_act, z, gate, weight, pair, offsets, ctx.name, ctx.approximate
+        )
+        del d_act, z, u, gate
+        if need_w2:
+            dw2 = gathered_mm_dw_op(scaled, dy, *indices)
+        del scaled
+        if need_x:
+            if v1 is None:
+                rows = grouped_mm_op(d_z, w1, offsets)
+            else:
+                rows = grouped_mm_sum_op(d_z, w1, d_u, v1, offsets)
+            dx = combine_op(rows, None, *indices[:4])
+            del rows
+        dw1 = gathered_mm_dw_op(d_z, x, *indices) if need_w1 else None
+        dv1 = gathered_mm_dw_op(d_u, x, *indices) if need_v1 else None
+        db1 = expert_sum_op(d_z, offsets).to(b1.dtype) if need_b1 else None
+        dc1 = expert_sum_op(d_u, offsets).to(c1.dtype) if need_c1 else None
+    if need_weight and b2 is not None:
+        d_weight = d_weight + _bias_gradient_of_weight(dy, b2, pair, gather, offsets, weight.dtype)
+    if need_b2:
+        # Σ s·dY is a product with one column of weights
+        scale = weight.to(dy.dtype).index_select(0, pair).unsqueeze(1)
+        column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
+        db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
+    d_weight = d_weight if need_weight else None
+    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 8
+
+
+def _bias_gradient_of_weight(
+    dy: Tensor, b2: Tensor, pair: Tensor, gather: Tensor, offsets: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """⟨dY[token], b2[e]⟩ of every pair (R,), 0 for an unused one: picked out of dY · b2ᵀ (T, E)."""
+    experts, pairs = b2.shape[0], pair.shape[0]
+    acc = accumulation_dtype(dy.dtype)
+    expert = expert_of_row(offsets, pairs)
+    used = expert < experts
+    dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
+    at = gather.long() * experts + expert.clamp(max=experts - 1)
+    values = dots.index_select(0, at).to(dtype)
+    target = torch.where(used, pair, pairs).long()  # unused rows write to a spare place
+    return values.new_zeros(pairs + 1).scatter_(0, target, values)[:-1]
+
+
+fused_mlp_op.register_autograd(_backward, setup_context=_save)
+
+
+def fused_mlp(
+    x: Tensor, weight: Tensor, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
+    b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
+    approximate: str = "tanh", recompute: bool = False,
+) -> Tensor:  # fmt: skip
+    """Each token's experts and their weighted sum.
+
+    Args:
+        x: (T, H) floating.
+        weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing.
+        dispatch: of T tokens and R pairs.
+        w1, w2: (E, I, H) in x's dtype; v1 the same, given when `activation` is gated ("swiglu", "geglu", "reglu").
+        b1, c1: (E, I), c1 only when gated; b2: (E, H).
+        activation, approximate: as in `activate`.
+        recompute: keep x and weight alone, and compute the up-projection again in backward.
+
+    Returns:
+        (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    x, w1, w2 = under_autocast(x, w1, w2)
+    if v1 is not None:
+        (v1,) = under_autocast(v1)
+    d = dispatch
+    num_tokens, num_pairs, experts = d.token_offsets.shape[0] - 1, d.pair.shape[0], d.expert_offsets.shape[0] - 1
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
+    if w1.dim() != 3 or w1.shape[0] != experts or w1.shape[2] != x.shape[1]:
+        raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={x.shape[1]}")
+    if (v1 is None) == (activation in GATED):
+        raise ValueError(f"v1 is {'missing' if v1 is None else 'given'}: activation={activation!r} wants the opposite")
+    inner, hidden = w1.shape[1:]
+    for what, t, shape in (
+        ("w2", w2, w1.shape), ("v1", v1, w1.shape), ("b1", b1, (experts, inner)), ("c1", c1, (experts, inner)),
+        ("b2", b2, (experts, hidden)), ("weight", weight, (num_pairs,)),
+    ):  # fmt: skip
+        if t is not None and t.shape != shape:
+            raise ValueError(f"{what} is {tuple(t.shape)}: must be {tuple(shape)}")
+    for what, t in (("w1", w1), ("v1", v1), ("w2", w2)):
+        if t is not None and t.dtype != x.dtype:
+            raise ValueError(f"{what} is {t.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
+    check_activation(w1, v1, activation, approximate)
+    biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
+    indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
+    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, activation, approximate, recompute)[0]

@@ -1,0 +1,231 @@
+"""Up-projection with its activation on Hopper (Gluon): gathered rows, one or two weights, bias, activation, in one kernel.
+
+    z[r] = x[token(r)] · w1[e]ᵀ + b1[e],  a[r] = act(z[r])
+    gated:  u[r] = x[token(r)] · v1[e]ᵀ + c1[e],  a[r] = act(z[r]) ⊙ u[r]     Z = [z | u]
+
+The skeleton is that of grouped_mm_hopper_kernel.py. A gated tile holds BN/2 columns of W1 beside the same columns of V1,
+so one wgmma yields both and the product of a pair of columns never leaves a thread's registers.
+"""
+
+# mypy: allow-untyped-defs
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from megablocks.ops.activation_triton import unary
+from megablocks.ops.grouped.grouped_mm_hopper_kernel import _barriers, _find_tile, _halves, _tile_ends
+
+_unary = gluon.jit(unary.fn)
+_ROW_BOUND = gl.constexpr(2**30)
+
+
+@gluon.jit
+def _write(part, slot: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    buf = bufs.index(WG * c.out_buffers + slot % c.out_buffers)
+    tma.store_wait(c.out_buffers - 1)
+    buf.store(part.to(bufs.dtype))
+    fence_async_shared()
+    if row + c.rows <= end:
+        tma.async_copy_shared_to_global(desc, [row, col], buf)
+    else:  # rows [row, end) belong to this expert, the next ones to another
+        tma.async_copy_shared_to_global(
+            tail_desc, [_ROW_BOUND, end, _ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
+        )
+
+
+@gluon.jit
+def _finish(z, u, i: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """Activate and write one column part: z, and u where gated, (rows, out_cols)."""
+    z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr = outs
+    n0 = col + i * c.out_cols
+    NAME: gl.constexpr = c.act
+    EXACT: gl.constexpr = c.exact
+    COPIES: gl.constexpr = 3 if c.gated else 2
+    j = gl.arange(0, c.out_cols, gl.SliceLayout(0, z.type.layout))
+    if c.has_bias:
+        z += gl.load(b1_ptr + e * c.I + n0 + j, mask=n0 + j < c.I, other=0).to(gl.float32)[None, :]
+    zr = z.to(bufs.dtype)
+    _write(zr, COPIES * i, bufs, z_desc, z_tail, row, end, n0, WG, c)
+    value, _ = _unary(zr.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+    if c.gated:
+        if c.has_bias:
+            u += gl.load(c1_ptr + e * c.I + n0 + j, mask=n0 + j < c.I, other=0).to(gl.float32)[None, :]
+        ur = u.to(bufs.dtype)
+        _write(ur, COPIES * i + 1, bufs, u_desc, u_tail, row, end, n0, WG, c)
+        value *= ur.to(gl.float32)
+    _write(value.to(bufs.dtype), COPIES * i + COPIES - 1, bufs, a_desc, a_tail, row, end, n0, WG, c)
+
+
+@gluon.jit
+def _consumer(
+    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    ends = _tile_ends(offsets_ptr, experts, c, 4)
+    tiles = gl.max(ends, 0)
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    it = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if c.pingpong:
+        start += WG * step
+        step *= 2
+        it += WG * c.k_steps
+    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    for tile in range(start, tiles, step):
+        expert = e
+        row = m0
+        last = end
+        col = n0 // 2 if c.gated else n0
+        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc = gl.zeros(shape, gl.float32, layout)
+        if c.pingpong:
+            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
+        for k in range(c.k_steps):
+            s = it % c.stages
+            mbarrier.wait(full.index(s), (it // c.stages) & 1)
+            if c.gather:
+                fence_async_shared()
+            if c.pingpong:
+                a = x_bufs.index(s)
+            else:
+                a = x_bufs.index(s * 2 + WG)
+            acc = warpgroup_mma(a, w_bufs.index(s).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
+            it += 1
+        if c.pingpong:
+            mbarrier.arrive(turn.index(1 - WG), count=1)
+            phase ^= 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
+        if c.pingpong:
+            it += c.k_steps
+        else:
+            row += WG * c.rows
+        h0, h1 = _halves(acc, c.rows, c.BN)
+        if c.gated:  # h0 is z, h1 is u
+            if c.out_parts == 2:
+                _finish(h0, h1, 0, o_bufs, outs, expert, row, last, col, WG, c)
+            else:
+                z0, z1 = _halves(h0, c.rows, c.BN // 2)
+                u0, u1 = _halves(h1, c.rows, c.BN // 2)
+                _finish(z0, u0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+                _finish(z1, u1, 1, o_bufs, outs, expert, row, last, col, WG, c)
+        else:
+            if c.out_parts == 2:
+                _finish(h0, h0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+                _finish(h1, h1, 1, o_bufs, outs, expert, row, last, col, WG, c)
+            else:
+                p0, p1 = _halves(h0, c.rows, c.BN // 2)
+                _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+                _finish(p1, p1, 1, o_bufs, outs, expert, row, last, col, WG, c)
+                p2, p3 = _halves(h1, c.rows, c.BN // 2)
+                _finish(p2, p2, 2, o_bufs, outs, expert, row, last, col, WG, c)
+                _finish(p3, p3, 3, o_bufs, outs, expert, row, last, col, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _producer(
+    x_bufs, w_bufs, full, empty, x_desc, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
+):
+    ROW_PARTS: gl.constexpr = c.row_parts
+    ends = _tile_ends(offsets_ptr, experts, c, c.producer_warps)
+    tiles = gl.max(ends, 0)
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    it = gl.to_tensor(0)
+    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    if c.gather:
+        lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
+        i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
+        cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+        ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
+        if c.row_parts == 2:
+            ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+    for tile in range(start, tiles, step):
+        expert = e
+        row = m0
+        col = n0 // 2 if c.gated else n0
+        if c.gather:
+            src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+            if c.row_parts == 2:
+                src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        if c.gather:
+            ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
+            if c.row_parts == 2:
+                ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+        for k in range(c.k_steps):
+            s = it % c.stages
+            bar = full.index(s)
+            k0 = k * c.BK
+            mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
+            mbarrier.expect(bar, c.w_bytes if c.gather else c.x_bytes + c.w_bytes)
+            w_buf = w_bufs.index(s)
+            w_row = expert * c.I + col  # rows of the next expert are multiplied too; the store clips their columns
+            if c.gated:
+                half: gl.constexpr = c.BN // 2
+                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
+                tma.async_copy_global_to_shared(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
+            else:
+                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
+            if c.gather:
+                if c.K % c.BK == 0:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                    if c.row_parts == 2:
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
+                else:
+                    inside = (cols + k0 < c.K)[None, :]
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                    if c.row_parts == 2:
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+                async_copy.mbarrier_arrive(bar, increment_count=False)
+            else:
+                for p in gl.static_range(ROW_PARTS):
+                    buf = x_bufs.index(s * c.row_parts + p)
+                    tma.async_copy_global_to_shared(x_desc, [row + p * c.rows, k0], bar, buf)
+            it += 1
+
+
+@gluon.jit(do_not_specialize=["experts"])
+def up_kernel(
+    x_desc, w_desc, v_desc, z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr, x_ptr, x_row, gather_ptr,
+    offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """x_desc (R, K); w_desc, v_desc (E, I, K); z (R, I or 2I), a (R, I) with their ragged twins."""
+    dtype: gl.constexpr = w_desc.dtype
+    x_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
+    )
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages, c.BN, c.BK], gl.NVMMASharedLayout.get_default_for([c.BN, c.BK], dtype)
+    )
+    o_bufs = gl.allocate_shared_memory(dtype, [2 * c.out_buffers, c.rows, c.out_cols], z_desc.layout)
+    full, empty, turn = _barriers(c)
+    outs = (z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr)
+    gl.warp_specialize(
+        [
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
+            (
+                _producer,
+                (
+                    x_bufs, w_bufs, full, empty, x_desc, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr,
+                    experts, c,
+                ),
+            ),
+        ],
+        [4, c.producer_warps],
+        [c.consumer_regs, c.producer_regs],
+    )  # fmt: skip

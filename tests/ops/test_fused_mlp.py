@@ -1,0 +1,155 @@
+"""The fused expert MLP against a loop over experts in float64, and what it keeps."""
+
+import pytest
+import torch
+
+from megablocks.ops.activation import GATED, UNARY, activation_ref
+from megablocks.ops.fused.gradient import mlp_gradient_op, mlp_gradient_ref
+from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.testing.poison import poisoned_empty
+
+NAMES = ("x", "weight", "w1", "v1", "w2", "b1", "c1", "b2")
+
+
+def _case(tokens, hidden, inner, experts, k, gated, bias, seed=0, dtype=torch.float64, ids=None):
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return (torch.randn(*shape, generator=g, dtype=torch.float64) * 0.5).to(dtype)
+
+    ids = torch.stack([torch.randperm(experts, generator=g)[:k] for _ in range(tokens)]) if ids is None else ids
+    values = dict(
+        x=draw(tokens, hidden), weight=torch.rand(tokens * k, generator=g, dtype=torch.float64),
+        w1=draw(experts, inner, hidden), v1=draw(experts, inner, hidden) if gated else None,
+        w2=draw(experts, inner, hidden), b1=draw(experts, inner) if bias else None,
+        c1=draw(experts, inner) if bias and gated else None, b2=draw(experts, hidden) if bias else None,
+    )  # fmt: skip
+    if dtype != torch.float64:
+        values["weight"] = values["weight"].float()
+    routing = make_routing(ids, values["weight"].view(tokens, k), experts)
+    return values, build_dispatch(routing), ids, draw(tokens, hidden)
+
+
+def _loop(v, ids, activation):
+    """Expert by expert; every parameter takes part, so that its gradient is zeros rather than None."""
+    y = torch.zeros_like(v["x"]) + sum(0 * t.sum() for t in v.values() if t is not None)
+    weight = v["weight"].view(ids.shape)
+    for e in range(v["w1"].shape[0]):
+        for j in range(ids.shape[1]):
+            chosen = torch.nonzero(ids[:, j] == e)[:, 0]
+            rows = v["x"][chosen]
+            z = rows @ v["w1"][e].t() + (0 if v["b1"] is None else v["b1"][e])
+            u = None if v["v1"] is None else rows @ v["v1"][e].t() + (0 if v["c1"] is None else v["c1"][e])
+            out = activation_ref(z, u, activation, "tanh") @ v["w2"][e] + (0 if v["b2"] is None else v["b2"][e])
+            y = y.index_add(0, chosen, out * weight[chosen, j].unsqueeze(1))
+    return y
+
+
+def _with_gradients(fn, values, dy):
+    leaves = {k: None if t is None else t.detach().clone().requires_grad_() for k, t in values.items()}
+    y = fn(leaves)
+    y.backward(dy)
+    return y.detach(), {k: t.grad for k, t in leaves.items() if t is not None}
+
+
+def _fused(dispatch, activation, **options):
+    def run(v):
+        rest = {k: v[k] for k in ("v1", "b1", "c1", "b2")}
+        return fused_mlp(
+            v["x"], v["weight"], dispatch, v["w1"], v["w2"], activation=activation, **rest, **options
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", [*UNARY, *GATED])
+def test_N10_fused_mlp_equals_a_loop(activation, bias, recompute):
+    values, dispatch, ids, dy = _case(13, 12, 10, 5, 2, activation in GATED, bias)
+    want = _with_gradients(lambda v: _loop(v, ids, activation), values, dy)
+    with poisoned_empty():
+        got = _with_gradients(_fused(dispatch, activation, recompute=recompute), values, dy)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-9, atol=1e-9)
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [
+        torch.zeros(7, 1, dtype=torch.int64),  # R1 empty experts, R2 all to one
+        torch.tensor([[0, 0], [1, -1], [-1, -1], [2, 2], [1, 0], [0, 1], [-1, 2]]),  # R7
+    ],
+)
+def test_R7_no_expert_and_one_twice_in_the_fused_mlp(ids):
+    values, dispatch, ids, dy = _case(7, 12, 6, 4, ids.shape[1], True, True, ids=ids)
+    want = _with_gradients(lambda v: _loop(v, ids, "swiglu"), values, dy)
+    with poisoned_empty():
+        got = _with_gradients(_fused(dispatch, "swiglu"), values, dy)
+    torch.testing.assert_close(got[0], want[0], rtol=1e-9, atol=1e-9)
+    for name, grad in want[1].items():
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9)
+    assert got[1]["w1"][3].abs().max() == 0
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_fused_mlp_keeps_what_it_says(recompute):
+    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H."""
+    tokens, hidden, inner, k = 24, 16, 8, 2
+    values, dispatch, _, _ = _case(tokens, hidden, inner, 4, k, True, False, dtype=torch.bfloat16)
+    leaves = {name: None if t is None else t.requires_grad_() for name, t in values.items()}
+    kept = {}
+
+    def pack(t):
+        kept[t.data_ptr()] = t.numel() * t.element_size() if t.dtype == torch.bfloat16 else 0
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        _fused(dispatch, "swiglu", recompute=recompute)(leaves)
+    for name in ("w1", "v1", "w2"):
+        kept.pop(leaves[name].data_ptr())
+    assert sum(kept.values()) == 2 * tokens * hidden + (0 if recompute else 4 * tokens * k * inner)
+
+
+def test_N9_fused_mlp_opcheck():
+    values, dispatch, _, _ = _case(6, 8, 4, 3, 2, True, True, dtype=torch.float32)
+    leaves = [None if values[n] is None else values[n].requires_grad_() for n in NAMES]
+    d = dispatch
+    for recompute in (False, True):
+        args = (*leaves, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets, "swiglu", "tanh", recompute)
+        torch.library.opcheck(fused_mlp_op, args)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("inner", [8, 33])
+def test_mlp_gradient_kernel_equals_its_reference(gated, inner):
+    from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
+
+    g = torch.Generator().manual_seed(1)
+    rows = 21
+    d_act, pre, gate = (torch.randn(rows, inner, generator=g) for _ in range(3))
+    offsets = torch.tensor([0, 4, 4, 17], dtype=torch.int32)
+    pair = torch.cat([torch.randperm(rows, generator=g)[:17], torch.zeros(4, dtype=torch.int64)]).int()
+    args = (d_act, pre, gate if gated else None, torch.rand(rows, generator=g), pair, offsets)
+    args += ("swiglu" if gated else "gelu", "none")
+    want = mlp_gradient_ref(*args)
+    with poisoned_empty():
+        got = mlp_gradient_launch(*args)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        if a is not None:
+            torch.testing.assert_close(a[:17], b[:17], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
+    torch.library.opcheck(mlp_gradient_op, args)
+
+
+def test_fused_mlp_names_what_does_not_fit():
+    values, dispatch, _, _ = _case(6, 8, 4, 3, 2, True, False, dtype=torch.float32)
+    with pytest.raises(ValueError, match="v1 is missing: activation='swiglu'"):
+        fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"])
+    with pytest.raises(ValueError, match=r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)"):
+        fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"][..., :7], v1=values["v1"])
+    with pytest.raises(ValueError, match=r"x is \(5, 8\)"):
+        fused_mlp(values["x"][:5], values["weight"], dispatch, values["w1"], values["w2"], v1=values["v1"])
