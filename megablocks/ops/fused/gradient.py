@@ -4,8 +4,8 @@
     d_pre[p] = s · dA[p] ⊙ ∂a/∂z       d_gate[p] = s · dA[p] ⊙ act(z)
     scaled[p] = s · a                  d_weight[pair[p]] = ⟨dA[p], a⟩, 0 for an unused pair
 
-Here dA[p] = dY[token(p)] · w2[e]ᵀ without s, so neither the experts' outputs nor a are kept: d_weight needs a alone, and
-dW2 = scaledᵀ · dY. Legend: R rows and pairs, V <= R valid rows, I expert width. Rows p >= V of the results are
+Here dA[p] = dY[token(p)] · w2[e]ᵀ without s, so neither the experts' outputs nor a are kept: d_weight needs a alone,
+and dW2 = scaledᵀ · dY. Legend: R rows and pairs, V <= R valid rows, I expert width. Rows p >= V of the results are
 unspecified, and never read here. Bytes: 6·R·I values where gated, else 4·R·I.
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
@@ -34,7 +34,8 @@ def mlp_gradient_ref(
     target = torch.where(unused, pair.shape[0], pair).long()  # unused rows write to a spare place
     dots = (d_act * act).sum(1).to(weight.dtype)
     d_weight = weight.new_zeros(pair.shape[0] + 1).scatter_(0, target, dots)[:-1]
-    return d_pre.to(dtype), None if gate is None else d_gate.to(dtype), (act * scale).to(dtype), d_weight.contiguous()
+    d_gate = None if d_gate is None else d_gate.to(dtype)
+    return d_pre.to(dtype), d_gate, (act * scale).to(dtype), d_weight.contiguous()
 
 
 @torch.library.custom_op("megablocks::mlp_gradient", mutates_args=())

@@ -20,7 +20,7 @@ from megablocks.ops.activation_triton import unary
 @triton.jit
 def _mlp_gradient_kernel(
     d_act_ptr, pre_ptr, gate_ptr, weight_ptr, pair_ptr, offsets_ptr, d_pre_ptr, d_gate_ptr, scaled_ptr, d_weight_ptr,
-    experts, I,
+    experts, width,
     NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -28,10 +28,10 @@ def _mlp_gradient_kernel(
     pair = tl.load(pair_ptr + row, mask=live, other=0)
     scale = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)[:, None]
     dot = tl.zeros((ROWS, BLOCK), tl.float32)
-    for start in range(0, I, BLOCK):
+    for start in range(0, width, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        mask = live[:, None] & (i < I)[None, :]
-        at = row[:, None] * I + i[None, :]
+        mask = live[:, None] & (i < width)[None, :]
+        at = row[:, None] * width + i[None, :]
         d_act = tl.load(d_act_ptr + at, mask=mask, other=0).to(tl.float32)
         act, slope = unary(tl.load(pre_ptr + at, mask=mask, other=0).to(tl.float32), NAME, EXACT)
         d_scaled = d_act * scale

@@ -103,6 +103,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         db1 = expert_sum_op(d_z, offsets).to(b1.dtype) if need_b1 else None
         dc1 = expert_sum_op(d_u, offsets).to(c1.dtype) if need_c1 else None
     if need_weight and b2 is not None:
+        assert d_weight is not None
         d_weight = d_weight + _bias_gradient_of_weight(dy, b2, pair, gather, offsets, weight.dtype)
     if need_b2:
         # Σ s·dY is a product with one column of weights

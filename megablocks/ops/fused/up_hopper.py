@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.activation import GATED
@@ -82,7 +81,7 @@ def up(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, gather: Tensor, offsets: Tensor,
     name: str, approximate: str, *, tile: Tile | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """z, u (None unless gated) and a, (R, I) each; see up.py. Rows from offsets[E] on are left as they were allocated."""
+    """z, u (None unless gated) and a, (R, I) each; see up.py. Rows from offsets[E] on are left as allocated."""
     from megablocks.ops.fused.up_hopper_kernel import up_kernel
 
     experts, inner, hidden = w1.shape

@@ -1,10 +1,10 @@
-"""Up-projection with its activation on Hopper (Gluon): gathered rows, one or two weights, bias, activation, in one kernel.
+"""Up-projection on Hopper (Gluon): gathered rows, one or two weights, bias and activation in one kernel.
 
     z[r] = x[token(r)] · w1[e]ᵀ + b1[e],  a[r] = act(z[r])
     gated:  u[r] = x[token(r)] · v1[e]ᵀ + c1[e],  a[r] = act(z[r]) ⊙ u[r]     Z = [z | u]
 
-The skeleton is that of grouped_mm_hopper_kernel.py. A gated tile holds BN/2 columns of W1 beside the same columns of V1,
-so one wgmma yields both and the product of a pair of columns never leaves a thread's registers.
+The skeleton is that of grouped_mm_hopper_kernel.py. A gated tile holds BN/2 columns of W1 beside the same columns of
+V1, so one wgmma yields both, and the product of a pair of columns never leaves a thread's registers.
 """
 
 # mypy: allow-untyped-defs

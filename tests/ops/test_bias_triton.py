@@ -1,0 +1,32 @@
+"""The experts' bias kernels, interpreted without a GPU, against their references."""
+
+import pytest
+import torch
+
+from megablocks.ops.grouped.bias import add_expert_bias_ref, expert_sum_ref
+from megablocks.ops.grouped.bias_triton import add_expert_bias_launch, expert_sum_launch
+from megablocks.testing.poison import poisoned_empty
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.mark.parametrize("offsets", [[0, 5, 5, 40, 61], [0, 0, 0, 0, 70], [0, 1, 2, 3, 3]])
+@pytest.mark.parametrize("width", [1, 40])
+def test_R1_bias_kernels_equal_their_references(offsets, width):
+    g = torch.Generator().manual_seed(0)
+    used = offsets[-1]
+    rows = torch.randn(75, width + 3, generator=g)[:, :width].to(DEVICE)
+    rows[used:] = float("nan")
+    bias = torch.randn(4, width, generator=g).to(DEVICE)
+    ends = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    with poisoned_empty():
+        y, total = add_expert_bias_launch(rows, bias, ends), expert_sum_launch(rows, ends)
+    torch.testing.assert_close(y[:used], add_expert_bias_ref(rows, bias, ends)[:used], rtol=0, atol=0)
+    torch.testing.assert_close(total, expert_sum_ref(rows, ends), rtol=1e-5, atol=1e-5)
+
+
+def test_bias_kernels_take_no_rows():
+    ends = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    rows, bias = torch.empty(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)
+    assert add_expert_bias_launch(rows, bias, ends).shape == (0, 5)
+    assert torch.equal(expert_sum_launch(rows, ends), torch.zeros(3, 5, device=DEVICE))
