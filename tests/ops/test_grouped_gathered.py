@@ -195,6 +195,14 @@ def test_autocast_and_stride_zero_gradients() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_N6_hopper_kernels_off(dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+    for name in ("ragged", "nobody", "zipf"):
+        check(name, 67, 72, 200, dtype, "cuda", experts=5)
+
+
+@pytest.mark.gpu
 def test_N2_ten_reruns_are_bit_identical(poison: None) -> None:
     _, d, used, x, weights, grads = case("zipf", 700, 256, 320, torch.bfloat16, "cuda", experts=9)
     first = run(d, x, weights, grads)
