@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,6 +91,12 @@ def test_every_op_has_a_sample():
         values = vars(importlib.import_module(module.name)).values()
         defined |= {value for value in values if isinstance(value, torch.library.CustomOpDef)}
     assert defined == {op for op, _ in _samples().values()}
+
+
+def test_every_op_runs_on_the_device_of_its_tensors():
+    """Registered by megablocks.ops.library and not by torch's function itself, whose ops take the current device."""
+    files = Path(megablocks.ops.__path__[0]).rglob("*.py")
+    assert [f.name for f in files if "torch.library.custom_op(" in f.read_text()] == ["library.py"]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.bias import expert_of_row
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.routing.dispatch import Dispatch
@@ -43,7 +44,7 @@ def bins_to_rows_ref(bins: Tensor, expert_offsets: Tensor, num_rows: int) -> Ten
     return torch.where(used.unsqueeze(1), bins.reshape(-1, hidden).index_select(0, source), 0)
 
 
-@torch.library.custom_op("megablocks::rows_to_bins", mutates_args=())
+@custom_op("megablocks::rows_to_bins", mutates_args=())
 def rows_to_bins_op(rows: Tensor, expert_offsets: Tensor, capacity: int) -> Tensor:
     return rows_to_bins_ref(rows, expert_offsets, capacity)
 
@@ -53,7 +54,7 @@ def _(rows: Tensor, expert_offsets: Tensor, capacity: int) -> Tensor:
     return rows.new_empty(expert_offsets.shape[0] - 1, capacity, rows.shape[1])
 
 
-@torch.library.custom_op("megablocks::bins_to_rows", mutates_args=())
+@custom_op("megablocks::bins_to_rows", mutates_args=())
 def bins_to_rows_op(bins: Tensor, expert_offsets: Tensor, num_rows: int) -> Tensor:
     return bins_to_rows_ref(bins, expert_offsets, num_rows)
 

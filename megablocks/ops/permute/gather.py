@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -23,7 +23,7 @@ def gather_ref(x: Tensor, gather: Tensor) -> Tensor:
     return x.index_select(0, gather)
 
 
-@torch.library.custom_op("megablocks::gather", mutates_args=())
+@custom_op("megablocks::gather", mutates_args=())
 def gather_op(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
     if runs_triton(x):
         from megablocks.ops.permute.permute_triton import expand_launch
