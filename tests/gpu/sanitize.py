@@ -1,15 +1,14 @@
 """Every family of kernels once, at one small and odd size: what compute-sanitizer watches and the tests here repeat.
 
-    python tests/gpu/sanitize.py [FAMILY…]      run them; the last line names the package's kernels that were launched
+    python tests/gpu/sanitize.py [FAMILY…]
 
 A family is a function of a device that makes its inputs and returns a step: step() computes the same list of tensors
-at each call. A new kernel joins a family or brings a function of its own; test_sanitizer.py fails while one is missing.
+at each call. A new kernel joins a family or brings a function of its own; test_sanitize.py fails while one is missing.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch import Tensor
 
 Step = Callable[[], list[Tensor]]
 FAMILIES: dict[str, Callable[[torch.device], Step]] = {}
-T, H, I, E, K = 201, 72, 136, 5, 2
+T, H, WIDTH, E, K = 201, 72, 136, 5, 2
 """Tokens, hidden, width, experts, top-k: TMA can read them (multiples of 8 in memory), and they fill no tile."""
 
 
@@ -117,7 +116,7 @@ def permute(device: torch.device) -> Step:
 def activation(device: torch.device) -> Step:
     from megablocks.ops.activation import GATED, UNARY, activate
 
-    inputs = [[draws(device, dtype)(T, I + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
+    inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
 
     def step() -> list[Tensor]:
         out = []
@@ -137,7 +136,7 @@ def grouped_step(device: torch.device, dtype: torch.dtype, *, used: int = T) -> 
     from megablocks.ops.grouped.grouped_mm import grouped_mm
 
     draw = draws(device, dtype)
-    x, w1, w2, bias = draw(T, H), draw(E, I, H), draw(E, I, H), draw(E, I)
+    x, w1, w2, bias = draw(T, H), draw(E, WIDTH, H), draw(E, WIDTH, H), draw(E, WIDTH)
     offsets = offsets_of([130, 0, 1, used - 135, 4], device)
     live = (torch.arange(T, device=device) < used)[:, None]
 
@@ -160,7 +159,7 @@ def grouped_twin(device: torch.device) -> Step:
 
     steps = [grouped_step(device, torch.float32), grouped_step(device, torch.float16)]
     draw = draws(device)
-    x, dy, w = draw(T, H).detach(), draw(T, I).detach(), draw(E, H, I).detach()
+    x, dy, w = draw(T, H).detach(), draw(T, WIDTH).detach(), draw(E, H, WIDTH).detach()
     offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
 
     def step() -> list[Tensor]:
@@ -181,7 +180,8 @@ def grouped_hopper(device: torch.device) -> Step:
     offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
     x, w = draw(T, 520).detach(), draw(E, 520, 264).detach()
     across = w.mT.contiguous().mT
-    tiles = [hopper.choose_m(n, k, rows, g) for n, k, rows, g in ((128, 64, 128, False), (264, 64, 64, True), (264, 4096, 128, True))]  # fmt: skip # noqa: E501
+    shapes = ((128, 64, 128, False), (264, 64, 64, True), (264, 4096, 128, True))  # N, K, mean rows, gathered
+    tiles = [hopper.choose_m(*shape) for shape in shapes]
 
     def step() -> list[Tensor]:
         if not hopper.supports_m(x, w, offsets):
@@ -238,7 +238,7 @@ def layer(device: torch.device) -> Step:
     from megablocks import MoEConfig, dMoE
     from megablocks.layers.moe import MoE
 
-    sizes = dict(hidden_size=H, ffn_hidden_size=I, num_experts=E, top_k=K, load_balancing_loss_weight=0.1)
+    sizes = dict(hidden_size=H, ffn_hidden_size=WIDTH, num_experts=E, top_k=K, load_balancing_loss_weight=0.1)
     layers = []
     for kind, options in ((dMoE, {"activation": "swiglu"}), (MoE, {"capacity_factor": 1.0, "mlp_bias": True})):
         torch.manual_seed(0)
@@ -255,22 +255,30 @@ def layer(device: torch.device) -> Step:
     return step
 
 
-def main() -> None:
+@contextlib.contextmanager
+def launches() -> Iterator[set[str]]:
+    """Within it, module and name of every Triton kernel that is launched."""
     from triton.runtime.jit import JITFunction
 
-    launched = set()
+    launched: set[str] = set()
     run = JITFunction.run
 
-    def noted(self, *args, **options):
+    def noted(self: JITFunction, *args: object, **options: object) -> object:
         launched.add(f"{self.fn.__module__}.{self.fn.__name__}")
         return run(self, *args, **options)
 
     JITFunction.run = noted
+    try:
+        yield launched
+    finally:
+        JITFunction.run = run
+
+
+def main() -> None:
     for name in sys.argv[1:] or FAMILIES:
         for t in FAMILIES[name](torch.device("cuda", 0))():
             assert not t.is_floating_point() or bool(t.isfinite().all()), f"{name}: a result is not finite"
         print(name, "done", flush=True)
-    print(json.dumps(sorted(name for name in launched if name.startswith("megablocks."))))
 
 
 if __name__ == "__main__":
