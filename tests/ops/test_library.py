@@ -42,6 +42,7 @@ def _samples():
     offsets = d.expert_offsets
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
     up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
+    gated = (*pattern[:3], "swiglu", "tanh")
     return {
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
@@ -72,8 +73,18 @@ def _samples():
         "sparse_dds": (spmm_op, (t(s.num_blocks, 64, 64), t(H, s.shape[0]), list(s.indices), False, True, 2)),
         "sparse_sdd_activate": (sdd_activate_op, (const(*up[0]), const(*up[1]), const(s.shape[1]), *pattern)),
         "sparse_sdd_slope": (sdd_slope_op, (const(*up[0]), const(*up[1]), const(s.num_blocks, 64, 64), *pattern)),
-        "sparse_mlp": (sparse_mlp_op, (t(*up[0]), t(*up[1]), t(s.shape[1]), t(s.shape[1], H), *pattern)),
-        "sparse_mlp_without_bias": (sparse_mlp_op, (t(*up[0]), t(*up[1]), None, t(s.shape[1], H), *pattern)),
+        "sparse_mlp": (
+            sparse_mlp_op,
+            (t(*up[0]), t(*up[1]), None, t(s.shape[1]), None, t(s.shape[1], H), *pattern, False),
+        ),
+        "sparse_mlp_recompute": (
+            sparse_mlp_op,
+            (t(*up[0]), t(s.shape[1], H).t(), None, None, None, t(s.shape[1], H), *pattern, True),
+        ),
+        "sparse_mlp_gated": (
+            sparse_mlp_op,
+            (t(*up[0]), t(*up[1]), t(*up[1]), t(s.shape[1]), t(s.shape[1]), t(s.shape[1], H), *gated, False),
+        ),
         "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh")),
     }
 
