@@ -1,6 +1,7 @@
 """`MoE`: the capacity layer. An expert has C places; tokens beyond are dropped, empty places are computed as padding.
 
-The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE.
+The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE; as
+there, mlp_impl "grouped", "sparse" and "auto" name ways to compute ragged rows, which this layer does not have.
 
 Host synchronisations: on one rank none for a positive factor, whose C follows from the number of tokens; one for a
 factor <= 0, whose C is the fullest expert's load. Over several ranks one more than the dispatcher's own, since ranks
@@ -84,9 +85,7 @@ class MoE(MoEBase):
         together = loads.sum(0) if rule == "megablocks" else loads.amax(0)
         fullest, total, largest = torch.stack([together.max(), every_tokens.sum(), every_tokens.max()]).tolist()
         counted = total if rule == "megablocks" else largest
-        capacity = int(
-            capacity_of(rule, factor, config.top_k, counted, config.num_experts, torch.tensor([fullest]))
-        )
+        capacity = int(capacity_of(rule, factor, config.top_k, counted, config.num_experts, torch.tensor([fullest])))
         if rule == "megablocks":  # a count over all ranks: lower ranks' pairs come first
             return capacity, capacity, loads[: group_rank(group)].sum(0)
         return capacity, capacity * ranks, None
