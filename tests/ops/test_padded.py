@@ -179,6 +179,7 @@ def test_N3_nan_token_stays_in_that_token():
 def test_R7_repeated_and_missing_experts():
     routing = make_routing(torch.tensor([[1, 1], [-1, 0]]), torch.tensor([[0.25, 0.5], [9.0, 2.0]]), 2)
     p = pad_dispatch(build_dispatch(routing), offsets_of([4, 4]), 8)
+    assert p.gather.tolist() == [1, -1, -1, -1, 0, 0, -1, -1]
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
     y = padded_scatter(padded_gather(x, p), routing.weight, p)
     assert y.tolist() == [[0.75, 1.5], [6.0, 8.0]]
