@@ -24,6 +24,7 @@ from megablocks.layers.losses import (
     save_load_balancing_loss,
 )
 from megablocks.ops.permute.binned import binned_gather, binned_scatter
+from megablocks.ops.permute.padded import bin_dispatch
 from megablocks.ops.routing.capacity import apply_capacity, capacity_of
 from megablocks.ops.routing.dispatch import Dispatch, Routing
 from megablocks.parallel.groups import group_rank, group_size
@@ -44,8 +45,9 @@ class _PaddedExperts:
         self.experts, self.places = experts, places
 
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-        bins = self.experts.forward_padded(binned_gather(x, dispatch, self.places))
-        return binned_scatter(bins, weight, dispatch)
+        bins = bin_dispatch(dispatch, self.places)
+        places = self.experts.forward_padded(binned_gather(x, dispatch, self.places, bins=bins))
+        return binned_scatter(places, weight, dispatch, bins=bins)
 
 
 class MoE(MoEBase):

@@ -11,9 +11,10 @@ from megablocks.ops.activation import activate, activation_backward_op, activati
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
-from megablocks.ops.permute.binned import binned_gather, binned_scatter, bins_to_rows_op, rows_to_bins_op
+from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
+from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.sparse import dds, dsd, sdd, topology
@@ -40,6 +41,9 @@ def _samples():
     weight = routing.weight.float()
     moves = (d.pair, d.gather, d.scatter, d.token_offsets)
     offsets = d.expert_offsets
+    wide = torch.arange(E + 1, dtype=torch.int32) * 6
+    p = pad_dispatch(d, wide, 20)
+    padding = (p.pair, p.gather, p.scatter, p.token_offsets)
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
     up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
     gated = (*pattern[:3], "swiglu", "tanh")
@@ -60,8 +64,11 @@ def _samples():
             combine_backward_op,
             (const(T, H), None, weight, *moves),
         ),
-        "rows_to_bins": (rows_to_bins_op, (t(R, H), offsets, 3)),
-        "bins_to_rows": (bins_to_rows_op, (t(E, 3, H), offsets, R)),
+        "padded_gather": (gather_op, (t(T, H), *padding, True)),
+        "padded_combine": (combine_op, (t(20, H), weight.clone().requires_grad_(), *padding, True)),
+        "padded_combine_backward": (combine_backward_op, (const(T, H), const(20, H), weight, *padding, True)),
+        "pad_indices": (pad_indices_op, (offsets[1:], wide[1:], 0, 20, d.pair, d.gather, d.scatter, 1)),
+        "pad_indices_plain": (pad_indices_op, (offsets[1:], None, 3, 3 * E, d.pair, None, None, K)),
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
@@ -125,7 +132,9 @@ def test_N9_compile_whole_layer(fused, backend):
         else:
             y = grouped_mm(activate(pre, gate, "swiglu"), w2.view(E, F, H), offsets)
         bins = binned_gather(x, d, 2)
-        return combine(y, routing.weight, d) + binned_scatter(bins, routing.weight, d)
+        padded = pad_dispatch(d, torch.arange(E + 1, dtype=torch.int32) * 8, 8 * E)
+        z = combine(y, routing.weight, d) + padded_scatter(padded_gather(x, padded).sin(), routing.weight, padded)
+        return z + binned_scatter(bins, routing.weight, d)
 
     inputs = (x, w1, v1, w2, b1, weight)
     eager = layer(*inputs, ids)
