@@ -13,8 +13,8 @@ from megablocks.ops.fused.down import activate_and_project, activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
-from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.library import Op
+from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
