@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megablocks.ops
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
@@ -110,6 +112,40 @@ def _samples():
 def test_N9_opcheck(name):
     op, args = _samples()[name]
     torch.library.opcheck(op.definition, args)
+
+
+@pytest.mark.parametrize("name", _samples())
+def test_N9_eager_calls_equal_the_custom_op(name):
+    """Called past the dispatcher and through it: the same values, and the same gradients or none."""
+    op, args = _samples()[name]
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    results = []
+    for call in (op, op.definition):
+        out = call(*args)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        total = sum(o.sin().sum() for o in outs if o.requires_grad)
+        assert isinstance(total, torch.Tensor) == bool(inputs)
+        grads = torch.autograd.grad(total, inputs) if inputs else []
+        results.append([*(o.detach() for o in outs), *grads])
+    for eager, custom in zip(*results, strict=True):
+        assert torch.equal(eager.nan_to_num(), custom.nan_to_num())
+
+
+def test_who_looks_at_the_dispatcher_sees_an_op():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    op, args = _samples()["activation"]
+    with Watch():
+        op(*args)
+    assert "megablocks::activation" in seen
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+    assert isinstance(fake, FakeTensor)
 
 
 def test_every_op_has_a_sample():
