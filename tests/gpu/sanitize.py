@@ -99,14 +99,36 @@ def permute(device: torch.device) -> Step:
 
     def step() -> list[Tensor]:
         d = build_dispatch(make_routing(ids, weight, E))
-        used = d.expert_offsets[E]
+        live = (torch.arange(T * K, device=device) < d.expert_offsets[E])[:, None]
         out = []
         for x, rows in inputs:
-            gathered = gather(x, d)
-            live = (torch.arange(len(gathered), device=device) < used)[:, None]
+            kept = torch.where(live, rows, 0)  # the gradient of unused rows is unspecified
+            results = [torch.where(live, gather(x, d), 0), combine(kept, weight.flatten(), d), combine(kept, None, d)]
             binned = binned_scatter(binned_gather(x, d, 20), weight.flatten(), d)
-            results = [torch.where(live, gathered, 0), combine(rows, weight.flatten(), d), combine(rows, None, d)]
             out += with_gradients([*results, binned], [x, rows, weight])
+        return out
+
+    return step
+
+
+@family
+def padded(device: torch.device) -> Step:
+    from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+    from megablocks.ops.sparse import topology
+
+    weight, ids = draws(device, torch.float32)(T, K), chosen(device)
+    inputs = [draws(device)(T, h) for h in (H, 4200)]
+
+    def step() -> list[Tensor]:
+        d = build_dispatch(make_routing(ids, weight, E))
+        ends = topology(d.expert_offsets, 128, max_rows=T * K)
+        rows = pad_dispatch(d, ends.padded_offsets, ends.pattern.shape[0])
+        out = [*rows]
+        for x in inputs:
+            here = padded_gather(x, rows)
+            results = [here, padded_scatter(here, weight.flatten(), rows), padded_scatter(here, None, rows)]
+            out += with_gradients(results, [x, weight])
         return out
 
     return step
@@ -154,6 +176,25 @@ def grouped(device: torch.device) -> Step:
 
 
 @family
+def gathered(device: torch.device) -> Step:
+    from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+    ids, draw = chosen(device), draws(device)
+    x, w, v = draw(T, H), draw(E, WIDTH, H), draw(E, WIDTH, H)
+    weight = torch.ones(T, K, device=device)
+
+    def step() -> list[Tensor]:
+        d = build_dispatch(make_routing(ids, weight, E))
+        live = (torch.arange(T * K, device=device) < d.expert_offsets[E])[:, None]
+        one = gathered_mm(x, w.transpose(1, 2), d)
+        two = gathered_mm_pair(x, w.transpose(1, 2), v.transpose(1, 2), d)
+        return with_gradients([torch.where(live, y, 0) for y in (one, *two)], [x, w, v])
+
+    return step
+
+
+@family
 def grouped_twin(device: torch.device) -> Step:
     from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m
 
@@ -183,10 +224,14 @@ def grouped_hopper(device: torch.device) -> Step:
     shapes = ((128, 64, 128, False), (264, 64, 64, True), (264, 4096, 128, True))  # N, K, mean rows, gathered
     tiles = [hopper.choose_m(*shape) for shape in shapes]
 
+    dy = draw(T, 264).detach()
+
     def step() -> list[Tensor]:
         if not hopper.supports_m(x, w, offsets):
             return []
-        return [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
+        out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
+        out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        return [*out, *hopper.ragged_m_pair(x, w, w, offsets, order), hopper.ragged_m_sum(x, w, x, w, offsets)]
 
     return step
 
@@ -238,9 +283,14 @@ def layer(device: torch.device) -> Step:
     from megablocks import MoEConfig, dMoE
     from megablocks.layers.moe import MoE
 
-    sizes = dict(hidden_size=H, ffn_hidden_size=WIDTH, num_experts=E, top_k=K, load_balancing_loss_weight=0.1)
+    sizes = dict(hidden_size=H, num_experts=E, top_k=K, load_balancing_loss_weight=0.1)
     layers = []
-    for kind, options in ((dMoE, {"activation": "swiglu"}), (MoE, {"capacity_factor": 1.0, "mlp_bias": True})):
+    for kind, options in (
+        (dMoE, {"activation": "swiglu", "ffn_hidden_size": WIDTH, "mlp_impl": "grouped"}),
+        (dMoE, {"activation": "geglu", "ffn_hidden_size": 128, "mlp_impl": "sparse"}),
+        (dMoE, {"mlp_bias": True, "ffn_hidden_size": 256, "mlp_impl": "sparse", "recompute_activation": True}),
+        (MoE, {"capacity_factor": 1.0, "mlp_bias": True, "ffn_hidden_size": WIDTH}),
+    ):
         torch.manual_seed(0)
         layers.append(kind(MoEConfig(**sizes, **options), device=device, dtype=torch.bfloat16))
     x = draws(device)(T, H)
