@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 
 
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
@@ -39,7 +40,7 @@ def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("megablocks::add_expert_bias", mutates_args=())
+@custom_op("megablocks::add_expert_bias", mutates_args=())
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import add_expert_bias_launch
@@ -53,7 +54,7 @@ def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape)
 
 
-@torch.library.custom_op("megablocks::expert_sum", mutates_args=())
+@custom_op("megablocks::expert_sum", mutates_args=())
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import expert_sum_launch
