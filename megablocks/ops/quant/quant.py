@@ -1,0 +1,181 @@
+"""Quantise to 8 or 4 bits, in groups of consecutive features with 16 bits of scale each, and back.
+
+    x ≈ sign · s · f((k + ½) / (n − ½)),  f(u) = (1 − C)·u + C·u²       k = 0 … n−1, n = 128 or 8, C = 0.3
+
+Legend: R rows, H features, G features a group (64 at 8 bits, 16 at 4), B bytes of values a row: H, or ⌈H/2⌉ at 4 bits.
+A code is a sign above the bits of k. Positive values of a group have one scale s, the others a second one: the largest
+magnitude of either kind. Both are in 16 bits: 11 of a float (8 exponent, 3 mantissa) for the larger, 4 for the ratio of
+the smaller to it in fifteenths, and one that says whether the larger is the others'. Bytes: R·(B + 2·⌈H/G⌉), so 1.031 a
+feature at 8 bits and 0.625 at 4.
+
+Why not multiples of one scale. Backward takes slopes of what it gets: one that jumps at 0 (relu) needs the sign of
+every value, which rounding to 0 loses, for an error of 9 % in the gradient of w1 at 8 bits and 32 % at 4. A gated activation
+multiplies two quantised factors, for 12 % in the gradient of w2 at 4 bits; two scales and the bent f, whose levels lie
+closer where values are more frequent, make that 9.5 %. The error on normal draws is 6.7 % at 4 bits (multiples of one
+scale: 8.5 %) and 0.53 % at 8 (0.60 %).
+
+Exact: zeros where the group has no negative value, so groups of zeros. Magnitudes below 2^-110 count as 0. A NaN or an
+infinity makes its group NaN and no other. Computed in float32, also for float64, by each element on its own: rows that
+hold garbage stay where they are. One pass over memory each way.
+"""
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.backend import runs_triton
+
+GROUP = {8: 64, 4: 16}
+"""Features that share their scales, by bits."""
+
+CURVE = 0.3
+TINY = 2.0**-110  # so that the smallest level, TINY / 15 · 0.003 at 8 bits, is a normal number still
+
+
+def packed_bytes(num_bits: int, rows: int, width: int) -> int:
+    """Bytes of the codes and scales of (rows, width) values."""
+    return rows * (_codes_width(num_bits, width) + 2 * -(-width // GROUP[num_bits]))
+
+
+def _codes_width(num_bits: int, width: int) -> int:
+    return width if num_bits == 8 else -(-width // 2)
+
+
+def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    """x (R, H) → codes (R, B) uint8, scales (R, ⌈H/G⌉) int16."""
+    (rows, width), group, levels = x.shape, GROUP[num_bits], 1 << (num_bits - 1)
+    groups = -(-width // group)
+    padded = torch.nn.functional.pad(x.float(), (0, groups * group - width)).view(rows, groups, group)
+    magnitude = torch.where(padded.isnan(), torch.inf, padded.abs())
+    magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
+    is_other = ~(padded > 0)
+    positive = torch.where(is_other, 0.0, magnitude).amax(2)
+    other = torch.where(is_other, magnitude, 0.0).amax(2)
+    larger, smaller = torch.maximum(positive, other), torch.minimum(positive, other)
+
+    # to 3 bits of mantissa: up at 8 bits, where a cut maximum would be the largest error; to the nearest at 4
+    bits = (larger.view(torch.int32) + (0xFFFFF if num_bits == 8 else 0x80000)) & ~0xFFFFF
+    bits = torch.where(larger.isinf(), bits, bits.clamp(max=0x7F700000))
+    scale = bits.view(torch.float32)
+    fifteenths = torch.where(scale > 0, smaller / scale, 0.0) * 15
+    fifteenths = torch.where(fifteenths > 0, _rounded(fifteenths, num_bits).clamp(1, 15), 0.0)
+    fifteenths = torch.where(larger.isinf(), 0.0, fifteenths).int()
+    scales = ((bits >> 16) | fifteenths | torch.where(other > positive, 1 << 15, 0)).to(torch.int16)
+
+    s_positive, s_other = _scales_ref(scales)
+    own = torch.where(is_other, s_other[..., None], s_positive[..., None])
+    ratio = magnitude * torch.where(own > 0, 1 / own, 0.0)
+    ratio = torch.where(ratio < 1, ratio, 1.0)
+    u = ((1 - CURVE) ** 2 + 4 * CURVE * ratio).sqrt() - (1 - CURVE)
+    k = (u * ((levels - 0.5) / (2 * CURVE))).int().clamp(max=levels - 1)
+    codes = (k + is_other.int() * levels).view(rows, groups * group)
+    if num_bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    return codes[:, : _codes_width(num_bits, width)].to(torch.uint8, memory_format=torch.contiguous_format), scales
+
+
+def _rounded(t: Tensor, num_bits: int) -> Tensor:
+    return t.ceil() if num_bits == 8 else (t + 0.5).floor()
+
+
+def _scales_ref(scales: Tensor) -> tuple[Tensor, Tensor]:
+    """The scales of the positive values and of the others, float32; NaN for a group that held one."""
+    bits = scales.int()
+    larger = ((bits & 0x7FF0) << 16).view(torch.float32)
+    larger = torch.where(larger.isinf(), torch.nan, larger)
+    smaller = larger * ((bits & 15).float() / 15)
+    return torch.where(bits < 0, smaller, larger), torch.where(bits < 0, larger, smaller)
+
+
+def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
+    """codes (R, B) uint8, scales (R, ⌈H/G⌉) int16 → (R, H)."""
+    levels, group = 1 << (num_bits - 1), GROUP[num_bits]
+    flat = codes.int()
+    if num_bits == 4:
+        flat = torch.stack([flat & 15, flat >> 4], 2).flatten(1)[:, :width]
+    s_positive, s_other = (
+        s.repeat_interleave(group, 1, output_size=s.shape[1] * group)[:, :width] for s in _scales_ref(scales)
+    )
+    u = ((flat & (levels - 1)).float() + 0.5) * (1 / (levels - 0.5))
+    magnitude = u * ((1 - CURVE) + CURVE * u)
+    return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
+
+
+@torch.library.custom_op("megablocks::quantize", mutates_args=())
+def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    if runs_triton(x):
+        from megablocks.ops.quant.quant_triton import quantize_launch
+
+        return quantize_launch(x, num_bits)
+    return quantize_ref(x, num_bits)
+
+
+@quantize_op.register_fake
+def _(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    rows, width = x.shape
+    codes = x.new_empty(rows, _codes_width(num_bits, width), dtype=torch.uint8)
+    return codes, x.new_empty(rows, -(-width // GROUP[num_bits]), dtype=torch.int16)
+
+
+@torch.library.custom_op("megablocks::dequantize", mutates_args=())
+def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
+    if codes.is_cuda and runs_triton(codes) and dtype != torch.float64:
+        from megablocks.ops.quant.quant_triton import dequantize_launch
+
+        return dequantize_launch(codes, scales, num_bits, width, dtype)
+    return dequantize_ref(codes, scales, num_bits, width, dtype)
+
+
+@dequantize_op.register_fake
+def _(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty(codes.shape[0], width, dtype=dtype)
+
+
+def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
+    """Quantise each row.
+
+    Args:
+        x: (R, H) floating, any strides.
+        num_bits: 8 or 4.
+
+    Returns:
+        codes (R, B) uint8, B = H at 8 bits and ⌈H/2⌉ at 4 (feature 2i in the low half); scales (R, ⌈H/G⌉) int16, see
+        the module. Not differentiable.
+
+    Raises:
+        ValueError: another number of bits, no matrix, or no floating dtype.
+    """
+    _check_bits(num_bits)
+    if x.dim() != 2 or not x.is_floating_point():
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}: must be (R, H) of a floating dtype")
+    return quantize_op(x.detach(), num_bits)
+
+
+def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values that `quantize` kept, (R, H) in `dtype`.
+
+    Args:
+        codes, scales, num_bits: from and of `quantize`.
+        width: H.
+        dtype: of the result.
+
+    Raises:
+        ValueError: another number of bits, or shapes that do not fit H.
+    """
+    _check_bits(num_bits)
+    wanted = (codes.shape[0], _codes_width(num_bits, width)), (codes.shape[0], -(-width // GROUP[num_bits]))
+    if (codes.shape, scales.shape) != wanted:
+        raise ValueError(
+            f"codes {tuple(codes.shape)}, scales {tuple(scales.shape)}: must be {wanted[0]}, {wanted[1]} for "
+            f"width={width} at {num_bits} bits"
+        )
+    return dequantize_op(codes, scales, num_bits, width, dtype)
+
+
+def _check_bits(num_bits: int) -> None:
+    if num_bits not in GROUP:
+        raise ValueError(f"num_bits={num_bits!r}: must be 4 or 8")
