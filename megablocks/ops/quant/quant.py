@@ -9,10 +9,10 @@ the smaller to it in fifteenths, and one that says whether the larger is the oth
 feature at 8 bits and 0.625 at 4.
 
 Why not multiples of one scale. Backward takes slopes of what it gets: one that jumps at 0 (relu) needs the sign of
-every value, which rounding to 0 loses, for an error of 9 % in the gradient of w1 at 8 bits and 32 % at 4. A gated activation
-multiplies two quantised factors, for 12 % in the gradient of w2 at 4 bits; two scales and the bent f, whose levels lie
-closer where values are more frequent, make that 9.5 %. The error on normal draws is 6.7 % at 4 bits (multiples of one
-scale: 8.5 %) and 0.53 % at 8 (0.60 %).
+every value, which rounding to 0 loses, for an error of 9 % in the gradient of w1 at 8 bits and 32 % at 4. A gated
+activation multiplies two quantised factors, for 12 % in the gradient of w2 at 4 bits; two scales and the bent f, whose
+levels lie closer where values are more frequent, make that 9.5 %. The error on normal draws is 6.7 % at 4 bits
+(multiples of one scale: 8.5 %) and 0.53 % at 8 (0.60 %).
 
 Exact: zeros where the group has no negative value, so groups of zeros. Magnitudes below 2^-110 count as 0. A NaN or an
 infinity makes its group NaN and no other. Computed in float32, also for float64, by each element on its own: rows that
@@ -41,6 +41,11 @@ def packed_bytes(num_bits: int, rows: int, width: int) -> int:
     return rows * (_codes_width(num_bits, width) + 2 * -(-width // GROUP[num_bits]))
 
 
+def largest_scale(dtype: torch.dtype) -> int:
+    """Bits of the largest float32 of 3 bits of mantissa that `dtype` holds, so that nothing finite returns infinite."""
+    return 0x47700000 if dtype == torch.float16 else 0x7F700000
+
+
 def _codes_width(num_bits: int, width: int) -> int:
     return width if num_bits == 8 else -(-width // 2)
 
@@ -59,7 +64,7 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 
     # to 3 bits of mantissa: up at 8 bits, where a cut maximum would be the largest error; to the nearest at 4
     bits = (larger.view(torch.int32) + (0xFFFFF if num_bits == 8 else 0x80000)) & ~0xFFFFF
-    bits = torch.where(larger.isinf(), bits, bits.clamp(max=0x7F700000))
+    bits = torch.where(larger.isinf(), bits, bits.clamp(max=largest_scale(x.dtype)))
     scale = bits.view(torch.float32)
     fifteenths = torch.where(scale > 0, smaller / scale, 0.0) * 15
     fifteenths = torch.where(fifteenths > 0, _rounded(fifteenths, num_bits).clamp(1, 15), 0.0)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.quant.quant import CURVE, GROUP, TINY
+from megablocks.ops.quant.quant import CURVE, GROUP, TINY, largest_scale
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _scales(code):
 @triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, width, x_stride, codes_width, num_groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, TINY: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     LEVELS: tl.constexpr = 1 << (BITS - 1)
@@ -52,7 +52,7 @@ def _quantize_kernel(
     infinite = larger == float("inf")
     # twos complement: ~0xFFFFF
     bits = (larger.to(tl.int32, bitcast=True) + (0xFFFFF if BITS == 8 else 0x80000)) & -0x100000
-    bits = tl.where(infinite, bits, tl.minimum(bits, 0x7F700000))
+    bits = tl.where(infinite, bits, tl.minimum(bits, LARGEST))
     scale = bits.to(tl.float32, bitcast=True)
     fifteenths = tl.div_rn(smaller, tl.where(scale > 0, scale, 1.0)) * 15
     if BITS == 8:
@@ -129,7 +129,17 @@ def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     blocks = _blocks(num_bits, max(width, 1))
     if codes.numel():
         _quantize_kernel[(triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(width, blocks["BLOCK"]))](
-            x, codes, scales, rows, width, x.stride(0), codes.shape[1], groups, TINY=TINY, **blocks
+            x,
+            codes,
+            scales,
+            rows,
+            width,
+            x.stride(0),
+            codes.shape[1],
+            groups,
+            TINY=TINY,
+            LARGEST=largest_scale(x.dtype),
+            **blocks,
         )
     return codes, scales
 
