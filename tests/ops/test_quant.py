@@ -37,7 +37,7 @@ def _draw(name):
 
 @pytest.mark.parametrize("scale", [1.0, 1e-20, 1e20])
 @pytest.mark.parametrize(
-    ("name", "at_8", "at_4"), [("normal", 0.0054, 0.068), ("laplace", 0.0064, 0.073), ("uniform", 0.0042, 0.061)]
+    ("name", "at_8", "at_4"), [("normal", 0.0054, 0.0655), ("laplace", 0.0064, 0.0705), ("uniform", 0.0042, 0.058)]
 )
 def test_N1_quantised_draws_are_near(name, at_8, at_4, scale):
     x = _draw(name) * scale
@@ -47,7 +47,7 @@ def test_N1_quantised_draws_are_near(name, at_8, at_4, scale):
 
 @pytest.mark.parametrize("num_bits", BITS)
 def test_N1_quantised_values_stay_in_their_interval(num_bits):
-    """No value moves by more than half the widest gap of its scale, or, at 4 bits, the 1/16 by which a scale is cut."""
+    """No value moves by more than half the widest gap of its scale, or, at 4 bits, the sixth by which a scale is cut."""
     x = _draw("laplace")
     groups = x.view(512, -1, GROUP[num_bits])
     moved = (_there_and_back(x, num_bits) - x).abs().view(groups.shape)
@@ -58,8 +58,8 @@ def test_N1_quantised_values_stay_in_their_interval(num_bits):
         scale = torch.maximum(groups.amax(2), -groups.amin(2)) * (1 + 1 / 8)
         assert (moved <= scale[..., None] * half_gap).all()
     else:
-        scale = torch.maximum(groups.amax(2), -groups.amin(2)) * (1 + 1 / 16)
-        assert (moved <= scale[..., None] * max(half_gap, 1 / 15)).all()
+        scale = torch.maximum(groups.amax(2), -groups.amin(2))
+        assert (moved <= scale[..., None] / 6).all()
 
 
 @pytest.mark.parametrize("num_bits", BITS)
@@ -123,15 +123,18 @@ def test_N1_quantising_kernels_equal_the_reference(num_bits, rows, width, stride
         x[0] = 0
         x[1, : width // 2] = -x[1, : width // 2].abs()
         x[2, :3] = float("nan")
-    codes, scales = quantize_launch(x, num_bits)
     expected = quantize_ref(x.cpu(), num_bits)
-    assert torch.equal(scales.cpu(), expected[1])
-    # a GPU's square root is within an ulp, so a value at the border of two levels may go to either
-    different = (codes.cpu() != expected[0]).sum().item()
-    assert different <= (codes.numel() // 500 if x.is_cuda else 0)
-    got = dequantize_launch(*(t.to(DEVICE) for t in expected), num_bits, width, torch.float32)
     wanted = dequantize_ref(*expected, num_bits, width, torch.float32)
+    got = dequantize_launch(*(t.to(DEVICE) for t in expected), num_bits, width, torch.float32)
     torch.testing.assert_close(got.cpu(), wanted, rtol=1e-6 if x.is_cuda else 0, atol=0, equal_nan=True)
+
+    codes, scales = (t.cpu() for t in quantize_launch(x, num_bits))
+    assert codes.shape == expected[0].shape and scales.shape == expected[1].shape
+    got = dequantize_ref(codes, scales, num_bits, width, torch.float32)
+    # a GPU's square root is within an ulp, so a value at the border of two levels may go to either
+    different = (got.nan_to_num() - wanted.nan_to_num()).abs() > 1e-6 * wanted.nan_to_num().abs()
+    assert different.sum() <= (x.numel() // 500 if x.is_cuda else 0)
+    assert torch.equal(got.isnan(), wanted.isnan())
 
 
 @pytest.mark.any_device

@@ -25,7 +25,7 @@ worst = -1
 for num_bits in (8, 4):
     for dtype in ("*bf16", "*fp16", "*fp32"):
         for width in (20, 1024):
-            quantizing = {"TINY": TINY, "LARGEST": 0x47700000}
+            quantizing = {"TINY": TINY, "SLACK": 1.03, "LARGEST": 0x47700000}
             for kernel, extra in ((quant_triton._quantize_kernel, quantizing), (quant_triton._dequantize_kernel, {})):
                 constants = quant_triton._blocks(num_bits, width) | extra
                 warps = constants.pop("num_warps")

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.quant.quant import CURVE, GROUP, TINY, largest_scale
+from megablocks.ops.quant.quant import CURVE, GROUP, SLACK, TINY, largest_scale
 
 
 @triton.jit
@@ -30,10 +30,45 @@ def _scales(code):
 
 
 @triton.jit
+def _levels(k, BITS: tl.constexpr, CURVE: tl.constexpr):
+    u = (k.to(tl.float32) + 0.5) * (1 / ((1 << (BITS - 1)) - 0.5))
+    return u * ((1 - CURVE) + CURVE * u)
+
+
+@triton.jit
+def _encode(
+    bits, larger, smaller, others_larger, share, is_other, usable, inverse,
+    BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
+):  # fmt: skip
+    """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, sum of the squares lost."""
+    LEVELS: tl.constexpr = 1 << (BITS - 1)
+    bits = tl.minimum(tl.maximum(bits & -0x100000, 0), LARGEST)  # -0x100000 is ~0xFFFFF
+    scale = bits.to(tl.float32, bitcast=True)
+    fifteenths = tl.where(usable, tl.div_rn(smaller, tl.where(usable, scale, 1.0)) * 15, 0.0)
+    if BITS == 8:
+        rounded = tl.ceil(fifteenths)
+    else:
+        rounded = tl.floor(fifteenths + 0.5)
+    rounded = tl.minimum(tl.maximum(rounded, 1.0), 15.0)
+    code = (bits >> 16) | tl.where(fifteenths > 0, rounded, 0.0).to(tl.int32)
+    code = tl.where(larger == float("inf"), 0x7F80, code) | tl.where(others_larger, 0x8000, 0)
+    s_positive, s_other = _scales(code)
+    s_positive, s_other = s_positive * inverse, s_other * inverse
+    inv_positive = tl.where(s_positive > 0, tl.div_rn(1.0, tl.where(s_positive > 0, s_positive, 1.0)), 0.0)
+    inv_other = tl.where(s_other > 0, tl.div_rn(1.0, tl.where(s_other > 0, s_other, 1.0)), 0.0)
+    ratio = share * tl.where(is_other, inv_other[:, :, None], inv_positive[:, :, None])
+    ratio = tl.where(ratio < 1, ratio, 1.0)  # also where a NaN came of infinity times 0
+    u = tl.sqrt((1 - CURVE) * (1 - CURVE) + 4 * CURVE * ratio) - (1 - CURVE)
+    k = tl.minimum((u * ((LEVELS - 0.5) / (2 * CURVE))).to(tl.int32), LEVELS - 1)
+    lost = _levels(k, BITS, CURVE) * tl.where(is_other, s_other[:, :, None], s_positive[:, :, None]) - share
+    return code, k, tl.sum(lost * lost, 2)
+
+
+@triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, width, x_stride, codes_width, num_groups,
-    BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, TINY: tl.constexpr, LARGEST: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, TINY: tl.constexpr, SLACK: tl.constexpr,
+    LARGEST: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     GROUPS: tl.constexpr = BLOCK // GROUP
@@ -49,29 +84,27 @@ def _quantize_kernel(
     positive = tl.max(tl.where(is_other, 0.0, magnitude), 2)
     other = tl.max(tl.where(is_other, magnitude, 0.0), 2)
     larger, smaller = tl.maximum(positive, other), tl.minimum(positive, other)
-    infinite = larger == float("inf")
-    # twos complement: ~0xFFFFF
-    bits = (larger.to(tl.int32, bitcast=True) + (0xFFFFF if BITS == 8 else 0x80000)) & -0x100000
-    bits = tl.where(infinite, bits, tl.minimum(bits, LARGEST))
-    scale = bits.to(tl.float32, bitcast=True)
-    fifteenths = tl.div_rn(smaller, tl.where(scale > 0, scale, 1.0)) * 15
+    usable = (larger > 0) & (larger < float("inf"))
+    inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, larger, 1.0)), 0.0)
+    share = magnitude * inverse[:, :, None]
     if BITS == 8:
-        rounded = tl.ceil(fifteenths)
+        bits = larger.to(tl.int32, bitcast=True) + 0xFFFFF
+        code, k, _ = _encode(
+            bits, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
+        )
     else:
-        rounded = tl.floor(fifteenths + 0.5)
-    rounded = tl.minimum(tl.maximum(rounded, 1.0), 15.0)
-    fifteenths = tl.where((fifteenths > 0) & (infinite == 0), rounded, 0.0).to(tl.int32)
-    code = (bits >> 16) | fifteenths | tl.where(other > positive, 0x8000, 0)
+        bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
+        code, k, lost = _encode(
+            bits, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
+        )
+        code_b, k_b, lost_b = _encode(
+            bits - 0x100000, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
+        )
+        less = lost_b < lost
+        code = tl.where(less, code_b, code)
+        k = tl.where(less[:, :, None], k_b, k)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(scales_ptr + row[:, None] * num_groups + g[None, :], code.to(tl.int16), mask=live & (g < num_groups)[None])
-
-    s_positive, s_other = _scales(code)
-    inv_positive = tl.where(s_positive > 0, tl.div_rn(1.0, tl.where(s_positive > 0, s_positive, 1.0)), 0.0)
-    inv_other = tl.where(s_other > 0, tl.div_rn(1.0, tl.where(s_other > 0, s_other, 1.0)), 0.0)
-    ratio = magnitude * tl.where(is_other, inv_other[:, :, None], inv_positive[:, :, None])
-    ratio = tl.where(ratio < 1, ratio, 1.0)  # also where a NaN came of infinity times 0
-    u = tl.sqrt((1 - CURVE) * (1 - CURVE) + 4 * CURVE * ratio) - (1 - CURVE)
-    k = tl.minimum((u * ((LEVELS - 0.5) / (2 * CURVE))).to(tl.int32), LEVELS - 1)
     codes = k + tl.where(is_other, LEVELS, 0)
     if BITS == 4:
         low, high = tl.split(tl.reshape(codes, (ROWS, BLOCK // 2, 2)))
@@ -106,8 +139,7 @@ def _dequantize_kernel(
     if BITS == 4:
         codes = tl.join(codes & 15, codes >> 4)
     codes = tl.reshape(codes, (ROWS, GROUPS, GROUP))
-    u = ((codes & (LEVELS - 1)).to(tl.float32) + 0.5) * (1 / (LEVELS - 0.5))
-    magnitude = u * ((1 - CURVE) + CURVE * u)
+    magnitude = _levels(codes & (LEVELS - 1), BITS, CURVE)
     x = tl.where(codes >= LEVELS, -magnitude * s_other[:, :, None], magnitude * s_positive[:, :, None])
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row[:, None] * width + h[None, :]
@@ -138,6 +170,7 @@ def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
             codes.shape[1],
             groups,
             TINY=TINY,
+            SLACK=SLACK,
             LARGEST=largest_scale(x.dtype),
             **blocks,
         )
