@@ -47,7 +47,7 @@ def test_N1_quantised_draws_are_near(name, at_8, at_4, scale):
 
 @pytest.mark.parametrize("num_bits", BITS)
 def test_N1_quantised_values_stay_in_their_interval(num_bits):
-    """No value moves by more than half the widest gap of its scale, or, at 4 bits, the sixth by which a scale is cut."""
+    """No value moves by more than half the widest gap of its scale or, at 4 bits, the sixth by which it is cut."""
     x = _draw("laplace")
     groups = x.view(512, -1, GROUP[num_bits])
     moved = (_there_and_back(x, num_bits) - x).abs().view(groups.shape)

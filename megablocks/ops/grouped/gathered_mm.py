@@ -26,8 +26,12 @@ from megablocks.ops.grouped.grouped_mm import (
     grouped_mm_dw_op,
     grouped_mm_op,
     grouped_mm_ref,
+    has_torch_kernel,
+    hopper_kernels,
+    twin_kernels,
     under_autocast,
 )
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
 from megablocks.ops.quant.saved import OFF, pack, unpack
@@ -46,10 +50,12 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Te
     return total.to(x.dtype)
 
 
-@torch.library.custom_op("megablocks::grouped_mm_sum", mutates_args=())
+@custom_op("megablocks::grouped_mm_sum", mutates_args=())
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, w2, offsets)
+    if (hopper := hopper_kernels(x)) and hopper.supports_pair(x, w, x2, w2, offsets):
+        return hopper.ragged_m_sum(x, w, x2, w2, offsets)
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, w2, offsets)
 
 
@@ -58,11 +64,16 @@ def _(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@torch.library.custom_op("megablocks::gathered_mm_dw", mutates_args=())
+@custom_op("megablocks::gathered_mm_dw", mutates_args=())
 def gathered_mm_dw_op(
     dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
 ) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
+    if gather.shape[0] > 0:
+        if (hopper := hopper_kernels(x)) and hopper.supports_k(dy, x, offsets):
+            return hopper.ragged_k(dy, x, offsets, gather)
+        if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+            return twin.ragged_k(dy, x, offsets, gather)
     return grouped_mm_dw_op(dy, gather_op(x, pair, gather, scatter, token_offsets), offsets)
 
 
@@ -73,7 +84,7 @@ def _(
     return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
 
 
-@torch.library.custom_op("megablocks::gathered_mm", mutates_args=())
+@custom_op("megablocks::gathered_mm", mutates_args=())
 def gathered_mm_op(
     x: Tensor,
     w: Tensor,
@@ -86,8 +97,16 @@ def gathered_mm_op(
     num_bits: int = OFF,
 ) -> tuple[Tensor, Tensor]:
     """(R, N) of w and of v, the latter empty without v."""
+    none = x.new_empty(0)
+    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
+        if v is None:
+            return hopper.ragged_m(x, w, offsets, gather), none
+        if hopper.supports_pair(x, w, x, v, offsets):
+            return hopper.ragged_m_pair(x, w, v, offsets, gather)
+    if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+        return twin.ragged_m(x, w, offsets, gather), none if v is None else twin.ragged_m(x, v, offsets, gather)
     rows = gather_op(x, pair, gather, scatter, token_offsets)
-    return grouped_mm_op(rows, w, offsets), x.new_empty(0) if v is None else grouped_mm_op(rows, v, offsets)
+    return grouped_mm_op(rows, w, offsets), none if v is None else grouped_mm_op(rows, v, offsets)
 
 
 @gathered_mm_op.register_fake
@@ -148,8 +167,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
 
     Args:
         x: (T, H) floating.
-        w: (E, H, N), same dtype; any stride, fastest as a view `w1.transpose(1, 2)` of (E, N, H), whose gradient is laid
-            out so too.
+        w: (E, H, N), same dtype; any stride, best a view `w1.transpose(1, 2)` of (E, N, H), as its gradient is.
         dispatch: of T tokens and R pairs.
         num_bits: 4 or 8 keep x quantised (`ops.quant`) for dW; -1 as it is.
 

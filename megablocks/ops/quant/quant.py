@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 
 GROUP = {8: 64, 4: 16}
 """Features that share their scales, by bits."""
@@ -128,7 +129,7 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 
-@torch.library.custom_op("megablocks::quantize", mutates_args=())
+@custom_op("megablocks::quantize", mutates_args=())
 def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
         from megablocks.ops.quant.quant_triton import quantize_launch
@@ -144,7 +145,7 @@ def _(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty(rows, -(-width // GROUP[num_bits]), dtype=torch.int16)
 
 
-@torch.library.custom_op("megablocks::dequantize", mutates_args=())
+@custom_op("megablocks::dequantize", mutates_args=())
 def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
     if codes.is_cuda and runs_triton(codes) and dtype != torch.float64:
         from megablocks.ops.quant.quant_triton import dequantize_launch
