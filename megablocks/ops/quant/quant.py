@@ -63,9 +63,9 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     positive = torch.where(is_other, 0.0, magnitude).amax(2)
     other = torch.where(is_other, magnitude, 0.0).amax(2)
     larger, smaller = torch.maximum(positive, other), torch.minimum(positive, other)
-    usable = (larger > 0) & larger.isfinite()
+    usable, others_larger = (larger > 0) & larger.isfinite(), other > positive
     inverse = torch.where(usable, 1 / larger, 0.0)
-    share = magnitude * inverse[..., None]
+    share = torch.where(usable[..., None], magnitude * inverse[..., None], 0.0)
 
     if num_bits == 8:  # the next larger scale: a maximum that is cut would be the largest error
         candidates = [larger.view(torch.int32) + 0xFFFFF]
@@ -75,17 +75,22 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     best = None
     for bits in candidates:
         bits = (bits & ~0xFFFFF).clamp(0, largest_scale(x.dtype))
-        fifteenths = torch.where(usable, smaller / bits.view(torch.float32) * 15, 0.0)
+        scale = torch.where(usable, bits.view(torch.float32), 1.0)
+        inv_larger = torch.where(usable, larger / scale, 0.0)
+        fifteenths = smaller * inverse * inv_larger * 15
         rounded = fifteenths.ceil() if num_bits == 8 else (fifteenths + 0.5).floor()
-        code = bits >> 16 | torch.where(fifteenths > 0, rounded.clamp(1, 15), 0.0).int()
-        code = torch.where(larger.isinf(), 0x7F80, code) | torch.where(other > positive, 1 << 15, 0)
-        s_positive, s_other = (s * inverse for s in _scales_ref(code))
-        own = torch.where(is_other, s_other[..., None], s_positive[..., None])
-        ratio = share * torch.where(own > 0, 1 / own, 0.0)
-        ratio = torch.where(ratio < 1, ratio, 1.0)
-        u = ((1 - CURVE) ** 2 + 4 * CURVE * ratio).sqrt() - (1 - CURVE)
-        k = (u * ((levels - 0.5) / (2 * CURVE))).int().clamp(max=levels - 1)
-        lost = (_levels_ref(k, levels) * own - share).square().sum(2)
+        rounded = torch.where(fifteenths > 0, rounded.clamp(1, 15), 0.0)
+        code = bits >> 16 | rounded.int()
+        code = torch.where(larger.isinf(), 0x7F80, code) | torch.where(others_larger, 1 << 15, 0)
+        own_larger = torch.where(usable, scale / larger, 0.0)
+        own_smaller = own_larger * (rounded * (1 / 15))
+        inv_smaller = torch.where(rounded > 0, inv_larger * (15 / rounded.clamp(min=1)), 0.0)
+        is_larger = is_other == others_larger[..., None]
+        ratio = (share * torch.where(is_larger, inv_larger[..., None], inv_smaller[..., None])).clamp(max=1)
+        u = (ratio * (4 * CURVE) + (1 - CURVE) ** 2).sqrt() - (1 - CURVE)
+        k = (u * ((levels - 0.5) / (2 * CURVE))).floor().clamp(max=levels - 1)
+        own = torch.where(is_larger, own_larger[..., None], own_smaller[..., None])
+        lost = (_level_ref(k, levels) * own - share).square().sum(2)
         if best is None:
             best = code, k, lost
         else:
@@ -93,16 +98,15 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
             best = torch.where(less, code, best[0]), torch.where(less[..., None], k, best[1]), lost
     assert best is not None
     code, k, _ = best
-    codes = (k + is_other.int() * levels).view(rows, groups * group)
+    codes = (k.int() + is_other.int() * levels).view(rows, groups * group)
     if num_bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    return codes[:, : _codes_width(num_bits, width)].to(torch.uint8, memory_format=torch.contiguous_format), code.to(
-        torch.int16
-    )
+    codes = codes[:, : _codes_width(num_bits, width)].to(torch.uint8, memory_format=torch.contiguous_format)
+    return codes, code.to(torch.int16)
 
 
-def _levels_ref(k: Tensor, levels: int) -> Tensor:
-    u = (k.float() + 0.5) * (1 / (levels - 0.5))
+def _level_ref(k: Tensor, levels: int) -> Tensor:
+    u = (k + 0.5) * (1 / (levels - 0.5))
     return u * ((1 - CURVE) + CURVE * u)
 
 
@@ -111,7 +115,7 @@ def _scales_ref(scales: Tensor) -> tuple[Tensor, Tensor]:
     code = scales.int()
     larger = ((code & 0x7FF0) << 16).view(torch.float32)
     larger = torch.where(larger.isinf(), torch.nan, larger)
-    smaller = larger * ((code & 15).float() / 15)
+    smaller = larger * ((code & 15).float() * (1 / 15))
     others_larger = (code & 0x8000) != 0
     return torch.where(others_larger, smaller, larger), torch.where(others_larger, larger, smaller)
 
@@ -125,7 +129,7 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     s_positive, s_other = (
         s.repeat_interleave(group, 1, output_size=s.shape[1] * group)[:, :width] for s in _scales_ref(scales)
     )
-    magnitude = _levels_ref(flat & (levels - 1), levels)
+    magnitude = _level_ref((flat & (levels - 1)).float(), levels)
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 

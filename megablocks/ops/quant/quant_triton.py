@@ -24,43 +24,48 @@ def _scales(code):
     """int32 code of a group → the scales of its positive values and of its others."""
     larger = ((code & 0x7FF0) << 16).to(tl.float32, bitcast=True)
     larger = tl.where((code & 0x7F80) == 0x7F80, float("nan"), larger)
-    smaller = larger * tl.div_rn((code & 15).to(tl.float32), 15.0)
+    smaller = larger * ((code & 15).to(tl.float32) * (1 / 15))
     other_larger = (code & 0x8000) != 0
     return tl.where(other_larger, smaller, larger), tl.where(other_larger, larger, smaller)
 
 
 @triton.jit
-def _levels(k, BITS: tl.constexpr, CURVE: tl.constexpr):
-    u = (k.to(tl.float32) + 0.5) * (1 / ((1 << (BITS - 1)) - 0.5))
+def _level(k, BITS: tl.constexpr, CURVE: tl.constexpr):
+    u = (k + 0.5) * (1 / ((1 << (BITS - 1)) - 0.5))
     return u * ((1 - CURVE) + CURVE * u)
 
 
 @triton.jit
 def _encode(
-    bits, larger, smaller, others_larger, share, is_other, usable, inverse,
+    bits, larger, ratio_of_maxima, others_larger, share, is_other, usable,
     BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, sum of the squares lost."""
+    """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, sum of the squares lost.
+
+    All in units of the larger maximum: shares are magnitudes, and so are the two scales `own`. Groups are 8 values a
+    thread at 4 bits, so what is done once a group counts: two divisions.
+    """
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     bits = tl.minimum(tl.maximum(bits & -0x100000, 0), LARGEST)  # -0x100000 is ~0xFFFFF
-    scale = bits.to(tl.float32, bitcast=True)
-    fifteenths = tl.where(usable, tl.div_rn(smaller, tl.where(usable, scale, 1.0)) * 15, 0.0)
+    scale = tl.where(usable, bits.to(tl.float32, bitcast=True), 1.0)
+    inv_larger = tl.where(usable, larger / scale, 0.0)
+    fifteenths = ratio_of_maxima * inv_larger * 15
     if BITS == 8:
         rounded = tl.ceil(fifteenths)
     else:
         rounded = tl.floor(fifteenths + 0.5)
-    rounded = tl.minimum(tl.maximum(rounded, 1.0), 15.0)
-    code = (bits >> 16) | tl.where(fifteenths > 0, rounded, 0.0).to(tl.int32)
-    code = tl.where(larger == float("inf"), 0x7F80, code) | tl.where(others_larger, 0x8000, 0)
-    s_positive, s_other = _scales(code)
-    s_positive, s_other = s_positive * inverse, s_other * inverse
-    inv_positive = tl.where(s_positive > 0, tl.div_rn(1.0, tl.where(s_positive > 0, s_positive, 1.0)), 0.0)
-    inv_other = tl.where(s_other > 0, tl.div_rn(1.0, tl.where(s_other > 0, s_other, 1.0)), 0.0)
-    ratio = share * tl.where(is_other, inv_other[:, :, None], inv_positive[:, :, None])
-    ratio = tl.where(ratio < 1, ratio, 1.0)  # also where a NaN came of infinity times 0
-    u = tl.sqrt((1 - CURVE) * (1 - CURVE) + 4 * CURVE * ratio) - (1 - CURVE)
-    k = tl.minimum((u * ((LEVELS - 0.5) / (2 * CURVE))).to(tl.int32), LEVELS - 1)
-    lost = _levels(k, BITS, CURVE) * tl.where(is_other, s_other[:, :, None], s_positive[:, :, None]) - share
+    rounded = tl.where(fifteenths > 0, tl.minimum(tl.maximum(rounded, 1.0), 15.0), 0.0)
+    code = (bits >> 16) | rounded.to(tl.int32)
+    code = tl.where(usable | (larger == 0), code, 0x7F80) | tl.where(others_larger, 0x8000, 0)
+    own_larger = tl.where(usable, scale / tl.where(usable, larger, 1.0), 0.0)
+    own_smaller = own_larger * (rounded * (1 / 15))
+    inv_smaller = tl.where(rounded > 0, inv_larger * (15 / tl.maximum(rounded, 1.0)), 0.0)
+    is_larger = is_other == others_larger[:, :, None]
+    ratio = tl.minimum(share * tl.where(is_larger, inv_larger[:, :, None], inv_smaller[:, :, None]), 1.0)
+    root = tl.sqrt(ratio * (4 * CURVE) + (1 - CURVE) * (1 - CURVE))
+    k = tl.floor((root - (1 - CURVE)) * ((LEVELS - 0.5) / (2 * CURVE)))
+    k = tl.minimum(k, LEVELS - 1.0)
+    lost = _level(k, BITS, CURVE) * tl.where(is_larger, own_larger[:, :, None], own_smaller[:, :, None]) - share
     return code, k, tl.sum(lost * lost, 2)
 
 
@@ -85,27 +90,24 @@ def _quantize_kernel(
     other = tl.max(tl.where(is_other, magnitude, 0.0), 2)
     larger, smaller = tl.maximum(positive, other), tl.minimum(positive, other)
     usable = (larger > 0) & (larger < float("inf"))
-    inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, larger, 1.0)), 0.0)
-    share = magnitude * inverse[:, :, None]
+    inverse = tl.where(usable, 1.0 / tl.where(usable, larger, 1.0), 0.0)
+    share = tl.where(usable[:, :, None], magnitude * inverse[:, :, None], 0.0)  # infinity times 0 would be NaN
+    among = smaller * inverse
+    others_larger = other > positive
     if BITS == 8:
         bits = larger.to(tl.int32, bitcast=True) + 0xFFFFF
-        code, k, _ = _encode(
-            bits, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
-        )
+        code, k, _ = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
     else:
         bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
-        code, k, lost = _encode(
-            bits, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
-        )
-        code_b, k_b, lost_b = _encode(
-            bits - 0x100000, larger, smaller, other > positive, share, is_other, usable, inverse, BITS, CURVE, LARGEST
-        )
+        code, k, lost = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
+        bits -= 0x100000
+        code_b, k_b, lost_b = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
         less = lost_b < lost
         code = tl.where(less, code_b, code)
         k = tl.where(less[:, :, None], k_b, k)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     tl.store(scales_ptr + row[:, None] * num_groups + g[None, :], code.to(tl.int16), mask=live & (g < num_groups)[None])
-    codes = k + tl.where(is_other, LEVELS, 0)
+    codes = k.to(tl.int32) + tl.where(is_other, LEVELS, 0)
     if BITS == 4:
         low, high = tl.split(tl.reshape(codes, (ROWS, BLOCK // 2, 2)))
         b = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
@@ -139,7 +141,7 @@ def _dequantize_kernel(
     if BITS == 4:
         codes = tl.join(codes & 15, codes >> 4)
     codes = tl.reshape(codes, (ROWS, GROUPS, GROUP))
-    magnitude = _levels(codes & (LEVELS - 1), BITS, CURVE)
+    magnitude = _level((codes & (LEVELS - 1)).to(tl.float32), BITS, CURVE)
     x = tl.where(codes >= LEVELS, -magnitude * s_other[:, :, None], magnitude * s_positive[:, :, None])
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row[:, None] * width + h[None, :]
