@@ -168,7 +168,8 @@ def test_half_types_on_a_gpu(dtype, num_bits, bound, poison):
         torch.cuda.set_sync_debug_mode("default")
     assert relative_error(y, x) < bound
     reference = _there_and_back(x.cpu(), num_bits)
-    assert relative_error(y.cpu(), reference) < 1e-3
+    # half types make many ties, between levels and between the two scales tried at 4 bits
+    assert relative_error(y.cpu(), reference) < 0.01
 
 
 def test_packed_tensors_come_back_in_shape_and_dtype():
