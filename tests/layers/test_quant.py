@@ -156,8 +156,9 @@ def test_N5_quantised_layers_under_checkpointing_and_twice(kind):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_N9_compile_keeps_quantised_gradients(kind):
+def test_N9_compile_keeps_quantised_gradients(kind, backend):
     """The experts in one graph: the quantisers are part of it, not lost to its partitioner."""
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
@@ -173,7 +174,7 @@ def test_N9_compile_keeps_quantised_gradients(kind):
         return layer.experts.forward_padded(x[: 10 * E].view(E, 10, H)).flatten(0, 1) * weight[:, :1]
 
     results = []
-    for function in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+    for function in (run, torch.compile(run, fullgraph=True, backend=backend)):
         inputs = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         y = function(*inputs)
         wanted = [*inputs, layer.experts.w1, layer.experts.v1, layer.experts.w2]
