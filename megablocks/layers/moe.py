@@ -47,7 +47,8 @@ class _PaddedExperts:
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
         bins = bin_dispatch(dispatch, self.places)
         places = self.experts.forward_padded(binned_gather(x, dispatch, self.places, bins=bins))
-        return binned_scatter(places, weight, dispatch, bins=bins)
+        num_bits = self.experts.config.quantize_scatter_num_bits
+        return binned_scatter(places, weight, dispatch, bins=bins, num_bits=num_bits)
 
 
 class MoE(MoEBase):
