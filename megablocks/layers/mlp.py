@@ -56,7 +56,7 @@ class _ArgumentsExperts(Experts):
 
 
 class MLP(_ArgumentsExperts):
-    """Experts with the same number of places each, for a capacity layer; gated with mlp_type "glu", which 0.10 lacks."""
+    """Experts with the same number of places each; gated with mlp_type "glu", which 0.10 ignores here."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args, args.to_config())
