@@ -9,17 +9,22 @@ Legend: T tokens, K top_k, H hidden, E experts, C bin_size, p a place in the sor
     padded_bins  (E,)    int32, the same of the counts rounded up
     weights      (T·K,)  floating, one a pair in the order of the pairs, or None for ones
 
-Sums are float32, rounded once, in a fixed order: no atomics. Under autocast x takes autocast's dtype. The functions
-here turn the arrays into those of `megablocks.ops.permute`, which holds the kernels and which new code calls itself: it
-needs no sort and, apart from the static bound that it is given, no number of rows from the device.
-Source: megablocks 0.10, megablocks/ops/{gather,scatter,padded_*,binned_*}.py.
+Under autocast x takes autocast's dtype. Sums are in a fixed order, without atomics. The functions here turn the arrays
+into those of `megablocks.ops.permute`, which holds the kernels and which new code calls itself: that needs no sort,
+takes a bound for the padded rows, which here are read from the device, and weighs half types in one pass. Results here
+are 0.10's, which rounds each weighted row to x's dtype before it adds a token's rows in float32.
+Source: megablocks 0.10, megablocks/ops/{gather,scatter,padded_*,binned_*}.py and backend/kernels.py.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.grouped_mm import under_autocast
+from megablocks.ops.permute.combine import combine_backward_op, combine_op
 from megablocks.ops.permute.padded import PaddedDispatch, pad_indices
 from megablocks.ops.permute.padded import padded_gather as _gather
 from megablocks.ops.permute.padded import padded_scatter as _scatter
@@ -36,6 +41,37 @@ def _padded(indices: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int, num_
     if num_rows is None:
         num_rows = int(padded_bins[-1]) if padded_bins.numel() else 0
     return pad_indices(indices, bins, padded_bins, top_k, num_rows)
+
+
+class _RoundedScatter(torch.autograd.Function):
+    """`_scatter` of rows that are weighted and rounded first. Its gradients are those of the unrounded sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, *indices: Tensor) -> Tensor:
+        token_offsets, gather, scatter, pair = indices
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if need_weights else None, weights, *indices)
+        weighted = (x * weights[pair.clamp(min=0)].unsqueeze(1)).to(x.dtype)
+        return combine_op(weighted, None, pair, gather, scatter, token_offsets, True)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weights, token_offsets, gather, scatter, pair = ctx.saved_tensors
+        need_x, need_weights = ctx.needs_input_grad[:2]
+        dx, dw = combine_backward_op(grads[0], x, weights, pair, gather, scatter, token_offsets, True)
+        return dx if need_x else None, dw if need_weights else None, None, None, None, None
+
+
+def _weighted(x: Tensor, weights: Tensor | None, padded: PaddedDispatch, top_k: int) -> Tensor:
+    if weights is None or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
+        return _scatter(x, weights, padded)
+    _check_rows(x, padded)
+    return _RoundedScatter.apply(x, weights, *padded)
+
+
+def _check_rows(x: Tensor, padded: PaddedDispatch) -> None:
+    if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (rows, H) with {padded.pair.shape[0]} rows")
 
 
 def gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
@@ -59,7 +95,7 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
-    return _scatter(x, weights, _padded(indices, bins, bins, top_k, indices.shape[0]))
+    return _weighted(x, weights, _padded(indices, bins, bins, top_k, indices.shape[0]), top_k)
 
 
 def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int) -> Tensor:
@@ -93,7 +129,7 @@ def padded_scatter(
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
-    return _scatter(x, weights, _padded(indices, bins, padded_bins, top_k, x.shape[0]))
+    return _weighted(x, weights, _padded(indices, bins, padded_bins, top_k, x.shape[0]), top_k)
 
 
 def binned_gather(x: Tensor, indices: Tensor, bins: Tensor, bin_size: int, top_k: int) -> Tensor:
@@ -116,4 +152,4 @@ def binned_scatter(x: Tensor, indices: Tensor, weights: Tensor | None, bins: Ten
     if x.dim() != 3 or x.shape[0] != bins.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (E, C, H) with E={bins.shape[0]}, as bins")
     (x,) = under_autocast(x)
-    return _scatter(x.flatten(0, 1), weights, pad_indices(indices, bins, x.shape[1], top_k))
+    return _weighted(x.flatten(0, 1), weights, pad_indices(indices, bins, x.shape[1], top_k), top_k)
