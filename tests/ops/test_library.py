@@ -2,6 +2,7 @@
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,9 @@ import megablocks.ops
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.library import Op
 from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
@@ -72,6 +75,13 @@ def _samples():
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
+        "grouped_mm_sum": (
+            grouped_mm_sum_op,
+            (const(R, H), const(E, H, F), const(R, H), const(E, H, F), offsets),
+        ),
+        "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, *moves, offsets)),
+        "gathered_mm_pair": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), *moves, offsets)),
+        "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), *moves, offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
         "sparse_topology": (topology_op, (offsets, 2, 5, 64)),
@@ -99,15 +109,21 @@ def _samples():
 @pytest.mark.parametrize("name", _samples())
 def test_N9_opcheck(name):
     op, args = _samples()[name]
-    torch.library.opcheck(op, args)
+    torch.library.opcheck(op.definition, args)
 
 
 def test_every_op_has_a_sample():
     defined = set()
     for module in pkgutil.walk_packages(megablocks.ops.__path__, "megablocks.ops."):
         values = vars(importlib.import_module(module.name)).values()
-        defined |= {value for value in values if isinstance(value, torch.library.CustomOpDef)}
+        defined |= {value for value in values if isinstance(value, Op)}
     assert defined == {op for op, _ in _samples().values()}
+
+
+def test_every_op_runs_on_the_device_of_its_tensors():
+    """Registered by megablocks.ops.library and not by torch's function itself, whose ops take the current device."""
+    files = Path(megablocks.ops.__path__[0]).rglob("*.py")
+    assert [f.name for f in files if "torch.library.custom_op(" in f.read_text()] == ["library.py"]
 
 
 @pytest.mark.parametrize("fused", [False, True])
