@@ -170,6 +170,8 @@ def test_ops_are_functions_however_they_are_imported() -> None:
         "import megablocks.ops; import sys; assert 'torch' not in sys.modules",
         "from megablocks.ops.sort import sort; from megablocks import ops; assert ops.sort is sort",
         "import megablocks.ops.sum as add; assert callable(add)",
+        "import megablocks; assert callable(megablocks.ops.gather) and megablocks.layers.moe.MoE is megablocks.MoE",
+        "import megablocks as m; m.layers.mpu.is_moe_param; m.layers.sharedexpert_registry.get; m.layers.glu.SharedGLU",
         "from megablocks import grouped_gemm_util as gg; assert gg.grouped_gemm_is_available()",
     ],
 )
