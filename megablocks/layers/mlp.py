@@ -22,7 +22,8 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig
 from megablocks.layers import mpu
-from megablocks.layers.arguments import GATED, Arguments, activation_of
+from megablocks.layers.arguments import Arguments, activation_of
+from megablocks.layers.expert_mlp import ExpertWeights
 from megablocks.layers.experts import Experts
 from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.fused.down import activate_and_project
@@ -123,18 +124,18 @@ class SparseMLP(_ArgumentsExperts):
             return super().forward(x, topo, weight)
         x = self._prepare(x)
         with torch.autocast(x.device.type, enabled=False):
-            w1, v1, w2 = (None if w is None else w.flatten(0, 1) for w in self._weights(x.dtype)[:3])
-            assert w1 is not None and w2 is not None
-            return sparse_mlp(
-                x,
-                w1.t(),
-                w2,
-                _pattern(topo),
-                v1=None if v1 is None else v1.t(),
-                activation=self.config.activation,
-                approximate=self.config.gelu_approximate,
-                recompute=self.config.recompute_activation,
-            )
+            return self._multiply_blocks(x, self._weights(x.dtype), _pattern(topo))
+
+    def _multiply_blocks(self, x: Tensor, weights: ExpertWeights, pattern: Matrix) -> Tensor:
+        return sparse_mlp(
+            x,
+            weights.w1.flatten(0, 1).t(),
+            weights.w2.flatten(0, 1),
+            pattern,
+            activation=self.config.activation,
+            approximate=self.config.gelu_approximate,
+            recompute=self.config.recompute_activation,
+        )
 
 
 class _Grouped:
@@ -162,7 +163,10 @@ class _Grouped:
             raise ValueError(
                 f"tokens_per_expert is {tuple(tokens_per_expert.shape)}: must be ({self.num_local_experts},)"
             )
-        return self.forward_sorted(x, _offsets(tokens_per_expert, x.device))
+        return self._multiply_rows(x, offsets_of(tokens_per_expert, x.device))
+
+    def _multiply_rows(self: Any, x: Tensor, offsets: Tensor) -> Tensor:
+        return self.forward_sorted(x, offsets)
 
 
 class GroupedMLP(_Grouped, SparseMLP):
@@ -173,7 +177,8 @@ def _pattern(topo: Any) -> Matrix:
     return (topo if isinstance(topo, Matrix) else Matrix.from_stk(topo)).with_data(None)
 
 
-def _offsets(counts: Tensor, device: torch.device) -> Tensor:
+def offsets_of(counts: Tensor, device: torch.device) -> Tensor:
+    """(E,) rows an expert, on any device → (E+1,) int32, the first row of each and how many there are."""
     return F.pad(counts.to(device).cumsum(0), (1, 0)).int()
 
 
@@ -192,21 +197,6 @@ def memory_optimized_mlp(
     return sparse_mlp(x, w1.t(), w2, _pattern(topo), activation=name, approximate=approximate, recompute=True)
 
 
-def grouped_recomputing(
-    x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, batch_sizes: Tensor, activation_fn: Any
-) -> Tensor:
-    """The grouped MLP, or with v1 GLU, that keeps the pre-activations only for backward."""
-    name, approximate = activation_of(activation_fn)
-    if v1 is not None:
-        if name not in GATED:
-            raise ValueError(f"activation_fn={name!r}: must be one of {', '.join(GATED)} in a GLU")
-        name = GATED[name]
-    offsets = _offsets(batch_sizes, x.device)
-    pre = grouped_mm(x, w1.transpose(1, 2), offsets)
-    gate = None if v1 is None else grouped_mm(x, v1.transpose(1, 2), offsets)
-    return activate_and_project(pre, gate, w2, offsets, name, approximate)
-
-
 def memory_optimized_grouped_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, batch_sizes: Tensor, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
@@ -218,7 +208,9 @@ def memory_optimized_grouped_mlp(
     Returns:
         (R, H).
     """
-    return grouped_recomputing(x, w1, None, w2, batch_sizes, activation_fn)
+    name, approximate = activation_of(activation_fn)
+    offsets = offsets_of(batch_sizes, x.device)
+    return activate_and_project(grouped_mm(x, w1.transpose(1, 2), offsets), None, w2, offsets, name, approximate)
 
 
 class MemoryOptimizedMLP:

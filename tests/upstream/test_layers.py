@@ -179,6 +179,18 @@ def test_memory_optimized_functions():
             assert torch.allclose(a, b, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [SparseGLU, GroupedGLU])
+def test_gated_classes_round_where_0_10_does(kind):
+    """In bfloat16: the activation, then its product with the gate."""
+    mlp = kind(_args(bf16=True, moe_num_experts=1, moe_top_k=1))
+    x = torch.randn(64, H).bfloat16()
+    topo = from_coordinates((64, F_), torch.tensor([0, 0]), torch.tensor([0, 1]), block_size=64)
+    act = F.gelu((x.float() @ mlp.w1.float().t()).bfloat16(), approximate="tanh")
+    hidden = act * (x.float() @ mlp.v1.float().t()).bfloat16()
+    expected = (hidden.float() @ mlp.w2.float()).bfloat16()
+    assert torch.equal(mlp(x, topo if kind is SparseGLU else torch.tensor([64])), expected)
+
+
 def test_classes_are_related_as_in_0_10():
     assert issubclass(GroupedMLP, SparseMLP) and issubclass(SparseGLU, SparseMLP) and issubclass(GroupedGLU, SparseGLU)
     assert issubclass(SharedGLU, SharedMLP) and issubclass(ParallelDroplessMLP, ParallelMLP)
