@@ -1,7 +1,8 @@
 """Gated experts by the names of megablocks 0.10: (act(x·w1ᵀ) ⊙ (x·v1ᵀ))·w2; see mlp.py for shapes and calls.
 
-Called as in 0.10 they round where it does, the activation before it is multiplied by the gate; the layers, which give
-them a Dispatch, round their product once.
+Called as in 0.10 they compute as it does, to the bit where the products do: torch's activation, rounded before it is
+multiplied by the gate. The layers, which give them a Dispatch, use ours, whose gelu keeps its digits in the negative
+tail where torch's cancels, and round the product once.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from megablocks.layers.arguments import GATED, activation_of
 from megablocks.layers.expert_mlp import ExpertWeights
 from megablocks.layers.mlp import SharedMLP, SparseMLP, _Grouped, offsets_of
-from megablocks.ops.activation import activate
+from megablocks.ops.activation import activation_ref
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.sparse.matrix import Matrix
 from megablocks.ops.sparse.products import dsd, sdd
@@ -32,7 +33,7 @@ def _gate_and_project(
     """product(act(pre) ⊙ gate, w2), with `recompute` keeping pre and gate only for backward."""
 
     def project(pre: Tensor, gate: Tensor, w2: Tensor) -> Tensor:
-        return product(activate(pre, None, *activation) * gate, w2)
+        return product(activation_ref(pre, None, *activation) * gate, w2)
 
     if not recompute:
         return project(pre, gate, w2)
