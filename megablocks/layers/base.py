@@ -19,6 +19,7 @@ from megablocks.layers import sharedexpert_registry
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.experts import Experts
+from megablocks.layers.memory import out_of_memory
 from megablocks.layers.router import LearnedRouter
 from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.routing.dispatch import Routing
@@ -151,6 +152,9 @@ class MoEBase(nn.Module):
         and leaves the adding to the caller, and in training it records what `batched_load_balancing_loss` and
         `batched_router_zloss` need. One built from a `MoEConfig` returns y with the bias added; use `forward_with_aux`
         to get its losses.
+
+        Raises:
+            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
         if self.arguments is not None:
             return self._forward_as_in_0_10(x)
@@ -162,7 +166,11 @@ class MoEBase(nn.Module):
     def _forward_as_in_0_10(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         self._check(x)
         x = cast_if_autocast_enabled(x)
-        out = self.experts(x, *self.router(x))
+        scores, weights, ids = self.router(x)
+        try:
+            out = self.experts(x, scores, weights, ids)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.config, x.reshape(-1, x.shape[-1]), ids.numel(), error) from error
         if self.shared_expert is None:
             return out
         shared = self.shared_expert(x)
@@ -177,7 +185,10 @@ class MoEBase(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         routing = self.router.route(self.router.logits(tokens))
         compute = self._compute if self.arguments is None else self.experts.compute
-        y, extra = compute(tokens, routing)
+        try:
+            y, extra = compute(tokens, routing)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.config, tokens, routing.num_pairs, error) from error
         if self.shared_expert is not None:
             shared = self.shared_expert(tokens)
             y = shared + y if self.arguments is None else self.shared_expert.add_experts_sharedexpert(shared, y)
