@@ -382,3 +382,14 @@ def test_bad_input_is_one_line(call, message):
     with pytest.raises(ValueError, match=message) as error:
         call()
     assert "\n" not in str(error.value)
+
+
+def test_F5_out_of_memory_names_sizes_and_changes(monkeypatch):
+    def exhausted(self, x, routing):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(ParallelDroplessMLP, "compute", exhausted)
+    layer = dMoE(_args())
+    for call in (layer, layer.forward_with_aux):
+        with pytest.raises(torch.OutOfMemoryError, match="6 tokens, hidden_size=12, .* the experts' 12 rows take"):
+            call(torch.zeros(3, 2, H))
