@@ -16,6 +16,11 @@ _PUBLIC = {
     "Arguments": "megablocks.layers.arguments",
     "dMoE": "megablocks.layers.dmoe",
     "MoE": "megablocks.layers.moe",
+    "MLP": "megablocks.layers.mlp",
+    "ParallelDroplessMLP": "megablocks.layers.dmoe",
+    "ParallelMLP": "megablocks.layers.moe",
+    "SparseGLU": "megablocks.layers.glu",
+    "SparseMLP": "megablocks.layers.mlp",
     "batched_load_balancing_loss": "megablocks.layers.losses",
     "batched_router_zloss": "megablocks.layers.losses",
     "clear_load_balancing_loss": "megablocks.layers.losses",
@@ -23,10 +28,15 @@ _PUBLIC = {
     "get_load_balancing_loss": "megablocks.layers.losses",
 }
 
+# 0.10 imported these with the package, so that its users reach megablocks.layers.moe without an import of it.
+_SUBMODULES = ("grouped_gemm_util", "layers", "ops")
+
 __all__ = ["__version__", *_PUBLIC]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"megablocks.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megablocks' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -13,10 +13,18 @@ _PUBLIC = {
     "dMoE": "megablocks.layers.dmoe",
 }
 
+# The modules of megablocks 0.10, attributes without an import as they were there.
+_SUBMODULES = (
+    "activation_fn", "all_to_all", "arguments", "common", "dmlp_registry", "dmoe", "gelu", "glu", "mlp", "moe", "mpu",
+    "router", "sharedexpert_registry",
+)  # fmt: skip
+
 __all__ = list(_PUBLIC)
 
 
 def __getattr__(name: str) -> Any:
+    if name in _SUBMODULES:
+        return importlib.import_module(f"megablocks.layers.{name}")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megablocks.layers' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)

@@ -23,7 +23,7 @@ InitFn = Callable[[Tensor], Any]
 
 DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 _DEFAULT_INIT: InitFn = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
-_GATED = {"gelu": "geglu", "silu": "swiglu", "relu": "reglu"}
+GATED = {"gelu": "geglu", "silu": "swiglu", "relu": "reglu"}
 _ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
 
 
@@ -31,7 +31,7 @@ def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
-def _activation_of(function: object) -> tuple[str, str]:
+def activation_of(function: object) -> tuple[str, str]:
     """(name in the enum, gelu approximation) of an upstream `activation_fn`."""
     keywords: dict[str, Any] = {}
     inner: Any = function
@@ -150,11 +150,11 @@ class Arguments:
         `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that adding up the layers' losses of
         `forward_with_aux` gives what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
         """
-        activation, approximate = _activation_of(self.activation_fn)
+        activation, approximate = activation_of(self.activation_fn)
         if self.mlp_type == "glu":
-            if activation not in _GATED:
-                _refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(_GATED)}")
-            activation = _GATED[activation]
+            if activation not in GATED:
+                _refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(GATED)}")
+            activation = GATED[activation]
         renamed = {
             "num_experts": "moe_num_experts",
             "top_k": "moe_top_k",

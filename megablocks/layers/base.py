@@ -11,18 +11,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from megablocks.config import MoEConfig
-from megablocks.layers import losses
+from megablocks.layers import sharedexpert_registry
 from megablocks.layers.arguments import Arguments
+from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.experts import Experts
 from megablocks.layers.memory import out_of_memory
+from megablocks.layers.router import LearnedRouter
 from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.routing.dispatch import Routing
-from megablocks.ops.routing.topk import router_scores
 from megablocks.parallel.dispatcher import AllToAllDispatcher, LocalDispatcher
 from megablocks.parallel.groups import ExpertShard, group_size
 from megablocks.routers.router import make_router
@@ -45,7 +45,8 @@ class MoEBase(nn.Module):
     """A mixture-of-experts layer; `dMoE` and `MoE` say what becomes of tokens beyond an expert's capacity.
 
     Args:
-        config: a `MoEConfig`, or megablocks 0.10's `Arguments`, which also says device, dtype and expert group.
+        args: a `MoEConfig`, or megablocks 0.10's `Arguments`, which say all that follows themselves: then the modules,
+            parameter names and calls are 0.10's, and the other arguments must be left out.
         expert_parallel_group: ranks over which the experts are spread in contiguous blocks, each with its own tokens.
             With more ranks than experts (a multiple), each expert's width is cut over several ranks, as in 0.10.
         loss_group: ranks of load_balancing_scope "global"; default the expert-parallel group.
@@ -57,12 +58,12 @@ class MoEBase(nn.Module):
 
     Raises:
         ConfigError: what the layer cannot do, in one line.
-        ValueError: E cannot be spread over the group.
+        ValueError: E cannot be spread over the group, or an argument that `Arguments` say themselves.
     """
 
     def __init__(
         self,
-        config: MoEConfig | Arguments,
+        args: MoEConfig | Arguments,
         *,
         expert_parallel_group: ProcessGroup | None = None,
         loss_group: ProcessGroup | None = None,
@@ -72,33 +73,29 @@ class MoEBase(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        # A copy, checked again: later changes of the caller's object are not this layer's.
-        arguments = dataclasses.replace(config) if isinstance(config, Arguments) else None
-        self.arguments = arguments
-        if arguments is not None:
-            device = arguments.resolve_device() if device is None else device
-            dtype = arguments.dtype if dtype is None else dtype
-            if arguments.moe_expert_model_parallelism and expert_parallel_group is None:
-                expert_parallel_group = arguments.expert_parallel_group or dist.group.WORLD
-        self.config = self._checked_config(config if isinstance(config, MoEConfig) else config.to_config())
+        self.arguments: Arguments | None = None
+        if isinstance(args, Arguments):
+            others = (expert_parallel_group, loss_group, expert_grad_scale, seed, device, dtype)
+            if any(value is not None for value in others):
+                raise ValueError("args: is an Arguments, which says group, device, dtype and the rest itself")
+            self._build_as_in_0_10(args)
+            return
+        self.config = self._checked_config(args)
         self.expert_parallel_group = expert_parallel_group
         ranks = group_size(expert_parallel_group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
 
-        self.router = make_router(
+        self.router: Any = make_router(
             self.config,
             loss_group=expert_parallel_group if loss_group is None else loss_group,
-            init_method=None if arguments is None else arguments.init_method,
             **placed,
         )
         self.dispatcher, shard = self._spread(expert_parallel_group)
-        self.experts = Experts(
+        self.experts: Any = Experts(
             self.config,
             num_local_experts=shard.num_local_experts,
             expert_offset=shard.expert_offset,
             ffn_shard=(shard.ffn_rank, shard.ffn_size),
-            init_method=None if arguments is None else arguments.init_method,
-            output_init_method=None if arguments is None else arguments.output_layer_init_method,
             seed=seed,
             grad_scale=1 / ranks if expert_grad_scale is None else expert_grad_scale,
             **placed,
@@ -107,8 +104,23 @@ class MoEBase(nn.Module):
             parameter.expert_model_parallel = ranks > 1  # type: ignore[attr-defined]
         has_bias = self.config.output_bias
         self.output_bias = nn.Parameter(torch.zeros(self.config.hidden_size, **placed)) if has_bias else None
-        self.shared_expert = self._build_shared(placed) if self.config.shared_expert_hidden_size is not None else None
+        self.shared_expert: Any = None
+        if self.config.shared_expert_hidden_size is not None:
+            self.shared_expert = self._build_shared(placed)
         self._register_load_state_dict_pre_hook(_rename_old_keys)
+
+    def _build_as_in_0_10(self, args: Arguments) -> None:
+        """The modules of megablocks 0.10 by its names: router, experts with mlp and bias, shared_expert."""
+        # A copy, checked again: later changes of the caller's object are not this layer's.
+        self.arguments = arguments = dataclasses.replace(args)
+        self.config = self._checked_config(arguments.to_config())
+        self.router = LearnedRouter(arguments)
+        self.experts = self._init_experts_mlp(arguments)
+        self.shared_expert = sharedexpert_registry.get(arguments) if arguments.shared_expert else None
+
+    def _init_experts_mlp(self, args: Arguments) -> nn.Module:
+        """The module behind the router of a layer built from `Arguments`, called as (x, scores, weights, ids)."""
+        raise NotImplementedError
 
     def _checked_config(self, config: MoEConfig) -> MoEConfig:
         raise NotImplementedError
@@ -125,11 +137,6 @@ class MoEBase(nn.Module):
         return dispatcher, dispatcher.shard
 
     def _build_shared(self, placed: dict[str, Any]) -> SharedExpert:
-        arguments = self.arguments
-        if arguments is not None:  # initialised by its linear class, as in 0.10
-            return SharedExpert(
-                self.config, bias=arguments.bias, linear=arguments.fc_cls, linear_kwargs=arguments.fc_kwargs, **placed
-            )
         shared, std = SharedExpert(self.config, **placed), self.config.init_std
         for name, weight in shared.named_parameters():
             if name != "gate":
@@ -152,54 +159,50 @@ class MoEBase(nn.Module):
         Raises:
             torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
-        y, aux, logits = self._run(x)
         if self.arguments is not None:
-            self._record(aux, logits)
-            if self.output_bias is not None and self.arguments.return_bias:
-                return y, self.output_bias
-        elif aux.losses:
+            return self._forward_as_in_0_10(x)
+        y, aux = self.forward_with_aux(x)
+        if aux.losses:
             warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=2)
-        return self._add_bias(y)
+        return y
+
+    def _forward_as_in_0_10(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        self._check(x)
+        x = cast_if_autocast_enabled(x)
+        scores, weights, ids = self.router(x)
+        try:
+            out = self.experts(x, scores, weights, ids)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.config, x.reshape(-1, x.shape[-1]), ids.numel(), error) from error
+        if self.shared_expert is None:
+            return out
+        shared = self.shared_expert(x)
+        if isinstance(out, tuple):
+            return self.shared_expert.add_experts_sharedexpert(shared, out[0]), out[1]
+        return self.shared_expert.add_experts_sharedexpert(shared, out)
 
     def forward_with_aux(self, x: Tensor) -> tuple[Tensor, AuxOutput]:
         """x (..., H) → y (..., H), complete with its bias, and the losses to add to the training loss, and metrics."""
-        y, aux, _ = self._run(x)
-        return self._add_bias(y), aux
-
-    def _run(self, x: Tensor) -> tuple[Tensor, AuxOutput, Tensor]:
-        hidden = self.config.hidden_size
-        if x.shape[-1] != hidden:
-            raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # before rows are copied, to move half the bytes
-        tokens = x.reshape(-1, hidden)
-        logits = self.router.logits(tokens)
-        routing = self.router.route(logits)
+        self._check(x)
+        x = cast_if_autocast_enabled(x)  # before rows are copied, to move half the bytes
+        tokens = x.reshape(-1, x.shape[-1])
+        routing = self.router.route(self.router.logits(tokens))
+        compute = self._compute if self.arguments is None else self.experts.compute
         try:
-            y, extra = self._compute(tokens, routing)
+            y, extra = compute(tokens, routing)
         except torch.OutOfMemoryError as error:
             raise out_of_memory(self.config, tokens, routing.num_pairs, error) from error
         if self.shared_expert is not None:
-            y = self._add_shared(y, self.shared_expert(tokens))
-        return y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra}), logits
+            shared = self.shared_expert(tokens)
+            y = shared + y if self.arguments is None else self.shared_expert.add_experts_sharedexpert(shared, y)
+        bias = self.output_bias if self.arguments is None else self.experts.bias
+        y = y if bias is None else y + bias.to(y.dtype)
+        return y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
 
-    def _add_shared(self, y: Tensor, shared: Tensor) -> Tensor:
-        if self.arguments is not None and self.arguments.shared_expert_weighted_sum:
-            top_k = self.config.top_k
-            return shared / (top_k + 1) + y * (top_k / (top_k + 1))
-        return shared + y
-
-    def _add_bias(self, y: Tensor) -> Tensor:
-        return y if self.output_bias is None else y + self.output_bias.to(y.dtype)
-
-    def _record(self, aux: AuxOutput, logits: Tensor) -> None:
-        if not self.training:
-            return
-        if self.config.load_balancing_loss_weight > 0:
-            scores = router_scores(logits, self.config.score_function)
-            losses.save_load_balancing_loss((aux.metrics["tokens_per_expert"], scores))
-        if self.config.z_loss_weight > 0:
-            losses.save_router_logits(logits)
+    def _check(self, x: Tensor) -> None:
+        hidden = self.config.hidden_size
+        if x.shape[-1] != hidden:
+            raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
 
     def extra_repr(self) -> str:
         return f"num_experts={self.config.num_experts}, top_k={self.config.top_k}"

@@ -6,8 +6,27 @@ import torch
 from torch import Tensor
 
 from megablocks.config import ConfigError, MoEConfig
+from megablocks.layers import dmlp_registry
+from megablocks.layers.arguments import Arguments
 from megablocks.layers.base import MoEBase
+from megablocks.layers.mlp import SparseMLP
+from megablocks.layers.moe import ParallelMLP
 from megablocks.ops.routing.dispatch import Routing
+
+
+class ParallelDroplessMLP(ParallelMLP):
+    """As `ParallelMLP`, and no token is dropped: args' capacity factor is ignored, as in megablocks 0.10."""
+
+    def _config_of(self, args: Arguments) -> MoEConfig:
+        return args.to_config().replace(capacity_factor=None)
+
+    def _init_mlp(self, args: Arguments) -> SparseMLP:
+        return dmlp_registry.get(args)
+
+    def compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        """As the base's, with every pair."""
+        dropped = torch.zeros((), dtype=torch.int64, device=x.device)
+        return self.dispatcher.run(x, routing, self.mlp), {"dropped": dropped}
 
 
 class dMoE(MoEBase):  # noqa: N801
@@ -21,6 +40,9 @@ class dMoE(MoEBase):  # noqa: N801
         if config.capacity_factor is not None and self.arguments is None:
             raise ConfigError(f"capacity_factor={config.capacity_factor!r}: must be None for dMoE, or use MoE")
         return config.replace(capacity_factor=None)
+
+    def _init_experts_mlp(self, args: Arguments) -> ParallelDroplessMLP:
+        return ParallelDroplessMLP(args)
 
     def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         dropped = torch.zeros((), dtype=torch.int64, device=x.device)

@@ -1,7 +1,35 @@
-"""The router's losses under the names of megablocks 0.10; the router itself is in `megablocks.routers`."""
+"""The router and its losses by the names of megablocks 0.10; what it computes is in `megablocks.routers`."""
 
 from __future__ import annotations
 
-from megablocks.layers.losses import batched_router_zloss, clear_router_zloss
+from torch import Tensor
 
-__all__ = ["batched_router_zloss", "clear_router_zloss"]
+from megablocks.layers.arguments import Arguments
+from megablocks.layers.losses import batched_router_zloss, clear_router_zloss, save_router_logits
+from megablocks.ops.routing.topk import router_scores
+from megablocks.routers.functional import route
+from megablocks.routers.router import TopKRouter
+
+__all__ = ["LearnedRouter", "batched_router_zloss", "clear_router_zloss"]
+
+
+class LearnedRouter(TopKRouter):
+    """A `TopKRouter` described by `Arguments` that returns tensors; its parameter is `layer.weight` (E, H)."""
+
+    def __init__(self, args: Arguments) -> None:
+        super().__init__(args.to_config(), init_method=args.init_method, device=args.resolve_device(), dtype=args.dtype)
+        self.args = args
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Choose experts for x (..., H), T tokens in all; in training, record what the z-loss needs.
+
+        Returns:
+            (scores (T, E), expert_weights (T, K), expert_indices (T, K) int64); float32 where 0.10 has x's dtype.
+        """
+        logits = self.logits(x)
+        if self.training and self.args.moe_zloss_weight > 0:
+            save_router_logits(logits)
+        routing = route(logits, self.config, training=False)  # its losses are the recorded ones
+        shape = (logits.shape[0], self.config.top_k)
+        scores = router_scores(logits, self.config.score_function)
+        return scores, routing.weight.view(shape), routing.expert.view(shape).long()

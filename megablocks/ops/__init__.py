@@ -3,12 +3,15 @@
 Legend: T tokens, H hidden, I expert width, E experts, K top-k, R pairs or rows, V <= R valid ones.
 
 Each op has a plain torch reference `<op>_ref` (the CPU path and the oracle) behind a `torch.library` custom op, so a
-faster kernel takes its place without a change for its callers. Each public name is imported on first use.
+faster kernel takes its place without a change for its callers. Each public name is imported on first use. The names of
+megablocks 0.10 are its functions; ours of the same name, over a Dispatch, are in `permute`.
 """
 
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import Any
 
 _PUBLIC = {
@@ -20,22 +23,57 @@ _PUBLIC = {
     "apply_capacity": "megablocks.ops.routing.capacity",
     "capacity_of": "megablocks.ops.routing.capacity",
     "activate": "megablocks.ops.activation",
-    "gather": "megablocks.ops.permute.gather",
     "combine": "megablocks.ops.permute.combine",
-    "binned_gather": "megablocks.ops.permute.binned",
-    "binned_scatter": "megablocks.ops.permute.binned",
     "pad_dispatch": "megablocks.ops.permute.padded",
-    "padded_gather": "megablocks.ops.permute.padded",
-    "padded_scatter": "megablocks.ops.permute.padded",
     "grouped_mm": "megablocks.ops.grouped.grouped_mm",
     "add_expert_bias": "megablocks.ops.grouped.bias",
     "activate_and_project": "megablocks.ops.fused.down",
 }
 
+# The functions of megablocks 0.10, by the module that held them there.
+_OF_0_10 = {
+    "binned_gather": ("binned_gather",),
+    "binned_scatter": ("binned_scatter",),
+    "cumsum": ("exclusive_cumsum", "inclusive_cumsum"),
+    "gather": ("gather",),
+    "histogram": ("histogram",),
+    "padded_gather": ("padded_gather",),
+    "padded_scatter": ("padded_scatter",),
+    "repeat": ("repeat",),
+    "replicate": ("replicate",),
+    "round_up": ("round_up",),
+    "scatter": ("scatter",),
+    "sort": ("sort",),
+    "sum": ("sum",),
+    "topology": ("topology",),
+}
+for _functions in _OF_0_10.values():
+    for _name in _functions:
+        _moves = _name.endswith(("gather", "scatter"))
+        _PUBLIC[_name] = f"megablocks.ops.upstream.{'movement' if _moves else 'bookkeeping'}"
+
 __all__ = [*_PUBLIC]
+
+
+class _ModuleOf010(ModuleType):
+    """`megablocks.ops.<module>` for imports from it; a file of that name would take the function's place here."""
+
+    def __getattr__(self, name: str) -> Any:
+        module = self.__name__.rpartition(".")[2]
+        if name not in _OF_0_10[module]:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return __getattr__(name)
+
+
+for _name in _OF_0_10:
+    sys.modules[f"{__name__}.{_name}"] = _ModuleOf010(f"{__name__}.{_name}")
 
 
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module 'megablocks.ops' has no attribute {name!r}")
     return getattr(importlib.import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -111,6 +111,11 @@ def test_from_megatron_fills_then_checks():
         from_megatron(SimpleNamespace(moe_top_k=9))
 
 
+def test_what_arguments_say_is_not_said_twice():
+    with pytest.raises(ValueError, match="^args: is an Arguments, which says group, device, dtype and the rest"):
+        dMoE(_arguments(), seed=3)
+
+
 def test_building_arguments_touches_no_gpu():
     code = (
         "import torch; from megablocks import Arguments; a = Arguments(); a.to_config();"
@@ -124,7 +129,7 @@ def test_bias_is_returned_or_added():
     arguments = _arguments()
     layer, x = dMoE(arguments), torch.randn(4, 3, 12)
     with torch.no_grad():
-        layer.output_bias.normal_()
+        layer.experts.bias.normal_()
     y, bias = layer(x)
     arguments.return_bias = False
     added = dMoE(arguments)

@@ -40,24 +40,48 @@ def _old_output(state, weights, x, gated):
     return y
 
 
+@pytest.mark.parametrize("described_by", ["Arguments", "MoEConfig"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_K9_dropless_weights_load(gated):
+def test_K9_dropless_weights_load(gated, described_by):
     state, weights = _old_state(gated, capacity_layout=False)
-    layer = dMoE(_arguments(mlp_type="glu" if gated else "mlp"))
+    arguments = _arguments(mlp_type="glu" if gated else "mlp")
+    layer = dMoE(arguments if described_by == "Arguments" else arguments.to_config().replace(capacity_factor=None))
     layer.load_state_dict({name: t.clone() for name, t in state.items()}, strict=True)
     x = torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1))
-    y, bias = layer(x)
-    assert torch.equal(bias, state["experts.bias"])
-    assert torch.allclose(y, _old_output(state, weights, x, gated), atol=1e-5)
+    expected = _old_output(state, weights, x, gated)
+    if described_by == "Arguments":
+        y, bias = layer(x)
+        assert torch.equal(bias, state["experts.bias"])
+        saved = layer.state_dict()  # as 0.10 would save it
+        assert saved.keys() == state.keys() and all(torch.equal(saved[name], t) for name, t in state.items())
+    else:
+        y, bias = layer.forward_with_aux(x)[0], state["experts.bias"]
+        expected = expected + bias
+    assert torch.allclose(y, expected, atol=1e-5)
 
 
-def test_K9_capacity_weights_load():
+@pytest.mark.parametrize("described_by", ["Arguments", "MoEConfig"])
+def test_K9_capacity_weights_load(described_by):
     state, weights = _old_state(gated=False, capacity_layout=True)
-    layer = MoE(_arguments(moe_capacity_factor=0))
-    layer.load_state_dict(state, strict=True)
+    arguments = _arguments(moe_capacity_factor=0)
+    layer = MoE(arguments if described_by == "Arguments" else arguments.to_config())
+    layer.load_state_dict(dict(state), strict=True)
     x = torch.randn(7, 12, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(layer(x)[0], _old_output(state, weights, x, gated=False), atol=1e-5)
-    assert torch.equal(layer.experts.w1.view(4, 20, 12), weights[0])
+    expected = _old_output(state, weights, x, gated=False) + state["experts.bias"]
+    assert torch.allclose(layer.forward_with_aux(x)[0], expected, atol=1e-5)
+    if described_by == "Arguments":
+        saved = layer.state_dict()
+        assert saved.keys() == state.keys() and all(torch.equal(saved[name], t) for name, t in state.items())
+    else:
+        assert torch.equal(layer.experts.w1.view(4, 20, 12), weights[0])
+
+
+def test_K9_dropless_weights_load_into_a_capacity_layer():
+    state, weights = _old_state(gated=True, capacity_layout=False)
+    layer = MoE(_arguments(moe_capacity_factor=0, mlp_type="glu"))
+    layer.load_state_dict(dict(state), strict=True)
+    x = torch.randn(7, 12, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(layer(x)[0], _old_output(state, weights, x, gated=True), atol=1e-5)
 
 
 def test_K9_shared_expert_weights_load():
@@ -97,5 +121,5 @@ def test_K9_a_whole_state_is_cut_to_the_experts_held_here():
 def test_K9_wrong_sizes_are_refused():
     state, _ = _old_state(gated=False, capacity_layout=False)
     state["experts.mlp.w1"] = torch.zeros(80, 13)
-    with pytest.raises(RuntimeError, match=r"size mismatch for experts.w1"):
+    with pytest.raises(RuntimeError, match=r"size mismatch for experts.mlp.w1"):
         dMoE(_arguments()).load_state_dict(state)

@@ -136,6 +136,40 @@ def grouped_hopper_dw() -> None:
             ragged_k(a, b, ints(17), gather)
 
 
+@family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")
+def bias() -> None:
+    from megablocks.ops.grouped.bias_triton import add_expert_bias_launch, expert_sum_launch
+
+    for dtype, experts, width in product(EVERY, (8, 512), (20, 1024)):
+        rows = torch.zeros(64, width, dtype=dtype)
+        add_expert_bias_launch(rows, torch.zeros(experts, width, dtype=dtype), ints(experts + 1))
+        expert_sum_launch(rows, ints(experts + 1))
+
+
+@family("fused.gradient_triton", "_mlp_gradient_kernel")
+def fused_gradient() -> None:
+    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
+
+    for dtype, width, name in product(EVERY, (20, 256, 4096), (*UNARY, *GATED)):
+        z, gate = torch.zeros(8, width, dtype=dtype), torch.zeros(8, width, dtype=dtype) if name in GATED else None
+        mlp_gradient_launch(z, z, gate, torch.zeros(8), ints(8), ints(5), name, "tanh")
+
+
+@family("fused.up_hopper_kernel", "up_kernel", architectures=(90,))
+def fused_up() -> None:
+    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.fused.up_hopper import up
+
+    # few and many rows an expert reach each tile
+    for rows, name in product((256, 65536), (*UNARY, *GATED)):
+        x, w = torch.zeros(64, 200, dtype=torch.bfloat16), torch.zeros(16, 96, 200, dtype=torch.bfloat16)
+        v = w if name in GATED else None
+        bias = torch.zeros(16, 96, dtype=torch.bfloat16)
+        up(x, w, v, None, None, ints(rows), ints(17), name, "tanh")
+        up(x, w, v, bias, None if v is None else bias, ints(rows), ints(17), name, "none")
+
+
 @family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")
 def sparse() -> None:
     from megablocks.ops.sparse import kernels

@@ -120,7 +120,7 @@ def test_N9_fused_mlp_opcheck():
     d = dispatch
     for recompute in (False, True):
         args = (*leaves, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets, "swiglu", "tanh", recompute)
-        torch.library.opcheck(fused_mlp_op, args)
+        torch.library.opcheck(fused_mlp_op.definition, args)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -142,7 +142,7 @@ def test_mlp_gradient_kernel_equals_its_reference(gated, inner):
         if a is not None:
             torch.testing.assert_close(a[:17], b[:17], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
-    torch.library.opcheck(mlp_gradient_op, args)
+    torch.library.opcheck(mlp_gradient_op.definition, args)
 
 
 def test_fused_mlp_names_what_does_not_fit():

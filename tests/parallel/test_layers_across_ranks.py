@@ -237,10 +237,11 @@ def _from_arguments():
     arguments.moe_expert_model_parallelism = False
     whole = dMoE(arguments)
     x = torch.randn(6, 12, generator=torch.Generator().manual_seed(dist.get_rank()))
-    marks = {p.expert_model_parallel for p in spread.experts.parameters()}
+    marks = {p.expert_model_parallel for p in spread.experts.mlp.parameters()}
     whole_state = whole.state_dict()
     spread.load_state_dict(whole_state)  # cut to the experts here, which are what was drawn
-    return relative_error(spread(x), whole(x)), spread.experts.num_local_experts, spread.experts.grad_scale, marks
+    mlp = spread.experts.mlp
+    return relative_error(spread(x), whole(x)), mlp.num_local_experts, mlp.grad_scale, marks
 
 
 def test_arguments_spread_the_experts_as_in_0_10():

@@ -18,6 +18,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_ref, activation_ref
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 
 
 def mlp_gradient_ref(
@@ -38,7 +39,7 @@ def mlp_gradient_ref(
     return d_pre.to(dtype), d_gate, (act * scale).to(dtype), d_weight.contiguous()
 
 
-@torch.library.custom_op("megablocks::mlp_gradient", mutates_args=())
+@custom_op("megablocks::mlp_gradient", mutates_args=())
 def mlp_gradient_op(
     d_act: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, pair: Tensor, offsets: Tensor, name: str,
     approximate: str,

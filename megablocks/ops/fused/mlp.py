@@ -29,13 +29,14 @@ from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
 _WIDTH = 8  # columns of the narrowest product that every kernel takes
 
 
-@torch.library.custom_op("megablocks::fused_mlp", mutates_args=())
+@custom_op("megablocks::fused_mlp", mutates_args=())
 def fused_mlp_op(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,

@@ -16,18 +16,19 @@ from torch import Tensor
 from megablocks.ops.activation import activation_op
 from megablocks.ops.grouped.bias import add_expert_bias_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_op
-from megablocks.ops.grouped.grouped_mm import _hopper
+from megablocks.ops.grouped.grouped_mm import hopper_kernels
+from megablocks.ops.library import custom_op
 
 
 def _fused(x: Tensor, w1: Tensor, offsets: Tensor) -> ModuleType | None:
-    if _hopper(x) is None:
+    if hopper_kernels(x) is None:
         return None
     from megablocks.ops.fused import up_hopper
 
     return up_hopper if up_hopper.supports(x, w1, offsets) else None
 
 
-@torch.library.custom_op("megablocks::fused_up", mutates_args=())
+@custom_op("megablocks::fused_up", mutates_args=())
 def fused_up_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, pair: Tensor, gather: Tensor,
     scatter: Tensor, token_offsets: Tensor, offsets: Tensor, name: str, approximate: str,

@@ -12,6 +12,7 @@ from torch import Tensor
 from megablocks.ops.activation import GATED
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
 from megablocks.ops.grouped.grouped_mm_hopper import Tile, ragged_rows
+from megablocks.ops.hopper import descriptor, multiprocessors
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class _Plan(Tile):
         return self.BN // self.out_parts
 
     @property
-    def w_bytes(self) -> int:
+    def right_bytes(self) -> int:
         return self.BN * self.BK * 2
 
     @property
@@ -104,14 +105,14 @@ def up(
     second = z if u is None else u
     weight_box = [c.columns, c.BK]
     flat = w1.view(-1, hidden)
-    up_kernel[(grouped._multiprocessors(x.device.index),)](
-        grouped._descriptor(flat, weight_box),
-        grouped._descriptor(flat if v1 is None else v1.view(-1, hidden), weight_box),
-        grouped._descriptor(z, box),
+    up_kernel[(multiprocessors(x.device.index),)](
+        descriptor(flat, weight_box),
+        descriptor(flat if v1 is None else v1.view(-1, hidden), weight_box),
+        descriptor(z, box),
         ragged_rows(z, box),
-        grouped._descriptor(second, box),
+        descriptor(second, box),
         ragged_rows(second, box),
-        grouped._descriptor(a, box),
+        descriptor(a, box),
         ragged_rows(a, box),
         b1,
         c1,

@@ -1,7 +1,7 @@
 """Up-projection on Hopper (Gluon): gathered rows, one or two weights, bias and activation in one kernel.
 
     z[r] = x[token(r)] · w1[e]ᵀ + b1[e],  a[r] = act(z[r])
-    gated:  u[r] = x[token(r)] · v1[e]ᵀ + c1[e],  a[r] = act(z[r]) ⊙ u[r]     Z = [z | u]
+    gated:  u[r] = x[token(r)] · v1[e]ᵀ + c1[e],  a[r] = act(z[r]) ⊙ u[r]
 
 The skeleton is that of grouped_mm_hopper_kernel.py. A gated tile holds BN/2 columns of W1 beside the same columns of
 V1, so one wgmma yields both, and the product of a pair of columns never leaves a thread's registers.
@@ -21,10 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.grouped.grouped_mm_hopper_kernel import _barriers, _find_tile, _halves, _tile_ends
+from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND, _find_tile, _tile_ends, barriers, halves
 
 _unary = gluon.jit(unary.fn)
-_ROW_BOUND = gl.constexpr(2**30)
 
 
 @gluon.jit
@@ -37,7 +36,7 @@ def _write(part, slot: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: g
         tma.async_copy_shared_to_global(desc, [row, col], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         tma.async_copy_shared_to_global(
-            tail_desc, [_ROW_BOUND, end, _ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
+            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
         )
 
 
@@ -93,8 +92,7 @@ def _consumer(
         for k in range(c.k_steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather:
-                fence_async_shared()
+            fence_async_shared()  # rows came by cp.async
             if c.pingpong:
                 a = x_bufs.index(s)
             else:
@@ -112,13 +110,13 @@ def _consumer(
             it += c.k_steps
         else:
             row += WG * c.rows
-        h0, h1 = _halves(acc, c.rows, c.BN)
+        h0, h1 = halves(acc, c.rows, c.BN)
         if c.gated:  # h0 is z, h1 is u
             if c.out_parts == 2:
                 _finish(h0, h1, 0, o_bufs, outs, expert, row, last, col, WG, c)
             else:
-                z0, z1 = _halves(h0, c.rows, c.BN // 2)
-                u0, u1 = _halves(h1, c.rows, c.BN // 2)
+                z0, z1 = halves(h0, c.rows, c.BN // 2)
+                u0, u1 = halves(h1, c.rows, c.BN // 2)
                 _finish(z0, u0, 0, o_bufs, outs, expert, row, last, col, WG, c)
                 _finish(z1, u1, 1, o_bufs, outs, expert, row, last, col, WG, c)
         else:
@@ -126,10 +124,10 @@ def _consumer(
                 _finish(h0, h0, 0, o_bufs, outs, expert, row, last, col, WG, c)
                 _finish(h1, h1, 1, o_bufs, outs, expert, row, last, col, WG, c)
             else:
-                p0, p1 = _halves(h0, c.rows, c.BN // 2)
+                p0, p1 = halves(h0, c.rows, c.BN // 2)
                 _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col, WG, c)
                 _finish(p1, p1, 1, o_bufs, outs, expert, row, last, col, WG, c)
-                p2, p3 = _halves(h1, c.rows, c.BN // 2)
+                p2, p3 = halves(h1, c.rows, c.BN // 2)
                 _finish(p2, p2, 2, o_bufs, outs, expert, row, last, col, WG, c)
                 _finish(p3, p3, 3, o_bufs, outs, expert, row, last, col, WG, c)
     tma.store_wait(0)
@@ -137,73 +135,64 @@ def _consumer(
 
 @gluon.jit
 def _producer(
-    x_bufs, w_bufs, full, empty, x_desc, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
+    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
 ):
-    ROW_PARTS: gl.constexpr = c.row_parts
+    half: gl.constexpr = c.BN // 2
     ends = _tile_ends(offsets_ptr, experts, c, c.producer_warps)
     tiles = gl.max(ends, 0)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
     e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
-    if c.gather:
-        lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
-        i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
-        cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+    # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
+    i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
+    cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+    ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
+    if c.row_parts == 2:
+        ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+    for tile in range(start, tiles, step):
+        # Rows of the next expert's weights are multiplied too where a tile is wider than what is left of this one's;
+        # the store clips their columns.
+        w_row = e * c.I + (n0 // 2 if c.gated else n0)
+        src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+        if c.row_parts == 2:
+            src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
         if c.row_parts == 2:
             ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
-    for tile in range(start, tiles, step):
-        expert = e
-        row = m0
-        col = n0 // 2 if c.gated else n0
-        if c.gather:
-            src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
-            if c.row_parts == 2:
-                src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
-        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        if c.gather:
-            ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
-            if c.row_parts == 2:
-                ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
         for k in range(c.k_steps):
             s = it % c.stages
             bar = full.index(s)
             k0 = k * c.BK
             mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
-            mbarrier.expect(bar, c.w_bytes if c.gather else c.x_bytes + c.w_bytes)
+            mbarrier.expect(bar, c.right_bytes)
             w_buf = w_bufs.index(s)
-            w_row = expert * c.I + col  # rows of the next expert are multiplied too; the store clips their columns
             if c.gated:
-                half: gl.constexpr = c.BN // 2
                 tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
                 tma.async_copy_global_to_shared(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
             else:
                 tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
-            if c.gather:
-                if c.K % c.BK == 0:
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
-                    if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
-                else:
-                    inside = (cols + k0 < c.K)[None, :]
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
-                    if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
+            if c.K % c.BK == 0:
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                if c.row_parts == 2:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
             else:
-                for p in gl.static_range(ROW_PARTS):
-                    buf = x_bufs.index(s * c.row_parts + p)
-                    tma.async_copy_global_to_shared(x_desc, [row + p * c.rows, k0], bar, buf)
+                inside = (cols + k0 < c.K)[None, :]
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                if c.row_parts == 2:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+            async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def up_kernel(
-    x_desc, w_desc, v_desc, z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr, x_ptr, x_row, gather_ptr,
+    w_desc, v_desc, z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr, x_ptr, x_row, gather_ptr,
     offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """x_desc (R, K); w_desc, v_desc (E, I, K); z (R, I or 2I), a (R, I) with their ragged twins."""
+    """w_desc, v_desc (E·I, K); z, u and a (R, I), each with its ragged twin."""
     dtype: gl.constexpr = w_desc.dtype
     x_bufs = gl.allocate_shared_memory(
         dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
@@ -212,7 +201,7 @@ def up_kernel(
         dtype, [c.stages, c.BN, c.BK], gl.NVMMASharedLayout.get_default_for([c.BN, c.BK], dtype)
     )
     o_bufs = gl.allocate_shared_memory(dtype, [2 * c.out_buffers, c.rows, c.out_cols], z_desc.layout)
-    full, empty, turn = _barriers(c)
+    full, empty, turn = barriers(c)
     outs = (z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr)
     gl.warp_specialize(
         [
@@ -221,8 +210,7 @@ def up_kernel(
             (
                 _producer,
                 (
-                    x_bufs, w_bufs, full, empty, x_desc, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr,
-                    experts, c,
+                    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c,
                 ),
             ),
         ],

@@ -1,0 +1,57 @@
+"""A function of values applied to a block-sparse matrix's blocks, by megablocks 0.10's name.
+
+Matrices here are `megablocks.ops.sparse.Matrix` or stanford-stk's, and a result is of its argument's kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.sparse.matrix import Matrix
+
+
+def is_matrix(x: object) -> bool:
+    """Whether x is a block-sparse matrix, of ours or of stanford-stk."""
+    return isinstance(x, Matrix) or (hasattr(x, "block_offsets_t") and hasattr(x, "data"))
+
+
+def check_matrix(x: object) -> None:
+    """Raise the ValueError of what takes matrices alone."""
+    if not is_matrix(x):
+        raise ValueError(f"x is a {type(x).__name__}: must be a block-sparse Matrix")
+
+
+def with_values(matrix: Any, data: Tensor) -> Any:
+    """A matrix of the same kind and pattern around other values (n, B, B)."""
+    if isinstance(matrix, Matrix):
+        return matrix.with_data(data)
+    by_column = matrix.column_indices_t, matrix.offsets_t, matrix.block_offsets_t
+    return type(matrix)(matrix.size(), data, matrix.row_indices, matrix.column_indices, matrix.offsets, *by_column)
+
+
+def act_fn(
+    x: Any, function: Callable[..., Tensor], return_grad_fn: bool = False, **kwargs: Any
+) -> Any | tuple[Any, Callable[..., None]]:
+    """function(values, **kwargs) over the pattern of the matrix x.
+
+    Args:
+        return_grad_fn: also return a function that takes the gradient of the result's values and adds what follows from
+            it to `x.data.grad`, which x.data then keeps a graph for, whether or not gradients are on.
+
+    Returns:
+        a matrix, or (matrix, function).
+
+    Raises:
+        ValueError: x is no block-sparse matrix.
+    """
+    check_matrix(x)
+    with torch.set_grad_enabled(torch.is_grad_enabled() or return_grad_fn):
+        if return_grad_fn:
+            x.data.requires_grad_()
+        out = function(x.data, **kwargs)
+    y = with_values(x, out)
+    return (y, out.backward) if return_grad_fn else y

@@ -1,0 +1,61 @@
+"""The all-to-all of rows by megablocks 0.10's signature, which may return before the rows have arrived."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megablocks.parallel.all_to_all import all_to_all as _exchange
+
+
+class AllToAllOp(torch.autograd.Function):
+    """The exchange under way: rows and the handle to wait for. Its gradient is the finished exchange back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup
+    ) -> tuple[Tensor, dist.Work]:
+        ctx.receive, ctx.send, ctx.group = receive, send, group
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        work = dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group, async_op=True)
+        return out, work
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(grads[0].contiguous(), ctx.receive, ctx.send, ctx.group), None, None, None
+
+
+def all_to_all(
+    x: Tensor,
+    output_split_sizes: Sequence[int],
+    input_split_sizes: Sequence[int],
+    group: ProcessGroup | None,
+    async_op: bool = False,
+) -> tuple[Tensor, dist.Work | None]:
+    """Exchange rows: the first input_split_sizes[0] rows of `x` go to rank 0 of the group, and so on.
+
+    Args:
+        x: (sum(input_split_sizes), ...).
+        output_split_sizes: rows from each rank.
+        group: None for all ranks.
+        async_op: return at once; the rows are there after `handle.wait()`.
+
+    Returns:
+        ((sum(output_split_sizes), ...), handle); the handle is None without async_op. Differentiable in x.
+
+    Raises:
+        ValueError: x of another number of rows than input_split_sizes.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None:
+        raise ValueError("group=None: needs torch.distributed to be initialised")
+    if not async_op:
+        return _exchange(x, input_split_sizes, output_split_sizes, group), None
+    if x.shape[0] != sum(input_split_sizes):
+        raise ValueError(f"x: has {x.shape[0]} rows, but input_split_sizes={list(input_split_sizes)} adds up otherwise")
+    return AllToAllOp.apply(x, output_split_sizes, input_split_sizes, group)

@@ -1,0 +1,27 @@
+"""GELU, tanh's form, of block-sparse matrices and its gradient in place, by megablocks 0.10's names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megablocks.layers.activation_fn import check_matrix, is_matrix, with_values
+
+
+def gelu(x: Any) -> Any:
+    """gelu of the matrix x's values, over the same pattern.
+
+    Raises:
+        ValueError: x is no block-sparse matrix.
+    """
+    check_matrix(x)
+    return with_values(x, F.gelu(x.data, approximate="tanh"))
+
+
+def gelu_backward_(grad: Any, x: Any) -> Any:
+    """grad ⊙ gelu'(x), written over grad's values: two matrices of one pattern, or two tensors of one shape."""
+    if is_matrix(grad) and is_matrix(x):
+        return with_values(x, gelu_backward_(grad.data, x.data))
+    return grad.copy_(torch.ops.aten.gelu_backward(grad, x, approximate="tanh"))

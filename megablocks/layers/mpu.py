@@ -1,0 +1,115 @@
+"""How `Arguments` spread the experts over ranks, and the mark on expert parameters, by megablocks 0.10's names.
+
+With as many ranks as experts or fewer, each holds a block of experts; with more (a multiple), the ranks of one block
+each hold an equal slice of every expert's width. Source: megablocks 0.10, megablocks/layers/mpu.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megablocks.layers.arguments import Arguments
+from megablocks.parallel.groups import ExpertShard, group_rank, group_size, shard_of
+
+
+class MoeParam(Tensor):
+    """A type for annotations: a parameter marked by `set_expert_model_parallel_attributes`."""
+
+    expert_model_parallel: bool
+
+
+def is_moe_param(tensor: Tensor) -> bool:
+    """Whether the tensor is marked as an expert's, spread over ranks or not."""
+    return hasattr(tensor, "expert_model_parallel")
+
+
+def set_expert_model_parallel_attributes(tensor: Tensor, is_parallel: bool) -> None:
+    """Mark an expert's parameter; `is_parallel`: whether ranks hold different experts.
+
+    Raises:
+        ValueError: it is marked already.
+    """
+    if is_moe_param(tensor):
+        raise ValueError(f"tensor: is marked already, with expert_model_parallel={tensor.expert_model_parallel}")  # type: ignore[attr-defined]
+    tensor.expert_model_parallel = is_parallel  # type: ignore[attr-defined]
+
+
+def param_is_expert_model_parallel(param: Tensor) -> bool:
+    """Whether ranks hold different values of this parameter."""
+    return bool(getattr(param, "expert_model_parallel", False))
+
+
+def copy_expert_model_parallel_attributes(destination_tensor: Tensor, source_tensor: Tensor) -> None:
+    """Give the destination the mark of the source, if it has one."""
+    if is_moe_param(source_tensor):
+        destination_tensor.expert_model_parallel = source_tensor.expert_model_parallel  # type: ignore[attr-defined]
+
+
+def expert_parallel_group(args: Arguments) -> ProcessGroup | None:
+    """The ranks that share the experts: args' group, else all; None without expert parallelism."""
+    return (args.expert_parallel_group or dist.group.WORLD) if args.moe_expert_model_parallelism else None
+
+
+def get_expert_parallel_world_size(args: Arguments) -> int:
+    """Ranks that share the experts; 1 without expert parallelism."""
+    return group_size(expert_parallel_group(args))
+
+
+def get_expert_parallel_rank(args: Arguments) -> int:
+    """This process's rank among them; 0 without expert parallelism."""
+    return group_rank(expert_parallel_group(args))
+
+
+def expert_sharding_degree(args: Arguments) -> int:
+    """Over how many ranks the experts are spread.
+
+    Raises:
+        ValueError: that number does not divide the experts.
+    """
+    degree = min(get_expert_parallel_world_size(args), args.moe_num_experts)
+    if args.moe_num_experts % degree:
+        raise ValueError(f"moe_num_experts={args.moe_num_experts}: must be divisible by the {degree} ranks that share")
+    return degree
+
+
+def hidden_sharding_degree(args: Arguments) -> int:
+    """Over how many ranks each expert's width is cut.
+
+    Raises:
+        ValueError: the ranks are no multiple of the experts, or do not divide the width.
+    """
+    size, experts = get_expert_parallel_world_size(args), expert_sharding_degree(args)
+    degree = size // experts
+    if experts * degree != size:
+        raise ValueError(f"moe_num_experts={args.moe_num_experts}: must divide or be divisible by the {size} ranks")
+    if args.ffn_hidden_size % degree:
+        raise ValueError(f"ffn_hidden_size={args.ffn_hidden_size}: must be divisible by {degree}, ranks an expert")
+    return degree
+
+
+def experts_per_rank(args: Arguments) -> int:
+    """Experts that each rank holds."""
+    return args.moe_num_experts // expert_sharding_degree(args)
+
+
+def features_per_rank(args: Arguments) -> int:
+    """Width of each expert that a rank holds."""
+    return args.ffn_hidden_size // hidden_sharding_degree(args)
+
+
+def expert_shard(args: Arguments) -> ExpertShard:
+    """Which experts, and which slice of their width, this rank holds."""
+    rank, size = get_expert_parallel_rank(args), get_expert_parallel_world_size(args)
+    return shard_of(rank, size, args.moe_num_experts, ffn_shards=hidden_sharding_degree(args), ffn_fastest=False)
+
+
+def synchronized_print(group: ProcessGroup | None, *x: Any) -> None:
+    """Print on one rank after the other; every rank of the group must call it."""
+    for rank in range(dist.get_world_size(group)):
+        dist.barrier(group)
+        if rank == dist.get_rank(group):
+            print(f"rank = {rank}", *x)

@@ -1,0 +1,167 @@
+"""Bookkeeping of megablocks 0.10: sort, histogram, cumulative sums, rounding, replication, block columns.
+
+Legend: N values, E experts (bins), B batch rows. None synchronises with the host. `bins` are inclusive cumulative sums:
+bin e is [bins[e-1], bins[e]). Source: megablocks 0.10, megablocks/ops and csrc.
+
+Differences from 0.10, each on purpose: a cumulative sum of one value keeps its shape (1,), which there was (); dtypes
+that its kernels lacked work; what would overflow or run out of bounds there is refused or left out here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megablocks.ops.grouped.bias import add_expert_bias
+
+_BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
+
+
+def _check_integers(x: Tensor, dims: tuple[int, ...]) -> None:
+    if x.dim() not in dims or x.dtype not in _BITS:
+        allowed = " or ".join(f"{dim}-D" for dim in dims)
+        raise ValueError(f"x is {tuple(x.shape)} {x.dtype}: must be {allowed} and torch.int16, int32 or int64")
+
+
+def sort(x: Tensor, end_bit: int | None = None) -> tuple[Tensor, Tensor]:
+    """Stable ascending radix sort.
+
+    Args:
+        x: (N,) int16, int32 or int64.
+        end_bit: values are compared by their bits [0, end_bit) only; None for all, the sign's included.
+
+    Returns:
+        (values, indices): (N,) each and both in x's dtype; values[i] = x[indices[i]].
+
+    Raises:
+        ValueError: another shape or dtype, end_bit outside [0, bits], or more values than x's dtype can index.
+    """
+    _check_integers(x, (1,))
+    bits = _BITS[x.dtype]
+    end_bit = bits if end_bit is None else end_bit
+    if not 0 <= end_bit <= bits:
+        raise ValueError(f"end_bit={end_bit}: must be in [0, {bits}] for {x.dtype}")
+    if x.shape[0] > torch.iinfo(x.dtype).max:
+        raise ValueError(f"x has {x.shape[0]} values, whose indices do not fit its {x.dtype}: use a wider dtype")
+    key = x if end_bit == bits else x & ((1 << end_bit) - 1)
+    order = torch.sort(key, stable=True).indices
+    return x[order], order.to(x.dtype)
+
+
+def histogram(x: Tensor, max_val: int) -> Tensor:
+    """How often each of 0 … max_val-1 occurs; other values are not counted.
+
+    Args:
+        x: (N,) or (B, N) int16, int32 or int64.
+
+    Returns:
+        (max_val,) or (B, max_val) int32.
+
+    Raises:
+        ValueError: another shape or dtype, or max_val below 1.
+    """
+    _check_integers(x, (1, 2))
+    if max_val < 1:
+        raise ValueError(f"max_val={max_val}: must be >= 1")
+    rows = x.shape[0] if x.dim() == 2 else 1
+    key = torch.where((x >= 0) & (x < max_val), x.long(), max_val).view(rows, -1)
+    # one line with a spare place a row: scatter_add_ is deterministic on a GPU in one dimension
+    key = (key + torch.arange(rows, device=x.device).unsqueeze(1) * (max_val + 1)).flatten()
+    counts = torch.zeros(rows * (max_val + 1), dtype=torch.int32, device=x.device)
+    counts.scatter_add_(0, key, torch.ones_like(key, dtype=torch.int32))
+    return counts.view(rows, max_val + 1)[:, :max_val].reshape(*x.shape[:-1], max_val)
+
+
+def inclusive_cumsum(x: Tensor, dim: int) -> Tensor:
+    """Σ of x up to and with each place along `dim`, in x's shape and dtype."""
+    return x.cumsum(_dim_of(x, dim), dtype=x.dtype)
+
+
+def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
+    """Σ of x before each place along `dim`, in x's shape and dtype."""
+    return inclusive_cumsum(x, dim) - x
+
+
+def _dim_of(x: Tensor, dim: int) -> int:
+    if x.dim() == 1:  # as in 0.10, any dim means the only one
+        return 0
+    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: must be a dimension of x, which is {tuple(x.shape)}")
+    return dim
+
+
+def round_up(x: Tensor, value: int) -> Tensor:
+    """The next multiple of `value` at or above each element of x, which is int32 and not negative."""
+    if x.dtype != torch.int32:
+        raise ValueError(f"x is {x.dtype}: must be torch.int32")
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"value={value!r}: must be an integer >= 1")
+    return torch.div(x + (value - 1), value, rounding_mode="trunc") * value
+
+
+def repeat(x: Tensor, tiling: Sequence[int]) -> Tensor:
+    """`x.repeat(*tiling)`, or x itself where that changes nothing."""
+    return x if all(times == 1 for times in tiling) else x.repeat(*tiling)
+
+
+def sum(x: Tensor, dim: int = 0) -> Tensor:
+    """`x.sum(dim)`, without a copy where there is one value to add."""
+    return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
+
+
+def replicate(x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
+    """out[b, j] = x[b, e] for the bin e of j; differentiable in x: dx[b, e] = Σ of dout[b] over bin e.
+
+    Args:
+        x: (B, E).
+        bins: (E,) int32, in [0, num_outputs].
+
+    Returns:
+        (B, num_outputs) in x's dtype; places from bins[E-1] on are unspecified.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a negative num_outputs.
+    """
+    if x.dim() != 2 or bins.dim() != 1 or x.shape[1] != bins.shape[0] or bins.shape[0] == 0:
+        raise ValueError(f"x {tuple(x.shape)} and bins {tuple(bins.shape)}: must be (B, E) and (E,) with E >= 1")
+    if bins.dtype != torch.int32:
+        raise ValueError(f"bins is {bins.dtype}: must be torch.int32")
+    if num_outputs < 0:
+        raise ValueError(f"num_outputs={num_outputs}: must be >= 0")
+    # adding to zeros is the copy, whose gradient is a sum without atomics
+    return add_expert_bias(x.new_zeros(num_outputs, x.shape[0]), x.t(), F.pad(bins, (1, 0))).t().contiguous()
+
+
+def topology(padded_bins: Tensor, block_size: int, output_block_rows: int, output_block_columns: int) -> Tensor:
+    """Column of each block of a dropless MoE's hidden activations, whose block row r belongs to expert e of row r·B.
+
+    Args:
+        padded_bins: (E,) int32, multiples of block_size.
+        output_block_rows: block rows in all; those from padded_bins[E-1] / block_size on belong to nobody.
+        output_block_columns: block columns of one expert, its width / block_size.
+
+    Returns:
+        (output_block_rows · output_block_columns,) int16, or int32 where a column would not fit: for each block row
+        its expert's columns e·output_block_columns …, ascending; -1 for a row of nobody.
+
+    Raises:
+        ValueError: a shape, dtype or size that does not fit.
+    """
+    if padded_bins.dim() != 1 or padded_bins.shape[0] == 0 or padded_bins.dtype != torch.int32:
+        raise ValueError(f"padded_bins is {tuple(padded_bins.shape)} {padded_bins.dtype}: must be (E,) torch.int32")
+    for name, size, least in (
+        ("block_size", block_size, 1),
+        ("output_block_rows", output_block_rows, 0),
+        ("output_block_columns", output_block_columns, 1),
+    ):
+        if size < least:
+            raise ValueError(f"{name}={size}: must be >= {least}")
+    experts, columns = padded_bins.shape[0], output_block_columns
+    row = torch.arange(output_block_rows, dtype=torch.int32, device=padded_bins.device)
+    expert = torch.searchsorted(padded_bins // block_size, row, right=True).unsqueeze(1)
+    column = expert * columns + torch.arange(columns, device=padded_bins.device)
+    dtype = torch.int16 if experts * columns <= 2**15 else torch.int32
+    return torch.where(expert < experts, column, -1).flatten().to(dtype)
