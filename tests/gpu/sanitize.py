@@ -231,7 +231,7 @@ def grouped_hopper(device: torch.device) -> Step:
             return []
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
-        return [*out, *hopper.ragged_m_pair(x, w, w, offsets, order), hopper.ragged_m_sum(x, w, x, w, offsets)]
+        return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]
 
     return step
 

@@ -114,7 +114,7 @@ def grouped() -> None:
 
 @family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_pair, ragged_m_sum
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
 
     # the shapes reach each tile of choose_m
     for rows, (k, n), transposed in product((1024, 65536), ((256, 128), (1024, 512), (4096, 1024)), (False, True)):
@@ -122,7 +122,6 @@ def grouped_hopper() -> None:
         w = w.mT.contiguous().mT if transposed else w
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
-            ragged_m_pair(x, w, w, ints(17), gather)
         ragged_m_sum(x, w, x, w, ints(17))
 
 
