@@ -152,6 +152,22 @@ def activation(device: torch.device) -> Step:
     return step
 
 
+@family
+def quant(device: torch.device) -> Step:
+    from megablocks.ops.quant.quant import dequantize, quantize
+
+    x = draws(device)(T, 2 * H + 1).detach()
+
+    def step() -> list[Tensor]:
+        out = []
+        for num_bits in (8, 4):
+            packed = quantize(x, num_bits)
+            out += [*packed, dequantize(*packed, num_bits, x.shape[1], x.dtype)]
+        return out
+
+    return step
+
+
 def grouped_step(device: torch.device, dtype: torch.dtype, *, used: int = T) -> Step:
     from megablocks.ops.fused.down import activate_and_project
     from megablocks.ops.grouped.bias import add_expert_bias

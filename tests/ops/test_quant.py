@@ -89,18 +89,16 @@ def test_N3_a_bad_value_stays_in_its_group(num_bits, bad):
     assert y[inside].isnan().all() and torch.equal(y[~inside], clean[~inside])
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("num_bits", BITS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_every_dtype_up_to_its_largest_value(num_bits, dtype):
     largest = min(torch.finfo(dtype).max, torch.finfo(torch.float32).max)
-    x = (torch.rand(4, 128) * 2 - 1).to(dtype)
+    x = (torch.rand(4, 128, device=DEVICE) * 2 - 1).to(dtype)
     x[0, 0], x[1] = 1, x[1] * largest
     y = _there_and_back(x, num_bits)
     assert y.dtype == dtype and y.isfinite().all()
-    for row in (0, 1):
-        assert (
-            relative_error(y[row].double() / x[row].double().abs().max(), x[row].double() / x[row].abs().max()) < 0.08
-        )
+    assert relative_error(y[0], x[0]) < 0.08 and relative_error(y[1] / largest, x[1] / largest) < 0.08
 
 
 @pytest.mark.parametrize("num_bits", BITS)
@@ -123,6 +121,9 @@ def test_N1_quantising_kernels_equal_the_reference(num_bits, rows, width, stride
         x[0] = 0
         x[1, : width // 2] = -x[1, : width // 2].abs()
         x[2, :3] = float("nan")
+    if rows > 4:
+        x[3] *= 1e38
+        x[4] *= 1e-33
     expected = quantize_ref(x.cpu(), num_bits)
     wanted = dequantize_ref(*expected, num_bits, width, torch.float32)
     got = dequantize_launch(*(t.to(DEVICE) for t in expected), num_bits, width, torch.float32)

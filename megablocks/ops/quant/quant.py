@@ -75,14 +75,13 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     best = None
     for bits in candidates:
         bits = (bits & ~0xFFFFF).clamp(0, largest_scale(x.dtype))
-        scale = torch.where(usable, bits.view(torch.float32), 1.0)
-        inv_larger = torch.where(usable, larger / scale, 0.0)
+        own_larger = bits.view(torch.float32) * inverse
+        inv_larger = torch.where(own_larger > 0, 1 / own_larger, 0.0)
         fifteenths = smaller * inverse * inv_larger * 15
         rounded = fifteenths.ceil() if num_bits == 8 else (fifteenths + 0.5).floor()
         rounded = torch.where(fifteenths > 0, rounded.clamp(1, 15), 0.0)
         code = bits >> 16 | rounded.int()
         code = torch.where(larger.isinf(), 0x7F80, code) | torch.where(others_larger, 1 << 15, 0)
-        own_larger = torch.where(usable, scale / larger, 0.0)
         own_smaller = own_larger * (rounded * (1 / 15))
         inv_smaller = torch.where(rounded > 0, inv_larger * (15 / rounded.clamp(min=1)), 0.0)
         is_larger = is_other == others_larger[..., None]

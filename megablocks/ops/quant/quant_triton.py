@@ -37,7 +37,7 @@ def _level(k, BITS: tl.constexpr, CURVE: tl.constexpr):
 
 @triton.jit
 def _encode(
-    bits, larger, ratio_of_maxima, others_larger, share, is_other, usable,
+    bits, larger, inverse, ratio_of_maxima, others_larger, share, is_other,
     BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
     """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, sum of the squares lost.
@@ -47,8 +47,8 @@ def _encode(
     """
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     bits = tl.minimum(tl.maximum(bits & -0x100000, 0), LARGEST)  # -0x100000 is ~0xFFFFF
-    scale = tl.where(usable, bits.to(tl.float32, bitcast=True), 1.0)
-    inv_larger = tl.where(usable, larger / scale, 0.0)
+    own_larger = bits.to(tl.float32, bitcast=True) * inverse
+    inv_larger = tl.where(own_larger > 0, 1 / tl.where(own_larger > 0, own_larger, 1.0), 0.0)
     fifteenths = ratio_of_maxima * inv_larger * 15
     if BITS == 8:
         rounded = tl.ceil(fifteenths)
@@ -56,8 +56,7 @@ def _encode(
         rounded = tl.floor(fifteenths + 0.5)
     rounded = tl.where(fifteenths > 0, tl.minimum(tl.maximum(rounded, 1.0), 15.0), 0.0)
     code = (bits >> 16) | rounded.to(tl.int32)
-    code = tl.where(usable | (larger == 0), code, 0x7F80) | tl.where(others_larger, 0x8000, 0)
-    own_larger = tl.where(usable, scale / tl.where(usable, larger, 1.0), 0.0)
+    code = tl.where(larger < float("inf"), code, 0x7F80) | tl.where(others_larger, 0x8000, 0)
     own_smaller = own_larger * (rounded * (1 / 15))
     inv_smaller = tl.where(rounded > 0, inv_larger * (15 / tl.maximum(rounded, 1.0)), 0.0)
     is_larger = is_other == others_larger[:, :, None]
@@ -90,18 +89,20 @@ def _quantize_kernel(
     other = tl.max(tl.where(is_other, magnitude, 0.0), 2)
     larger, smaller = tl.maximum(positive, other), tl.minimum(positive, other)
     usable = (larger > 0) & (larger < float("inf"))
-    inverse = tl.where(usable, 1.0 / tl.where(usable, larger, 1.0), 0.0)
+    inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, larger, 1.0)), 0.0)  # plain / gives 0 beyond 2^126
     share = tl.where(usable[:, :, None], magnitude * inverse[:, :, None], 0.0)  # infinity times 0 would be NaN
     among = smaller * inverse
     others_larger = other > positive
     if BITS == 8:
         bits = larger.to(tl.int32, bitcast=True) + 0xFFFFF
-        code, k, _ = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
+        code, k, _ = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
     else:
         bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
-        code, k, lost = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
+        code, k, lost = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
         bits -= 0x100000
-        code_b, k_b, lost_b = _encode(bits, larger, among, others_larger, share, is_other, usable, BITS, CURVE, LARGEST)
+        code_b, k_b, lost_b = _encode(
+            bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST
+        )
         less = lost_b < lost
         code = tl.where(less, code_b, code)
         k = tl.where(less[:, :, None], k_b, k)
