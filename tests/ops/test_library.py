@@ -1,5 +1,6 @@
 """Every custom op: torch's own check of its registrations, and a whole graph under torch.compile."""
 
+import contextlib
 import importlib
 import pkgutil
 from pathlib import Path
@@ -16,7 +17,7 @@ from megablocks.ops.fused.down import activate_and_project, activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
-from megablocks.ops.library import Op
+from megablocks.ops.library import Op, _device_of
 from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
@@ -194,6 +195,17 @@ def test_every_op_runs_on_the_device_of_its_tensors():
     assert [f.name for f in files if "torch.library.custom_op(" in f.read_text()] == ["library.py"]
 
 
+def test_N11_an_op_runs_with_the_device_of_its_tensors_current(monkeypatch):
+    """Tensors of two GPUs that are not there; tests/gpu has the ops on real ones."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
+    chosen = _device_of((1, second, first))
+    assert isinstance(chosen, torch.cuda.device) and chosen.idx == 1
+    for args in ((first, second), (torch.empty(2), second), (1, "a")):
+        assert isinstance(_device_of(args), contextlib.nullcontext)
+
+
 @pytest.fixture(params=DEVICES)
 def device(request):
     with torch.device(request.param):
@@ -222,7 +234,7 @@ def test_N9_compile_whole_layer(fused, backend, device):
         else:
             y = grouped_mm(activate(pre, gate, "swiglu"), w2.view(E, F, H), offsets)
         bins = binned_gather(x, d, 2)
-        padded = pad_dispatch(d, torch.arange(E + 1, dtype=torch.int32) * 8, 8 * E)
+        padded = pad_dispatch(d, torch.arange(E + 1, dtype=torch.int32, device=x.device) * 8, 8 * E)
         z = combine(y, routing.weight, d) + padded_scatter(padded_gather(x, padded).sin(), routing.weight, padded)
         return z + binned_scatter(bins, routing.weight, d)
 

@@ -197,6 +197,8 @@ TILES = {
     "pingpong": hopper.PINGPONG,
     "wide": hopper.WIDE,
     "tall": hopper.TALL,
+    "few rows": hopper.FEW_ROW,
+    "few columns": hopper.FEW_COLUMN,
     "whole blocks": hopper.Tile(128, 128, 3, pingpong=True, out_parts=4, out_buffers=2, BK=128),
 }
 
@@ -213,7 +215,7 @@ def test_every_hopper_tile(name: str, inner: int) -> None:
         return hopper.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.run, tile=chosen)
 
     def spmm_of(*args: Any) -> Tensor:
-        fits = name in ("pingpong", "whole blocks") or (name == "wide") == args[-1]
+        fits = tile.pingpong or (tile.BN == 256) == args[-1]  # blocks of 128 are no operand of 256 columns
         return hopper.spmm(*args, tile=tile if fits else hopper.PINGPONG)
 
     check_kernels(p, torch.bfloat16, inner, sdd_of, spmm_of)
@@ -234,6 +236,13 @@ def test_N2_reruns_of_block_sparse_products_are_bit_identical() -> None:
     first = step()
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+def test_the_tile_follows_how_often_weights_are_used() -> None:
+    assert hopper.choose_spmm(1.98, True, False) is hopper.FEW_ROW  # 128 rows an expert and room for 128 more
+    assert hopper.choose_spmm(1.98, True, True) is hopper.FEW_COLUMN
+    for reuse, left, by_column in ((1.98, False, True), (4.0, True, False), (4.0, True, True)):
+        assert hopper.choose_spmm(reuse, left, by_column) is hopper.PINGPONG
 
 
 @pytest.mark.gpu

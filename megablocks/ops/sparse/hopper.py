@@ -79,6 +79,8 @@ class _Plan(Tile):
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
 WIDE = Tile(64, 256, 4, out_parts=2)
 TALL = Tile(128, 128, 4, out_parts=2)
+FEW_ROW = Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2)
+FEW_COLUMN = Tile(64, 256, 3, out_parts=2, out_buffers=2)
 
 
 def choose_sdd(k: int, run: int) -> Tile:
@@ -86,9 +88,15 @@ def choose_sdd(k: int, run: int) -> Tile:
     return WIDE if run % 2 == 0 and k > 768 else PINGPONG
 
 
-def choose_spmm(dense: int, sparse_left: bool) -> Tile:
-    """The tile of spmm, for `dense` rows or columns of the dense operand in the result."""
-    return PINGPONG
+def choose_spmm(reuse: float, sparse_left: bool, by_column: bool) -> Tile:
+    """The tile of spmm. `reuse`: blocks a block column of S, that is how often a value of the weights is multiplied.
+
+    From about four on, products are bound by arithmetic and the tile with most stages is best. With one or two they
+    are bound by memory: there fewer stages and a whole tile of stores in flight are (benchmarks/NOTES.md).
+    """
+    if reuse > 2.5 or (by_column and not sparse_left):
+        return PINGPONG
+    return FEW_COLUMN if by_column else FEW_ROW
 
 
 def is_available(device: int = 0) -> bool:
@@ -112,7 +120,7 @@ def supports(block_size: int, *operands: Tensor) -> bool:
 
 def _rows(t: Tensor) -> Tensor:
     """A matrix as it lies in memory, its contiguous dimension last."""
-    return t if t.stride(1) == 1 else t.t()
+    return t if aligned(t) else t.t()
 
 
 def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, Any]:
@@ -177,7 +185,7 @@ def _counter(device: torch.device) -> Tensor:
 
 def spmm(
     data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
-    *, tile: Tile | None = None,
+    *, reuse: float = float("inf"), tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """S·D (lines = block rows), Sᵀ·D (block columns), D·S (block columns) or D·Sᵀ (block rows); see `supports`.
 
@@ -187,6 +195,7 @@ def spmm(
         work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
         index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
         block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
+        reuse: see `choose_spmm`.
     """
     from .hopper_kernels import spmm_kernel
 
@@ -196,8 +205,8 @@ def spmm(
     out = torch.empty(shape, dtype=data.dtype, device=data.device)
     if out.numel() == 0:
         return out
-    tile = tile or choose_spmm(size, sparse_left)
     by_column = block_offsets is not None
+    tile = tile or choose_spmm(reuse, sparse_left, by_column)
     flat = data.view(-1, BLOCK)
     dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
     # a block is read as it lies: its columns are the reduction where lines are block rows, else its rows are

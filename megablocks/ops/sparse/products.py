@@ -148,7 +148,8 @@ def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: boo
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0
     if aligned and hopper.supports(data.shape[-1], data, dense):
-        return hopper.spmm(data, dense, work, index, places, sparse_left)
+        reuse = data.shape[0] / max(1, column_work.shape[0])
+        return hopper.spmm(data, dense, work, index, places, sparse_left, reuse=reuse)
     from . import kernels
 
     return kernels.spmm(data, dense, work, index, places, sparse_left)
