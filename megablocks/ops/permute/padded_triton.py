@@ -35,7 +35,7 @@ def _start(ends_ptr, e, E):
     return tl.load(ends_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "num_pairs", "num_tokens", "capacity"])
 def _pad_kernel(
     ends_ptr, padded_ends_ptr, gather_ptr, scatter_ptr, pair_ptr,
     token_offsets_out_ptr, gather_out_ptr, scatter_out_ptr, pair_out_ptr,

@@ -185,7 +185,9 @@ def router_backward_op(
         from megablocks.ops.routing.router_triton import route_backward_launch
 
         saved = (logits, padding_mask, expert, load, stats)
-        return route_backward_launch(*saved, d_weight, d_balance, d_z, d_sums, *options)
+        return route_backward_launch(
+            *saved, *grads, top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight
+        )
     return router_backward_ref(logits, bias, padding_mask, grads, *options)
 
 
