@@ -115,6 +115,16 @@ def _place_kernel(
             tl.store(token_offsets_ptr + start + i, num_valid, mask=start + i <= num_tokens)
 
 
+def count_launch(expert: Tensor, num_experts: int) -> Tensor:
+    """expert (R,) → (chunks, E+1) int32: each chunk's pairs of each expert, and last those without; one launch."""
+    expert, num_pairs = expert.contiguous(), expert.shape[0]
+    chunks = triton.cdiv(num_pairs, _CHUNK)
+    counts = torch.empty(chunks, num_experts + 1, dtype=torch.int32, device=expert.device)
+    bins = triton.next_power_of_2(num_experts + 2)
+    _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
+    return counts
+
+
 def dispatch_launch(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
