@@ -174,7 +174,7 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         data = {"environment": gpu.environment(), "goal": GOAL, "met": met, "records": records}
-        (options.out / "permutation.json").write_text(json.dumps(data, indent=1) + "\n")
+        (options.out / "permutation.json").write_text(json.dumps(data) + "\n")
     return 0
 
 

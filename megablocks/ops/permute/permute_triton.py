@@ -80,7 +80,7 @@ def _zero_padding(
 def _expand_kernel(
     x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
     num_tokens, num_rows, per_token, fill_programs, H, x_stride,
-    PADDED: tl.constexpr, FILL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr,
+    PADDED: tl.constexpr, FILL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK
     program = tl.program_id(0) - fill_programs
@@ -93,10 +93,10 @@ def _expand_kernel(
     # read whether it has a slot or not: the slots are known one round trip later
     x = tl.load(x_ptr + t[:, None] * x_stride + h[None, :], mask=(t < num_tokens)[:, None] & inside, other=0)
     row = _early_row_of(scatter_ptr, t, first, last, 0, num_tokens, per_token)  # not in the loop: its length is a wait
-    tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside, cache_modifier=STREAM)
+    tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside, cache_modifier=".cs")
     for i in range(1, tl.max(last - first, 0)):
         row = _row_of(scatter_ptr, first, last, i)
-        tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside, cache_modifier=STREAM)
+        tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside, cache_modifier=".cs")
 
 
 @triton.jit
@@ -157,14 +157,14 @@ def _fetch(rows_ptr, weight_ptr, pair_ptr, row, slot, dense, H, h, VALUE: tl.con
 
 @triton.jit
 def _give(
-    drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD: tl.constexpr, STREAM: tl.constexpr
+    drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD: tl.constexpr
 ):  # fmt: skip
     """Store drows and dweight of a slot."""
     if WEIGHT_GRAD:
         tl.store(dweight_ptr + pair, tl.sum(dy * value.to(tl.float32), 1), mask=row >= 0)
     out = (dy * weight[:, None]).to(drows_ptr.dtype.element_ty)
     mask = (row >= 0)[:, None] & (h < H)[None, :]
-    tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask, cache_modifier=STREAM)
+    tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_pairs", "per_token", "fill_programs"])
@@ -172,7 +172,7 @@ def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
     num_tokens, num_rows, num_pairs, per_token, fill_programs, H, dy_stride,
     WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, FILL: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr, STREAM: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) - fill_programs
     if PADDED:
@@ -187,21 +187,21 @@ def _combine_backward_kernel(
         mask = (t < num_tokens)[:, None] & (h < H)[None, :]
         dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=mask, other=0).to(tl.float32)
         pair, weight, value = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first, dense, H, h, WEIGHT_GRAD)
-        if AHEAD:
+        if AHEAD:  # 0.86 against 0.78 of copy speed at 24576 × 1536, K = 8; narrower rows lose: 0.79 against 0.88
             for i in range(1, tl.max(last - first, 0)):
                 next_row = _row_of(scatter_ptr, first, last, i)
                 next_pair, next_weight, next_value = _fetch(
                     rows_ptr, weight_ptr, pair_ptr, next_row, first + i, dense, H, h, WEIGHT_GRAD
                 )
-                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD, STREAM)
+                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
                 row, pair, weight, value = next_row, next_pair, next_weight, next_value
-            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD, STREAM)
+            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
         else:
-            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD, STREAM)
+            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
             for i in range(1, tl.max(last - first, 0)):
                 row = _row_of(scatter_ptr, first, last, i)
                 pair, weight, value = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first + i, dense, H, h, WEIGHT_GRAD)
-                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD, STREAM)
+                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
     else:
         for i in range(tl.max(last - first, 0)):
             row = _row_of(scatter_ptr, first, last, i)
@@ -220,24 +220,25 @@ def _combine_backward_kernel(
 
 
 _FILL = 64  # rows that a program looks through for padding: one load, and mostly nothing else
-_STREAM = ""
-_AHEAD = True
-_PER_WARP = {"narrow": 1024, "narrow once": 1024, "wide": 512}
 
 
 def _blocks(hidden: int) -> dict[str, int]:
-    """1024 features a one-warp program: narrow rows share one, wide ones are cut. Within 8 % of the best shape that a
-    sweep found at each size (benchmarks/NOTES.md)."""
+    """1024 features a one-warp program: narrow rows share one, wide ones are cut. Two or four warps a program, or half
+    as many features, were nowhere faster by more than 5 % and often slower by 20 % (benchmarks/NOTES.md)."""
     block = min(triton.next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
-def _whole_rows(hidden: int, once: bool) -> dict[str, int]:
-    """A token's whole row a program, so that dy is read once: 0.91-0.96 of copy speed against 0.83 in pieces."""
+def _exact_blocks(hidden: int) -> dict[str, int]:
+    """The same without idle lanes where the width is no power of two: blocks of its largest one that divides it."""
+    block = min(hidden & -hidden, 1024)
+    return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1} if block >= 256 else _blocks(hidden)
+
+
+def _whole_rows(hidden: int) -> dict[str, int]:
+    """Whole rows, so that dy is read once, at 1024 features a warp: with 512 and 256, up to 9 and 25 % slower."""
     block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
-    tokens = max(1, 1024 // block)
-    per_warp = _PER_WARP["wide" if block > 1024 else "narrow once" if once else "narrow"]
-    return {"TOKENS": tokens, "BLOCK": block, "num_warps": max(1, tokens * block // per_warp)}
+    return {"TOKENS": max(1, 1024 // block), "BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
 def _fill_programs(padded: bool, num_rows: int) -> int:
@@ -256,7 +257,7 @@ def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tenso
         _expand_kernel[(programs, triton.cdiv(hidden, blocks["BLOCK"]))](
             x, rows, token_offsets, scatter, pair,
             num_tokens, num_rows, scatter.shape[0] // max(num_tokens, 1), fill, hidden, x.stride(0),
-            PADDED=padded, FILL=_FILL, STREAM=_STREAM, **blocks,
+            PADDED=padded, FILL=_FILL, **blocks,
         )  # fmt: skip
     return rows
 
@@ -267,9 +268,11 @@ def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: T
     weight = None if weight is None else weight.contiguous()
     num_tokens, hidden = token_offsets.shape[0] - 1, rows.shape[1]
     y = rows.new_empty(num_tokens, hidden)
-    blocks = _blocks(hidden)
-    grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
     num_pairs = scatter.shape[0]
+    # idle lanes cost where a token has one row: 0.92 of copy speed against 0.88 at 32768 × 768, K = 1, and 0.93 against
+    # 1.00 at 40960 × 768, K = 8
+    blocks = _exact_blocks(hidden) if num_pairs <= num_tokens else _blocks(hidden)
+    grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
     unroll = min(4, triton.next_power_of_2(triton.cdiv(max(num_pairs, 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
@@ -298,7 +301,7 @@ def combine_backward_launch(
     (num_tokens, hidden), num_rows, num_pairs = dy.shape, pair.shape[0], scatter.shape[0]
     d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
-    blocks = _whole_rows(hidden, num_pairs <= num_tokens)
+    blocks = _whole_rows(hidden)
     fill = _fill_programs(padded, num_rows)
     programs = fill + triton.cdiv(num_tokens, blocks["TOKENS"])
     if d_rows.numel() and programs:
@@ -306,6 +309,6 @@ def combine_backward_launch(
             rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
             num_tokens, num_rows, num_pairs, num_pairs // max(num_tokens, 1), fill, hidden, dy.stride(0),
             WEIGHT_GRAD=rows is not None, PADDED=padded, FILL=_FILL, WHOLE=blocks["BLOCK"] >= hidden,
-            AHEAD=num_pairs > num_tokens and _AHEAD, STREAM=_STREAM, **blocks,
+            AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens, **blocks,
         )  # fmt: skip
     return d_rows, d_weight
