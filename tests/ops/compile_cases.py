@@ -68,9 +68,29 @@ def permute() -> None:
                 combine_backward_launch(x, kept, weight, rows, rows, index, padded)
 
 
-@family("permute.padded_triton", "_pad_kernel")
+@family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel")
+def router() -> None:
+    from megablocks.ops.routing.router_triton import route_backward_launch, route_launch
+
+    for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (1000, 32))):
+        logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
+        for mask, bias, options in (
+            (None, None, (k, False, False, 0, 1.0, 0.1, 0.1)),
+            (torch.zeros(64, dtype=torch.bool), torch.zeros(experts), (k, True, False, 2, 2.5, 0.1, 0.1)),
+            (None, torch.zeros(experts), (k, False, True, 1, 1.0, 0.0, 0.0)),
+        ):
+            route_launch(logits, bias, mask, *options)
+            saved = (logits, mask, ints(64 * k), ints(experts).long(), ints(3).long())
+            route_backward_launch(*saved, torch.zeros(64 * k), one, one, torch.ones(experts), *options)
+
+
+@family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")
 def padded() -> None:
-    from megablocks.ops.permute.padded_triton import pad_launch
+    from megablocks.ops.permute.padded_triton import bin_sum_launch, pad_launch, replicate_launch
+
+    for dtype, experts in product(EVERY, (8, 512)):
+        replicate_launch(torch.zeros(2, experts, dtype=dtype), ints(experts), 64)
+        bin_sum_launch(torch.zeros(2, 64, dtype=dtype), ints(experts))
 
     for experts, index in product((8, 128, 512), (ints(32), None)):
         pad_launch(ints(experts), ints(experts), 0, 64, ints(32), index, index, 2)

@@ -1,0 +1,72 @@
+"""The routing and movement kernels compile once for all token counts.
+
+No GPU is needed: a process of its own compiles for a GPU that is not there. Shared memory: see test_compile.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import torch
+from megablocks.testing.compile_only import compiling_for
+from megablocks.ops.permute import padded_triton, permute_triton
+from megablocks.ops.routing import dispatch_triton, router_triton
+
+MODULES = (padded_triton, permute_triton, dispatch_triton, router_triton)
+KERNELS = [v for m in MODULES for n, v in vars(m).items() if n.endswith("_kernel")]
+
+def ints(*shape):
+    return torch.zeros(shape, dtype=torch.int32)
+
+def launch(T, hidden, E, K, dtype):
+    R, N = T * K, T * K + 7
+    x, rows, weight = torch.empty(T, hidden, dtype=dtype), torch.empty(N, hidden, dtype=dtype), torch.empty(R)
+    token_offsets, scatter, ends = ints(T + 1), ints(R), ints(E + 1)[1:]
+    for padded in (False, True):
+        pair = ints(N)
+        permute_triton.expand_launch(x, scatter, token_offsets, pair, padded)
+        permute_triton.combine_backward_launch(x, rows, weight, pair, scatter, token_offsets, padded)
+        permute_triton.combine_backward_launch(x, None, weight, pair, scatter, token_offsets, padded)
+    for w in (weight, None):
+        permute_triton.combine_launch(rows, w, ints(N), scatter, token_offsets)
+    padded_triton.pad_launch(ends, ints(E + 1)[1:], 0, N, ints(R), ints(R), scatter, 1)
+    padded_triton.pad_launch(ends, None, T, E * T, ints(R), None, None, K)
+    padded_triton.replicate_launch(torch.empty(2, E, dtype=dtype), ends, N)
+    padded_triton.bin_sum_launch(torch.empty(2, N, dtype=dtype), ends)
+    for top_k in (K, None):
+        dispatch_triton.dispatch_launch(ints(R), ints(R), T, E, top_k)
+    one, logits = torch.ones(()), torch.empty(T, E, dtype=dtype)
+    for mask, bias, options in (
+        (None, None, (K, False, False, 0, 1.0, 0.1, 0.1)),
+        (torch.zeros(T, dtype=torch.bool), torch.zeros(E), (K, True, False, 2, 2.5, 0.1, 0.1)),
+        (None, torch.zeros(E), (K, False, True, 1, 1.0, 0.1, 0.1)),
+    ):
+        router_triton.route_launch(logits, bias, mask, *options)
+        saved = (logits, mask, ints(R), ints(E).long(), ints(3).long())
+        router_triton.route_backward_launch(*saved, weight, one, one, torch.ones(E), *options)
+
+def kernels_made():
+    return [sum(len(c[0]) for c in kernel.device_caches.values()) for kernel in KERNELS]
+
+with compiling_for(90):
+    for hidden, E, K, dtype in ((1536, 128, 8, torch.bfloat16), (1000, 60, 1, torch.float32)):
+        launch(64, hidden, E, K, dtype)
+        before = kernels_made()
+        for T in (1, 63, 100):
+            launch(T, hidden, E, K, dtype)
+        assert before == kernels_made(), "compiled again"
+assert all(kernels_made()), "a kernel was never launched"
+"""
+
+
+def test_new_token_counts_compile_nothing(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
