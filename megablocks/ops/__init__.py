@@ -20,13 +20,17 @@ _PUBLIC = {
     "build_dispatch": "megablocks.ops.routing.dispatch",
     "make_routing": "megablocks.ops.routing.dispatch",
     "check_routing": "megablocks.ops.routing.dispatch",
+    "route_topk": "megablocks.ops.routing.router",
     "apply_capacity": "megablocks.ops.routing.capacity",
     "capacity_of": "megablocks.ops.routing.capacity",
     "activate": "megablocks.ops.activation",
     "combine": "megablocks.ops.permute.combine",
     "pad_dispatch": "megablocks.ops.permute.padded",
     "grouped_mm": "megablocks.ops.grouped.grouped_mm",
+    "gathered_mm": "megablocks.ops.grouped.gathered_mm",
+    "gathered_mm_pair": "megablocks.ops.grouped.gathered_mm",
     "add_expert_bias": "megablocks.ops.grouped.bias",
+    "fused_mlp": "megablocks.ops.fused.mlp",
     "activate_and_project": "megablocks.ops.fused.down",
 }
 

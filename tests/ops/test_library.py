@@ -22,8 +22,8 @@ from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
-from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.permute.replicate import bin_sum_op, replicate, replicate_op
+from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.routing.histogram import histogram_op
