@@ -16,6 +16,7 @@ ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
 MLP_IMPLS = ("auto", "reference", "grouped", "sparse")
 SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
+QUANTIZE_NUM_BITS = (-1, 4, 8)
 ROUTER_TYPES = ("topk", "expert_choice")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SOFTMAX_ORDERS = ("before_topk", "after_topk")
@@ -61,6 +62,10 @@ class MoEConfig:
             and shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
             torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
         recompute_activation: keep the pre-activation only and recompute the activation in backward.
+        quantize_inputs_num_bits: bits, 4 or 8, at which the experts' input is kept for the gradients of w1 and v1; -1
+            keeps it as it is. `ops.quant` gives bytes and errors.
+        quantize_rematerialize_num_bits: the same for the pre-activations; recomputes the activation.
+        quantize_scatter_num_bits: the same for the experts' output, of which the router's weights need a gradient.
         shared_expert_hidden_size: width of an expert that every token passes, None for none.
         shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
     Router
@@ -99,6 +104,9 @@ class MoEConfig:
     output_bias: bool = False
     mlp_impl: str = "auto"
     recompute_activation: bool = False
+    quantize_inputs_num_bits: int = -1
+    quantize_rematerialize_num_bits: int = -1
+    quantize_scatter_num_bits: int = -1
     shared_expert_hidden_size: int | None = None
     shared_expert_gate: bool = False
 
@@ -169,6 +177,7 @@ class MoEConfig:
             self._check_float("capacity_factor")
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
                 _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
+        self._check_quantizers()
         self._check_groups()
         if self.router_type == "expert_choice":
             for name in ("expert_score_bias", "uniform_assignment"):
@@ -193,6 +202,14 @@ class MoEConfig:
         if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
             bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
             _refuse(name, value, f"must be a finite number{bound}")
+
+    def _check_quantizers(self) -> None:
+        for name in ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits"):
+            value = getattr(self, name)
+            if type(value) is not int or value not in QUANTIZE_NUM_BITS:
+                _refuse(name, value, f"must be one of {', '.join(map(str, QUANTIZE_NUM_BITS))}")
+            if value != -1 and self.mlp_impl == "reference" and name != "quantize_scatter_num_bits":
+                _refuse(name, value, "must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'")
 
     def _check_groups(self) -> None:
         if (self.num_groups is None) != (self.group_top_k is None):

@@ -32,6 +32,13 @@ BAD = [
     ({"mlp_bias": 1}, "mlp_bias=1: must be True or False"),
     ({"output_bias": "no"}, "output_bias='no': must be True or False"),
     ({"recompute_activation": None}, "recompute_activation=None: must be True or False"),
+    ({"quantize_inputs_num_bits": 2}, "quantize_inputs_num_bits=2: must be one of -1, 4, 8"),
+    ({"quantize_rematerialize_num_bits": 8.0}, "quantize_rematerialize_num_bits=8.0: must be one of -1, 4, 8"),
+    ({"quantize_scatter_num_bits": None}, "quantize_scatter_num_bits=None: must be one of -1, 4, 8"),
+    (
+        {"mlp_impl": "reference", "quantize_inputs_num_bits": 8},
+        "quantize_inputs_num_bits=8: must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'",
+    ),
     ({"uniform_assignment": 0}, "uniform_assignment=0: must be True or False"),
     ({"expert_score_bias": 1}, "expert_score_bias=1: must be True or False"),
     ({"shared_expert_gate": 1}, "shared_expert_gate=1: must be True or False"),

@@ -58,6 +58,7 @@ class Arguments:
 
     `device` None means the current CUDA device where there is one, else the CPU, decided when a layer is built.
     `mlp_impl` may also be "auto" or "reference" beside 0.10's "grouped" and "sparse". `activation_fn` may be a name.
+    The quantize_* fields are 0.5.1's and stand last; they need no other package.
 
     Raises:
         ConfigError: one line with the field, its value and what is allowed.
@@ -104,6 +105,10 @@ class Arguments:
 
     moe_zloss_weight: float = 0
     moe_zloss_in_fp32: bool = False
+
+    quantize_inputs_num_bits: int = -1
+    quantize_rematerialize_num_bits: int = -1
+    quantize_scatter_num_bits: int = -1
 
     def __post_init__(self) -> None:
         if self.shared_expert_hidden_size is None:
@@ -171,6 +176,9 @@ class Arguments:
                 output_bias=self.bias,
                 mlp_impl=self.mlp_impl,
                 recompute_activation=self.memory_optimized_mlp,
+                quantize_inputs_num_bits=self.quantize_inputs_num_bits,
+                quantize_rematerialize_num_bits=self.quantize_rematerialize_num_bits,
+                quantize_scatter_num_bits=self.quantize_scatter_num_bits,
                 shared_expert_hidden_size=self.shared_expert_hidden_size if self.shared_expert else None,
                 normalize_top_k=self.moe_normalize_expert_weights or None,
                 jitter_eps=self.moe_jitter_eps,

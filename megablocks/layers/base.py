@@ -130,7 +130,10 @@ class MoEBase(nn.Module):
         if group is None or ranks == 1:
             return LocalDispatcher(), ExpertShard(0, experts)
         shards = ranks // experts if ranks > experts and ranks % experts == 0 else 1
-        dispatcher = AllToAllDispatcher(group, experts, ffn_shards=shards, ffn_fastest=False)
+        num_bits = self.config.quantize_scatter_num_bits
+        dispatcher = AllToAllDispatcher(
+            group, experts, ffn_shards=shards, ffn_fastest=False, quantize_num_bits=num_bits
+        )
         return dispatcher, dispatcher.shard
 
     def _build_shared(self, placed: dict[str, Any]) -> SharedExpert:

@@ -25,6 +25,7 @@ from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.ops.sparse.mlp import sparse_mlp
 from megablocks.ops.sparse.topology import topology
@@ -46,15 +47,16 @@ def grouped_mlp(
 ) -> Tensor:
     """rows (R, H) sorted by expert, offsets (E+1,) int32 → (R, H); rows from offsets[E] on are unspecified.
 
-    With `dispatch`, whose offsets these are, `rows` are the tokens (T, H) that the up-projections gather themselves.
+    With `dispatch`, whose offsets these are, `rows` are the tokens (T, H) that the up-projections gather themselves;
+    quantize_inputs_num_bits needs it.
     """
     w1, v1 = (None if w is None else w.transpose(1, 2) for w in weights[:2])
     assert w1 is not None
     gate = None
     if dispatch is not None and v1 is not None:
-        pre, gate = gathered_mm_pair(rows, w1, v1, dispatch)
+        pre, gate = gathered_mm_pair(rows, w1, v1, dispatch, num_bits=config.quantize_inputs_num_bits)
     elif dispatch is not None:
-        pre = gathered_mm(rows, w1, dispatch)
+        pre = gathered_mm(rows, w1, dispatch, num_bits=config.quantize_inputs_num_bits)
     else:
         pre = grouped_mm(rows, w1, offsets)
         gate = None if v1 is None else grouped_mm(rows, v1, offsets)
@@ -62,8 +64,11 @@ def grouped_mlp(
         pre = add_expert_bias(pre, weights.b1, offsets)
     if gate is not None and weights.c1 is not None:
         gate = add_expert_bias(gate, weights.c1, offsets)
-    if config.recompute_activation:
-        out = activate_and_project(pre, gate, weights.w2, offsets, config.activation, config.gelu_approximate)
+    pre_bits = config.quantize_rematerialize_num_bits
+    if config.recompute_activation or pre_bits != OFF:
+        out = activate_and_project(
+            pre, gate, weights.w2, offsets, config.activation, config.gelu_approximate, num_bits=pre_bits
+        )
     else:
         out = grouped_mm(activate(pre, gate, config.activation, config.gelu_approximate), weights.w2, offsets)
     return out if weights.b2 is None else add_expert_bias(out, weights.b2, offsets)
@@ -93,10 +98,12 @@ def sparse_experts(
         activation=config.activation,
         approximate=config.gelu_approximate,
         recompute=config.recompute_activation,
+        input_bits=config.quantize_inputs_num_bits,
+        pre_bits=config.quantize_rematerialize_num_bits,
     )
     if weights.b2 is not None:
         rows = add_expert_bias(rows, weights.b2, padded_offsets)
-    return padded_scatter(rows, weight, padded)
+    return padded_scatter(rows, weight, padded, num_bits=config.quantize_scatter_num_bits)
 
 
 def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:

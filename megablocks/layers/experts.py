@@ -31,6 +31,7 @@ from megablocks.layers.expert_mlp import (
 )
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.parallel.all_to_all import scale_gradient
 
@@ -179,7 +180,7 @@ class Experts(nn.Module):
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
                 rows = reference_mlp(weights, gather(x, dispatch), offsets, self.config)
-            return combine(rows, weight, dispatch)
+            return combine(rows, weight, dispatch, num_bits=self.config.quantize_scatter_num_bits)
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
         """Rows already sorted by local expert.
@@ -197,8 +198,11 @@ class Experts(nn.Module):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
-            mlp = reference_mlp if impl == "reference" else grouped_mlp
-            return mlp(weights, rows, expert_offsets, self.config)
+            if impl == "reference":
+                return reference_mlp(weights, rows, expert_offsets, self.config)
+            gathers = self.config.quantize_inputs_num_bits != OFF  # keeps its input once for both up-projections
+            dispatch = sorted_dispatch(expert_offsets, rows.shape[0]) if gathers else None
+            return grouped_mlp(weights, rows, expert_offsets, self.config, dispatch)
 
     def forward_padded(self, bins: Tensor) -> Tensor:
         """The same number of rows for every expert, whatever stands in them; mlp_impl only tells the reference apart.
@@ -209,13 +213,19 @@ class Experts(nn.Module):
         Returns:
             (E, C, H).
         """
-        bins = self._prepare(bins)
+        bins, config = self._prepare(bins), self.config
         with torch.autocast(bins.device.type, enabled=False):
             weights = self._weights(bins.dtype)
-            if self.config.mlp_impl != "reference":
-                return batched_mlp(weights, bins, self.config)
-            offsets = torch.arange(bins.shape[0] + 1) * bins.shape[1]
-            return reference_mlp(weights, bins.flatten(0, 1), offsets, self.config).view(bins.shape)
+            rows = bins.flatten(0, 1)
+            if config.mlp_impl == "reference":
+                offsets = torch.arange(bins.shape[0] + 1) * bins.shape[1]
+                return reference_mlp(weights, rows, offsets, config).view(bins.shape)
+            if config.quantize_inputs_num_bits == config.quantize_rematerialize_num_bits == OFF:
+                return batched_mlp(weights, bins, config)
+            # as rows of equal counts, since the grouped ops are those that can keep less
+            offsets = torch.arange(bins.shape[0] + 1, dtype=torch.int32, device=bins.device) * bins.shape[1]
+            dispatch = sorted_dispatch(offsets, rows.shape[0])
+            return grouped_mlp(weights, rows, offsets, config, dispatch).view(bins.shape)
 
     def mlp_impl_for(self, rows: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
         """What `rows` rows in all are computed by: mlp_impl, or what "auto" picks.

@@ -50,13 +50,13 @@ Dispatcher = LocalDispatcher | AllToAllDispatcher
 class _PaddedExperts:
     """Experts that compute a fixed number of places each, filled or not."""
 
-    def __init__(self, mlp: Callable[[Tensor], Tensor], places: int) -> None:
-        self.mlp, self.places = mlp, places
+    def __init__(self, mlp: Callable[[Tensor], Tensor], places: int, num_bits: int) -> None:
+        self.mlp, self.places, self.num_bits = mlp, places, num_bits
 
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
         bins = bin_dispatch(dispatch, self.places)
         places = self.mlp(binned_gather(x, dispatch, self.places, bins=bins))
-        return binned_scatter(places, weight, dispatch, bins=bins)
+        return binned_scatter(places, weight, dispatch, bins=bins, num_bits=self.num_bits)
 
 
 def _with_capacity(
@@ -71,7 +71,7 @@ def _with_capacity(
     with torch.no_grad():
         capacity, places, before = _capacity(routing, config, group)
     kept = apply_capacity(routing, capacity, before=before)
-    y = dispatcher.run(x, kept, _PaddedExperts(mlp, places))
+    y = dispatcher.run(x, kept, _PaddedExperts(mlp, places, config.quantize_scatter_num_bits))
     return y, {"dropped": kept.metrics["dropped"], "capacity": torch.tensor(places)}
 
 
@@ -114,8 +114,10 @@ class ParallelMLP(nn.Module):
         self.expert_parallel_group = group = mpu.expert_parallel_group(args)
         self.dispatcher: Dispatcher = LocalDispatcher()
         if group is not None and group_size(group) > 1:
-            shards = mpu.hidden_sharding_degree(args)
-            self.dispatcher = AllToAllDispatcher(group, self.num_experts, ffn_shards=shards, ffn_fastest=False)
+            shards, num_bits = mpu.hidden_sharding_degree(args), self.config.quantize_scatter_num_bits
+            self.dispatcher = AllToAllDispatcher(
+                group, self.num_experts, ffn_shards=shards, ffn_fastest=False, quantize_num_bits=num_bits
+            )
         self.mlp = self._init_mlp(args)
         zeros = torch.zeros(args.hidden_size, device=args.resolve_device(), dtype=args.dtype)
         self.bias = nn.Parameter(zeros) if args.bias else None

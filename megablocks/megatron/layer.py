@@ -71,7 +71,12 @@ class MegaBlocksMoELayer(MoELayer):
         if groups.ep.size() * shards == 1:
             return LocalDispatcher()
         # In Megatron's group of expert-tensor × expert-parallel ranks the former are neighbours.
-        return AllToAllDispatcher(self.dispatch_group, self.config.num_moe_experts, ffn_shards=shards)
+        return AllToAllDispatcher(
+            self.dispatch_group,
+            self.config.num_moe_experts,
+            ffn_shards=shards,
+            quantize_num_bits=self.settings.quantize_scatter_num_bits,
+        )
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None, **_: Any

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import CAPACITY_RULES, MLP_IMPLS, ROUTER_TYPES, ConfigError
+from megablocks.config import CAPACITY_RULES, MLP_IMPLS, QUANTIZE_NUM_BITS, ROUTER_TYPES, ConfigError
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
 ENV_PREFIX = "MEGABLOCKS_"
 
 
-def _option(default: Any, text: str, choices: tuple[str, ...] | None = None) -> Any:
+def _option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
@@ -54,6 +54,13 @@ class MegaBlocksSettings:
     )
     uniform_assignment: bool = _option(False, "replace the router's choice by round robin, for benchmarks")
     recompute_activation: bool = _option(False, "recompute the experts' activation in backward instead of storing it")
+    quantize_inputs_num_bits: int = _option(-1, "bits of the experts' kept input; -1: as it is", QUANTIZE_NUM_BITS)
+    quantize_rematerialize_num_bits: int = _option(
+        -1, "bits of the kept pre-activations, from which backward recomputes; -1: as they are", QUANTIZE_NUM_BITS
+    )
+    quantize_scatter_num_bits: int = _option(
+        -1, "bits of the experts' output kept for the router; -1: as it is", QUANTIZE_NUM_BITS
+    )
     attention: str = _option(
         "sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS
     )
@@ -62,11 +69,17 @@ class MegaBlocksSettings:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
             if choices is not None and value not in choices:
-                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
+                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(map(str, choices))}")
         if self.layer == "tutel":  # the rule is Tutel's, whichever code runs it, and so is the default factor
             object.__setattr__(self, "capacity_rule", "tutel")
             if self.capacity_factor is None:
                 object.__setattr__(self, "capacity_factor", 1.0)
+        if self.quantize_scatter_num_bits != -1 and self.layer == "experts":
+            value = self.quantize_scatter_num_bits
+            raise ConfigError(
+                f"quantize_scatter_num_bits={value!r}: must be -1 with layer='experts', where "
+                "Megatron weights the experts' output"
+            )
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
             raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
 
@@ -90,11 +103,12 @@ def _parse(name: str, text: str, hint: Any) -> Any:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name}={text!r}: must be 0, 1, true or false")
         return text.lower() in ("1", "true")
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError:
-            raise ConfigError(f"{name}={text!r}: must be a number") from None
+    for kind, what in ((int, "an integer"), (float, "a number")):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                raise ConfigError(f"{name}={text!r}: must be {what}") from None
     return text
 
 

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, build_dispatch_op
 from megablocks.parallel.all_to_all import all_to_all
 from megablocks.parallel.groups import ExpertShard, shard_of
@@ -60,10 +61,17 @@ class AllToAllDispatcher:
         ffn_shards: ranks over which each expert's width is cut. Rows go to every shard of the owner, and the shards'
             partial outputs are added where the token lives.
         ffn_fastest: rank order inside `group`, see `shard_of`.
+        quantize_num_bits: as `combine` takes it, for the rows that came back; -1 for none.
     """
 
     def __init__(
-        self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True
+        self,
+        group: ProcessGroup,
+        num_experts: int,
+        *,
+        ffn_shards: int = 1,
+        ffn_fastest: bool = True,
+        quantize_num_bits: int = OFF,
     ) -> None:
         self.group = group
         self.size = group.size()
@@ -72,6 +80,7 @@ class AllToAllDispatcher:
         )
         self.num_experts = num_experts
         self.ffn_shards = ffn_shards
+        self.quantize_num_bits = quantize_num_bits
         self.blocks = self.size // ffn_shards
         # block_of[g]: which block of experts rank g of the group holds
         self.block_of = [g // ffn_shards if ffn_fastest else g % self.blocks for g in range(self.size)]
@@ -97,7 +106,7 @@ class AllToAllDispatcher:
             outputs = self._sum_shards(outputs, send)
         if outputs.shape[0] < routing.num_pairs:  # pairs without an expert: rows that nobody reads
             outputs = torch.cat([outputs, outputs.new_zeros(routing.num_pairs - outputs.shape[0], x.shape[1])])
-        return combine(outputs, routing.weight, dispatch)
+        return combine(outputs, routing.weight, dispatch, num_bits=self.quantize_num_bits)
 
     def _exchange_counts(self, expert_offsets: Tensor) -> tuple[Tensor, list[int], list[int], list[int]]:
         """Tell each rank how many rows each of its experts gets from here.

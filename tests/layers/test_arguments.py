@@ -39,6 +39,7 @@ def test_defaults_are_those_of_0_10():
         mlp_type="mlp", mlp_impl="grouped", fp16=True, bf16=False, uniform_expert_assignment=False,
         shared_expert=False, fc_cls=torch.nn.Linear, fc_kwargs={}, remat_act_fn=True, shared_expert_hidden_size=4096,
         shared_expert_weighted_sum=False, moe_zloss_weight=0, moe_zloss_in_fp32=False,
+        quantize_inputs_num_bits=-1, quantize_rematerialize_num_bits=-1, quantize_scatter_num_bits=-1,
     )  # fmt: skip
     arguments = Arguments()
     assert {name: getattr(arguments, name) for name in expected} == expected

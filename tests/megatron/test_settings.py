@@ -55,6 +55,8 @@ def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyP
     [
         ("CAPACITY_FACTOR", "much", "MEGABLOCKS_CAPACITY_FACTOR='much': must be a number"),
         ("RECOMPUTE_ACTIVATION", "maybe", "MEGABLOCKS_RECOMPUTE_ACTIVATION='maybe': must be 0, 1, true or false"),
+        ("QUANTIZE_INPUTS_NUM_BITS", "5", "quantize_inputs_num_bits=5: must be one of -1, 4, 8"),
+        ("QUANTIZE_SCATTER_NUM_BITS", "4.0", "MEGABLOCKS_QUANTIZE_SCATTER_NUM_BITS='4.0': must be an integer"),
         ("LAYER", "mine", "layer='mine': must be one of megablocks, experts, megatron, tutel"),
         ("CAPACITY_FACTOR", "-1", r"capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
     ],
@@ -63,6 +65,17 @@ def test_L2_bad_settings_are_named(name: str, value: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         MegaBlocksSettings.from_env({f"MEGABLOCKS_{name}": value})
     assert str(error.value) == message
+
+
+def test_quantizers_reach_the_layers_config() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    environ = {"MEGABLOCKS_QUANTIZE_INPUTS_NUM_BITS": "8", "MEGABLOCKS_QUANTIZE_REMATERIALIZE_NUM_BITS": "4"}
+    config = moe_config(_config(), MegaBlocksSettings.from_env(environ))
+    assert (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) == (8, 4)
+    assert config.quantize_scatter_num_bits == -1
+    with pytest.raises(ConfigError, match="quantize_scatter_num_bits=8: must be -1 with layer='experts'"):
+        MegaBlocksSettings(layer="experts", quantize_scatter_num_bits=8)
 
 
 def test_layer_tutel_implies_tutels_rule_and_default_factor() -> None:

@@ -89,6 +89,15 @@ def activation() -> None:
         activation_backward_launch(z, z, gate, name, approximate)
 
 
+@family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
+def quant() -> None:
+    from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch
+
+    for dtype, width, num_bits in product(EVERY, (20, 1024), (8, 4)):
+        codes, scales = quantize_launch(torch.zeros(8, width, dtype=dtype), num_bits)
+        dequantize_launch(codes, scales, num_bits, width, dtype)
+
+
 @family("grouped.grouped_mm_triton", "_ragged_m_kernel", "_ragged_k_kernel")
 def grouped() -> None:
     from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m

@@ -21,6 +21,7 @@ from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
+from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.sparse import dds, dsd, sdd, topology
@@ -95,15 +96,27 @@ def _samples():
         "sparse_sdd_slope": (sdd_slope_op, (const(*up[0]), const(*up[1]), const(s.num_blocks, 64, 64), *pattern)),
         "sparse_mlp": (
             sparse_mlp_op,
-            (t(*up[0]), t(*up[1]), None, t(s.shape[1]), None, t(s.shape[1], H), *pattern, False),
+            (t(*up[0]), t(*up[1]), None, t(s.shape[1]), None, t(s.shape[1], H), *pattern, False, -1, -1),
         ),
         "sparse_mlp_recompute": (
             sparse_mlp_op,
-            (t(*up[0]), t(s.shape[1], H).t(), None, None, None, t(s.shape[1], H), *pattern, True),
+            (t(*up[0]), t(s.shape[1], H).t(), None, None, None, t(s.shape[1], H), *pattern, True, 8, 4),
         ),
         "sparse_mlp_gated": (
             sparse_mlp_op,
-            (t(*up[0]), t(*up[1]), t(*up[1]), t(s.shape[1]), t(s.shape[1]), t(s.shape[1], H), *gated, False),
+            (t(*up[0]), t(*up[1]), t(*up[1]), t(s.shape[1]), t(s.shape[1]), t(s.shape[1], H), *gated, False, -1, -1),
+        ),
+        "sparse_mlp_gated_quantised": (
+            sparse_mlp_op,
+            (t(*up[0]), t(*up[1]), t(*up[1]), None, None, t(s.shape[1], H), *gated, True, 4, 8),
+        ),
+        "quantize": (quantize_op, (const(R, 20), 8)),
+        "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
+        "combine_quantised": (combine_op, (t(R, H), weight.clone().requires_grad_(), *moves, False, 4)),
+        "gathered_mm_quantised": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), *moves, offsets, 8)),
+        "activate_and_project_quantised": (
+            activate_and_project_op,
+            (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh", 8),
         ),
         "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh")),
     }

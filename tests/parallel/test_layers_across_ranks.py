@@ -133,6 +133,26 @@ def test_N6_every_path_computes_the_same_across_ranks():
             assert relative_error(actual, wanted) < 1e-6, impl
 
 
+def _errors_of_quantisers(config):
+    """By quantiser, the relative error of output, dx, and the gradients of router, w1, v1 and w2."""
+    plain = _output_and_gradients(config)
+    errors = {}
+    for name in ("inputs", "rematerialize", "scatter"):
+        quantised = _output_and_gradients(config.replace(**{f"quantize_{name}_num_bits": 8}))
+        errors[name] = [relative_error(a, b) for a, b in zip(quantised, plain, strict=True)]
+    return errors
+
+
+def test_N1_quantised_gradients_are_near_across_ranks():
+    config = config_of("sparse", mlp_impl="grouped", mlp_bias=False)
+    touched = {"inputs": (3, 4), "rematerialize": (1, 3, 4, 5), "scatter": (1, 2)}  # dx passes through the router
+    for errors in run_distributed_test(_errors_of_quantisers, 2, config):
+        for name, values in errors.items():
+            assert values[0] == 0
+            for i, error in enumerate(values):
+                assert (1e-5 < error < 2e-2) if i in touched[name] else error == 0, (name, values)
+
+
 def test_N8_a_scale_of_one_leaves_the_sum_over_ranks():
     _compare("grouped", config_of(), (5, 5), expert_scale=2.0, expert_grad_scale=1.0)
 

@@ -23,6 +23,7 @@ from megablocks.ops.grouped.grouped_mm import (
     weight_gradient,
 )
 from megablocks.ops.library import custom_op
+from megablocks.ops.quant.saved import OFF, pack, unpack
 
 
 def activate_and_project_ref(
@@ -34,25 +35,32 @@ def activate_and_project_ref(
 
 @custom_op("megablocks::activate_and_project", mutates_args=())
 def activate_and_project_op(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str
-) -> Tensor:
+    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str,
+    num_bits: int = OFF,
+) -> Tensor:  # fmt: skip
     return grouped_mm_op(activation_op(pre, gate_pre, name, approximate), w, offsets)
 
 
 @activate_and_project_op.register_fake
-def _(pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str) -> Tensor:
+def _(
+    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str,
+    num_bits: int = OFF,
+) -> Tensor:  # fmt: skip
     return pre.new_empty(pre.shape[0], w.shape[2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pre, gate_pre, w, offsets, ctx.name, ctx.approximate = inputs
+    pre, gate_pre, w, offsets, ctx.name, ctx.approximate, num_bits = inputs
     need_pre, need_gate, need_w = ctx.needs_input_grad[:3]
     ctx.transposed = is_transposed(w)
-    ctx.save_for_backward(pre, gate_pre, w if need_pre or need_gate else None, offsets)
+    ctx.packed_pre, *kept_pre = pack(pre, num_bits)
+    ctx.packed_gate, *kept_gate = pack(gate_pre, num_bits)
+    ctx.save_for_backward(*kept_pre, *kept_gate, w if need_pre or need_gate else None, offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    pre, gate_pre, w, offsets = ctx.saved_tensors
+    pre, pre_scales, gate_pre, gate_scales, w, offsets = ctx.saved_tensors
+    pre, gate_pre = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate_pre, gate_scales)
     d_pre = d_gate = dw = None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
         d_act = grouped_mm_op(dy, w.transpose(1, 2), offsets)
@@ -61,20 +69,22 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     if ctx.needs_input_grad[2]:
         act = activation_op(pre, gate_pre, ctx.name, ctx.approximate)
         dw = weight_gradient(act, dy, offsets, ctx.transposed)
-    return d_pre, d_gate, dw, None, None, None
+    return d_pre, d_gate, dw, None, None, None, None
 
 
 activate_and_project_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def activate_and_project(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str = "tanh"
-) -> Tensor:
+    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str = "tanh",
+    *, num_bits: int = OFF,
+) -> Tensor:  # fmt: skip
     """`grouped_mm(activate(pre, gate_pre, name, approximate), w, offsets)`, keeping the activation only in forward.
 
     Args:
         pre, gate_pre, name, approximate: as in `activate`, (R, I).
         w, offsets: as in `grouped_mm`, w (E, I, H).
+        num_bits: 4 or 8 keep pre and gate_pre quantised (`ops.quant`); -1 as they are.
 
     Returns:
         (R, H) in pre's dtype; rows >= offsets[E] are unspecified.
@@ -87,4 +97,4 @@ def activate_and_project(
         (gate_pre,) = under_autocast(gate_pre)
     check_activation(pre, gate_pre, name, approximate)
     check_grouped(pre, w, offsets)
-    return activate_and_project_op(pre, gate_pre, w, offsets, name, approximate)
+    return activate_and_project_op(pre, gate_pre, w, offsets, name, approximate, num_bits)

@@ -35,6 +35,7 @@ from megablocks.ops.grouped.grouped_mm import (
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
+from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -94,6 +95,7 @@ def gathered_mm_op(
     scatter: Tensor,
     token_offsets: Tensor,
     offsets: Tensor,
+    num_bits: int = OFF,
 ) -> tuple[Tensor, Tensor]:
     """(R, N) of w and of v, the latter empty without v."""
     none = x.new_empty(0)
@@ -115,20 +117,22 @@ def _(
     scatter: Tensor,
     token_offsets: Tensor,
     offsets: Tensor,
+    num_bits: int = OFF,
 ) -> tuple[Tensor, Tensor]:
     y = x.new_empty(gather.shape[0], w.shape[2])
     return y, x.new_empty(0) if v is None else torch.empty_like(y)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, v, *indices = inputs
+    x, w, v, *indices, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
     ctx.gated = v is not None
-    ctx.save_for_backward(x if need_w or need_v else None, *((w, v) if need_x else (None, None)), *indices)
+    ctx.packed, *kept = pack(x if need_w or need_v else None, num_bits)
+    ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *indices)
 
 
 def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, v, pair, gather, scatter, token_offsets, offsets = ctx.saved_tensors
+    codes, scales, w, v, pair, gather, scatter, token_offsets, offsets = ctx.saved_tensors
     need_x, need_w, need_v = ctx.needs_input_grad[:3]  # asked again: a caller may want one gradient of three
     dx = dw = dv = None
     if need_x:
@@ -138,11 +142,12 @@ def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
             d_rows = grouped_mm_op(dy, w.transpose(1, 2), offsets)
         dx = combine_op(d_rows, None, pair, gather, scatter, token_offsets)
     indices = pair, gather, scatter, token_offsets, offsets
+    x = unpack(ctx.packed, codes, scales) if need_w or need_v else None
     if need_w:
         dw = gathered_mm_dw_op(dy, x, *indices).transpose(1, 2)
     if need_v and ctx.gated:
         dv = gathered_mm_dw_op(dz, x, *indices).transpose(1, 2)
-    return dx, dw, dv, None, None, None, None, None
+    return dx, dw, dv, None, None, None, None, None, None
 
 
 gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
@@ -155,13 +160,14 @@ def _check(x: Tensor, w: Tensor, dispatch: Dispatch) -> None:
     check_grouped(x, w, dispatch.expert_offsets)
 
 
-def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch) -> Tensor:
+def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF) -> Tensor:
     """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets)` that neither makes nor keeps the gathered rows.
 
     Args:
         x: (T, H) floating.
         w: (E, H, N), same dtype; any stride, best a view `w1.transpose(1, 2)` of (E, N, H), as its gradient is.
         dispatch: of T tokens and R pairs.
+        num_bits: 4 or 8 keep x quantised (`ops.quant`) for dW; -1 as it is.
 
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified.
@@ -172,14 +178,16 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch) -> Tensor:
     x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     d = dispatch
-    return gathered_mm_op(x, w, None, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets)[0]
+    return gathered_mm_op(x, w, None, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets, num_bits)[0]
 
 
-def gathered_mm_pair(x: Tensor, w: Tensor, v: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
+def gathered_mm_pair(
+    x: Tensor, w: Tensor, v: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
+) -> tuple[Tensor, Tensor]:
     """`gathered_mm` with w and with v, the two weights of a gated MLP, sharing what they can.
 
     Args:
-        x, dispatch: as in `gathered_mm`.
+        x, dispatch, num_bits: as in `gathered_mm`.
         w, v: (E, H, N) of equal shape.
 
     Returns:
@@ -194,4 +202,4 @@ def gathered_mm_pair(x: Tensor, w: Tensor, v: Tensor, dispatch: Dispatch) -> tup
     if w.shape != v.shape:
         raise ValueError(f"v is {tuple(v.shape)}: must be {tuple(w.shape)}, as w")
     d = dispatch
-    return gathered_mm_op(x, w, v, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets)
+    return gathered_mm_op(x, w, v, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets, num_bits)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from megablocks.ops.permute.padded import PaddedDispatch, bin_dispatch, padded_gather, padded_scatter
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -30,12 +31,18 @@ def binned_gather(x: Tensor, dispatch: Dispatch, capacity: int, *, bins: PaddedD
 
 
 def binned_scatter(
-    places: Tensor, weight: Tensor | None, dispatch: Dispatch, *, bins: PaddedDispatch | None = None
+    places: Tensor,
+    weight: Tensor | None,
+    dispatch: Dispatch,
+    *,
+    bins: PaddedDispatch | None = None,
+    num_bits: int = OFF,
 ) -> Tensor:
     """Sum each token's places, times their pairs' weights: places (E, C, H), weight (R,) or None → (T, H).
 
     Args:
         bins: `bin_dispatch(dispatch, C)` where the caller has it.
+        num_bits: as in `combine`.
 
     Raises:
         ValueError: places of another number of experts than the dispatch, or a weight of another length.
@@ -44,4 +51,4 @@ def binned_scatter(
     if places.dim() != 3 or places.shape[0] != num_experts:
         raise ValueError(f"bins is {tuple(places.shape)}: must be (E, C, H) with E={num_experts}, as in the dispatch")
     bins = bin_dispatch(dispatch, places.shape[1]) if bins is None else bins
-    return padded_scatter(places.flatten(0, 1), weight, bins)
+    return padded_scatter(places.flatten(0, 1), weight, bins, num_bits=num_bits)

@@ -19,6 +19,7 @@ from torch import Tensor
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.library import custom_op
+from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -81,6 +82,7 @@ def combine_op(
     scatter: Tensor,
     token_offsets: Tensor,
     padded: bool = False,
+    num_bits: int = OFF,
 ) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.permute.permute_triton import combine_launch
@@ -98,6 +100,7 @@ def _(
     scatter: Tensor,
     token_offsets: Tensor,
     padded: bool = False,
+    num_bits: int = OFF,
 ) -> Tensor:
     return rows.new_empty(token_offsets.shape[0] - 1, rows.shape[1])
 
@@ -137,32 +140,35 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    rows, weight, pair, gather, scatter, token_offsets, ctx.padded = inputs
-    need_rows, need_weight = ctx.needs_input_grad[:2]
-    ctx.save_for_backward(rows if need_weight else None, weight, pair, gather, scatter, token_offsets)
+    rows, weight, pair, gather, scatter, token_offsets, ctx.padded, num_bits = inputs
+    need_weight = ctx.needs_input_grad[1]
+    ctx.packed, *kept = pack(rows if need_weight else None, num_bits)
+    ctx.save_for_backward(*kept, weight, pair, gather, scatter, token_offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     from megablocks.ops.permute.gather import gather_op  # here, since that module imports this one
 
-    rows, weight, *indices = ctx.saved_tensors
+    codes, scales, weight, *indices = ctx.saved_tensors
     need_rows, need_weight = ctx.needs_input_grad[:2]
     if weight is None:
-        return gather_op(dy, *indices, ctx.padded), None, None, None, None, None, None
+        return gather_op(dy, *indices, ctx.padded), None, None, None, None, None, None, None
+    rows = unpack(ctx.packed, codes, scales) if need_weight else None
     d_rows, d_weight = combine_backward_op(dy, rows, weight, *indices, ctx.padded)
-    return (d_rows if need_rows else None), (d_weight if need_weight else None), None, None, None, None, None
+    return (d_rows if need_rows else None), (d_weight if need_weight else None), None, None, None, None, None, None
 
 
 combine_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch) -> Tensor:
+def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits: int = OFF) -> Tensor:
     """Sum each token's rows, times their weights.
 
     Args:
         rows: (R, H), sorted by expert.
         weight: (R,) floating, one a pair in the order of the Routing (not of the rows); None for ones.
         dispatch: of T tokens and R pairs.
+        num_bits: 4 or 8 keep the rows quantised (`ops.quant`) for the weights' gradient; -1 as they are.
 
     Returns:
         (T, H) in the rows' dtype; 0 for a token without a valid pair.
@@ -175,4 +181,5 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch) -> Tensor:
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (R, H) with R={num_pairs}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
-    return combine_op(rows, weight, dispatch.pair, dispatch.gather, dispatch.scatter, dispatch.token_offsets)
+    indices = dispatch.pair, dispatch.gather, dispatch.scatter, dispatch.token_offsets
+    return combine_op(rows, weight, *indices, False, num_bits)

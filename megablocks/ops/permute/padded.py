@@ -21,6 +21,7 @@ from megablocks.ops.backend import runs_triton
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -206,12 +207,13 @@ def padded_gather(x: Tensor, padded: PaddedDispatch) -> Tensor:
     return gather_op(x, padded.pair, padded.gather, padded.scatter, padded.token_offsets, True)
 
 
-def padded_scatter(rows: Tensor, weight: Tensor | None, padded: PaddedDispatch) -> Tensor:
+def padded_scatter(rows: Tensor, weight: Tensor | None, padded: PaddedDispatch, *, num_bits: int = OFF) -> Tensor:
     """Sum each token's rows, times their weights: rows (N, H) → (T, H); differentiable in rows and weight.
 
     Args:
         rows: (N, H); padding is not read, and its gradient is exactly 0.
         weight: (R,) floating, one a pair in the order of the Routing; None for ones.
+        num_bits: as in `combine`.
 
     Raises:
         ValueError: rows or weight of another length than the indices.
@@ -221,4 +223,5 @@ def padded_scatter(rows: Tensor, weight: Tensor | None, padded: PaddedDispatch) 
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (N, H) with N={num_rows}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
-    return combine_op(rows, weight, padded.pair, padded.gather, padded.scatter, padded.token_offsets, True)
+    indices = padded.pair, padded.gather, padded.scatter, padded.token_offsets
+    return combine_op(rows, weight, *indices, True, num_bits)

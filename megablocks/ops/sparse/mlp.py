@@ -22,6 +22,7 @@ from torch import Tensor
 from megablocks.ops.activation import GATED, activation_backward_op, activation_op, check_activation
 from megablocks.ops.grouped.grouped_mm import under_autocast
 from megablocks.ops.library import custom_op
+from megablocks.ops.quant.saved import OFF, pack, unpack
 
 from .epilogue import Epilogue
 from .matrix import Matrix
@@ -69,6 +70,7 @@ def _(
 def sparse_mlp_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, w2: Tensor,
     indices: list[Tensor], block_size: int, run: int, name: str, approximate: str, recompute: bool,
+    input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
@@ -96,6 +98,7 @@ def _add_bias(values: Tensor, bias: Tensor | None, column_indices: Tensor) -> Te
 def _(
     x: Tensor, w1: Tensor, v1: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, w2: Tensor,
     indices: list[Tensor], block_size: int, run: int, name: str, approximate: str, recompute: bool,
+    input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     pre = _room(indices, block_size, x)
     gate = x.new_empty(0) if v1 is None else torch.empty_like(pre)
@@ -104,7 +107,8 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w1, v1, bias, gate_bias, w2, indices, ctx.block_size, ctx.run, ctx.name, ctx.approximate, ctx.recompute = inputs
+    x, w1, v1, bias, gate_bias, w2, indices, ctx.block_size, ctx.run, ctx.name, ctx.approximate, *keeping = inputs
+    ctx.recompute, input_bits, pre_bits = keeping
     _, pre, gate, act = output
     need_x, need_w1, need_v1, need_bias, need_gate_bias, need_w2 = ctx.needs_input_grad[:6]
     ctx.bias_dtype, ctx.gate_bias_dtype = (None if b is None else b.dtype for b in (bias, gate_bias))
@@ -113,25 +117,32 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.mark_non_differentiable(pre, gate, act)
     ctx.set_materialize_grads(False)
     need_hidden = need_x or need_w1 or need_v1 or need_bias or need_gate_bias
+    need_pre = need_hidden or (need_w2 and ctx.recompute)
+    ctx.packed_x, *kept_x = pack(x if need_w1 or need_v1 else None, input_bits)
+    ctx.packed_pre, *kept_pre = pack(pre if need_pre else None, pre_bits)
+    ctx.packed_gate, *kept_gate = pack(gate if need_pre else None, pre_bits)
     ctx.save_for_backward(
-        x if need_w1 or need_v1 else None,
+        *kept_x,
         w1 if need_x else None,
         v1 if need_x else None,
         w2 if need_hidden else None,
-        pre if need_hidden or ctx.recompute else None,
-        gate if need_hidden or ctx.recompute else None,
+        *kept_pre,
+        *kept_gate,
         act if need_w2 else None,
         *indices,
     )
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, w1, v1, w2, pre, gate, act, *indices = ctx.saved_tensors
-    no_gradients = [None] * len(indices), None, None, None, None, None
+    x, x_scales, w1, v1, w2, pre, pre_scales, gate, gate_scales, act, *indices = ctx.saved_tensors
+    no_gradients = [None] * len(indices), None, None, None, None, None, None, None
     need_x, need_w1, need_v1, need_bias, need_gate_bias, need_w2 = ctx.needs_input_grad[:6]
     if dy is None:
         return *[None] * 6, *no_gradients
     dx = dw1 = dv1 = dbias = dgate_bias = dw2 = None
+    if need_w1 or need_v1:
+        x = unpack(ctx.packed_x, x, x_scales)
+    pre, gate = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate, gate_scales)
     gate = gate if ctx.gated else None
 
     def weight_gradient(d_values: Tensor) -> Tensor:
@@ -169,6 +180,7 @@ sparse_mlp_op.register_autograd(_backward, setup_context=_save)
 def sparse_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, pattern: Matrix, *, v1: Tensor | None = None, bias: Tensor | None = None,
     gate_bias: Tensor | None = None, activation: str = "gelu", approximate: str = "tanh", recompute: bool = False,
+    input_bits: int = OFF, pre_bits: int = OFF,
 ) -> Tensor:  # fmt: skip
     """act(x · w1 + bias) · w2, or (act(x · w1 + bias) ⊙ (x · v1 + gate_bias)) · w2, at the used blocks of `pattern`.
 
@@ -180,6 +192,8 @@ def sparse_mlp(
         bias, gate_bias: (N,) or None; gate_bias with v1 only.
         activation, approximate: as in `activate`.
         recompute: keep the pre-activations only and compute the activation again in backward: M·N/E values less.
+        input_bits: 4 or 8 keep x quantised (`ops.quant`) for the gradients of w1 and v1; -1 as it is.
+        pre_bits: the same for the pre-activations, and recomputes.
 
     Returns:
         (M, O); zero in block rows without blocks. Differentiable in x, w1, v1, w2 and the biases.
@@ -210,6 +224,6 @@ def sparse_mlp(
     bias, gate_bias = (None if b is None else b.contiguous() for b in (bias, gate_bias))
     out = sparse_mlp_op(
         x, w1, v1, bias, gate_bias, w2, list(pattern.indices), pattern.block_size, pattern.run, activation, approximate,
-        recompute,
+        recompute or pre_bits != OFF, input_bits, pre_bits,
     )  # fmt: skip
     return out[0]

@@ -1,0 +1,184 @@
+"""Quantised saved activations: bytes kept for backward, errors of the weight gradients, and what they cost in time.
+
+    python benchmarks/quant.py [--out DIR] [--tokens T] [--repeats N]
+
+A dMoE layer of the paper's XS size (hidden 512, width 2048, 64 experts, top-1) on a GPU in bfloat16, a small one on a
+CPU in float32; mlp_impl "grouped" and "sparse", ungated and gated. By quantiser and bits:
+
+    saved    bytes that autograd keeps less than without the quantiser (each storage counted once)
+    errors   ‖dW − dW without‖ / ‖dW without‖ by weight; a quantiser alone must stay within 1e-2 at 8 bits and 1e-1 at 4
+    ms       median time of forward and backward on a GPU, the best on a CPU, beside the layer without quantisers
+
+and for the two kernels alone the bytes they move a second beside torch's copy. Exits with 1 at an error beyond its
+bound. Writes quant.json. DRY_RUN=1 prints the cases alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+QUANTIZERS = ("inputs", "rematerialize", "scatter")
+BOUND = {8: 1e-2, 4: 1e-1}
+IMPLS, ACTIVATIONS = ("grouped", "sparse"), ("gelu", "swiglu")
+SIZES = {"cuda": dict(hidden=512, width=2048, experts=64), "cpu": dict(hidden=64, width=128, experts=8)}
+
+
+def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
+    names = [(name,) for name in QUANTIZERS] + [QUANTIZERS]
+    return [(impl, act, bits, n) for impl in IMPLS for act in ACTIVATIONS for bits in (8, 4) for n in names]
+
+
+def timed(run: Callable[[], object], repeats: int, device: str) -> float:
+    """Milliseconds of one run."""
+    import torch
+
+    run()
+    run()
+    times = []
+    for _ in range(repeats):
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return (statistics.median if device == "cuda" else min)(times) * 1e3
+
+
+def measure(
+    impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, repeats: int, device: str
+) -> Any:
+    """(gradients by name, bytes kept, milliseconds) of one layer."""
+    import torch
+
+    from megablocks import MoEConfig, dMoE
+
+    size = SIZES[device]
+    config = MoEConfig(
+        hidden_size=size["hidden"], ffn_hidden_size=size["width"], num_experts=size["experts"], activation=activation,
+        mlp_impl=impl, init_std=size["hidden"] ** -0.5, **{f"quantize_{name}_num_bits": bits for name in names},
+    )  # fmt: skip
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    torch.manual_seed(0)
+    layer = dMoE(config, seed=0, device=device, dtype=dtype)
+    x = torch.randn(tokens, config.hidden_size, device=device, dtype=dtype, requires_grad=True)
+    dy = torch.randn_like(x)
+    storages: dict[int, Any] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = layer.forward_with_aux(x)[0]
+    kept = sum(nbytes for nbytes, _ in storages.values())
+    storages.clear()
+    y.backward(dy)
+    grads = {name.removeprefix("experts."): p.grad.clone() for name, p in layer.named_parameters()}
+
+    def step() -> None:
+        layer.zero_grad()
+        x.grad = None
+        layer.forward_with_aux(x)[0].backward(dy)
+
+    return grads, kept, timed(step, repeats, device)
+
+
+def measure_kernels(rows: int, width: int, repeats: int) -> list[dict[str, Any]]:
+    """GB/s of both kernels and of a copy, bfloat16."""
+    import torch
+
+    from megablocks.ops.quant.quant import dequantize, packed_bytes, quantize
+
+    def gb(run: Callable[[], object], nbytes: int) -> float:
+        for _ in range(3):
+            run()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(repeats):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        return nbytes * repeats / start.elapsed_time(end) / 1e6
+
+    x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    result = []
+    for bits in (8, 4):
+        codes, scales = quantize(x, bits)
+        moved = x.nbytes + packed_bytes(bits, rows, width)
+        result.append({
+            "rows": rows, "width": width, "bits": bits,
+            "quantize_gb_s": gb(lambda bits=bits: quantize(x, bits), moved),
+            "dequantize_gb_s": gb(lambda c=codes, s=scales, bits=bits: dequantize(c, s, bits, width, x.dtype), moved),
+            "copy_gb_s": gb(lambda: out.copy_(x), 2 * x.nbytes),
+        })  # fmt: skip
+    return result
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/quant"), help="folder for the results")
+    parser.add_argument("--tokens", type=int, help="default 65536 on a GPU, 512 on a CPU")
+    parser.add_argument("--repeats", type=int, default=10, help="timed runs a case")
+    options = parser.parse_args()
+    if options.repeats < 1 or (options.tokens is not None and options.tokens < 1):
+        parser.error(f"--repeats={options.repeats}, --tokens={options.tokens}: must be >= 1")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for impl, activation, bits, names in cases():
+            print(f"{impl:8} {activation:7} bits={bits} {'+'.join(names)}")
+        return 0
+
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tokens = options.tokens or (65536 if device == "cuda" else 512)
+    plain: dict[tuple[str, str], Any] = {}
+    rows, failed = [], False
+    print(f"{'impl':8} {'act':7} bits {'quantised':13} {'kept MB':>8} {'saved MB':>8} {'ms':>7} {'plain':>7}  errors")
+    for impl, activation, bits, names in cases():
+        if (impl, activation) not in plain:
+            plain[impl, activation] = measure(impl, activation, -1, (), tokens, options.repeats, device)
+        expected, kept_plain, ms_plain = plain[impl, activation]
+        grads, kept, ms = measure(impl, activation, bits, names, tokens, options.repeats, device)
+        errors = {n: float((grads[n] - g).float().norm() / g.float().norm()) for n, g in expected.items()}
+        name = names[0] if len(names) == 1 else "all three"
+        failed |= len(names) == 1 and max(errors.values()) > BOUND[bits]
+        row = dict(impl=impl, activation=activation, bits=bits, quantised=name, kept=kept, saved=kept_plain - kept)
+        rows.append(row | dict(ms=ms, ms_plain=ms_plain, errors=errors))
+        shown = " ".join(f"{n.removesuffix('.layer.weight')} {e:.4f}" for n, e in errors.items())
+        print(
+            f"{impl:8} {activation:7} {bits:4d} {name:13} {kept / 1e6:8.1f} {(kept_plain - kept) / 1e6:8.1f} "
+            f"{ms:7.2f} {ms_plain:7.2f}  {shown}",
+            flush=True,
+        )
+    kernels = []
+    for width in (512, 2048) if device == "cuda" else ():
+        kernels += measure_kernels(tokens, width, 50)
+    for k in kernels:
+        print(
+            f"{k['rows']} x {k['width']} at {k['bits']} bits: quantize {k['quantize_gb_s']:.0f} GB/s, "
+            f"dequantize {k['dequantize_gb_s']:.0f}, copy {k['copy_gb_s']:.0f}"
+        )
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    about = {"device": name, "torch": torch.__version__, "tokens": tokens, **SIZES[device]}
+    path = options.out / "quant.json"
+    path.write_text(
+        json.dumps(about | {"within_bounds": not failed, "rows": rows, "kernels": kernels}, indent=2) + "\n"
+    )
+    print(f"wrote {path}" + ("; an error is BEYOND ITS BOUND" if failed else ""))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

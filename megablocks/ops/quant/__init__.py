@@ -1,0 +1,1 @@
+"""Quantised copies of tensors that backward needs."""
