@@ -2,7 +2,7 @@
 
 Called as in 0.10 they compute as it does, to the bit where the products do: torch's activation, rounded before it is
 multiplied by the gate. The layers, which give them a Dispatch, use ours, whose gelu keeps its digits in the negative
-tail where torch's cancels, and round the product once.
+tail where torch's cancels, and round the product once; so do those whose saved activations are quantised.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from megablocks.layers.expert_mlp import ExpertWeights
 from megablocks.layers.mlp import SharedMLP, SparseMLP, _Grouped, offsets_of
 from megablocks.ops.activation import activation_ref
 from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.quant.saved import OFF
 from megablocks.ops.sparse.matrix import Matrix
 from megablocks.ops.sparse.products import dsd, sdd
 
@@ -46,6 +47,8 @@ class SparseGLU(SparseMLP):
     _gated = True
 
     def _multiply_blocks(self, x: Tensor, weights: ExpertWeights, pattern: Matrix) -> Tensor:
+        if self._quantised():
+            return super()._multiply_blocks(x, weights, pattern)
         assert weights.v1 is not None
         pre, gate = (sdd(x, w.flatten(0, 1).t(), pattern).data for w in (weights.w1, weights.v1))
         assert pre is not None and gate is not None
@@ -59,12 +62,16 @@ class SparseGLU(SparseMLP):
     def _activation(self) -> tuple[str, str]:
         return activation_of(self.args.activation_fn)
 
+    def _quantised(self) -> bool:
+        config = self.config
+        return not config.quantize_inputs_num_bits == config.quantize_rematerialize_num_bits == OFF
+
 
 class GroupedGLU(_Grouped, SparseGLU):
     """Gated experts by grouped GEMMs."""
 
     def _multiply_rows(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if self.config.mlp_impl == "reference":
+        if self.config.mlp_impl == "reference" or self._quantised():
             return self.forward_sorted(x, offsets)
         x = self._prepare(x)
         with torch.autocast(x.device.type, enabled=False):

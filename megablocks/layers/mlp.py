@@ -132,9 +132,12 @@ class SparseMLP(_ArgumentsExperts):
             weights.w1.flatten(0, 1).t(),
             weights.w2.flatten(0, 1),
             pattern,
+            v1=None if weights.v1 is None else weights.v1.flatten(0, 1).t(),
             activation=self.config.activation,
             approximate=self.config.gelu_approximate,
             recompute=self.config.recompute_activation,
+            input_bits=self.config.quantize_inputs_num_bits,
+            pre_bits=self.config.quantize_rematerialize_num_bits,
         )
 
 

@@ -114,8 +114,10 @@ class ParallelMLP(nn.Module):
         self.expert_parallel_group = group = mpu.expert_parallel_group(args)
         self.dispatcher: Dispatcher = LocalDispatcher()
         if group is not None and group_size(group) > 1:
-            shards = mpu.hidden_sharding_degree(args)
-            self.dispatcher = AllToAllDispatcher(group, self.num_experts, ffn_shards=shards, ffn_fastest=False)
+            shards, num_bits = mpu.hidden_sharding_degree(args), self.config.quantize_scatter_num_bits
+            self.dispatcher = AllToAllDispatcher(
+                group, self.num_experts, ffn_shards=shards, ffn_fastest=False, quantize_num_bits=num_bits
+            )
         self.mlp = self._init_mlp(args)
         zeros = torch.zeros(args.hidden_size, device=args.resolve_device(), dtype=args.dtype)
         self.bias = nn.Parameter(zeros) if args.bias else None
