@@ -10,10 +10,12 @@ import megablocks.ops
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
-from megablocks.ops.permute.binned import binned_gather, binned_scatter, bins_to_rows_op, rows_to_bins_op
+from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
+from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.sparse import dds, dsd, sdd, topology
@@ -40,8 +42,12 @@ def _samples():
     weight = routing.weight.float()
     moves = (d.pair, d.gather, d.scatter, d.token_offsets)
     offsets = d.expert_offsets
+    wide = torch.arange(E + 1, dtype=torch.int32) * 6
+    p = pad_dispatch(d, wide, 20)
+    padding = (p.pair, p.gather, p.scatter, p.token_offsets)
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
     up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
+    gated = (*pattern[:3], "swiglu", "tanh")
     return {
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
@@ -59,11 +65,21 @@ def _samples():
             combine_backward_op,
             (const(T, H), None, weight, *moves),
         ),
-        "rows_to_bins": (rows_to_bins_op, (t(R, H), offsets, 3)),
-        "bins_to_rows": (bins_to_rows_op, (t(E, 3, H), offsets, R)),
+        "padded_gather": (gather_op, (t(T, H), *padding, True)),
+        "padded_combine": (combine_op, (t(20, H), weight.clone().requires_grad_(), *padding, True)),
+        "padded_combine_backward": (combine_backward_op, (const(T, H), const(20, H), weight, *padding, True)),
+        "pad_indices": (pad_indices_op, (offsets[1:], wide[1:], 0, 20, d.pair, d.gather, d.scatter, 1)),
+        "pad_indices_plain": (pad_indices_op, (offsets[1:], None, 3, 3 * E, d.pair, None, None, K)),
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
+        "grouped_mm_sum": (
+            grouped_mm_sum_op,
+            (const(R, H), const(E, H, F), const(R, H), const(E, H, F), offsets),
+        ),
+        "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, *moves, offsets)),
+        "gathered_mm_pair": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), *moves, offsets)),
+        "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), *moves, offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
         "sparse_topology": (topology_op, (offsets, 2, 5, 64)),
@@ -72,8 +88,18 @@ def _samples():
         "sparse_dds": (spmm_op, (t(s.num_blocks, 64, 64), t(H, s.shape[0]), list(s.indices), False, True, 2)),
         "sparse_sdd_activate": (sdd_activate_op, (const(*up[0]), const(*up[1]), const(s.shape[1]), *pattern)),
         "sparse_sdd_slope": (sdd_slope_op, (const(*up[0]), const(*up[1]), const(s.num_blocks, 64, 64), *pattern)),
-        "sparse_mlp": (sparse_mlp_op, (t(*up[0]), t(*up[1]), t(s.shape[1]), t(s.shape[1], H), *pattern)),
-        "sparse_mlp_without_bias": (sparse_mlp_op, (t(*up[0]), t(*up[1]), None, t(s.shape[1], H), *pattern)),
+        "sparse_mlp": (
+            sparse_mlp_op,
+            (t(*up[0]), t(*up[1]), None, t(s.shape[1]), None, t(s.shape[1], H), *pattern, False),
+        ),
+        "sparse_mlp_recompute": (
+            sparse_mlp_op,
+            (t(*up[0]), t(s.shape[1], H).t(), None, None, None, t(s.shape[1], H), *pattern, True),
+        ),
+        "sparse_mlp_gated": (
+            sparse_mlp_op,
+            (t(*up[0]), t(*up[1]), t(*up[1]), t(s.shape[1]), t(s.shape[1]), t(s.shape[1], H), *gated, False),
+        ),
         "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, "swiglu", "tanh")),
     }
 
@@ -114,7 +140,9 @@ def test_N9_compile_whole_layer(fused, backend):
         else:
             y = grouped_mm(activate(pre, gate, "swiglu"), w2.view(E, F, H), offsets)
         bins = binned_gather(x, d, 2)
-        return combine(y, routing.weight, d) + binned_scatter(bins, routing.weight, d)
+        padded = pad_dispatch(d, torch.arange(E + 1, dtype=torch.int32) * 8, 8 * E)
+        z = combine(y, routing.weight, d) + padded_scatter(padded_gather(x, padded).sin(), routing.weight, padded)
+        return z + binned_scatter(bins, routing.weight, d)
 
     inputs = (x, w1, v1, w2, b1, weight)
     eager = layer(*inputs, ids)
