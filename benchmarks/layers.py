@@ -35,7 +35,7 @@ SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
     "XS": (65536, 512, 2048, 64),
     "Small": (32768, 768, 3072, 64),
     "Medium": (8192, 1024, 4096, 64),
-    "toy": (128, 32, 64, 4),
+    "toy": (128, 32, 128, 4),
 }
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"
