@@ -22,7 +22,7 @@ from megablocks.ops.activation import activate, activation_ref
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias
-from megablocks.ops.grouped.gathered_mm import gathered_mm
+from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
 from megablocks.ops.routing.dispatch import Dispatch
@@ -48,14 +48,20 @@ def grouped_mlp(
 
     With `dispatch`, whose offsets these are, `rows` are the tokens (T, H) that the up-projections gather themselves.
     """
-
-    def project(w: Tensor, b: Tensor | None) -> Tensor:
-        w = w.transpose(1, 2)
-        out = grouped_mm(rows, w, offsets) if dispatch is None else gathered_mm(rows, w, dispatch)
-        return out if b is None else add_expert_bias(out, b, offsets)
-
-    pre = project(weights.w1, weights.b1)
-    gate = None if weights.v1 is None else project(weights.v1, weights.c1)
+    w1, v1 = (None if w is None else w.transpose(1, 2) for w in weights[:2])
+    assert w1 is not None
+    gate = None
+    if dispatch is not None and v1 is not None:
+        pre, gate = gathered_mm_pair(rows, w1, v1, dispatch)
+    elif dispatch is not None:
+        pre = gathered_mm(rows, w1, dispatch)
+    else:
+        pre = grouped_mm(rows, w1, offsets)
+        gate = None if v1 is None else grouped_mm(rows, v1, offsets)
+    if weights.b1 is not None:
+        pre = add_expert_bias(pre, weights.b1, offsets)
+    if gate is not None and weights.c1 is not None:
+        gate = add_expert_bias(gate, weights.c1, offsets)
     if config.recompute_activation:
         out = activate_and_project(pre, gate, weights.w2, offsets, config.activation, config.gelu_approximate)
     else:

@@ -325,6 +325,26 @@ def test_what_the_layer_refuses():
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("impl", ["grouped", "sparse", "auto"])
+def test_N9_compile_a_whole_layer(impl):
+    """Router, experts and losses in one graph, equal to eager."""
+    config = config_of("sparse", mlp_impl=impl)
+    plain, layer = build(impl, config), build(impl, config)
+    x, dy = batch(config, 9)
+    y, aux = plain.forward_with_aux(x)
+    ((y * dy).sum() + sum(aux.losses.values())).backward()
+
+    def run(x):
+        y, aux = layer.forward_with_aux(x)
+        return y, sum(aux.losses.values())
+
+    compiled, losses = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    ((compiled * dy).sum() + losses).backward()
+    assert torch.equal(compiled, y)
+    for (name, p), q in zip(plain.named_parameters(), layer.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-7), name
+
+
 def test_auto_says_once_what_it_picked(caplog):
     from megablocks.layers import experts
 
