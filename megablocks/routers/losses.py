@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megablocks.ops.routing.router import balance_loss
+
 
 def load_balancing_loss(
     scores: Tensor,
@@ -35,16 +37,25 @@ def load_balancing_loss(
     Returns:
         () scalar; 0 without tokens.
     """
+    return balance_loss_over_ranks(scores.sum(0), tokens_per_expert, num_tokens, top_k, weight, group)
+
+
+def balance_loss_over_ranks(
+    sums: Tensor,
+    tokens_per_expert: Tensor,
+    num_tokens: int | Tensor,
+    top_k: int,
+    weight: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """`load_balancing_loss` from the sums (E,) of this rank's scores."""
     num_ranks = 1
     if group is not None and (num_ranks := dist.get_world_size(group)) > 1:
         count = torch.as_tensor(num_tokens, dtype=torch.int64, device=tokens_per_expert.device)
         totals = torch.cat((tokens_per_expert.long(), count.view(1)))
         dist.all_reduce(totals, group=group)
         tokens_per_expert, num_tokens = totals[:-1], totals[-1]
-    num_tokens = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
-    fraction = tokens_per_expert.to(scores.dtype) / (num_tokens * top_k)
-    mean_score = scores.sum(0) / num_tokens
-    return weight * scores.shape[1] * num_ranks * torch.dot(fraction, mean_score)
+    return balance_loss(sums, tokens_per_expert, num_tokens, top_k, weight * num_ranks)
 
 
 def z_loss(logits: Tensor, num_tokens: int | Tensor, weight: float, *, padding_mask: Tensor | None = None) -> Tensor:

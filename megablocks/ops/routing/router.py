@@ -1,0 +1,261 @@
+"""Logits to experts, weights, load and losses in one op: all that a top-k router does behind its projection.
+
+    ids, weights    as `topk_weights`                              Legend: T tokens, E experts, K top-k
+    load_e          pairs of expert e
+    sums_e          Σ_t share_te, share = the softmax scores, or the sigmoid's over their sum
+    balance         weight · E/(K·n²) · Σ_e load_e · sums_e        n tokens that are no padding, at least 1
+    z               weight · 1/n · Σ_t logsumexp(logits_t)²
+
+Sources: Switch Transformer (arXiv 2101.03961) and megablocks 0.10 for balance, ST-MoE (arXiv 2202.08906) for z.
+Padding (mask True) gets expert -1, is no load, enters no sum, and has a gradient of exactly 0, whatever it holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.backend import runs_triton
+from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.routing.dispatch import count_valid
+from megablocks.ops.routing.topk import router_scores, topk_weights
+
+MAX_EXPERTS, MAX_TOP_K = 1024, 32  # what a tile in registers holds
+_TINY = 1e-20  # as topk's: keeps 0/0 out where every sigmoid underflowed
+
+
+class RouterOutput(NamedTuple):
+    """What a router gives for T tokens.
+
+    weight (T·K,), balance (), z (), sums (E,): float32 (float64 for float64 logits), differentiable.
+    expert, token: (T·K,) int32.    load: (E,) int64.
+    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are no padding, and 0, the ids out of range.
+    """
+
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    expert: Tensor
+    token: Tensor
+    load: Tensor
+    stats: Tensor
+
+
+def balance_loss(sums: Tensor, load: Tensor, num_tokens: int | Tensor, top_k: int, weight: float) -> Tensor:
+    """weight · E/(K·T²) · Σ_e load_e · sums_e: sums (E,) floating, load (E,) integer, T an int or () integer → ()."""
+    num_tokens = num_tokens.clamp(min=1) if isinstance(num_tokens, Tensor) else max(num_tokens, 1)
+    fraction = load.to(sums.dtype) / (num_tokens * top_k)
+    return weight * sums.shape[0] * torch.dot(fraction, sums / num_tokens)
+
+
+def score_shares(logits: Tensor, score_function: str) -> Tensor:
+    """Scores (T, E) of which each token's sum to 1."""
+    scores = router_scores(logits, score_function)
+    return scores / (scores.sum(1, keepdim=True) + _TINY) if score_function == "sigmoid" else scores
+
+
+def router_ref(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, ...]:
+    """`router_op` in plain torch, differentiable by autograd."""
+    num_tokens, num_experts = logits.shape
+    logits, function = logits.to(accumulation_dtype(logits.dtype)), "sigmoid" if sigmoid else "softmax"
+    living = torch.ones(num_tokens, dtype=torch.bool, device=logits.device)
+    if padding_mask is not None:
+        living = ~padding_mask
+        logits = logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
+    ids, weight = topk_weights(
+        logits,
+        top_k,
+        score_function=function,
+        softmax_order="after_topk" if after else "before_topk",
+        bias=bias,
+        norm_p=float(norm_p) if norm_p else None,
+        scaling=scaling,
+    )
+    expert = torch.where(living.unsqueeze(1), ids, -1).flatten().int()
+    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device).repeat_interleave(top_k)
+    load, count = count_valid(expert, num_experts), living.sum()
+    sums = score_shares(logits, function).masked_fill(~living.unsqueeze(1), 0.0).sum(0)
+    squares = torch.logsumexp(logits, dim=1).square().masked_fill(~living, 0.0).sum()
+    balance = balance_loss(sums, load, count, top_k, balance_weight)
+    z = z_weight * (squares / count.clamp(min=1))
+    broken = (~logits.detach().isfinite()).any(1).sum()
+    stats = torch.stack([broken, count, torch.zeros_like(count)])
+    return weight.flatten(), balance, z, sums, expert, token, load, stats
+
+
+def router_backward_ref(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    grads: tuple[Tensor | None, ...],
+    *options: Any,
+) -> Tensor:
+    """The gradient of the logits from those of weight, balance, z and sums, by autograd."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        outputs = router_ref(leaf, bias, padding_mask, *options)[:4]
+    pairs = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
+    if not pairs:
+        return torch.zeros_like(logits)
+    return torch.autograd.grad([out for out, _ in pairs], leaf, [grad for _, grad in pairs])[0]
+
+
+@torch.library.custom_op("megablocks::router", mutates_args=())
+def router_op(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+    if runs_triton(logits):
+        from megablocks.ops.routing.router_triton import route_launch
+
+        return route_launch(logits, bias, padding_mask, *options)
+    return RouterOutput(*router_ref(logits, bias, padding_mask, *options))[:]
+
+
+@router_op.register_fake
+def _(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    (num_tokens, num_experts), device = logits.shape, logits.device
+    pairs, acc = num_tokens * top_k, accumulation_dtype(logits.dtype)
+
+    def make(*shape: int, dtype: torch.dtype = acc) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    ids = (make(pairs, dtype=torch.int32), make(pairs, dtype=torch.int32))
+    counts = (make(num_experts, dtype=torch.int64), make(3, dtype=torch.int64))
+    return make(pairs), make(), make(), make(num_experts), *ids, *counts
+
+
+@torch.library.custom_op("megablocks::router_backward", mutates_args=())
+def router_backward_op(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    expert: Tensor,
+    load: Tensor,
+    stats: Tensor,
+    d_weight: Tensor | None,
+    d_balance: Tensor | None,
+    d_z: Tensor | None,
+    d_sums: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> Tensor:
+    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+    grads = (d_weight, d_balance, d_z, d_sums)
+    if runs_triton(logits):
+        from megablocks.ops.routing.router_triton import route_backward_launch
+
+        saved = (logits, padding_mask, expert, load, stats)
+        return route_backward_launch(*saved, d_weight, d_balance, d_z, d_sums, *options)
+    return router_backward_ref(logits, bias, padding_mask, grads, *options)
+
+
+@router_backward_op.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, bias, padding_mask, *ctx.options = inputs
+    ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
+    result = RouterOutput(*output)
+    ctx.save_for_backward(logits, bias, padding_mask, result.expert, result.load, result.stats)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    rest = (None,) * (2 + len(ctx.options))
+    if all(grad is None for grad in grads[:4]):
+        return None, *rest
+    return router_backward_op(*ctx.saved_tensors, *grads[:4], *ctx.options), *rest
+
+
+router_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def router_kernel_takes(
+    logits: Tensor, top_k: int, *, num_groups: int | None = None, norm_p: float | None = None
+) -> bool:
+    """Whether `route_topk` runs as a kernel for these logits (T, E) and options."""
+    plain = num_groups is None and norm_p in (None, 1.0, 2.0)
+    return plain and runs_triton(logits) and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_TOP_K
+
+
+def route_topk(
+    logits: Tensor,
+    top_k: int,
+    *,
+    score_function: str = "softmax",
+    softmax_order: str = "before_topk",
+    bias: Tensor | None = None,
+    norm_p: float | None = None,
+    scaling: float = 1.0,
+    balance_weight: float = 0.0,
+    z_weight: float = 0.0,
+    padding_mask: Tensor | None = None,
+) -> RouterOutput:
+    """Choose each token's experts, with the load and the losses; no host synchronisation.
+
+    Args:
+        logits: (T, E) floating, differentiable.
+        norm_p: None, 1 or 2. The other options are those of `topk_weights`.
+        balance_weight, z_weight: of the losses.
+        padding_mask: (T,) bool, True for padding.
+
+    Raises:
+        ValueError: another norm_p, a top_k outside [1, E], or more experts or choices than the kernel holds.
+    """
+    if norm_p not in (None, 1.0, 2.0):
+        raise ValueError(f"norm_p={norm_p!r}: must be None, 1 or 2; topk_weights takes others")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {logits.shape[1]}")
+    if runs_triton(logits) and not router_kernel_takes(logits, top_k):
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, top_k={top_k}: must be at most {MAX_EXPERTS} experts and top_k={MAX_TOP_K}"
+        )
+    after = score_function == "softmax" and softmax_order == "after_topk"
+    norm = 0 if norm_p is None else int(norm_p)
+    weights = (float(balance_weight), float(z_weight))
+    return RouterOutput(
+        *router_op(
+            logits, bias, padding_mask, top_k, score_function == "sigmoid", after, norm, float(scaling), *weights
+        )
+    )

@@ -1,0 +1,333 @@
+"""Triton kernels behind `router_op`: scores, top-k, weights, load and loss sums, in one pass over the logits each way.
+
+Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times BLOCK >= E experts, in registers.
+
+1. route   P programs walk the tiles: ids and weights of each token; per program the sums of the scores, the load, the
+           squared log-sum-exp and the counts of what is not finite and what is no padding.
+2. finish  one program adds the P partial results in their order and computes both losses. No atomics: reruns are equal.
+3. route backward   one pass: logits and the gradients of weights and losses to the gradient of the logits.
+
+Bytes: logits once each way, the gradient of the logits once; scores are never stored.
+
+The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
+since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
+and the smallest integer marks what was taken, so that ids are K different ones in [0, E) whatever the logits hold.
+"""
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
+_TILE = 4096  # values of a tile; 16 a thread
+_TINY = tl.constexpr(1e-20)
+_TAKEN = tl.constexpr(-(2**31))
+_LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
+_LARGEST = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
+    """(logits float32, 0 in padding; alive (TOKENS,), False for padding and past the end; inside (1, BLOCK))."""
+    inside = (e < E)[None, :]
+    alive = t < num_tokens
+    if MASKED:
+        alive = alive & (tl.load(mask_ptr + t, mask=alive, other=0).to(tl.int32) == 0)
+    at = t[:, None].to(tl.int64) * E + e[None, :]
+    return tl.load(logits_ptr + at, mask=alive[:, None] & inside, other=0).to(tl.float32), alive, inside
+
+
+@triton.jit
+def _softmax(logits, inside):
+    """(exp(logits - top), top, sum) of each row; 0 outside."""
+    top = tl.max(tl.where(inside, logits, float("-inf")), 1)
+    spoilt = tl.max((logits != logits).to(tl.int32), 1) > 0  # whether a maximum skips NaN is the hardware's choice
+    top = tl.where(spoilt, float("nan"), top)
+    exp = tl.where(inside, tl.exp(logits - top[:, None]), 0.0)
+    return exp, top, tl.sum(exp, 1)
+
+
+@triton.jit
+def _keys(value, inside):
+    value = tl.where(value == 0.0, 0.0, value)  # -0 is 0
+    bits = value.to(tl.int32, bitcast=True)
+    key = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST)
+    key = tl.where(value != value, _LARGEST, key)
+    return tl.where(inside, key, _TAKEN)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
+def _route_kernel(
+    logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, partial_ptr, count_ptr,
+    num_tokens, num_tiles, E, scaling,
+    K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK)
+    k = tl.arange(0, KPAD)
+    sums = tl.zeros((TOKENS, BLOCK), tl.float32)
+    load = tl.zeros((TOKENS, BLOCK), tl.int32)
+    squares = tl.zeros((TOKENS,), tl.float32)
+    broken = tl.zeros((TOKENS,), tl.int32)
+    living = tl.zeros((TOKENS,), tl.int32)
+    for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        t = tile * TOKENS + tl.arange(0, TOKENS)
+        logits, alive, inside = _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
+        exp, top, total = _softmax(logits, inside)
+        if SIGMOID:
+            scores = tl.where(inside, tl.sigmoid(logits), 0.0)
+            shares = scores / (tl.sum(scores, 1) + _TINY)[:, None]
+        else:
+            scores = exp / total[:, None]
+            shares = scores
+        sums += tl.where(alive[:, None] & inside, shares, 0.0)
+        lse = top + tl.log(total)
+        squares += tl.where(alive, lse * lse, 0.0)
+        infinite = (logits != logits) | (tl.abs(logits) == float("inf"))
+        broken += tl.max(infinite.to(tl.int32), 1)
+        living += alive.to(tl.int32)
+
+        pick = logits if AFTER else scores
+        if BIASED:
+            pick += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
+        key = _keys(pick, inside)
+        ids = tl.zeros((TOKENS, KPAD), tl.int32)
+        for i in range(K):
+            best = tl.max(key, 1)
+            expert = tl.min(tl.where(key == best[:, None], e[None, :], BLOCK), 1)
+            key = tl.where(e[None, :] == expert[:, None], _TAKEN, key)
+            ids = tl.where((k == i)[None, :], expert[:, None], ids)
+        load += (alive[:, None] & inside & (key == _TAKEN)).to(tl.int32)
+
+        live = (t < num_tokens)[:, None] & (k < K)[None, :]
+        chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
+            tl.float32
+        )
+        if SIGMOID:
+            weight = tl.sigmoid(chosen)
+        elif AFTER:
+            exp_k, _, total_k = _softmax(chosen, (k < K)[None, :])
+            weight = exp_k / total_k[:, None]
+        else:
+            weight = tl.exp(chosen - top[:, None]) / total[:, None]
+        if NORM == 1:
+            weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
+        elif NORM == 2:
+            weight = weight / (tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1)) + _TINY)[:, None]
+        at = t[:, None].to(tl.int64) * K + k[None, :]
+        tl.store(weight_ptr + at, weight * scaling, mask=live)
+        tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
+        tl.store(token_ptr + at, t[:, None] + ids * 0, mask=live)
+    row = tl.program_id(0)
+    tl.store(partial_ptr + row * (E + 1) + e, tl.sum(sums, 0), mask=e < E)
+    tl.store(partial_ptr + row * (E + 1) + E, tl.sum(squares, 0))
+    tl.store(count_ptr + row * (E + 2) + e, tl.sum(load, 0), mask=e < E)
+    tl.store(count_ptr + row * (E + 2) + E, tl.sum(broken, 0))
+    tl.store(count_ptr + row * (E + 2) + E + 1, tl.sum(living, 0))
+
+
+@triton.jit(do_not_specialize=["num_partials"])
+def _finish_kernel(
+    partial_ptr, count_ptr, sums_ptr, load_ptr, stats_ptr, balance_ptr, z_ptr,
+    num_partials, E, balance_weight, z_weight,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK)
+    sums = tl.zeros((ROWS, BLOCK), tl.float32)
+    load = tl.zeros((ROWS, BLOCK), tl.int32)
+    for start in range(0, num_partials, ROWS):
+        row = start + tl.arange(0, ROWS)
+        mask = (row < num_partials)[:, None] & (e < E)[None, :]
+        sums += tl.load(partial_ptr + row[:, None] * (E + 1) + e[None, :], mask=mask, other=0)
+        load += tl.load(count_ptr + row[:, None] * (E + 2) + e[None, :], mask=mask, other=0)
+    row = tl.arange(0, ALL)
+    mask = row < num_partials
+    squares = tl.sum(tl.load(partial_ptr + row * (E + 1) + E, mask=mask, other=0), 0)
+    broken = tl.sum(tl.load(count_ptr + row * (E + 2) + E, mask=mask, other=0), 0)
+    living = tl.sum(tl.load(count_ptr + row * (E + 2) + E + 1, mask=mask, other=0), 0)
+    score, tokens = tl.sum(sums, 0), tl.sum(load, 0)
+    tl.store(sums_ptr + e, score, mask=e < E)
+    tl.store(load_ptr + e, tokens.to(tl.int64), mask=e < E)
+    tl.store(stats_ptr, broken.to(tl.int64))
+    tl.store(stats_ptr + 1, living.to(tl.int64))
+    tl.store(stats_ptr + 2, 0 * living.to(tl.int64))  # ids outside [0, E): there are none
+    count = tl.maximum(living, 1).to(tl.float32)
+    balance = tl.sum(tokens.to(tl.float32) / (count * K) * (score / count), 0)
+    tl.store(balance_ptr, balance_weight * E * balance)
+    tl.store(z_ptr, z_weight * (squares / count))
+
+
+@triton.jit(do_not_specialize=["num_tokens"])
+def _route_backward_kernel(
+    logits_ptr, mask_ptr, expert_ptr, load_ptr, stats_ptr, d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
+    num_tokens, E, scaling, balance_weight, z_weight,
+    K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
+    MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    logits, alive, inside = _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
+    exp, top, total = _softmax(logits, inside)
+    soft = exp / total[:, None]
+    scores = tl.where(inside, tl.sigmoid(logits), 0.0) if SIGMOID else soft
+    count = tl.maximum(tl.load(stats_ptr + 1), 1).to(tl.float32)
+
+    # d_scores: of the scores; d_logits: what does not pass through them
+    d_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
+    d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
+    if d_weight_ptr is not None:
+        k = tl.arange(0, KPAD)
+        live = alive[:, None] & (k < K)[None, :]
+        row = t.to(tl.int64) * K
+        ids = tl.load(expert_ptr + row[:, None] + k[None, :], mask=live, other=0)
+        grad = tl.load(d_weight_ptr + row[:, None] + k[None, :], mask=live, other=0).to(tl.float32) * scaling
+        chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live, other=0).to(tl.float32)
+        if SIGMOID:
+            weight = tl.sigmoid(chosen)
+        elif AFTER:
+            exp_k, top_k, total_k = _softmax(chosen, (k < K)[None, :])
+            weight = exp_k / total_k[:, None]
+        else:
+            weight = tl.exp(chosen - top[:, None]) / total[:, None]
+        weight = tl.where(live, weight, 0.0)
+        # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
+        factor = tl.full((TOKENS,), 1.0, tl.float32)
+        pull = tl.zeros((TOKENS,), tl.float32)
+        if NORM == 1:
+            norm = tl.sum(weight, 1)
+            factor = 1.0 / (norm + _TINY)
+            pull = tl.sum(grad * weight, 1) * factor * factor
+        elif NORM == 2:
+            norm = tl.sqrt(tl.sum(weight * weight, 1))
+            factor = 1.0 / (norm + _TINY)
+            pull = tl.where(norm == 0.0, 0.0, tl.sum(grad * weight, 1) * factor * factor / norm)
+        d_weight = grad * factor[:, None]
+        if NORM == 1:
+            d_weight -= tl.where(weight > 0, pull[:, None], 0.0)
+        elif NORM == 2:
+            d_weight -= weight * pull[:, None]
+        mean = tl.zeros((TOKENS,), tl.float32)
+        if AFTER:
+            mean = tl.sum(tl.where(live, d_weight * weight, 0.0), 1)
+        for i in range(K):
+            expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)
+            g = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32) * (scaling * factor)
+            hit = e[None, :] == expert[:, None]
+            if AFTER:
+                w = tl.exp(logits - top_k[:, None]) / total_k[:, None]
+            else:
+                w = scores
+            d = g[:, None]
+            if NORM == 1:
+                d = d - tl.where(w > 0, pull[:, None], 0.0)
+            elif NORM == 2:
+                d = d - w * pull[:, None]
+            if AFTER:
+                d_logits += tl.where(hit, w * (d - mean[:, None]), 0.0)
+            else:
+                d_scores += tl.where(hit, d, 0.0)
+
+    d_share = tl.zeros((BLOCK,), tl.float32)
+    if d_sums_ptr is not None:
+        d_share += tl.load(d_sums_ptr + e, mask=e < E, other=0)
+    if d_balance_ptr is not None:
+        load = tl.load(load_ptr + e, mask=e < E, other=0).to(tl.float32)
+        d_share += tl.load(d_balance_ptr) * balance_weight * E * load / (count * K) / count
+    if SIGMOID:
+        whole = tl.sum(scores, 1) + _TINY
+        common = tl.sum(scores * d_share[None, :], 1) / whole
+        d_scores += (d_share[None, :] - common[:, None]) / whole[:, None]
+        d_logits += d_scores * scores * (1.0 - scores)
+    else:
+        d_scores += d_share[None, :]
+        d_logits += scores * (d_scores - tl.sum(d_scores * scores, 1)[:, None])
+    if d_z_ptr is not None:
+        lse = top + tl.log(total)
+        d_logits += soft * (lse * (2.0 * tl.load(d_z_ptr) * z_weight / count))[:, None]
+    d_logits = tl.where(alive[:, None], d_logits, 0.0)
+    at = t[:, None].to(tl.int64) * E + e[None, :]
+    tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside)
+
+
+def _tile(num_experts: int, top_k: int) -> dict[str, int]:
+    block = max(triton.next_power_of_2(num_experts), 16)
+    return {"TOKENS": max(_TILE // block, 4), "BLOCK": block, "K": top_k, "KPAD": triton.next_power_of_2(top_k)}
+
+
+def route_launch(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Results as of `router_op`; two launches."""
+    logits = logits.contiguous()
+    (num_tokens, num_experts), device = logits.shape, logits.device
+    sizes = _tile(num_experts, top_k)
+    tiles = triton.cdiv(num_tokens, sizes["TOKENS"])
+    programs = max(min(tiles, _PROGRAMS), 1)
+
+    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    weight, sums, balance, z = make(num_tokens * top_k), make(num_experts), make(), make()
+    expert, token = (make(num_tokens * top_k, dtype=torch.int32) for _ in range(2))
+    load, stats = make(num_experts, dtype=torch.int64), make(3, dtype=torch.int64)
+    partial, count = make(programs, num_experts + 1), make(programs, num_experts + 2, dtype=torch.int32)
+    _route_kernel[(programs,)](
+        logits, bias, padding_mask, expert, token, weight, partial, count, num_tokens, tiles, num_experts, scaling,
+        SIGMOID=sigmoid, AFTER=after, NORM=norm_p, BIASED=bias is not None, MASKED=padding_mask is not None,
+        num_warps=8, **sizes,
+    )  # fmt: skip
+    _finish_kernel[(1,)](
+        partial, count, sums, load, stats, balance, z, programs, num_experts, balance_weight, z_weight,
+        K=top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=triton.next_power_of_2(_PROGRAMS),
+        num_warps=16,
+    )  # fmt: skip
+    return weight, balance, z, sums, expert, token, load, stats
+
+
+def route_backward_launch(
+    logits: Tensor,
+    padding_mask: Tensor | None,
+    expert: Tensor,
+    load: Tensor,
+    stats: Tensor,
+    d_weight: Tensor | None,
+    d_balance: Tensor | None,
+    d_z: Tensor | None,
+    d_sums: Tensor | None,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
+) -> Tensor:
+    """The gradient of the logits (T, E), in their dtype; one launch."""
+    logits = logits.contiguous()
+    d_weight = None if d_weight is None else d_weight.contiguous()
+    d_sums = None if d_sums is None else d_sums.contiguous()
+    num_tokens, num_experts = logits.shape
+    out = torch.empty_like(logits)
+    sizes = _tile(num_experts, top_k)
+    if out.numel():
+        _route_backward_kernel[(triton.cdiv(num_tokens, sizes["TOKENS"]),)](
+            logits, padding_mask, expert, load, stats, d_weight, d_sums, d_balance, d_z, out,
+            num_tokens, num_experts, scaling, balance_weight, z_weight,
+            SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=8, **sizes,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,164 @@
+"""The router's kernels against its reference and its autograd, on the interpreter and on a GPU."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_ref, router_ref
+from megablocks.ops.routing.router_triton import route_backward_launch, route_launch
+from megablocks.ops.routing.topk import lowest_first_topk
+from megablocks.testing.tolerances import assert_as_exact_as
+
+pytestmark = pytest.mark.any_device
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NAN, INF = float("nan"), float("inf")
+KINDS = [(False, False), (True, False), (False, True)]  # sigmoid, after
+
+
+def _case(num_tokens: int, num_experts: int, biased: bool, masked: bool, dtype: torch.dtype = torch.float32):
+    generator = torch.Generator().manual_seed(num_tokens * 1000 + num_experts)
+    # multiples of 1/8 with ties: scores of different logits are far apart, so no rounding reorders them
+    logits = (torch.randn(num_tokens, num_experts, generator=generator) * 8).round() / 8
+    bias = (torch.randn(num_experts, generator=generator) * 4).round() if biased else None
+    mask = torch.rand(num_tokens, generator=generator) < 0.3 if masked else None
+    if mask is not None:
+        logits[mask] = NAN
+    return [None if t is None else t.to(DEVICE) for t in (logits.to(dtype), bias, mask)]
+
+
+def _compare(case, options, exact_ids=True):
+    logits, bias, mask = case
+    got = RouterOutput(*route_launch(logits, bias, mask, *options))
+    expected = RouterOutput(*router_ref(logits, bias, mask, *options))
+    if exact_ids:
+        assert torch.equal(got.expert, expected.expert)
+        assert torch.equal(got.load, expected.load)
+        torch.testing.assert_close(got.weight, expected.weight, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(got.balance, expected.balance, rtol=2e-5, atol=1e-7)
+    assert torch.equal(got.token, expected.token)
+    assert torch.equal(got.stats, expected.stats)
+    torch.testing.assert_close(got.sums, expected.sums, rtol=2e-5, atol=1e-5)
+    torch.testing.assert_close(got.z, expected.z, rtol=2e-5, atol=1e-6)
+    return got
+
+
+def _gradients(case, options, got, grads):
+    logits, bias, mask = case
+    found = route_backward_launch(logits, mask, got.expert, got.load, got.stats, *grads, *options)
+    expected = router_backward_ref(logits.double(), bias, mask, grads, *options)
+    assert found.dtype == logits.dtype
+    tolerance = {"rtol": 1e-4, "atol": 2e-6} if logits.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    torch.testing.assert_close(found.double(), expected, **tolerance)
+    return found
+
+
+@pytest.mark.parametrize(("sigmoid", "after"), KINDS)
+@pytest.mark.parametrize("norm_p", [0, 1, 2])
+@pytest.mark.parametrize(("biased", "masked"), [(False, False), (True, True)])
+def test_kernels_equal_reference(sigmoid, after, norm_p, biased, masked, poison):
+    options = (3, sigmoid, after, norm_p, 1.5, 0.3, 0.2)
+    case = _case(21, 13, biased, masked)
+    got = _compare(case, options)
+    generator = torch.Generator().manual_seed(1)
+    d_weight, d_sums = torch.randn(63, generator=generator).to(DEVICE), torch.randn(13, generator=generator).to(DEVICE)
+    one = torch.ones((), device=DEVICE)
+    for grads in ((d_weight, 2 * one, -one, d_sums), (d_weight, None, None, None), (None, one, None, None)):
+        found = _gradients(case, options, got, grads)
+        if masked:
+            assert (found[case[2]] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k"),
+    [(0, 4, 2), (1, 1, 1), (1, 5, 5), (70, 2, 1), (9, 64, 8), (5, 200, 32), (3, 512, 6), (2, 1000, 3)],
+)
+def test_R5_sizes(num_tokens, num_experts, top_k, poison):
+    case, options = _case(num_tokens, num_experts, False, False), (top_k, False, False, 1, 1.0, 0.1, 0.1)
+    got = _compare(case, options)
+    grads = (torch.randn(num_tokens * top_k, device=DEVICE), got.balance * 0 + 1, None, None)
+    _gradients(case, options, got, grads)
+
+
+@pytest.mark.parametrize(("sigmoid", "after"), KINDS)
+@pytest.mark.parametrize("top_k", [1, 4])
+def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison):
+    spoilt = [[NAN] * 4, [0.0, NAN, 1.0, NAN], [-INF] * 4, [INF, -INF, NAN, 0.0], [-INF, 1.0, -INF, -INF], [INF] * 4]
+    clean = torch.tensor([[0.5, -0.0, 0.0, 0.25]]).repeat(6, 1)
+    logits = torch.cat([torch.tensor(spoilt), clean]).to(DEVICE)
+    options = (top_k, sigmoid, after, 1, 1.0, 0.1, 0.1)
+    got = RouterOutput(*route_launch(logits, None, None, *options))
+    expected = RouterOutput(*router_ref(logits, None, None, *options))
+    assert torch.equal(got.expert, expected.expert)  # ties and NaN included
+    if top_k == 4:
+        assert (got.expert.view(-1, 4).sort(dim=1).values == torch.arange(4, device=DEVICE)).all()
+    assert torch.equal(got.weight.isnan(), expected.weight.isnan())
+    assert got.stats.tolist() == [6, 12, 0]
+    assert got.z.isnan()
+    grads = (torch.ones_like(got.weight), got.z * 0 + 1, got.z * 0 + 1, None)
+    grads = (grads[0], torch.ones_like(got.z), torch.ones_like(got.z), None)
+    found = route_backward_launch(logits, None, got.expert, got.load, got.stats, *grads, *options)
+    assert found[6:].isfinite().all()
+    assert found[0].isnan().all()
+
+
+@pytest.mark.parametrize("sigmoid", [False, True])
+def test_ties_go_to_the_lowest_id(sigmoid):
+    logits = torch.randint(0, 3, (40, 31), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
+    got = RouterOutput(*route_launch(logits, None, None, 7, sigmoid, False, 0, 1.0, 0.0, 0.0))
+    assert torch.equal(got.expert.view(40, 7).long(), lowest_first_topk(logits, 7))
+
+
+@pytest.mark.parametrize(("sigmoid", "after"), KINDS)
+def test_N1_weights_are_as_exact_as_torch(sigmoid, after):
+    case, options = _case(50, 24, False, False), (4, sigmoid, after, 1, 1.0, 0.1, 0.1)
+    got = RouterOutput(*route_launch(*case, *options))
+    plain = RouterOutput(*router_ref(*case, *options))
+    truth = RouterOutput(*router_ref(case[0].double(), None, None, *options))
+    for name in ("weight", "sums", "balance", "z"):
+        # 4: exp and division in a kernel are within 2 ulp each, torch's within 1
+        assert_as_exact_as(getattr(got, name), getattr(plain, name), getattr(truth, name), factor=4.0)
+
+
+def test_R8_strides():
+    logits, *_ = _case(12, 10, False, False)
+    options = (3, False, False, 1, 1.0, 0.1, 0.1)
+    wide = torch.stack([logits, logits], dim=2)[:, :, 0]
+    got, expected = (RouterOutput(*route_launch(t, None, None, *options)) for t in (wide, logits))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    spread = torch.ones(1, device=DEVICE).expand(36)
+    results = [
+        route_backward_launch(t, None, got.expert, got.load, got.stats, grad, None, None, None, *options)
+        for t, grad in itertools.product((wide, logits), (spread, spread.contiguous()))
+    ]
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.gpu
+def test_N2_ten_reruns_are_bit_identical():
+    logits = torch.randn(20_001, 96, device="cuda", requires_grad=True)
+    runs = []
+    for _ in range(10):
+        out = route_topk(logits, 6, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+        (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance + out.z, logits)
+        runs.append((*out, grad))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 1), (100, 5), (512, 10)])
+def test_bf16_logits_on_a_gpu(num_experts, top_k):
+    case, options = _case(3001, num_experts, False, False, torch.bfloat16), (top_k, False, False, 1, 1.0, 0.1, 0.1)
+    got = _compare(case, options)
+    _gradients(case, options, got, (torch.randn(3001 * top_k, device="cuda"), got.balance * 0 + 1, None, None))
+
+
+def test_bad_options_are_named():
+    logits = torch.zeros(3, 4)
+    with pytest.raises(ValueError, match="^norm_p=3: must be None, 1 or 2"):
+        route_topk(logits, 2, norm_p=3)
+    with pytest.raises(ValueError, match="^top_k=5: must be from 1 to the number of experts, 4"):
+        route_topk(logits, 5)
