@@ -141,9 +141,17 @@ def supports(block_size: int, *operands: Tensor) -> bool:
     )
 
 
+@functools.cache
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
+    """Shared memory's layout of a box, kept: working it out takes longer than the rest of a descriptor."""
+    from triton.experimental.gluon import language as gl
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return gl.NVMMASharedLayout.get_default_for(list(box), element)
+
+
 def _descriptor(t: Tensor, box: list[int]) -> Any:
     """A TMA descriptor of a matrix, whichever dimension is contiguous; `box` in the order of memory."""
-    from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if t.stride(1) != 1:
@@ -151,9 +159,7 @@ def _descriptor(t: Tensor, box: list[int]) -> Any:
     unit = 16 // t.element_size()
     # the stride of a dimension of one is anything; TMA wants it on 16 bytes all the same
     stride = t.stride(0) if t.shape[0] > 1 else -(-t.shape[1] // unit) * unit
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor(t, list(t.shape), [stride, 1], box, layout)
+    return TensorDescriptor(t, list(t.shape), [stride, 1], box, _layout(tuple(box), t.dtype))
 
 
 def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, Any]:
