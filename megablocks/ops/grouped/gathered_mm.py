@@ -26,6 +26,9 @@ from megablocks.ops.grouped.grouped_mm import (
     grouped_mm_dw_op,
     grouped_mm_op,
     grouped_mm_ref,
+    has_torch_kernel,
+    hopper_kernels,
+    twin_kernels,
     under_autocast,
 )
 from megablocks.ops.permute.combine import combine_op
@@ -49,6 +52,8 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Te
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, w2, offsets)
+    if (hopper := hopper_kernels(x)) and hopper.supports_pair(x, w, x2, w2, offsets):
+        return hopper.ragged_m_sum(x, w, x2, w2, offsets)
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, w2, offsets)
 
 
@@ -62,6 +67,11 @@ def gathered_mm_dw_op(
     dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
 ) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
+    if gather.shape[0] > 0:
+        if (hopper := hopper_kernels(x)) and hopper.supports_k(dy, x, offsets):
+            return hopper.ragged_k(dy, x, offsets, gather)
+        if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+            return twin.ragged_k(dy, x, offsets, gather)
     return grouped_mm_dw_op(dy, gather_op(x, pair, gather, scatter, token_offsets), offsets)
 
 
@@ -84,8 +94,16 @@ def gathered_mm_op(
     offsets: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """(R, N) of w and of v, the latter empty without v."""
+    none = x.new_empty(0)
+    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
+        if v is None:
+            return hopper.ragged_m(x, w, offsets, gather), none
+        if hopper.supports_pair(x, w, x, v, offsets):
+            return hopper.ragged_m_pair(x, w, v, offsets, gather)
+    if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+        return twin.ragged_m(x, w, offsets, gather), none if v is None else twin.ragged_m(x, v, offsets, gather)
     rows = gather_op(x, pair, gather, scatter, token_offsets)
-    return grouped_mm_op(rows, w, offsets), x.new_empty(0) if v is None else grouped_mm_op(rows, v, offsets)
+    return grouped_mm_op(rows, w, offsets), none if v is None else grouped_mm_op(rows, v, offsets)
 
 
 @gathered_mm_op.register_fake
@@ -143,8 +161,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch) -> Tensor:
 
     Args:
         x: (T, H) floating.
-        w: (E, H, N), same dtype; any stride, fastest as a view `w1.transpose(1, 2)` of (E, N, H), whose gradient is laid
-            out so too.
+        w: (E, H, N), same dtype; any stride, best a view `w1.transpose(1, 2)` of (E, N, H), as its gradient is.
         dispatch: of T tokens and R pairs.
 
     Returns:
