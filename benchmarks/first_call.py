@@ -25,8 +25,7 @@ from typing import Any
 
 from children import candidate
 from harness import Gate, emit, gpu_name, on_gpu, result_path, write_result
-from layer_candidates import OURS
-from layers import SIZES, shape_of
+from layer_candidates import OURS, SIZES, shape_of
 
 COLD_GOAL_S = 10.0
 ACTIVATIONS = ("gelu", "swiglu")

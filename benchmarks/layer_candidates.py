@@ -20,6 +20,14 @@ from harness import relative_error
 
 OURS = ("auto", "sparse", "grouped")
 PEERS = ("torch", "scattermoe", "sonicmoe")
+SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
+    "XS": (65536, 512, 2048, 64),
+    "Small": (32768, 768, 3072, 64),
+    "Medium": (8192, 1024, 4096, 64),
+    "toy": (128, 32, 128, 4),
+}
+GOAL_FROM, GOAL, LEAST_AT_ONE = 2.0, 1.38, 0.95
+"""The paper's least speed-up over padding (XS), asked for from skew 2 on, and what balance may cost."""
 STRENGTH = 8.0
 """What is added to the chosen logits. The router's weights are drawn so that logits have a standard deviation of 0.5;
 two of them differing by 8 against the constant would be 11 standard deviations of their difference."""
@@ -50,6 +58,11 @@ class Shape:
     def label(self) -> str:
         """As in peers_h200.json."""
         return f"{self.tokens},{self.hidden}; {self.width}/{self.experts}/{self.top_k}"
+
+
+def shape_of(size: str) -> Shape:
+    tokens, hidden, width, experts = SIZES[size]
+    return Shape(tokens, hidden, width, experts, 1, "gelu")
 
 
 @dataclass

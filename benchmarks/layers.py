@@ -28,19 +28,23 @@ from typing import Any
 
 from children import Runner, run_child
 from harness import ROUNDS, Gate, emit, gpu_name, on_gpu, result_path, speed, write_result
-from layer_candidates import OURS, PEERS, Problem, Shape, Step, select
+from layer_candidates import (
+    GOAL,
+    GOAL_FROM,
+    LEAST_AT_ONE,
+    OURS,
+    PEERS,
+    SIZES,
+    Problem,
+    Shape,
+    Step,
+    select,
+    shape_of,
+)
 from layer_timing import check_and_time, profile
 
-SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
-    "XS": (65536, 512, 2048, 64),
-    "Small": (32768, 768, 3072, 64),
-    "Medium": (8192, 1024, 4096, 64),
-    "toy": (128, 32, 128, 4),
-}
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"
-GOAL_FROM, GOAL, LEAST_AT_ONE = 2.0, 1.38, 0.95
-"""The paper's least speed-up over padding (XS), asked for from skew 2 on, and what balance may cost."""
 TRAINED_LOAD = Path(__file__).parent / "results/h200/dmoe_46m/expert_load.csv"
 
 
@@ -53,11 +57,6 @@ def trained_skews() -> list[float]:
         for row in csv.DictReader(file):
             fullest[row["layer"]] = max(fullest.get(row["layer"], 0.0), float(row["tokens_over_mean"]))
     return list(fullest.values())
-
-
-def shape_of(size: str) -> Shape:
-    tokens, hidden, width, experts = SIZES[size]
-    return Shape(tokens, hidden, width, experts, 1, "gelu")
 
 
 def problem_of(job: str) -> Problem:

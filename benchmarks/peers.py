@@ -25,7 +25,7 @@ from harness import ROUNDS, Gate, emit, gpu_name, on_gpu, peer_figures, result_p
 from layer_candidates import OURS, PEERS, Problem, Shape, select
 from layer_timing import check_and_time
 
-TOY = "64,32; 16/8/2"
+TOY = "64,32; 64/8/2"
 
 
 def shape_of(label: str) -> Shape:

@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from harness import read_result
-from layer_candidates import OURS
+from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS
 
 COLORS = {
     "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",
@@ -42,8 +42,6 @@ def _mark_routers(axes: Any, fresh: float, trained: list[float]) -> None:
 
 
 def plot_layers(result: dict[str, Any]) -> Any:
-    from layers import GOAL, GOAL_FROM, LEAST_AT_ONE
-
     sizes, trained = result["summary"]["sizes"], result["summary"]["trained_skews"]
     figure, grid = _canvas(len(sizes), 2, 4.6 * len(sizes), 8.0)
     for column, (size, entry) in enumerate(sizes.items()):
