@@ -1,64 +1,89 @@
-"""Compile Triton and Gluon kernels for a GPU that is not there.
+"""Compile the package's kernels for any NVIDIA architecture, on a machine without a GPU, through their own launchers.
 
-`install(capability)` makes Triton believe in a GPU of that capability for the rest of the process; `compiled` then
-takes what a launcher would have launched, on tensors that may be a CPU's.
+    with compiling_for(86) as compiled:
+        launch(torch.empty(…))                 # a CPU tensor stands for one on the GPU; nothing runs
+    compiled["megablocks.ops.….kernel_name"]   # the binaries that the launch needed: metadata.shared, asm["cubin"]
+
+Works in a process where Triton is not interpreted (TRITON_INTERPRET unset before triton is imported) and that asks for
+one architecture only, since launchers remember what a device can do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ast
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import megablocks
+
 SHARED_BYTES = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Shared memory that one program may have, by capability."""
+"""Shared memory that a program may have, by compute capability (CUDA programming guide, table 21 of version 12.9)."""
+MULTIPROCESSORS = 132
 
 
-class _Driver:
-    def __init__(self, capability: int) -> None:
-        self.capability = capability
+def _stub(architecture: int) -> Any:
+    """A driver of Triton that has a target and properties, and no device behind them."""
+    from triton.backends.compiler import GPUTarget
 
-    @property
-    def utils(self) -> _Driver:
-        return self
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
-        return divmod(self.capability, 10)
-
-    def get_device_properties(self, device: int) -> dict[str, int]:
-        shared = SHARED_BYTES[self.capability]
-        return {"max_shared_mem": shared, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": 32}
-
-    def map_python_to_cpp_type(self, ty: str) -> str:
-        return "void*"
+    properties = {
+        "max_shared_mem": SHARED_BYTES[architecture],
+        "multiprocessor_count": MULTIPROCESSORS,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+    }
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
+    )
 
 
-def install(capability: int) -> None:
-    """Make a GPU of this capability (90 for 9.0) the one that Triton compiles for."""
+@contextlib.contextmanager
+def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
+    """Within it a launch compiles and does not run; yields what was compiled, by module and name of the kernel."""
+    import torch
+    import triton
     from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
 
-    driver.set_active(_Driver(capability))
+    assert not triton.knobs.runtime.interpret, "kernels are interpreted here: unset TRITON_INTERPRET before the import"
+    compiled: dict[str, list[Any]] = {}
+    run = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        binaries = compiled.setdefault(f"{self.fn.__module__}.{self.fn.__name__}", [])
+        if not any(kernel is other for other in binaries):
+            binaries.append(kernel)
+
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    driver.set_active(_stub(architecture))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_instead),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
+        ):
+            yield compiled
+    finally:
+        driver.set_active(None)  # found anew at the next use
 
 
-def compiled(kernel: Any, launch: Callable[[], Any]) -> Any:
-    """What `kernel` compiles to for the arguments that `launch` gives it: `.asm`, `.metadata.shared` in bytes."""
-    made = []
-    run = kernel.run
-
-    def warmup(*args: Any, warmup: bool, **options: Any) -> None:
-        made.append(run(*args, warmup=True, **options))
-
-    with mock.patch.object(kernel, "run", warmup):
-        launch()
-    return made[-1]
+def kernels_of_the_package() -> set[str]:
+    """Module and name of every JIT function that is a kernel: named so, or launched under its name anywhere."""
+    root = Path(megablocks.__file__).parent
+    found: set[tuple[str, str]] = set()
+    launched: set[str] = set()
+    for path in root.rglob("*.py"):
+        module = ".".join(("megablocks", *path.relative_to(root).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                found.add((module, node.name))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value).rsplit(".", 1)[-1])
+    return {f"{module}.{name}" for module, name in found if name.endswith("_kernel") or name in launched}

@@ -14,7 +14,7 @@ from megablocks.testing.compile_only import SHARED_BYTES
 COMMON = """
 import sys
 import torch
-from megablocks.testing.compile_only import compiled, install
+from megablocks.testing.compile_one import compiled, install
 install(int(sys.argv[1]))
 E, K, N = 5, 192, 384
 

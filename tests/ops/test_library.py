@@ -2,9 +2,12 @@
 
 import importlib
 import pkgutil
+from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import megablocks.ops
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
@@ -12,6 +15,7 @@ from megablocks.ops.fused.down import activate_and_project, activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.library import Op
 from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
@@ -107,15 +111,55 @@ def _samples():
 @pytest.mark.parametrize("name", _samples())
 def test_N9_opcheck(name):
     op, args = _samples()[name]
-    torch.library.opcheck(op, args)
+    torch.library.opcheck(op.definition, args)
+
+
+@pytest.mark.parametrize("name", _samples())
+def test_N9_eager_calls_equal_the_custom_op(name):
+    """Called past the dispatcher and through it: the same values, and the same gradients or none."""
+    op, args = _samples()[name]
+    inputs = [a for a in args if isinstance(a, torch.Tensor) and a.requires_grad]
+    results = []
+    for call in (op, op.definition):
+        out = call(*args)
+        outs = [out] if isinstance(out, torch.Tensor) else list(out)
+        total = sum(o.sin().sum() for o in outs if o.requires_grad)
+        assert isinstance(total, torch.Tensor) == bool(inputs)
+        grads = torch.autograd.grad(total, inputs) if inputs else []
+        results.append([*(o.detach() for o in outs), *grads])
+    for eager, custom in zip(*results, strict=True):
+        assert torch.equal(eager.nan_to_num(), custom.nan_to_num())
+
+
+def test_who_looks_at_the_dispatcher_sees_an_op():
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    op, args = _samples()["activation"]
+    with Watch():
+        op(*args)
+    assert "megablocks::activation" in seen
+    with FakeTensorMode() as mode:
+        fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
+    assert isinstance(fake, FakeTensor)
 
 
 def test_every_op_has_a_sample():
     defined = set()
     for module in pkgutil.walk_packages(megablocks.ops.__path__, "megablocks.ops."):
         values = vars(importlib.import_module(module.name)).values()
-        defined |= {value for value in values if isinstance(value, torch.library.CustomOpDef)}
+        defined |= {value for value in values if isinstance(value, Op)}
     assert defined == {op for op, _ in _samples().values()}
+
+
+def test_every_op_runs_on_the_device_of_its_tensors():
+    """Registered by megablocks.ops.library and not by torch's function itself, whose ops take the current device."""
+    files = Path(megablocks.ops.__path__[0]).rglob("*.py")
+    assert [f.name for f in files if "torch.library.custom_op(" in f.read_text()] == ["library.py"]
 
 
 @pytest.mark.parametrize("fused", [False, True])

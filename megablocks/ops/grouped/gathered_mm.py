@@ -31,6 +31,7 @@ from megablocks.ops.grouped.grouped_mm import (
     twin_kernels,
     under_autocast,
 )
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
 from megablocks.ops.routing.dispatch import Dispatch
@@ -48,7 +49,7 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Te
     return total.to(x.dtype)
 
 
-@torch.library.custom_op("megablocks::grouped_mm_sum", mutates_args=())
+@custom_op("megablocks::grouped_mm_sum", mutates_args=())
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, w2, offsets)
@@ -62,7 +63,7 @@ def _(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@torch.library.custom_op("megablocks::gathered_mm_dw", mutates_args=())
+@custom_op("megablocks::gathered_mm_dw", mutates_args=())
 def gathered_mm_dw_op(
     dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
 ) -> Tensor:
@@ -82,7 +83,7 @@ def _(
     return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
 
 
-@torch.library.custom_op("megablocks::gathered_mm", mutates_args=())
+@custom_op("megablocks::gathered_mm", mutates_args=())
 def gathered_mm_op(
     x: Tensor,
     w: Tensor,

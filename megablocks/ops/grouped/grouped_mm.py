@@ -29,6 +29,7 @@ from torch import Tensor
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.hopper import switched_on
+from megablocks.ops.library import custom_op
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
@@ -125,7 +126,7 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
 
 
-@torch.library.custom_op("megablocks::grouped_mm", mutates_args=())
+@custom_op("megablocks::grouped_mm", mutates_args=())
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
@@ -143,7 +144,7 @@ def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@torch.library.custom_op("megablocks::grouped_mm_dw", mutates_args=())
+@custom_op("megablocks::grouped_mm_dw", mutates_args=())
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -71,7 +72,7 @@ def combine_backward_ref(
     return d_rows, weight.new_zeros(num_pairs + 1).scatter_(0, target.long(), dots)[:num_pairs]
 
 
-@torch.library.custom_op("megablocks::combine", mutates_args=())
+@custom_op("megablocks::combine", mutates_args=())
 def combine_op(
     rows: Tensor,
     weight: Tensor | None,
@@ -101,7 +102,7 @@ def _(
     return rows.new_empty(token_offsets.shape[0] - 1, rows.shape[1])
 
 
-@torch.library.custom_op("megablocks::combine_backward", mutates_args=())
+@custom_op("megablocks::combine_backward", mutates_args=())
 def combine_backward_op(
     dy: Tensor,
     rows: Tensor | None,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -28,7 +29,7 @@ def gather_ref(x: Tensor, gather: Tensor, padded: bool = False) -> Tensor:
     return torch.where((gather >= 0).unsqueeze(1), x.index_select(0, gather.clamp(min=0)), 0)
 
 
-@torch.library.custom_op("megablocks::gather", mutates_args=())
+@custom_op("megablocks::gather", mutates_args=())
 def gather_op(
     x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, padded: bool = False
 ) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
 from megablocks.ops.routing.dispatch import Dispatch
@@ -85,7 +86,7 @@ def pad_indices_ref(
     return token_offsets.int(), padded_gather.int(), padded_scatter.int(), padded_pair.int()
 
 
-@torch.library.custom_op("megablocks::pad_indices", mutates_args=())
+@custom_op("megablocks::pad_indices", mutates_args=())
 def pad_indices_op(
     ends: Tensor,
     padded_ends: Tensor | None,

@@ -68,6 +68,7 @@ class _Plan(Tile):
     sparse_out: bool = False
     sparse_left: bool = False
     by_column: bool = False
+    dynamic: bool = False
     run: int = 1
     kind: str = ""
     act: str = ""
@@ -183,10 +184,15 @@ def spmm(
         b_k_major=dense_k_major if sparse_left else sparse_k_major,
         sparse_left=sparse_left,
         by_column=by_column,
+        # Block rows of a dropless layer are equally long; its block columns are as long as their expert has rows.
+        dynamic=by_column,
     )
     dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
+    # its own for each launch: launches on several streams and replays of a graph must not draw from one counter
+    counter = torch.zeros(1, dtype=torch.int32, device=data.device) if c.dynamic else work
     spmm_kernel[(multiprocessors(data.device.index),)](
         *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
-        work, index, block_offsets if by_column else index, lines * dense_tiles, dense_tiles, n, c=c, num_warps=4,
+        work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,
+        num_warps=4,
     )  # fmt: skip
     return out

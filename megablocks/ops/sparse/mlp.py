@@ -21,6 +21,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import GATED, activation_backward_op, activation_op, check_activation
 from megablocks.ops.grouped.grouped_mm import under_autocast
+from megablocks.ops.library import custom_op
 
 from .epilogue import Epilogue
 from .matrix import Matrix
@@ -31,7 +32,7 @@ def _room(indices: list[Tensor], block_size: int, like: Tensor) -> Tensor:
     return torch.empty(indices[0].shape[0], block_size, block_size, dtype=like.dtype, device=like.device)
 
 
-@torch.library.custom_op("megablocks::sparse_sdd_activate", mutates_args=())
+@custom_op("megablocks::sparse_sdd_activate", mutates_args=())
 def sdd_activate_op(
     a: Tensor, b: Tensor, bias: Tensor | None, indices: list[Tensor], block_size: int, run: int, name: str,
     approximate: str,
@@ -49,7 +50,7 @@ def _(
     return _room(indices, block_size, a), _room(indices, block_size, a)
 
 
-@torch.library.custom_op("megablocks::sparse_sdd_slope", mutates_args=())
+@custom_op("megablocks::sparse_sdd_slope", mutates_args=())
 def sdd_slope_op(
     a: Tensor, b: Tensor, pre: Tensor, indices: list[Tensor], block_size: int, run: int, name: str, approximate: str
 ) -> Tensor:
@@ -64,7 +65,7 @@ def _(
     return _room(indices, block_size, a)
 
 
-@torch.library.custom_op("megablocks::sparse_mlp", mutates_args=())
+@custom_op("megablocks::sparse_mlp", mutates_args=())
 def sparse_mlp_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, w2: Tensor,
     indices: list[Tensor], block_size: int, run: int, name: str, approximate: str, recompute: bool,
