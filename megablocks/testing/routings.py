@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
 
@@ -113,7 +114,13 @@ def skewed(num_tokens: int, num_experts: int, top_k: int, skew: float, seed: int
     return expert.view(top_k, num_tokens).t()[torch.randperm(num_tokens, generator=generator)]
 
 
-def steer(router: nn.Module, ids: Tensor, strength: float = 8.0) -> None:
+class _Router(Protocol):
+    """What has logits: `megablocks.routers.TopKRouter`."""
+
+    logits: Callable[[Tensor], Tensor]
+
+
+def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
     """Make a router choose `ids` (T, K), by a constant added to its logits there; all of its work is still done.
 
     The constant must exceed the spread of the logits, or some token chooses otherwise: check the loads.
@@ -128,4 +135,4 @@ def steer(router: nn.Module, ids: Tensor, strength: float = 8.0) -> None:
             constant = torch.zeros_like(logits).scatter_(1, ids.to(logits.device), strength)
         return logits + constant
 
-    router.logits = steered  # type: ignore[method-assign, assignment]
+    router.logits = steered
