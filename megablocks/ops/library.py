@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import CustomOpDef
+from torch._library.custom_ops import CustomOpDef
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
