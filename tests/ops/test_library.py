@@ -20,8 +20,11 @@ from megablocks.ops.permute.binned import binned_gather, binned_scatter
 from megablocks.ops.permute.combine import combine, combine_backward_op, combine_op
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.permute.padded import pad_dispatch, pad_indices_op, padded_gather, padded_scatter
+from megablocks.ops.permute.replicate import bin_sum_op, replicate, replicate_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
+from megablocks.ops.routing.histogram import histogram_op
+from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_op, router_op, router_ref
 from megablocks.ops.sparse import dds, dsd, sdd, topology
 from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op, sparse_mlp_op
 from megablocks.ops.sparse.products import sdd_op, spmm_op
@@ -52,7 +55,17 @@ def _samples():
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
     up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
     gated = (*pattern[:3], "swiglu", "tanh")
+    logits, mask, d_weight = const(T, E), torch.arange(T) == 2, const(R)
+    options, one = (K, False, True, 1, 2.0, 0.1, 0.2), torch.ones(())
+    chosen = RouterOutput(*router_ref(logits, None, None, *options))
+    saved = (chosen.expert, chosen.load, chosen.stats)
     return {
+        "histogram": (histogram_op, (routing.expert, E)),
+        "replicate": (replicate_op, (t(2, E), offsets[1:], R)),
+        "bin_sum": (bin_sum_op, (const(2, R), offsets[1:])),
+        "router": (router_op, (t(T, E), const(E), mask, K, True, False, 2, 1.5, 0.1, 0.2)),
+        "router_plain": (router_op, (t(T, E), None, None, *options)),
+        "router_backward": (router_backward_op, (logits, None, *saved, d_weight, one, None, None, *options)),
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
         "activation_ungated": (activation_op, (t(R, F), None, "gelu", "none")),
@@ -196,6 +209,23 @@ def test_N9_compile_whole_layer(fused, backend):
     got = torch.autograd.grad(compiled.sin().sum(), inputs)
     for a, b in zip(got, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def test_N9_compile_router_and_replicate():
+    inputs = torch.randn(T, E, requires_grad=True), torch.randn(2, E, requires_grad=True)
+
+    def step(logits, x):
+        out = route_topk(logits, K, norm_p=1.0, balance_weight=0.1, z_weight=0.2)
+        routing = make_routing(out.expert.view(T, K), out.weight.view(T, K), E)
+        ends = routing.metrics["tokens_per_expert"].cumsum(0)
+        return routing.weight.sin().sum() + out.balance + out.z + replicate(x, ends, R).sin().sum()
+
+    expected, got = (
+        torch.autograd.grad(f(*inputs), inputs)
+        for f in (step, torch.compile(step, fullgraph=True, backend="aot_eager"))
+    )
+    for a, b in zip(got, expected, strict=True):
+        assert torch.allclose(a, b, atol=1e-6) and b.abs().sum() > 0
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -32,6 +32,12 @@ def _tokens(token_offsets_ptr, num_tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _pair_of(pair_ptr, slot, row, live, dense):
+    """The pair of a slot: the slot itself where every pair has an expert, which saves a round trip to memory."""
+    return tl.where(dense, slot, tl.load(pair_ptr + row, mask=live & (not dense), other=0))
+
+
+@triton.jit
 def _zero_padding(
     rows_ptr, pair_ptr, program, num_rows, H, column,
     STEPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -47,7 +53,7 @@ def _zero_padding(
             tl.store(rows_ptr + at, zeros, mask=padding[:, None] & (h < H)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _expand_kernel(
     x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_rows, H, x_stride,
     PADDED: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -60,21 +66,23 @@ def _expand_kernel(
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)  # no slots in programs behind the tokens'
     h = column + tl.arange(0, BLOCK)
     inside = (h < H)[None, :]
-    x = tl.load(x_ptr + t[:, None] * x_stride + h[None, :], mask=(last > first)[:, None] & inside, other=0)
+    # read whether it has a slot or not: the slots are known one round trip later
+    x = tl.load(x_ptr + t[:, None] * x_stride + h[None, :], mask=(t < num_tokens)[:, None] & inside, other=0)
     for i in range(tl.max(last - first, 0)):
         row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
         tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
 def _combine_kernel(
-    rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, H,
+    rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_pairs, H,
     HAS_WEIGHT: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (h < H)[None, :]
     acc = tl.zeros((TOKENS, BLOCK), tl.float32)
+    dense = tl.load(token_offsets_ptr + num_tokens) == num_pairs
     for start in range(0, tl.max(last - first, 0), UNROLL):
         for u in tl.static_range(UNROLL):  # as many loads in flight
             slot = first + start + u
@@ -84,18 +92,18 @@ def _combine_kernel(
                 tl.float32
             )
             if HAS_WEIGHT:
-                weight = tl.load(weight_ptr + tl.load(pair_ptr + row, mask=live, other=0), mask=live, other=0)
-                value *= weight.to(tl.float32)[:, None]
+                pair = _pair_of(pair_ptr, slot, row, live, dense)
+                value *= tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)[:, None]
             acc += value
     tl.store(
         y_ptr + t[:, None] * H + h[None, :], acc.to(y_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_pairs"])
 def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
-    num_tokens, num_rows, H, dy_stride,
+    num_tokens, num_rows, num_pairs, H, dy_stride,
     WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -106,13 +114,14 @@ def _combine_backward_kernel(
                 _zero_padding(drows_ptr, pair_ptr, behind, num_rows, H, column, STEPS, TOKENS, BLOCK)
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
     h = tl.arange(0, BLOCK)
-    some = (last > first)[:, None]
+    dense = tl.load(token_offsets_ptr + num_tokens) == num_pairs
     if WHOLE:  # the row fits one block: dy is read once for all slots
-        dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=some & (h < H)[None, :], other=0).to(tl.float32)
+        mask = (t < num_tokens)[:, None] & (h < H)[None, :]
+        dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=mask, other=0).to(tl.float32)
     for i in range(tl.max(last - first, 0)):
         row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
         live = row >= 0
-        pair = tl.load(pair_ptr + row, mask=live, other=0)
+        pair = _pair_of(pair_ptr, first + i, row, live, dense)
         weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
         if WHOLE:
             mask = live[:, None] & (h < H)[None, :]
@@ -142,6 +151,13 @@ def _blocks(hidden: int) -> dict[str, int]:
     sweep found at each size (benchmarks/NOTES.md)."""
     block = min(triton.next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
+
+
+def _whole_rows(hidden: int) -> dict[str, int]:
+    """A token's whole row a program, so that dy is read once: 0.91-0.96 of copy speed against 0.83 in pieces."""
+    block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
+    tokens = max(1, 1024 // block)
+    return {"TOKENS": tokens, "BLOCK": block, "num_warps": max(1, tokens * block // 512)}
 
 
 def _fill_programs(padded: bool, num_rows: int, tokens: int) -> int:
@@ -174,7 +190,7 @@ def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: T
     unroll = min(4, triton.next_power_of_2(triton.cdiv(max(scatter.shape[0], 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
-            rows, weight, y, token_offsets, scatter, pair, num_tokens, hidden,
+            rows, weight, y, token_offsets, scatter, pair, num_tokens, scatter.shape[0], hidden,
             HAS_WEIGHT=weight is not None, UNROLL=unroll, **blocks,
         )  # fmt: skip
     return y
@@ -199,15 +215,13 @@ def combine_backward_launch(
     (num_tokens, hidden), num_rows = dy.shape, pair.shape[0]
     d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
-    # Here a token's whole row, so that dy is read once: 0.91-0.96 of copy speed against 0.83 in pieces
-    block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
-    tokens = max(1, 1024 // block)
+    blocks = _whole_rows(hidden)
+    tokens = blocks["TOKENS"]
     programs = triton.cdiv(num_tokens, tokens) + _fill_programs(padded, num_rows, tokens)
     if d_rows.numel() and programs:
         _combine_backward_kernel[(programs,)](
             rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
-            num_tokens, num_rows, hidden, dy.stride(0),
-            WEIGHT_GRAD=rows is not None, PADDED=padded, STEPS=_FILL_STEPS,
-            TOKENS=tokens, BLOCK=block, WHOLE=block >= hidden, num_warps=max(1, tokens * block // 512),
+            num_tokens, num_rows, scatter.shape[0], hidden, dy.stride(0),
+            WEIGHT_GRAD=rows is not None, PADDED=padded, STEPS=_FILL_STEPS, WHOLE=blocks["BLOCK"] >= hidden, **blocks,
         )  # fmt: skip
     return d_rows, d_weight

@@ -20,13 +20,12 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.library import custom_op
+from megablocks.ops.routing.histogram import histogram_op
 
 
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
     """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
-    key = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts).long()
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
-    return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts]
+    return histogram_op(expert, num_experts)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ def _key(expert, inside, E):
     return tl.where(inside, tl.where(valid, expert, E), E + 1).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(expert_ptr, counts_ptr, num_pairs, E, CHUNK: tl.constexpr, BINS: tl.constexpr):
     chunk = tl.program_id(0)
     r = chunk * CHUNK + tl.arange(0, CHUNK)
@@ -41,7 +41,7 @@ def _count_kernel(expert_ptr, counts_ptr, num_pairs, E, CHUNK: tl.constexpr, BIN
     tl.store(counts_ptr + chunk.to(tl.int64) * (E + 1) + b, tl.histogram(key, BINS), mask=b <= E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
     carry = tl.zeros((COLS,), tl.int32)
@@ -55,7 +55,7 @@ def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, ROWS: tl.constexpr, COLS
     tl.store(totals_ptr + col, carry, mask=col <= E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
 def _place_kernel(
     token_ptr, expert_ptr, before_ptr, totals_ptr,
     expert_offsets_ptr, token_offsets_ptr, gather_ptr, scatter_ptr, pair_ptr,
@@ -115,6 +115,16 @@ def _place_kernel(
             tl.store(token_offsets_ptr + start + i, num_valid, mask=start + i <= num_tokens)
 
 
+def count_launch(expert: Tensor, num_experts: int) -> Tensor:
+    """expert (R,) → (chunks, E+1) int32: each chunk's pairs of each expert, and last those without; one launch."""
+    expert, num_pairs = expert.contiguous(), expert.shape[0]
+    chunks = triton.cdiv(num_pairs, _CHUNK)
+    counts = torch.empty(chunks, num_experts + 1, dtype=torch.int32, device=expert.device)
+    bins = triton.next_power_of_2(num_experts + 2)
+    _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
+    return counts
+
+
 def dispatch_launch(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -125,8 +135,8 @@ def dispatch_launch(
     gather, scatter, pair = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(3))
     token_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    counts = torch.empty(chunks + 1, num_experts + 1, dtype=torch.int32, device=device)
-    totals = counts[chunks]
+    # the totals first, so that where the counts begin, and with it what gets compiled, hangs on E alone
+    totals, counts = torch.empty(chunks + 1, num_experts + 1, dtype=torch.int32, device=device).split([1, chunks])
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
     _scan_kernel[(triton.cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)
     _place_kernel[(chunks,)](

@@ -99,19 +99,56 @@ def router_ref(
 
 def router_backward_ref(
     logits: Tensor,
-    bias: Tensor | None,
     padding_mask: Tensor | None,
+    expert: Tensor,
+    load: Tensor,
+    stats: Tensor,
     grads: tuple[Tensor | None, ...],
-    *options: Any,
+    top_k: int,
+    sigmoid: bool,
+    after: bool,
+    norm_p: int,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
 ) -> Tensor:
-    """The gradient of the logits from those of weight, balance, z and sums, by autograd."""
-    with torch.enable_grad():
-        leaf = logits.detach().requires_grad_()
-        outputs = router_ref(leaf, bias, padding_mask, *options)[:4]
-    pairs = [(out, grad.to(out.dtype)) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
-    if not pairs:
-        return torch.zeros_like(logits)
-    return torch.autograd.grad([out for out, _ in pairs], leaf, [grad for _, grad in pairs])[0]
+    """The gradient of the logits (T, E) from those of weight, balance, z and sums, None for no gradient."""
+    acc, ids = accumulation_dtype(logits.dtype), expert.view(-1, top_k).clamp(min=0).long()
+    wide = logits.to(acc)
+    if padding_mask is not None:
+        wide = wide.masked_fill(padding_mask.unsqueeze(1), 0.0)
+    soft, count = wide.softmax(1), stats[1].clamp(min=1)
+    scores = wide.sigmoid() if sigmoid else soft
+    d_weight, d_balance, d_z, d_sums = grads
+    d_scores, d_logits = torch.zeros_like(wide), torch.zeros_like(wide)
+    if d_weight is not None:
+        grad = d_weight.view(ids.shape).to(acc) * scaling
+        weight = wide.gather(1, ids).softmax(1) if after else scores.gather(1, ids)
+        if norm_p:
+            norm = torch.linalg.vector_norm(weight, ord=norm_p, dim=1, keepdim=True)
+            slope = weight.sign() if norm_p == 1 else torch.where(norm == 0, 0.0, weight / norm)
+            grad = grad / (norm + _TINY) - slope * (grad * weight).sum(1, keepdim=True) / (norm + _TINY).square()
+        if after:
+            d_logits.scatter_add_(1, ids, weight * (grad - (grad * weight).sum(1, keepdim=True)))
+        else:
+            d_scores.scatter_add_(1, ids, grad)
+    d_share = torch.zeros_like(wide[0]) if wide.shape[0] else wide.new_zeros(wide.shape[1])
+    if d_sums is not None:
+        d_share = d_share + d_sums.to(acc)
+    if d_balance is not None:
+        d_share = d_share + d_balance.to(acc) * balance_weight * wide.shape[1] * load.to(acc) / (count * top_k) / count
+    if sigmoid:
+        whole = scores.sum(1, keepdim=True) + _TINY
+        d_scores = d_scores + (d_share - (scores * d_share).sum(1, keepdim=True) / whole) / whole
+        d_logits = d_logits + d_scores * scores * (1 - scores)
+    else:
+        d_scores = d_scores + d_share
+        d_logits = d_logits + scores * (d_scores - (d_scores * scores).sum(1, keepdim=True))
+    if d_z is not None:
+        d_logits = d_logits + soft * (2 * z_weight * d_z.to(acc) / count * torch.logsumexp(wide, 1)).unsqueeze(1)
+    if padding_mask is not None:
+        d_logits = d_logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
+    return d_logits.to(logits.dtype)
 
 
 @torch.library.custom_op("megablocks::router", mutates_args=())
@@ -162,7 +199,6 @@ def _(
 @torch.library.custom_op("megablocks::router_backward", mutates_args=())
 def router_backward_op(
     logits: Tensor,
-    bias: Tensor | None,
     padding_mask: Tensor | None,
     expert: Tensor,
     load: Tensor,
@@ -179,26 +215,24 @@ def router_backward_op(
     balance_weight: float,
     z_weight: float,
 ) -> Tensor:
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
-    grads = (d_weight, d_balance, d_z, d_sums)
+    saved, grads = (logits, padding_mask, expert, load, stats), (d_weight, d_balance, d_z, d_sums)
     if runs_triton(logits):
         from megablocks.ops.routing.router_triton import route_backward_launch
 
-        saved = (logits, padding_mask, expert, load, stats)
-        return route_backward_launch(*saved, d_weight, d_balance, d_z, d_sums, *options)
-    return router_backward_ref(logits, bias, padding_mask, grads, *options)
+        return route_backward_launch(*saved, *grads, top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+    return router_backward_ref(*saved, grads, top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
 
 
 @router_backward_op.register_fake
 def _(logits: Tensor, *_: Any) -> Tensor:
-    return logits.new_empty(logits.shape)
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, bias, padding_mask, *ctx.options = inputs
+    logits, _, padding_mask, *ctx.options = inputs
     ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
     result = RouterOutput(*output)
-    ctx.save_for_backward(logits, bias, padding_mask, result.expert, result.load, result.stats)
+    ctx.save_for_backward(logits, padding_mask, result.expert, result.load, result.stats)
 
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -209,6 +243,33 @@ def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 router_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _Eager(torch.autograd.Function):
+    """`router_op` on a GPU without the dispatcher's two round trips through Python, half of a router's host time."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, ...]:
+        from megablocks.ops.routing.router_triton import route_launch
+
+        output = route_launch(*inputs)
+        _setup_context(ctx, inputs, output)
+        ctx.mark_non_differentiable(*output[4:])
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        from megablocks.ops.routing.router_triton import route_backward_launch
+
+        rest = (None,) * (2 + len(ctx.options))
+        if all(grad is None for grad in grads[:4]):
+            return None, *rest
+        return route_backward_launch(*ctx.saved_tensors, *grads[:4], *ctx.options), *rest
+
+
+def _is_plain_eager(t: Tensor) -> bool:
+    """Whether nobody traces or intercepts ops, so that a kernel may be launched on `t` directly."""
+    return type(t) is Tensor and not torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() == 0
 
 
 def router_kernel_takes(
@@ -254,8 +315,6 @@ def route_topk(
     after = score_function == "softmax" and softmax_order == "after_topk"
     norm = 0 if norm_p is None else int(norm_p)
     weights = (float(balance_weight), float(z_weight))
-    return RouterOutput(
-        *router_op(
-            logits, bias, padding_mask, top_k, score_function == "sigmoid", after, norm, float(scaling), *weights
-        )
-    )
+    options = (top_k, score_function == "sigmoid", after, norm, float(scaling), *weights)
+    run = _Eager.apply if runs_triton(logits) and _is_plain_eager(logits) else router_op
+    return RouterOutput(*run(logits, bias, padding_mask, *options))

@@ -1,0 +1,158 @@
+"""What a layer spends on indices: from expert ids to offsets, gather and scatter indices; and the router before that.
+
+    python benchmarks/bookkeeping.py [--out DIR]
+
+Kernels and their µs are the profiler's, each call first under torch's guard against host synchronisation, then captured
+as a CUDA graph whose replay must give the same indices; every index is compared with the plain torch reference, and a
+wrong one ends the run. "host" is the µs that a call keeps the host busy. Goal at 196,608 ids and 128 experts: at most
+25 µs of kernels in 4 launches. DRY_RUN=1 prints the cases alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu
+
+CASES = ((24576, 128, 8), (65536, 64, 1), (32768, 256, 16), (16384, 512, 10))
+WIDTH = 512
+MOST_US, MOST_LAUNCHES = 25.0, 4
+
+
+def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """{name: (call, reference)} that give tuples of index tensors."""
+    import torch
+
+    from megablocks.ops.permute.padded import pad_dispatch, pad_indices_ref
+    from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_ref, make_routing
+    from megablocks.ops.sparse.topology import max_block_rows, topology, topology_ref
+
+    torch.manual_seed(0)
+    ids = torch.rand(tokens, experts, device="cuda").topk(top_k, dim=1).indices
+    routing = make_routing(ids, torch.rand(tokens, top_k, device="cuda"), experts)
+    pairs = routing.num_pairs
+    block_rows = max_block_rows(pairs, experts)
+
+    def plain() -> tuple[Any, ...]:
+        return tuple(build_dispatch(routing))
+
+    def padded() -> tuple[Any, ...]:
+        d = build_dispatch(routing)
+        built = topology(d.expert_offsets, WIDTH, max_rows=pairs)
+        return (
+            *d,
+            built.padded_offsets,
+            *built.pattern.indices,
+            *pad_dispatch(d, built.padded_offsets, 128 * block_rows),
+        )
+
+    def plain_ref() -> tuple[Any, ...]:
+        return tuple(build_dispatch_ref(routing.token, routing.expert, tokens, experts))
+
+    def padded_ref() -> tuple[Any, ...]:
+        d = build_dispatch_ref(routing.token, routing.expert, tokens, experts)
+        offsets, *pattern = topology_ref(d.expert_offsets, WIDTH // 128, block_rows, 128)
+        moves = (d.pair, d.gather, d.scatter, 1)
+        _, *rows = pad_indices_ref(d.expert_offsets[1:], offsets[1:], 0, 128 * block_rows, *moves)
+        return *d, offsets, *pattern, d.token_offsets, *rows
+
+    return {"indices": (plain, plain_ref), "with topology and padded rows": (padded, padded_ref)}
+
+
+def check(name: str, call: Callable[[], Any], reference: Callable[[], Any]) -> None:
+    """End the run unless the call, in poisoned memory and replayed from a graph, gives the reference's tensors."""
+    import torch
+
+    from megablocks.testing.poison import poisoned_empty
+
+    with poisoned_empty():
+        first = call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    for tensor in captured:
+        tensor.fill_(-7)
+    graph.replay()
+    for a, b, c in zip(first, captured, reference(), strict=True):
+        if not (torch.equal(a, c) and torch.equal(b, c)):
+            raise SystemExit(f"bookkeeping: {name} differs from its reference")
+
+
+def router_step(tokens: int, experts: int, top_k: int, fused: bool) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """(forward, forward and backward) from logits to a Routing with both losses."""
+    from unittest import mock
+
+    import torch
+
+    from megablocks.config import MoEConfig
+    from megablocks.routers import functional
+
+    config = MoEConfig(
+        hidden_size=64, ffn_hidden_size=64, num_experts=experts, top_k=top_k, normalize_top_k=1.0,
+        load_balancing_loss_weight=0.01, z_loss_weight=0.001,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16).requires_grad_()
+    d_weight, one = torch.randn(tokens * top_k, device="cuda"), torch.ones((), device="cuda")
+
+    def forward() -> Any:
+        if fused:
+            return functional.route(logits, config, training=True)
+        with mock.patch.object(functional, "router_kernel_takes", lambda *_, **__: False):
+            return functional.route(logits, config, training=True)
+
+    def both() -> Any:
+        routing = forward()
+        outputs = [routing.weight, *routing.losses.values()]
+        return torch.autograd.grad(outputs, logits, [d_weight, one, one])
+
+    return forward, both
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="folder for bookkeeping.json, e.g. benchmarks/results/h200")
+    options = parser.parse_args()
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for tokens, experts, top_k in CASES:
+            print(f"T={tokens} E={experts} K={top_k} ids={tokens * top_k}")
+        return 0
+
+    records: list[dict[str, Any]] = []
+
+    def note(shape: tuple[int, int, int], name: str, call: Callable[[], Any]) -> dict[str, Any]:
+        kernels = gpu.launches(call)
+        spent, host = sum(us for _, us in kernels), gpu.host_microseconds(call)
+        print(f"  {name:32} {len(kernels):3d} launches, {spent:7.1f} us of kernels, {host:6.0f} us host", flush=True)
+        record = {"shape": shape, "name": name, "launches": len(kernels), "us": spent, "host_us": host}
+        records.append(record | {"kernels": kernels})
+        return record
+
+    for shape in CASES:
+        print(f"T,E,K = {shape}: {shape[0] * shape[2]} ids")
+        for name, (call, reference) in indices(*shape).items():
+            check(name, call, reference)
+            note(shape, name, call)
+        for fused in (True, False):
+            forward, both = router_step(*shape, fused)
+            how = "fused" if fused else "unfused"
+            note(shape, f"router forward, {how}", forward)
+            note(shape, f"router forward + backward, {how}", both)
+    goal = records[0]
+    met = goal["us"] <= MOST_US and goal["launches"] <= MOST_LAUNCHES
+    print(f"goal at {goal['shape']}: {MOST_US} us, {MOST_LAUNCHES} launches: {'met' if met else 'missed'}")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        data = {"environment": gpu.environment(), "met": met, "records": records}
+        (options.out / "bookkeeping.json").write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Token movement against copies: gather, combine, their gradients, and the same into padded rows and into bins.
+
+    python benchmarks/permutation.py [--shapes T,H,K …] [--out DIR]
+
+Each op is timed beside torch's copy of as many bytes (read + written) in the same interleaved rounds, and held against
+the device's best copy too. Bytes of an op: each row it reads or writes, once; a token's row of x or dy once for all K.
+Every result is compared with the plain torch reference first, in NaN-filled memory; a wrong one ends the run. Random
+tokens and routing, bf16, 128 experts, blocks of 128, bins of the mean load. DRY_RUN=1 prints the cases alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gpu
+
+SHAPES = (
+    (24576, 1536, 8), (40960, 768, 8), (32768, 4096, 8), (16384, 4096, 2),
+    (65536, 512, 1), (32768, 768, 1), (16384, 1024, 2),
+)  # fmt: skip
+EXPERTS, BLOCK = 128, 128
+GOAL = 0.85
+
+
+class Case:
+    """Ops of one shape: {name: (call, reference, bytes)}."""
+
+    def __init__(self, tokens: int, hidden: int, top_k: int) -> None:
+        import torch
+
+        from megablocks.ops.permute import combine as c
+        from megablocks.ops.permute import gather as g
+        from megablocks.ops.permute import padded as p
+        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+        torch.manual_seed(0)
+        ids = torch.rand(tokens, EXPERTS, device="cuda").topk(top_k, dim=1).indices
+        routing = make_routing(ids, torch.rand(tokens, top_k, device="cuda"), EXPERTS)
+        d, weight = build_dispatch(routing), routing.weight
+        loads = routing.metrics["tokens_per_expert"]
+        padded_offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32, device="cuda")
+        padded_offsets[1:] = ((loads + BLOCK - 1) // BLOCK * BLOCK).cumsum(0)
+        pairs = routing.num_pairs
+        room, capacity = int(padded_offsets[-1]), -(-pairs // EXPERTS)
+        kept = int(loads.clamp(max=capacity).sum())
+
+        def rand(*shape: int) -> Any:
+            return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+        x, dy = rand(tokens, hidden), rand(tokens, hidden)
+        self.ops: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {}
+        num_valid = d.token_offsets[-1]
+        plain = p.PaddedDispatch(d.token_offsets, d.gather, d.scatter, d.pair)
+        kinds = {
+            "": (plain, pairs, pairs, pairs),
+            "padded ": (p.pad_dispatch(d, padded_offsets, room), pairs, room, room),
+            "binned ": (p.bin_dispatch(d, capacity), kept, EXPERTS * capacity, EXPERTS * capacity),
+        }
+        row = 2 * hidden
+        for kind, (to, read, written, num_rows) in kinds.items():
+            rows, padded = rand(num_rows, hidden), bool(kind)
+            moves = (to.pair, to.gather, to.scatter, to.token_offsets, padded)
+            self.ops |= {
+                f"{kind}gather": (
+                    lambda moves=moves: g.gather_op(x, *moves),
+                    lambda to=to, padded=padded: g.gather_ref(x, to.gather, padded),
+                    row * (tokens + written),
+                ),
+                f"{kind}gather backward": (
+                    lambda rows=rows, moves=moves: c.combine_op(rows, None, *moves),
+                    lambda rows=rows, to=to: c.combine_ref(rows, None, to.pair, to.scatter, to.token_offsets),
+                    row * (tokens + read),
+                ),
+                f"{kind}combine": (
+                    lambda rows=rows, moves=moves: c.combine_op(rows, weight, *moves),
+                    lambda rows=rows, to=to: c.combine_ref(rows, weight, to.pair, to.scatter, to.token_offsets),
+                    row * (tokens + read),
+                ),
+                f"{kind}combine backward": (
+                    lambda rows=rows, moves=moves: c.combine_backward_op(dy, rows, weight, *moves),
+                    lambda rows=rows, to=to, padded=padded: c.combine_backward_ref(
+                        dy, rows, weight, to.pair, to.gather, num_valid, padded
+                    ),
+                    row * (tokens + read + written),
+                ),
+            }
+
+    def wrong(self) -> list[str]:
+        """What differs from its reference by more than bf16's roundings."""
+        import torch
+
+        from megablocks.testing.poison import poisoned_empty
+
+        bad = []
+        for name, (call, reference, _) in self.ops.items():
+            with poisoned_empty():
+                got = call()
+            expected = reference()
+            if isinstance(got, torch.Tensor):
+                got, expected = (got,), (expected,)
+            for a, b in zip(got, expected, strict=True):
+                tolerance = 2**-7 if a.dtype == torch.bfloat16 else 1e-3  # float32: a dot product over H
+                if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance):
+                    bad.append(f"{name}: off by {float((a.float() - b.float()).abs().max()):.2e}")
+        return bad
+
+
+def copy_of(num_bytes: int) -> Callable[[], Any]:
+    """torch's copy that reads and writes num_bytes in all."""
+    import torch
+
+    x = torch.randn(num_bytes // 4, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    return lambda: out.copy_(x)
+
+
+def measure(shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
+    case = Case(*shape)
+    if bad := case.wrong():
+        raise SystemExit(f"permutation: wrong at {shape}: {'; '.join(bad)}")
+    functions: dict[str, Callable[[], Any]] = {"peak": copy_of(2**31)}
+    for name, (call, _, num_bytes) in case.ops.items():
+        functions |= {name: call, f"copy {num_bytes}": copy_of(num_bytes)}
+    spent = gpu.interleaved(functions, rounds)
+    peak = 2**31 / spent["peak"]
+    out = []
+    for name, (_, _, num_bytes) in case.ops.items():
+        speed = num_bytes / spent[name]
+        same_size = num_bytes / spent[f"copy {num_bytes}"]
+        out.append(
+            {
+                "shape": shape, "op": name, "bytes": num_bytes, "us": spent[name], "gb_per_s": speed / 1e3,
+                "of_copy": speed / same_size, "of_peak": speed / peak, "peak_gb_per_s": peak / 1e3,
+            }
+        )  # fmt: skip
+    return out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="*", default=[",".join(map(str, shape)) for shape in SHAPES])
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--out", type=Path, help="folder for permutation.json, e.g. benchmarks/results/h200")
+    options = parser.parse_args()
+    shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
+    if any(len(shape) != 3 for shape in shapes):
+        parser.error(f"--shapes={' '.join(options.shapes)}: each must be T,H,K")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for tokens, hidden, top_k in shapes:
+            print(f"T={tokens} H={hidden} K={top_k} rows={tokens * top_k}")
+        return 0
+
+    print("speed as a share of a copy of as many bytes | of the best copy, µs")
+    records: list[dict[str, Any]] = []
+    for shape in shapes:
+        records += (found := measure(shape, options.rounds))
+        print(f"T,H,K = {shape}, best copy {found[0]['peak_gb_per_s']:.0f} GB/s")
+        for r in found:
+            print(f"  {r['op']:24} {r['of_copy']:.2f} | {r['of_peak']:.2f} {r['us']:8.1f}", flush=True)
+    least = min(records, key=lambda r: r["of_copy"])
+    met = least["of_copy"] >= GOAL
+    print(f"least: {least['of_copy']:.2f} ({least['op']}, {least['shape']}); goal {GOAL}: {'met' if met else 'missed'}")
+    if options.out:
+        options.out.mkdir(parents=True, exist_ok=True)
+        data = {"environment": gpu.environment(), "goal": GOAL, "met": met, "records": records}
+        (options.out / "permutation.json").write_text(json.dumps(data, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

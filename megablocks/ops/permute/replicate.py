@@ -1,0 +1,95 @@
+"""Replicate: one value a bin, spread over the bin's places.
+
+    y[b, i] = x[b, e]  for ends[e-1] <= i < ends[e], 0 behind the last bin
+    dX[b, e] = Σ of dY over the bin's places
+
+Legend: B rows, E bins, N places. The sum runs in float32 in the order of the places, by one program a bin: reruns are
+bit-identical. Source: replicate of megablocks 0.10.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.backend import runs_triton
+from megablocks.ops.dtypes import accumulation_dtype
+
+
+def replicate_ref(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
+    """x (B, E), ends (E,) → (B, N)."""
+    e = torch.searchsorted(ends, torch.arange(num_places, device=ends.device, dtype=ends.dtype), right=True)
+    return torch.where(e < ends.shape[0], x.index_select(1, e.clamp(max=ends.shape[0] - 1)), 0)
+
+
+def bin_sum_ref(dy: Tensor, ends: Tensor) -> Tensor:
+    """dY (B, N), ends (E,) → (B, E) in dY's dtype."""
+    places = torch.arange(dy.shape[1], device=ends.device, dtype=ends.dtype)
+    e = torch.searchsorted(ends, places, right=True)
+    acc = accumulation_dtype(dy.dtype) if dy.is_floating_point() else torch.int64
+    out = torch.zeros(dy.shape[0], ends.shape[0] + 1, dtype=acc, device=dy.device)
+    return out.index_add_(1, e, dy.to(acc))[:, :-1].to(dy.dtype).contiguous()
+
+
+@torch.library.custom_op("megablocks::replicate", mutates_args=())
+def replicate_op(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
+    if runs_triton(x):
+        from megablocks.ops.permute.padded_triton import replicate_launch
+
+        return replicate_launch(x, ends, num_places)
+    return replicate_ref(x, ends, num_places)
+
+
+@replicate_op.register_fake
+def _(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
+    return x.new_empty(x.shape[0], num_places)
+
+
+@torch.library.custom_op("megablocks::bin_sum", mutates_args=())
+def bin_sum_op(dy: Tensor, ends: Tensor) -> Tensor:
+    if runs_triton(dy):
+        from megablocks.ops.permute.padded_triton import bin_sum_launch
+
+        return bin_sum_launch(dy, ends)
+    return bin_sum_ref(dy, ends)
+
+
+@bin_sum_op.register_fake
+def _(dy: Tensor, ends: Tensor) -> Tensor:
+    return dy.new_empty(dy.shape[0], ends.shape[0])
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return bin_sum_op(dy, *ctx.saved_tensors), None, None
+
+
+replicate_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def replicate(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
+    """Spread each bin's value over its places: x (B, E) → (B, N), differentiable in x.
+
+    Args:
+        x: (B, E), any dtype.
+        ends: (E,) integer, ascending: bin e is the places [ends[e-1], ends[e]).
+        num_places: N; places behind ends[E-1] are 0.
+
+    Raises:
+        ValueError: shapes that do not fit, or a negative num_places.
+    """
+    if x.dim() != 2 or ends.dim() != 1 or x.shape[1] != ends.shape[0] or ends.shape[0] == 0:
+        raise ValueError(f"x {tuple(x.shape)} and ends {tuple(ends.shape)}: must be (B, E) and (E,), E >= 1")
+    if num_places < 0:
+        raise ValueError(f"num_places={num_places}: must be >= 0")
+    return replicate_op(x, ends.int().contiguous(), num_places)
+
+
+def repeat(x: Tensor, tiling: torch.Size | tuple[int, ...]) -> Tensor:
+    """Tile x as torch's repeat does; x itself where every factor is 1. Differentiable."""
+    return x if all(factor == 1 for factor in tiling) else x.repeat(*tiling)

@@ -1,0 +1,72 @@
+"""histogram, replicate and repeat against loops, on the references and on the kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.autograd import gradcheck
+
+from megablocks.ops.permute.padded_triton import bin_sum_launch, replicate_launch
+from megablocks.ops.permute.replicate import bin_sum_ref, repeat, replicate, replicate_ref
+from megablocks.ops.routing import dispatch_triton
+from megablocks.ops.routing.histogram import histogram, histogram_ref
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+LOADS = [[3, 0, 4], [0, 0, 5], [7], [0, 0], [1, 2, 3, 4, 5, 0, 6]]
+
+
+def ends_of(loads):
+    return torch.tensor(loads).cumsum(0).int()
+
+
+@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("spare", [0, 2])
+def test_R1_replicate_equals_the_loop(loads, spare, poison):
+    ends, places = ends_of(loads), sum(loads) + spare
+    x = torch.randn(2, len(loads), dtype=torch.float64)
+    expected = [[v for e, n in enumerate(loads) for v in [row[e]] * n] + [0.0] * spare for row in x.tolist()]
+    assert replicate(x, ends, places).tolist() == expected
+    assert gradcheck(lambda x: replicate(x, ends, places).sin(), (x.requires_grad_(),))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("loads", LOADS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32, torch.int64, torch.float16])
+def test_replicate_kernels_equal_references(loads, dtype, poison):
+    ends, places = ends_of(loads).to(DEVICE), sum(loads) + 1
+    x = torch.randint(-50, 50, (3, len(loads)), device=DEVICE).to(dtype)
+    assert torch.equal(replicate_launch(x, ends, places), replicate_ref(x, ends, places))
+    dy = torch.randint(-9, 9, (3, places), device=DEVICE).to(dtype)
+    assert torch.equal(bin_sum_launch(dy, ends), bin_sum_ref(dy, ends))
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize(("count", "num_bins"), [(1, 1), (40, 5), (100, 16), (33, 70)])
+def test_R7_histogram_counts_what_is_inside(count, num_bins, monkeypatch, poison):
+    monkeypatch.setattr(dispatch_triton, "_CHUNK", 16)
+    ids = torch.randint(-2, num_bins + 2, (count,), device=DEVICE)
+    expected = [sum(i == e for i in ids.tolist()) for e in range(num_bins)]
+    assert histogram(ids, num_bins).tolist() == expected
+    assert histogram_ref(ids, num_bins).tolist() == expected
+    assert dispatch_triton.count_launch(ids, num_bins).sum(0)[:num_bins].tolist() == expected
+
+
+def test_histogram_of_nothing():
+    assert histogram(torch.empty(0, dtype=torch.int32), 3).tolist() == [0, 0, 0]
+
+
+def test_repeat_tiles_and_keeps_what_needs_none():
+    x = torch.arange(6.0).view(2, 3)
+    assert repeat(x, (1, 1)) is x
+    assert torch.equal(repeat(x, (2, 3)), x.repeat(2, 3))
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match=r"^x \(2, 3\) and ends \(2,\): must be \(B, E\) and \(E,\)"):
+        replicate(torch.ones(2, 3), ends_of([1, 2]), 3)
+    with pytest.raises(ValueError, match="^num_places=-1: must be >= 0"):
+        replicate(torch.ones(2, 2), ends_of([1, 2]), -1)
+    with pytest.raises(ValueError, match=r"^ids is \(3,\) torch.float32: must be \(R,\) integer"):
+        histogram(torch.ones(3), 2)
+    with pytest.raises(ValueError, match="^num_bins=0: must be >= 1"):
+        histogram(torch.ones(3, dtype=torch.int32), 0)
