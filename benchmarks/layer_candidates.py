@@ -236,7 +236,7 @@ class Problem:
             sorted_ids, order = ids.flatten().sort(stable=True)
             ends = torch.searchsorted(sorted_ids, every, right=True).int()
             token = order // s.top_k
-            z = torch._grouped_mm(x[token], up.transpose(1, 2), offs=ends)
+            z = torch._grouped_mm(x.index_select(0, token), up.transpose(1, 2), offs=ends)
             rows = torch._grouped_mm(self._activate(z), down, offs=ends)
             rows = rows * weight.flatten()[order].unsqueeze(1).to(rows.dtype)
             return torch.zeros_like(x).index_add(0, token, rows)

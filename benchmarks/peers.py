@@ -4,7 +4,8 @@
 
 The shapes are those of peers_h200.json (T,H; I/E/K; SwiGLU, bf16, random routing), and its figures, measured earlier on
 an H200, are what a peer has to come near: one that reads more than 15 % below voids the run. In turn, in one process a
-shape, eagerly: `auto`, `grouped`, `sparse` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe` run if they
+shape, eagerly, with the launches already in the GPU's queue, so that a slow host does not count (the step is timed
+without that, too: `eager`): `auto`, `grouped`, `sparse` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe` run if they
 import; `bmm` is cuBLAS's batched products of the same FLOPs on even experts, nothing else of a layer. Router included,
 auxiliary losses off. TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward.
 Every result but bmm's is compared with float32 first. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
@@ -41,22 +42,23 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     score = torch.rand(shape.tokens, shape.experts, device=device, generator=torch.Generator(device).manual_seed(3))
     problem = Problem(shape, score.topk(shape.top_k, dim=1).indices, device=device)
     made = select(problem.ours() | problem.peers() | {"bmm": problem.bmm}, args.candidates)
-    times, memory = check_and_time(job, problem, made, struck, args.rounds)
+    times, memory = check_and_time(job, problem, made, struck, args.rounds, queued=True)
     if times:
         emit(shape=shape.label, flops=shape.forward_flops, memory=memory, times=times)
 
 
 def rates(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """TFLOP/s of forward, backward and total by candidate; bmm has no backward of its own here."""
+    """TFLOP/s of forward, backward, total and the eager total by candidate."""
     out = {}
-    for name in [n.removeprefix("eager/") for n in record["times"] if n.startswith("eager/")]:
-        total, forward = record["times"][f"eager/{name}"], record["times"][f"forward/{name}"]
+    for name in [n.removeprefix("queued/") for n in record["times"] if n.startswith("queued/")]:
+        total, forward = record["times"][f"queued/{name}"], record["times"][f"forward/{name}"]
         backward = [t - f for t, f in zip(total, forward, strict=True)]
         flops = record["flops"] / 1e6
         out[name] = {
             "forward": flops / median(forward),
             "backward": 2 * flops / max(median(backward), 1e-9),
             "total": 3 * flops / median(total),
+            "eager": 3 * flops / median(record["times"][f"eager/{name}"]),
         }
     return out
 
@@ -84,10 +86,10 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> tuple[dict[str, Any]
         rows = {}
         for name, row in table.items():
             held = r["memory"].get(name, {}).get("held")
-            ratio = speed(r["times"], "eager/auto", f"eager/{name}")
+            ratio = speed(r["times"], "queued/auto", f"queued/{name}")
             rows[name] = {**row, "held": held, "auto_speed": ratio}
             space = "     –" if held is None else f"{held / 2**20:6.0f}"
-            print(f"  {name:11s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} {space} MiB"
+            print(f"  {name:11s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} (eager {row['eager']:5.0f}) {space} MiB"
                   + ("" if ratio is None else f"   {ratio:.2f}×"))  # fmt: skip
         shapes[r["shape"]] = rows
     return {"shapes": shapes}, void

@@ -87,8 +87,8 @@ def test_peers_compute_the_same_layer(results):
 
 
 def test_rates_count_backward_as_the_rest_of_the_step():
-    record = {"flops": 1e12, "times": {"eager/a": [3e3, 3e3], "forward/a": [1e3, 1e3]}}
-    assert peers.rates(record) == {"a": {"forward": 1e3, "backward": 1e3, "total": 1e3}}
+    record = {"flops": 1e12, "times": {"queued/a": [3e3, 3e3], "forward/a": [1e3, 1e3], "eager/a": [6e3, 6e3]}}
+    assert peers.rates(record) == {"a": {"forward": 1e3, "backward": 1e3, "total": 1e3, "eager": 500.0}}
 
 
 def test_shapes_are_read_and_labelled_alike():
