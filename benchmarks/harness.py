@@ -53,8 +53,8 @@ def on_gpu() -> bool:
 def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
     """Time of one of `calls` calls: by events on the GPU, by the clock elsewhere.
 
-    head_start_ms: keep the GPU waiting so long first, so that calls which take the host longer than the GPU stand in its
-    queue when they are timed: their kernels' time, as on a faster host. What waits for the GPU itself gains nothing.
+    head_start_ms: keep the GPU waiting so long first, so that calls which take the host longer than the GPU stand in
+    its queue when they are timed: their kernels' time, as on a faster host. What waits for the GPU gains nothing.
     """
     if not on_gpu():
         start = time.perf_counter()

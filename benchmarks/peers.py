@@ -4,10 +4,10 @@
 
 The shapes are those of peers_h200.json (T,H; I/E/K; SwiGLU, bf16, random routing), and its figures, measured earlier on
 an H200, are what a peer has to come near: one that reads more than 15 % below voids the run. In turn, in one process a
-shape, eagerly, with the launches already in the GPU's queue, so that a slow host does not count (the step is timed
-without that, too: `eager`): `auto`, `grouped`, `sparse` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe` run if they
-import; `bmm` is cuBLAS's batched products of the same FLOPs on even experts, nothing else of a layer. Router included,
-auxiliary losses off. TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward.
+shape: `auto`, `grouped`, `sparse` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe` run if they import;
+`bmm` is cuBLAS's batched products of the same FLOPs on even experts, nothing else of a layer. Router included,
+auxiliary losses off. TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward. They are
+timed with their launches already in the GPU's queue, so that a slow host does not count; `eager` is the total without.
 Every result but bmm's is compared with float32 first. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
 """
 
@@ -89,7 +89,8 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> tuple[dict[str, Any]
             ratio = speed(r["times"], "queued/auto", f"queued/{name}")
             rows[name] = {**row, "held": held, "auto_speed": ratio}
             space = "     –" if held is None else f"{held / 2**20:6.0f}"
-            print(f"  {name:11s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} (eager {row['eager']:5.0f}) {space} MiB"
+            print(f"  {name:11s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} "
+                  f"(eager {row['eager']:5.0f}) {space} MiB"
                   + ("" if ratio is None else f"   {ratio:.2f}×"))  # fmt: skip
         shapes[r["shape"]] = rows
     return {"shapes": shapes}, void
