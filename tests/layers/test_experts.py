@@ -113,8 +113,8 @@ def test_what_is_kept_for_backward(impl, recompute, activation):
     "rows, expected", [(0, "grouped"), (64 * 512 - 1, "grouped"), (64 * 512, "sparse"), (65536, "sparse")]
 )
 def test_auto_weighs_padding(rows, expected):
-    """The paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
-    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, num_experts=64, ffn_hidden_size=2048)
+    """With biases the paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
+    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
     assert choose_mlp_impl(**paper, rows=rows) == expected
 
 
@@ -125,15 +125,28 @@ def test_auto_weighs_padding(rows, expected):
         dict(dtype=torch.float32),
         dict(dtype=torch.float64),
         dict(gated=True),
+        dict(biased=False),
         dict(ffn_hidden_size=2048 + 64),
         dict(num_experts=256),
     ],
     ids=str,
 )
 def test_auto_groups_what_blocks_do_not_suit(changes):
-    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, num_experts=64, ffn_hidden_size=2048, rows=65536)
+    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
+    paper |= dict(rows=65536)
     assert choose_mlp_impl(**paper) == "sparse"
     assert choose_mlp_impl(**{**paper, **changes}) == "grouped"
+
+
+def test_auto_takes_hoppers_kernels_for_off_when_they_are(monkeypatch):
+    from megablocks.layers.mlp_choice import hopper, hopper_kernels_run
+
+    monkeypatch.setattr(hopper, "is_available", lambda index: index == 1)
+    monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
+    assert hopper_kernels_run(torch.device("cuda", 1))
+    assert not hopper_kernels_run(torch.device("cuda", 0)) and not hopper_kernels_run(torch.device("cpu"))
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+    assert not hopper_kernels_run(torch.device("cuda", 1))
 
 
 def test_auto_on_this_device_and_in_words(monkeypatch):
