@@ -32,6 +32,21 @@ def _tokens(token_offsets_ptr, num_tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
+def _row_of(scatter_ptr, t, first, last, i, num_tokens, per_token):
+    """Row of each token's slot i, -1 behind its last.
+
+    Where the tokens before had per_token slots each, as is the rule, the slot is i + t·per_token: loaded before `first`
+    is there, which saves a round trip to memory; elsewhere it is loaded again.
+    """
+    guess = t.to(tl.int32) * per_token + i
+    row = tl.load(scatter_ptr + guess, mask=(t < num_tokens) & (i < per_token), other=-1)
+    slot = first + i
+    wrong = (guess != slot) | (i >= per_token)
+    again = tl.load(scatter_ptr + slot, mask=wrong & (slot < last), other=-1)
+    return tl.where(slot < last, tl.where(wrong, again, row), -1).to(tl.int64)
+
+
+@triton.jit
 def _pair_of(pair_ptr, slot, row, live, dense):
     """The pair of a slot: the slot itself where every pair has an expert, which saves a round trip to memory."""
     return tl.where(dense, slot, tl.load(pair_ptr + row, mask=live & (not dense), other=0))
@@ -53,9 +68,9 @@ def _zero_padding(
             tl.store(rows_ptr + at, zeros, mask=padding[:, None] & (h < H)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows"])
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "per_token"])
 def _expand_kernel(
-    x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_rows, H, x_stride,
+    x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_rows, per_token, H, x_stride,
     PADDED: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(1) * BLOCK
@@ -68,42 +83,88 @@ def _expand_kernel(
     inside = (h < H)[None, :]
     # read whether it has a slot or not: the slots are known one round trip later
     x = tl.load(x_ptr + t[:, None] * x_stride + h[None, :], mask=(t < num_tokens)[:, None] & inside, other=0)
-    for i in range(tl.max(last - first, 0)):
-        row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
+    row = _row_of(scatter_ptr, t, first, last, 0, num_tokens, per_token)  # outside the loop, whose length is a wait
+    tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside)
+    for i in range(1, tl.max(last - first, 0)):
+        row = _row_of(scatter_ptr, t, first, last, i, num_tokens, per_token)
         tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_pairs"])
+@triton.jit
+def _add_rows(
+    acc, rows_ptr, weight_ptr, scatter_ptr, pair_ptr, t, first, last, start, num_tokens, per_token, dense, H, h,
+    HAS_WEIGHT: tl.constexpr, UNROLL: tl.constexpr,
+):  # fmt: skip
+    """acc plus UNROLL rows of each token from its slot `start` on, their loads all in flight."""
+    for u in tl.static_range(UNROLL):
+        row = _row_of(scatter_ptr, t, first, last, start + u, num_tokens, per_token)
+        live = row >= 0
+        at = row[:, None] * H + h[None, :]
+        value = tl.load(rows_ptr + at, mask=live[:, None] & (h < H)[None, :], other=0).to(tl.float32)
+        if HAS_WEIGHT:
+            pair = _pair_of(pair_ptr, first + start + u, row, live, dense)
+            value *= tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)[:, None]
+        acc += value
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_pairs", "per_token"])
 def _combine_kernel(
-    rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_pairs, H,
+    rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_pairs, per_token, H,
     HAS_WEIGHT: tl.constexpr, UNROLL: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (h < H)[None, :]
-    acc = tl.zeros((TOKENS, BLOCK), tl.float32)
     dense = tl.load(token_offsets_ptr + num_tokens) == num_pairs
-    for start in range(0, tl.max(last - first, 0), UNROLL):
-        for u in tl.static_range(UNROLL):  # as many loads in flight
-            slot = first + start + u
-            row = tl.load(scatter_ptr + slot, mask=slot < last, other=-1).to(tl.int64)
-            live = row >= 0
-            value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=live[:, None] & inside, other=0).to(
-                tl.float32
-            )
-            if HAS_WEIGHT:
-                pair = _pair_of(pair_ptr, slot, row, live, dense)
-                value *= tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)[:, None]
-            acc += value
-    tl.store(
-        y_ptr + t[:, None] * H + h[None, :], acc.to(y_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside
-    )
+    acc = tl.zeros((TOKENS, BLOCK), tl.float32)
+    acc = _add_rows(  # the first outside the loop, whose length is a wait
+        acc, rows_ptr, weight_ptr, scatter_ptr, pair_ptr, t, first, last, 0, num_tokens, per_token, dense, H, h,
+        HAS_WEIGHT, UNROLL,
+    )  # fmt: skip
+    for start in range(UNROLL, tl.max(last - first, 0), UNROLL):
+        acc = _add_rows(
+            acc, rows_ptr, weight_ptr, scatter_ptr, pair_ptr, t, first, last, start, num_tokens, per_token, dense, H,
+            h, HAS_WEIGHT, UNROLL,
+        )  # fmt: skip
+    mask = (t < num_tokens)[:, None] & (h < H)[None, :]
+    tl.store(y_ptr + t[:, None] * H + h[None, :], acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_pairs"])
+@triton.jit
+def _give_rows(
+    rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, scatter_ptr, pair_ptr, dy,
+    t, first, last, i, num_tokens, per_token, dense, H, h, dy_stride,
+    WEIGHT_GRAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """drows and dweight of each token's slot i."""
+    row = _row_of(scatter_ptr, t, first, last, i, num_tokens, per_token)
+    live = row >= 0
+    pair = _pair_of(pair_ptr, first + i, row, live, dense)
+    weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
+    if WHOLE:
+        mask = live[:, None] & (h < H)[None, :]
+        if WEIGHT_GRAD:
+            value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=mask, other=0).to(tl.float32)
+            tl.store(dweight_ptr + pair, tl.sum(dy * value, 1), mask=live)
+        out = (dy * weight[:, None]).to(drows_ptr.dtype.element_ty)
+        tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask)
+    else:
+        dot = tl.zeros((TOKENS, BLOCK), tl.float32)
+        for start in range(0, H, BLOCK):
+            mask = live[:, None] & (start + h < H)[None, :]
+            part = tl.load(dy_ptr + t[:, None] * dy_stride + start + h[None, :], mask=mask, other=0).to(tl.float32)
+            at = row[:, None] * H + start + h[None, :]
+            if WEIGHT_GRAD:
+                dot += part * tl.load(rows_ptr + at, mask=mask, other=0).to(tl.float32)
+            tl.store(drows_ptr + at, (part * weight[:, None]).to(drows_ptr.dtype.element_ty), mask=mask)
+        if WEIGHT_GRAD:
+            tl.store(dweight_ptr + pair, tl.sum(dot, 1), mask=live)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_pairs", "per_token"])
 def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
-    num_tokens, num_rows, num_pairs, H, dy_stride,
+    num_tokens, num_rows, num_pairs, per_token, H, dy_stride,
     WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -115,32 +176,19 @@ def _combine_backward_kernel(
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
     h = tl.arange(0, BLOCK)
     dense = tl.load(token_offsets_ptr + num_tokens) == num_pairs
+    dy = tl.zeros((TOKENS, BLOCK), tl.float32)
     if WHOLE:  # the row fits one block: dy is read once for all slots
         mask = (t < num_tokens)[:, None] & (h < H)[None, :]
         dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=mask, other=0).to(tl.float32)
-    for i in range(tl.max(last - first, 0)):
-        row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
-        live = row >= 0
-        pair = _pair_of(pair_ptr, first + i, row, live, dense)
-        weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
-        if WHOLE:
-            mask = live[:, None] & (h < H)[None, :]
-            if WEIGHT_GRAD:
-                value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=mask, other=0).to(tl.float32)
-                tl.store(dweight_ptr + pair, tl.sum(dy * value, 1), mask=live)
-            out = (dy * weight[:, None]).to(drows_ptr.dtype.element_ty)
-            tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask)
-        else:
-            dot = tl.zeros((TOKENS, BLOCK), tl.float32)
-            for start in range(0, H, BLOCK):
-                mask = live[:, None] & (start + h < H)[None, :]
-                part = tl.load(dy_ptr + t[:, None] * dy_stride + start + h[None, :], mask=mask, other=0).to(tl.float32)
-                at = row[:, None] * H + start + h[None, :]
-                if WEIGHT_GRAD:
-                    dot += part * tl.load(rows_ptr + at, mask=mask, other=0).to(tl.float32)
-                tl.store(drows_ptr + at, (part * weight[:, None]).to(drows_ptr.dtype.element_ty), mask=mask)
-            if WEIGHT_GRAD:
-                tl.store(dweight_ptr + pair, tl.sum(dot, 1), mask=live)
+    _give_rows(  # the first outside the loop, whose length is a wait
+        rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, scatter_ptr, pair_ptr, dy,
+        t, first, last, 0, num_tokens, per_token, dense, H, h, dy_stride, WEIGHT_GRAD, TOKENS, BLOCK, WHOLE,
+    )  # fmt: skip
+    for i in range(1, tl.max(last - first, 0)):
+        _give_rows(
+            rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, scatter_ptr, pair_ptr, dy,
+            t, first, last, i, num_tokens, per_token, dense, H, h, dy_stride, WEIGHT_GRAD, TOKENS, BLOCK, WHOLE,
+        )  # fmt: skip
 
 
 _FILL_STEPS = 16  # groups of rows that a program looks through for padding: four bytes a row, so many at once
@@ -173,8 +221,8 @@ def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tenso
     programs = triton.cdiv(num_tokens, blocks["TOKENS"]) + _fill_programs(padded, num_rows, blocks["TOKENS"])
     if rows.numel() and programs:
         _expand_kernel[(programs, triton.cdiv(hidden, blocks["BLOCK"]))](
-            x, rows, token_offsets, scatter, pair, num_tokens, num_rows, hidden, x.stride(0),
-            PADDED=padded, STEPS=_FILL_STEPS, **blocks,
+            x, rows, token_offsets, scatter, pair, num_tokens, num_rows, scatter.shape[0] // max(num_tokens, 1), hidden,
+            x.stride(0), PADDED=padded, STEPS=_FILL_STEPS, **blocks,
         )  # fmt: skip
     return rows
 
@@ -187,10 +235,11 @@ def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: T
     y = rows.new_empty(num_tokens, hidden)
     blocks = _blocks(hidden)
     grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
-    unroll = min(4, triton.next_power_of_2(triton.cdiv(max(scatter.shape[0], 1), max(num_tokens, 1))))
+    num_pairs = scatter.shape[0]
+    unroll = min(4, triton.next_power_of_2(triton.cdiv(max(num_pairs, 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
-            rows, weight, y, token_offsets, scatter, pair, num_tokens, scatter.shape[0], hidden,
+            rows, weight, y, token_offsets, scatter, pair, num_tokens, num_pairs, num_pairs // num_tokens, hidden,
             HAS_WEIGHT=weight is not None, UNROLL=unroll, **blocks,
         )  # fmt: skip
     return y
@@ -212,7 +261,7 @@ def combine_backward_launch(
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     rows = None if rows is None else rows.contiguous()
     weight = weight.contiguous()
-    (num_tokens, hidden), num_rows = dy.shape, pair.shape[0]
+    (num_tokens, hidden), num_rows, num_pairs = dy.shape, pair.shape[0], scatter.shape[0]
     d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
     blocks = _whole_rows(hidden)
@@ -221,7 +270,7 @@ def combine_backward_launch(
     if d_rows.numel() and programs:
         _combine_backward_kernel[(programs,)](
             rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
-            num_tokens, num_rows, scatter.shape[0], hidden, dy.stride(0),
+            num_tokens, num_rows, num_pairs, num_pairs // max(num_tokens, 1), hidden, dy.stride(0),
             WEIGHT_GRAD=rows is not None, PADDED=padded, STEPS=_FILL_STEPS, WHOLE=blocks["BLOCK"] >= hidden, **blocks,
         )  # fmt: skip
     return d_rows, d_weight
