@@ -112,6 +112,7 @@ class Runner:
     struck: set[str] = field(default_factory=set)
     deaths: Counter[str] = field(default_factory=Counter)
     records: list[dict[str, Any]] = field(default_factory=list)
+    finished: set[str] = field(default_factory=set)
 
     def run(self, jobs: list[str], *more: str, quiet: float = QUIET_S, budget: float = JOB_S) -> None:
         """Run `jobs` in one child after another. quiet: seconds a job may be silent; budget: seconds it may take."""
@@ -143,6 +144,7 @@ class Runner:
                     job, job_end, running = record["job"], last + budget, ""
                 elif "finished" in record:
                     todo.remove(record["finished"])
+                    self.finished.add(record["finished"])
                 elif "start" in record:
                     running = record["start"]
                 else:  # what failed may have left the process unfit to go on, so it stays the suspect
@@ -166,3 +168,8 @@ class Runner:
             if broken[job] >= MOST_DEATHS or not running or why.startswith("out of time"):
                 self.records.append({"bad": job, "why": why})
                 todo.remove(job)
+
+    def settle(self, jobs: list[str]) -> None:
+        """Record those of `jobs` that were not reached as bad, so that a run cut short does not pass as whole."""
+        told = self.finished | {record["bad"] for record in self.records if "bad" in record}
+        self.records += [{"bad": job, "why": "no time left"} for job in jobs if job not in told]

@@ -5,7 +5,7 @@
 Each case is a process of its own, timed from before the layer is built to the end of its first forward and backward;
 importing and CUDA's own start are before that. "cold" has an empty Triton cache, "warm" the cache that the cold one
 left. Afterwards the same process runs other token counts, odd ones among them, during which nothing may compile: the
-kernels that Triton makes ready are counted through its hook, which counts those found in the disk cache, too.
+kernels that Triton makes ready are counted, those found in its disk cache too.
 
 Goals: cold at most 10 s; no kernel at a new token count. Writes results/<gpu>/first_call.json. DRY_RUN=1 prints the
 cases. Without a GPU there is nothing to compile, and the times are those of plain torch.
@@ -32,23 +32,27 @@ ACTIVATIONS = ("gelu", "swiglu")
 
 
 def new_token_counts(tokens: int) -> list[int]:
-    """Fewer, more, and no multiple of 16, which Triton would compile for apart if a kernel let it."""
-    return [tokens // 2, tokens + 128, tokens - 1, tokens // 2 + 8, tokens // 4 + 13]
+    """Fewer, more, many fewer, and no multiple of 16, which Triton would compile for apart if a kernel let it."""
+    return [tokens // 2, tokens + 128, tokens - 1, tokens // 2 + 8, tokens // 8 + 13]
 
 
-def count_compilations() -> list[str]:
-    """Names of the kernels made ready from now on; grows as they are."""
-    names: list[str] = []
+def count_compilations() -> list[tuple[str, bool]]:
+    """(name, whether Triton's disk cache had it) of the kernels made ready from now on; grows as they are.
+
+    Through the compiler's listener: the hooks of a JIT function write its constants as JSON, which the Gluon kernels'
+    tile plans are not.
+    """
+    ready: list[tuple[str, bool]] = []
     try:
         from triton import knobs
     except ImportError:  # no Triton: nothing compiles
-        return names
+        return ready
 
-    def hook(*, fn: Any, **_: Any) -> None:
-        names.append(fn.name)
+    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        ready.append((src.name, cache_hit))
 
-    knobs.runtime.jit_post_compile_hook = hook
-    return names
+    knobs.compilation.listener = listener
+    return ready
 
 
 def run_case(impl: str, activation: str, size: str) -> None:
@@ -77,16 +81,17 @@ def run_case(impl: str, activation: str, size: str) -> None:
     start = time.perf_counter()
     layer = dMoE(config, device=device, dtype=torch.bfloat16, seed=0)
     built = time.perf_counter() - start
-    first, compiled = step(shape.tokens), list(names)
+    first, made = step(shape.tokens), list(names)
     second = step(shape.tokens)
     later: dict[str, list[str]] = {}
     slowest = 0.0
     for count in new_token_counts(shape.tokens):
         before = len(names)
         slowest = max(slowest, step(count))
-        later[str(count)] = names[before:]
+        later[str(count)] = [name for name, _ in names[before:]]
     emit(impl=impl, activation=activation, size=size, build_s=built, first_s=first, second_s=second,
-         compiled=sorted(compiled), new_counts=later, slowest_new_s=slowest)  # fmt: skip
+         compiled=sorted(name for name, found in made if not found), from_disk=sum(found for _, found in made),
+         new_counts=later, slowest_new_s=slowest)  # fmt: skip
 
 
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
@@ -97,7 +102,8 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     for r in records:
         late = sorted({name for names in r["new_counts"].values() for name in names})
         print(f"  {r['cache']:4} {r['impl']:8} {r['activation']:7} first {r['first_s']:6.2f}, second "
-              f"{r['second_s']:6.3f}, slowest new count {r['slowest_new_s']:6.3f}; {len(r['compiled'])} kernels, then "
+              f"{r['second_s']:6.3f}, slowest new count {r['slowest_new_s']:6.3f}; {len(r['compiled'])} kernels "
+              f"compiled and {r['from_disk']} from disk, then "
               f"{', '.join(late) or 'none'}")  # fmt: skip
         case = f"{r['impl']} {r['activation']} {r['cache']}"
         if r["cache"] == "cold" and r["first_s"] > COLD_GOAL_S:

@@ -10,6 +10,7 @@ same. Auxiliary losses are off. All candidates share one set of expert weights w
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import types
 from collections.abc import Callable, Mapping
@@ -203,15 +204,6 @@ class Problem:
     def _leaf(self, weight: Any) -> Any:
         return weight.detach().requires_grad_()
 
-    def _activate(self, z: Any) -> Any:
-        """Of (R, I), or of (R, 2I) with the gate's half first."""
-        import torch.nn.functional as F
-
-        if not self.shape.gated:
-            return F.gelu(z, approximate="tanh")
-        gate, up = z.chunk(2, dim=1)
-        return F.silu(gate) * up
-
     def _up_weight(self, *, gate_first: bool = True) -> Any:
         """(E, I, H), or (E, 2I, H)."""
         import torch
@@ -222,7 +214,7 @@ class Problem:
         return self._leaf(torch.cat(halves if gate_first else halves[::-1], dim=1))
 
     def torch_grouped(self) -> Step:
-        """torch's grouped_mm between a gather and a scatter."""
+        """torch's grouped_mm between a gather and a scatter, whose backwards are gathers too; swiglu compiled."""
         import torch
         import torch.nn.functional as F
 
@@ -231,15 +223,26 @@ class Problem:
         down = self._leaf(self.experts(self.w2))
         every = torch.arange(s.experts, device=self.device)
 
+        def activate(z: Any) -> Any:
+            if not s.gated:
+                return F.gelu(z, approximate="tanh")
+            gate, linear = z.chunk(2, dim=1)
+            return F.silu(gate) * linear
+
+        if self.device == "cuda" and s.gated:
+            activate = torch.compile(activate, dynamic=False)
+        gather, permute = _torch_moves()
+
         def forward() -> Any:
             weight, ids = self._route(F.linear(x, router))
             sorted_ids, order = ids.flatten().sort(stable=True)
             ends = torch.searchsorted(sorted_ids, every, right=True).int()
-            token = order // s.top_k
-            z = torch._grouped_mm(x.index_select(0, token), up.transpose(1, 2), offs=ends)
-            rows = torch._grouped_mm(self._activate(z), down, offs=ends)
-            rows = rows * weight.flatten()[order].unsqueeze(1).to(rows.dtype)
-            return torch.zeros_like(x).index_add(0, token, rows)
+            row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=self.device))
+            rows = gather.apply(x, order, row_of_slot, s.top_k)
+            z = torch._grouped_mm(rows, up.transpose(1, 2), offs=ends)
+            rows = torch._grouped_mm(activate(z), down, offs=ends)
+            slots = permute.apply(rows, row_of_slot, order).view(s.tokens, s.top_k, s.hidden)
+            return torch.bmm(weight.to(x.dtype).unsqueeze(1), slots).squeeze(1)
 
         return Step(forward, [x, router, up, down], self.dy)
 
@@ -321,6 +324,35 @@ class Problem:
                 return self.forward(), (dx, da, torch.bmm(dz.mT, x), torch.bmm(a.mT, dy))
 
         return Products(forward, [], dy)
+
+
+@functools.cache
+def _torch_moves() -> tuple[Any, Any]:
+    """Gather (T, H) → (T·K, H) and a permutation of rows, whose own backwards would add up with atomics or sort."""
+    import torch
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int) -> Any:
+            ctx.save_for_backward(row_of_slot)
+            ctx.shape = x.shape[0], top_k, x.shape[1]
+            return x.index_select(0, order // top_k)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad.index_select(0, *ctx.saved_tensors).view(ctx.shape).sum(1), None, None, None
+
+    class Permute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, index: Any, inverse: Any) -> Any:
+            ctx.save_for_backward(inverse)
+            return rows.index_select(0, index)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad.index_select(0, *ctx.saved_tensors), None, None
+
+    return Gather, Permute
 
 
 def select(makers: Mapping[str, Callable[[], Step]], wanted: str) -> dict[str, Callable[[], Step]]:

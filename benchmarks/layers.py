@@ -196,6 +196,7 @@ def main() -> None:
         # quiet: a peer may build a CUDA extension on first use
         runner.run(jobs, quiet=120.0, budget=240.0)
     finally:
+        runner.settle(jobs)
         records = [record for record in runner.records if not gate.take(record)]
         summary = summarise(records, gate)
         out = args.out or result_path("layers", gpu_name())

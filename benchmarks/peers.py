@@ -105,7 +105,9 @@ def main() -> None:
     parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default all")
     parser.add_argument("--candidates", default="", help="these alone, by name")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=400.0, help="for everything")
+    parser.add_argument(
+        "--seconds", type=float, default=900.0, help="for everything; SonicMoE takes over a minute a shape to compile"
+    )
     parser.add_argument("--out", type=Path, help="default results/<gpu>/peers.json")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -128,6 +130,7 @@ def main() -> None:
         # quiet: a peer may build a CUDA extension on first use
         runner.run(jobs, quiet=150.0, budget=300.0)
     finally:
+        runner.settle(jobs)
         records = [record for record in runner.records if not gate.take(record)]
         summary, void = summarise(records, gate)
         out = args.out or result_path("peers", gpu_name())

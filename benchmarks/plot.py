@@ -33,6 +33,11 @@ def _canvas(columns: int, rows: int, width: float, height: float) -> tuple[Any, 
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
+def _weight(name: str) -> dict[str, float]:
+    """auto lies on the line of what it picked: a broad pale one shows behind it."""
+    return {"linewidth": 4.0, "alpha": 0.4} if name == "auto" else {"linewidth": 1.3}
+
+
 def _mark_routers(axes: Any, fresh: float, trained: list[float]) -> None:
     axes.axvline(fresh, color="tab:gray", linestyle=":", label=f"fresh router ({fresh:.2f})")
     if trained:
@@ -62,11 +67,13 @@ def plot_layers(result: dict[str, Any]) -> Any:
                 values = [float("nan") if v is None else v for v in series(name, key)]
                 if any(v == v for v in values):
                     label = name + (" (CUDA graph)" if key == "graph_speed" else " (eager)")
-                    speed.plot(skews, values, style, color=color, label=label, markersize=4)
+                    speed.plot(skews, values, style, color=color, label=label, markersize=4, **_weight(name))
             for key, style in (("held", "o-"), ("peak", "x--")):
                 values = [float("nan") if v is None else v for v in against_padded(name, key)]
                 if any(v == v for v in values):
-                    memory.plot(skews, values, style, color=color, label=f"{name}, {key}", markersize=4)
+                    memory.plot(
+                        skews, values, style, color=color, label=f"{name}, {key}", markersize=4, **_weight(name)
+                    )
         speed.plot([GOAL_FROM, max(skews)], [GOAL, GOAL], color="k", linewidth=0.8)
         speed.plot([1.0], [LEAST_AT_ONE], "k_", markersize=12, label=f"goal: {LEAST_AT_ONE} at 1, {GOAL} from 2")
         speed.axhline(1.0, color="0.6", linewidth=0.8)

@@ -174,6 +174,9 @@ def test_what_hangs_or_dies_is_struck_off_and_the_rest_runs(tmp_path, capsys):
     # the second time it is struck off everywhere
     assert {"hangs", "dies"} <= runner.struck and "c/hangs" not in bad and "c/dies" not in bad
     assert "a/hangs silent" in capsys.readouterr().out
+    runner.settle(["a", "late"])
+    assert runner.records[-1] == {"bad": "late", "why": "no time left"}
+    assert not any(r.get("bad") == "a" for r in runner.records)
 
 
 @pytest.mark.parametrize("script", ["block_sparse", "first_call", "layer_cost", "layers", "peers"])
