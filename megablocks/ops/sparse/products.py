@@ -145,7 +145,9 @@ def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: boo
     data, dense = data.contiguous(), _strided(dense)
     work, index = (column_work, column_indices_t) if by_column else (row_work, column_indices)
     places = block_offsets_t if by_column else None
-    if hopper.supports(data.shape[-1], data, dense):
+    # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
+    aligned = not sparse_left or dense.shape[1] % 8 == 0
+    if aligned and hopper.supports(data.shape[-1], data, dense):
         return hopper.spmm(data, dense, work, index, places, sparse_left)
     from . import kernels
 
