@@ -139,7 +139,10 @@ def main() -> int:
         spent, host = sum(us for _, us in kernels), gpu.host_microseconds(call)
         print(f"  {name:32} {len(kernels):3d} launches, {spent:7.1f} us of kernels, {host:6.0f} us host", flush=True)
         record = {"shape": shape, "name": name, "launches": len(kernels), "us": spent, "host_us": host}
-        records.append(record | {"kernels": kernels})
+        by_name: dict[str, list[float]] = {}
+        for kernel, us in kernels:
+            by_name.setdefault(kernel[:60], []).append(round(us, 2))
+        records.append(record | {"kernels": by_name})
         return record
 
     for shape in CASES:
@@ -161,7 +164,7 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         data = {"environment": gpu.environment(), "met": met, "records": records}
-        (options.out / "bookkeeping.json").write_text(json.dumps(data, indent=1) + "\n")
+        (options.out / "bookkeeping.json").write_text(json.dumps(data) + "\n")
     return 0
 
 

@@ -4,7 +4,8 @@
 
 Each op is timed beside copies of as many bytes (read + written) in the same interleaved rounds, the faster of torch's
 copy_ and of an elementwise kernel of torch's (in a graph copy_ is a memcpy node, which read 2.7 TB/s above 1 GB on an
-H200 where the kernel read 4.2), and held against the run's best copy too. Bytes of an op: each row it reads or writes, once; a token's row of x or dy once for all K.
+H200 where the kernel read 4.2), and held against the run's best copy too. Bytes of an op: each row it reads or writes,
+once; a token's row of x or dy once for all K.
 Every result is compared with the plain torch reference first, in NaN-filled memory; a wrong one ends the run. Random
 tokens and routing, bf16, 128 experts, blocks of 128, bins of the mean load. DRY_RUN=1 prints the cases alone.
 """
@@ -173,7 +174,7 @@ def main() -> int:
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         data = {"environment": gpu.environment(), "goal": GOAL, "met": met, "records": records}
-        (options.out / "permutation.json").write_text(json.dumps(data, indent=1) + "\n")
+        (options.out / "permutation.json").write_text(json.dumps(data) + "\n")
     return 0
 
 

@@ -187,6 +187,19 @@ def test_R7_repeated_and_missing_experts():
     assert x.grad.tolist() == [[0.75, 0.75], [2.0, 2.0]]
 
 
+@pytest.mark.parametrize("frozen", [None, "x", "weight"])
+def test_N5_retain_graph_twice_and_frozen_inputs(frozen):
+    routing = ROUTINGS["ragged"](9, E, 2)
+    p = bin_dispatch(build_dispatch(routing), 4)
+    x = torch.randn(9, 4, requires_grad=frozen != "x")
+    weight = routing.weight.float().requires_grad_(frozen != "weight")
+    loss = padded_scatter(padded_gather(x, p).sin(), weight, p).square().sum()
+    wanted = [leaf for leaf in (x, weight) if leaf.requires_grad]
+    first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert torch.equal(a, b) and a.abs().sum() > 0
+
+
 def test_bad_shapes_are_named():
     d = build_dispatch(ROUTINGS["balanced"](4, E, 2))
     p = bin_dispatch(d, 4)

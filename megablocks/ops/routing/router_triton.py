@@ -25,7 +25,8 @@ import triton.language as tl
 from torch import Tensor
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
-_TILE = 4096  # values of a tile; 16 a thread
+_TILE = 4096
+_WARPS = 8
 _TINY = tl.constexpr(1e-20)
 _TAKEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
@@ -289,7 +290,7 @@ def route_launch(
     _route_kernel[(programs,)](
         logits, bias, padding_mask, expert, token, weight, partial, count, num_tokens, tiles, num_experts, scaling,
         SIGMOID=sigmoid, AFTER=after, NORM=norm_p, BIASED=bias is not None, MASKED=padding_mask is not None,
-        num_warps=8, **sizes,
+        num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, sums, load, stats, balance, z, programs, num_experts, balance_weight, z_weight,
@@ -328,6 +329,6 @@ def route_backward_launch(
         _route_backward_kernel[(triton.cdiv(num_tokens, sizes["TOKENS"]),)](
             logits, padding_mask, expert, load, stats, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, scaling, balance_weight, z_weight,
-            SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=8, **sizes,
+            SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
         )  # fmt: skip
     return out
