@@ -162,11 +162,30 @@ class _ActivateAndBmm(torch.autograd.Function):
         return d_pre, d_gate, d_w2, None, None
 
 
+class _BatchedLinear(torch.autograd.Function):
+    """bmm(x, wᵀ) for x (E, C, H) and w (E, I, H), with w's gradient in w's own layout.
+
+    torch.bmm of the view wᵀ leaves the gradient as (E, H, I), and the copy into the parameter's layout, whose reads are
+    strided, took 1.8 ms of a step's 3.1 at E, I, H = 64, 4096, 1024 on an H200.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, w), dy = ctx.saved_tensors, grads[0]
+        dx = torch.bmm(dy, w) if ctx.needs_input_grad[0] else None
+        return dx, torch.bmm(dy.transpose(1, 2), x) if ctx.needs_input_grad[1] else None
+
+
 def batched_mlp(weights: ExpertWeights, bins: Tensor, config: MoEConfig) -> Tensor:
     """bins (E, C, H) → (E, C, H); every place is computed, filled or not."""
 
     def project(w: Tensor, b: Tensor | None) -> Tensor:
-        out = torch.bmm(bins, w.transpose(1, 2))
+        out = _BatchedLinear.apply(bins, w)
         return out if b is None else out + b.unsqueeze(1)
 
     pre = project(weights.w1, weights.b1)

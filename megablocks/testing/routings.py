@@ -5,7 +5,9 @@ Legend: T tokens, E experts, K top-k, R pairs. Weights are float64 normal draws,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -66,3 +68,71 @@ ROUTINGS: dict[str, Callable[..., Routing]] = {
     "zipf": zipf,
     "ragged": ragged,
 }
+
+
+def skewed_loads(num_pairs: int, num_experts: int, skew: float) -> list[int]:
+    """Pairs of each expert, fullest first: ∝ 1/(e+1)^s with the s that makes max/mean = skew; skew 1 is balance.
+
+    The fullest has exactly round(skew · num_pairs / E) pairs; the others share the rest by largest remainder.
+
+    Raises:
+        ValueError: a skew outside [1, E].
+    """
+    if not 1 <= skew <= num_experts:
+        raise ValueError(f"skew={skew}: max/mean load must be in [1, {num_experts}], the number of experts")
+
+    def shares(s: float) -> list[float]:
+        powers = [(e + 1) ** -s for e in range(num_experts)]
+        return [p / math.fsum(powers) for p in powers]
+
+    low, high = 0.0, 64.0  # at s = 64 all but 2^-64 of the pairs are the fullest expert's
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if shares(middle)[0] * num_experts < skew else (low, middle)
+    fullest = min(num_pairs, math.floor(skew * num_pairs / num_experts + 0.5))
+    if num_experts == 1:
+        return [num_pairs]
+    _, *tail = shares(low)
+    wanted = [t / max(math.fsum(tail), 1e-300) * (num_pairs - fullest) for t in tail]
+    loads = [math.floor(w) for w in wanted]
+    by_remainder = sorted(range(len(tail)), key=lambda i: loads[i] - wanted[i])
+    for i in by_remainder[: num_pairs - fullest - sum(loads)]:
+        loads[i] += 1
+    return [fullest, *loads]
+
+
+def skewed(num_tokens: int, num_experts: int, top_k: int, skew: float, seed: int = 0) -> Tensor:
+    """Expert ids (T, K) int64 whose fullest expert holds exactly skew times the mean (`skewed_loads`).
+
+    A token's K ids differ while no expert holds more than T pairs (skew <= E/K). Which expert is how full, and which
+    tokens it gets, is drawn under `seed`.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    loads = torch.tensor(skewed_loads(num_tokens * top_k, num_experts, skew))
+    expert = torch.randperm(num_experts, generator=generator).repeat_interleave(loads)
+    # Pair i goes to token i mod T, so up to T neighbours, which share an expert, go to different tokens.
+    return expert.view(top_k, num_tokens).t()[torch.randperm(num_tokens, generator=generator)]
+
+
+class _Router(Protocol):
+    """What has logits: `megablocks.routers.TopKRouter`."""
+
+    logits: Callable[[Tensor], Tensor]
+
+
+def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
+    """Make a router choose `ids` (T, K), by a constant added to its logits there; all of its work is still done.
+
+    The constant must exceed the spread of the logits, or some token chooses otherwise: check the loads.
+    """
+    original = router.logits
+    constant: Tensor | None = None
+
+    def steered(x: Tensor) -> Tensor:
+        nonlocal constant
+        logits = original(x)
+        if constant is None:
+            constant = torch.zeros_like(logits).scatter_(1, ids.to(logits.device), strength)
+        return logits + constant
+
+    router.logits = steered

@@ -7,6 +7,7 @@ import torch
 
 from layers.harness import config_of
 from megablocks.layers import Experts
+from megablocks.layers.expert_mlp import _BatchedLinear
 from megablocks.layers.mlp_choice import choose_mlp_impl
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.oracle import experts_oracle, relative_error
@@ -208,3 +209,18 @@ def test_R5_sorted_rows_with_unused_ones_behind(impl):
     assert relative_error(rows.grad[:9], wide.grad) < 1e-5
     for name, p in experts.named_parameters():
         assert relative_error(p.grad, parameters[name].grad) < 1e-5, name
+
+
+def test_the_padded_projections_gradient_lies_as_its_weight_does():
+    draw = torch.Generator().manual_seed(3)
+    x, w, dy = (torch.randn(*size, generator=draw).double() for size in ((3, 5, 4), (3, 6, 4), (3, 5, 6)))
+    a, b = (t.clone().requires_grad_() for t in (x, w))
+    expected = torch.autograd.grad(torch.bmm(a, b.mT), [a, b], dy)
+    for leaves in ("xw", "x", "w"):  # frozen experts, or nothing below that needs a gradient
+        x.requires_grad_("x" in leaves)
+        w.requires_grad_("w" in leaves)
+        wanted = [t for t in (x, w) if t.requires_grad]
+        got = torch.autograd.grad(_BatchedLinear.apply(x, w), wanted, dy)
+        for grad, truth in zip(got, [g for g, name in zip(expected, "xw", strict=True) if name in leaves], strict=True):
+            torch.testing.assert_close(grad, truth)
+            assert grad.is_contiguous()

@@ -1,0 +1,301 @@
+"""What the benchmarks share: interleaved timing, the correctness gate, peers' earlier figures, results on disk.
+
+A GPU under a power limit drifts by 5 to 10 %, so candidates are timed in turn, round by round, and compared by the
+median of a round's ratios, never by two medians taken apart. No speed-up is printed while the gate is red: a candidate
+counts only after its result has been compared with float32. A peer far below what it once reached on the same GPU voids
+the run: something is wrong with the machine or with how the peer is called.
+
+Everything here also runs on a CPU, at toy sizes, with the host's clock.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+FORMAT = 1
+REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")
+RESULTS = Path(__file__).parent / "results"
+PEER_FIGURES = Path(__file__).parent / "peers_h200.json"
+
+ROUNDS = 9
+ROUND_MS = 10.0
+CLOCK_KHZ = 1.98e6
+"""The fastest clock of an H100 or H200: a wait counted in it is at least as long as meant."""
+TOLERANCE = 1e-2
+"""Relative Frobenius error against float32 that bf16 and fp16 results stay under; theirs is 1e-3 to 5e-3."""
+PEER_SLACK = 0.15
+
+
+def emit(**record: Any) -> None:
+    """One JSON line on stdout: how a child process talks to its parent."""
+    print(json.dumps(record), flush=True)
+
+
+# ---- timing
+
+
+def on_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
+    """Time of one of `calls` calls: by events on the GPU, by the clock elsewhere.
+
+    head_start_ms: keep the GPU waiting so long first, so that calls which take the host longer than the GPU stand in
+    its queue when they are timed: their kernels' time, as on a faster host. What waits for the GPU gains nothing.
+    """
+    if not on_gpu():
+        start = time.perf_counter()
+        for _ in range(calls):
+            fn()
+        return (time.perf_counter() - start) * 1e3 / calls
+    import torch
+
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    if head_start_ms:
+        torch.cuda._sleep(int(head_start_ms * CLOCK_KHZ))
+    begin.record()
+    for _ in range(calls):
+        fn()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
+    """What the host needs to launch `calls` calls."""
+    import torch
+
+    if on_gpu():
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        fn()
+    spent = (time.perf_counter() - start) * 1e3
+    if on_gpu():
+        torch.cuda.synchronize()
+    return spent
+
+
+def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
+    """`calls` calls as one CUDA graph, so that no launch overhead is timed.
+
+    A graph keeps no operand alive: the caller must keep `fn`, whose closure holds them, as long as the graph.
+    """
+    import torch
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        fn()  # what allocates, compiles or loads on first use must not do so while capturing
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            fn()
+    return graph.replay
+
+
+def calls_for(fn: Callable[[], Any], round_ms: float = ROUND_MS) -> int:
+    """How many calls of `fn`, which has run before, fill a round."""
+    return max(1, round(round_ms / max(milliseconds(fn), 1e-3)))
+
+
+def interleave(
+    timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, warm_up: int = 1
+) -> dict[str, list[float]]:
+    """Times of every candidate in each round; each round starts with another candidate, the first ones are dropped."""
+    names = list(timers)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(-warm_up, rounds) if names else ():
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            spent = timers[name]()
+            if i >= 0:
+                times[name].append(spent)
+    return times
+
+
+def speed(times: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
+    """Speed of `name` relative to `base`: the median over the rounds; None unless both ran."""
+    if not times.get(name) or not times.get(base):
+        return None
+    return median(b / n for n, b in zip(times[name], times[base], strict=True))
+
+
+# ---- correctness
+
+
+def relative_error(got: Any, want: Any) -> float:
+    """‖got − want‖ / ‖want‖ in float32; infinite for another shape and for NaN."""
+    if got.shape != want.shape:
+        return float("inf")
+    want = want.float()
+    error = float((got.float() - want).norm() / want.norm().clamp_min(1e-20))
+    return error if error == error else float("inf")
+
+
+@dataclass
+class Gate:
+    """Results compared with float32, and candidates that failed. `ours` fail the run; a peer only drops out of it."""
+
+    ours: Callable[[str], bool]
+    errors: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    def take(self, record: Mapping[str, Any]) -> bool:
+        """Whether `record` was a child's word on a candidate: {"good": key, "error": …} or {"bad": key, "why": …}."""
+        if "good" in record:
+            self.errors[record["good"]] = record["error"]
+        elif "bad" in record:
+            self.failures[record["bad"]] = record["why"]
+        return "good" in record or "bad" in record
+
+    @property
+    def red(self) -> list[str]:
+        return sorted(key for key in self.failures if self.ours(key))
+
+    @property
+    def green(self) -> bool:
+        return bool(self.errors) and not self.red
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "green": self.green,
+            "checked": len(self.errors),
+            "largest_error": max(self.errors.values(), default=None),
+            "red": self.red,
+            "failures": self.failures,
+        }
+
+    def report(self) -> None:
+        for key, why in self.failures.items():
+            print(f"FAILED {key}: {why}")
+        worst = max(self.errors.values(), default=0.0)
+        print(f"gate {'green' if self.green else 'RED, no speed-up'}: {len(self.errors)} results checked, largest "
+              f"relative error {worst:.1e}, {len(self.failures)} failed")  # fmt: skip
+
+
+# ---- what peers once reached
+
+
+def peer_figures(path: Path = PEER_FIGURES) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def void_reasons(
+    measured: Iterable[tuple[str, str, str, float]], figures: Mapping[str, Any], gpu: str | None
+) -> list[str]:
+    """Why a run does not count: peers more than 15 % below their earlier figure at the same shape.
+
+    Args:
+        measured: (shape, peer, which of forward, backward and total, TFLOP/s).
+        figures: as `peer_figures`.
+        gpu: of this run; figures of another GPU say nothing about it.
+    """
+    if gpu != figures["gpu"]:
+        return []
+    reasons = []
+    for shape, peer, phase, got in measured:
+        want = figures["shapes"].get(shape, {}).get("tflops", {}).get(peer, {}).get(phase)
+        if want is not None and got < (1 - PEER_SLACK) * want:
+            reasons.append(f"{peer} {phase} at {shape}: {got:.0f} TFLOP/s, {want:.0f} {figures['when']}")
+    return reasons
+
+
+# ---- results
+
+
+def gpu_name() -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else None
+
+
+def environment() -> dict[str, Any]:
+    """What the figures were taken on. MEGABLOCKS_COMMIT names the commit of a copy that git does not know."""
+    import importlib.metadata
+
+    import torch
+
+    from megablocks.monitor.env_report import commit
+
+    versions: dict[str, str | None] = {}
+    for package in ("torch", "triton", "scattermoe", "sonicmoe", "quack-kernels", "nvidia-cutlass-dsl"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return {
+        "gpu": gpu_name(),
+        "cuda": torch.version.cuda,
+        **versions,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": platform.processor() or platform.machine(),
+        "commit": os.environ.get("MEGABLOCKS_COMMIT") or commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
+    }
+
+
+def result_path(name: str, gpu: str | None = None, root: Path = RESULTS) -> Path:
+    """results/<gpu>/<name>.json; "NVIDIA H200" is h200, no GPU is cpu."""
+    folder = "cpu" if gpu is None else gpu.lower().removeprefix("nvidia ").replace(" ", "-")
+    return root / folder / f"{name}.json"
+
+
+def write_result(
+    path: Path,
+    name: str,
+    *,
+    gate: Gate,
+    summary: Mapping[str, Any],
+    records: Sequence[Mapping[str, Any]],
+    void: Sequence[str] = (),
+) -> None:
+    """Write a run whole or not at all: to a neighbour, then renamed."""
+    from megablocks.monitor.history import write_atomically
+
+    result = {
+        "format": FORMAT,
+        "benchmark": name,
+        "environment": environment(),
+        "gate": gate.to_dict(),
+        "void": list(void),
+        "summary": dict(summary),
+        "records": list(records),
+    }
+    assert tuple(result) == REQUIRED
+    # One record a line: a diff shows which case changed.
+    head = json.dumps({key: value for key, value in result.items() if key != "records"}, indent=1)
+    lines = ",\n".join(json.dumps(record) for record in records)
+    write_atomically(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
+    print(f"wrote {path}")
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """A result as `write_result` left it.
+
+    Raises:
+        ValueError: half a file, or another program's; names the file.
+    """
+    try:
+        result = json.loads(path.read_text())
+    except json.JSONDecodeError as e:
+        raise ValueError(f"{path}: not a whole JSON file ({e}); run the benchmark again") from e
+    missing = [key for key in REQUIRED if key not in result] if isinstance(result, dict) else list(REQUIRED)
+    if missing or result["format"] != FORMAT:
+        raise ValueError(f"{path}: not a result of format {FORMAT} (missing: {', '.join(missing) or 'nothing'})")
+    return result

@@ -1,0 +1,360 @@
+"""Whole layers that compute the same function: ours, our padded one, and peers; with their float32 truth.
+
+    y[t] = Σ_k p[t,k] · w2_eᵀ · act(w1_e · x[t]) [⊙ (v1_e · x[t]) if gated],   e = ids[t,k], p from the router's softmax
+
+T tokens, H hidden, I expert width, E experts, K top-k. Which experts a token gets is given (`ids`), by a constant that
+every candidate adds to its router's logits; the router's product, softmax and top-k are computed and timed all the
+same. Auxiliary losses are off. All candidates share one set of expert weights where their layouts allow it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from harness import relative_error
+
+OURS = ("auto", "sparse", "grouped")
+PEERS = ("torch", "scattermoe", "sonicmoe")
+SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
+    "XS": (65536, 512, 2048, 64),
+    "Small": (32768, 768, 3072, 64),
+    "Medium": (8192, 1024, 4096, 64),
+    "toy": (128, 32, 128, 4),
+}
+GOAL_FROM, GOAL, LEAST_AT_ONE = 2.0, 1.38, 0.95
+"""The paper's least speed-up over padding (XS), asked for from skew 2 on, and what balance may cost."""
+STRENGTH = 8.0
+"""What is added to the chosen logits. The router's weights are drawn so that logits have a standard deviation of 0.5;
+two of them differing by 8 against the constant would be 11 standard deviations of their difference."""
+ROUTER_TOLERANCE, TOLERANCE = 2e-2, 1e-2
+"""Relative Frobenius error. With one expert at p near 1, p's slope p·(1−p) is small, so d-router keeps fewer digits."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    activation: str
+    softmax_order: str = "before_topk"
+
+    @property
+    def gated(self) -> bool:
+        return self.activation == "swiglu"
+
+    @property
+    def forward_flops(self) -> int:
+        """Multiply-adds of the experts' products, twice; backward is twice this."""
+        return (6 if self.gated else 4) * self.tokens * self.top_k * self.hidden * self.width
+
+    @property
+    def label(self) -> str:
+        """As in peers_h200.json."""
+        return f"{self.tokens},{self.hidden}; {self.width}/{self.experts}/{self.top_k}"
+
+
+def shape_of(size: str) -> Shape:
+    tokens, hidden, width, experts = SIZES[size]
+    return Shape(tokens, hidden, width, experts, 1, "gelu")
+
+
+@dataclass
+class Step:
+    """One candidate, ready to run. `leaves`: x, the router's weight, and the experts' weights."""
+
+    forward: Callable[[], Any]
+    leaves: list[Any]
+    dy: Any
+
+    def total(self) -> Any:
+        """Forward and backward: (y, gradients of the leaves). Nothing is accumulated."""
+        import torch
+
+        y = self.forward()
+        return y, torch.autograd.grad(y, self.leaves, self.dy)
+
+
+class Problem:
+    """Inputs, weights, the given routing, and the truth of one shape."""
+
+    def __init__(self, shape: Shape, ids: Any, *, device: str, dtype: Any = None) -> None:
+        import torch
+
+        dtype = torch.bfloat16 if dtype is None else dtype
+        T, H, I, E = shape.tokens, shape.hidden, shape.width, shape.experts  # noqa: E741
+        self.shape, self.ids, self.device, self.dtype = shape, ids.to(device), device, dtype
+        generator = torch.Generator(device).manual_seed(0)
+
+        def rand(*size: int, std: float) -> Any:
+            return (torch.randn(*size, device=device, generator=generator) * std).to(dtype)
+
+        self.x, self.dy = rand(T, H, std=1.0), rand(T, H, std=1.0)
+        self.router = rand(E, H, std=0.5 * H**-0.5)
+        self.w1, self.w2 = rand(E * I, H, std=H**-0.5), rand(E * I, H, std=I**-0.5)
+        self.v1 = rand(E * I, H, std=H**-0.5) if shape.gated else None
+        self.constant = torch.zeros(T, E, device=device, dtype=dtype).scatter_(1, self.ids, STRENGTH)
+        self._truth: dict[str, dict[str, Any]] = {}
+
+    def experts(self, weight: Any) -> Any:
+        return weight.view(self.shape.experts, self.shape.width, self.shape.hidden)
+
+    def config(self, **changes: Any) -> Any:
+        from megablocks import MoEConfig
+
+        s = self.shape
+        return MoEConfig(
+            hidden_size=s.hidden, ffn_hidden_size=s.width, num_experts=s.experts, top_k=s.top_k,
+            activation=s.activation, softmax_order=s.softmax_order, **changes,
+        )  # fmt: skip
+
+    def layer(self, config: Any, *, experts_dtype: Any = None) -> Step:
+        """One of our layers over the shared weights; `experts_dtype` for the truth, whose router stays as it is."""
+        import torch
+
+        from megablocks import MoE, dMoE
+        from megablocks.testing.routings import steer
+
+        made = (dMoE if config.capacity_factor is None else MoE)(config, device="meta", dtype=self.dtype)
+        state = {"router.layer.weight": self.router, "experts.w1": self.w1, "experts.w2": self.w2}
+        if self.v1 is not None:
+            state["experts.v1"] = self.v1
+        dtype = self.dtype if experts_dtype is None else experts_dtype
+        state = {name: t.to(dtype) if name.startswith("experts.") else t for name, t in state.items()}
+        made.load_state_dict(state, assign=True)
+        made.requires_grad_(True)
+        steer(made.router, self.ids, STRENGTH)
+        x = self.x.to(dtype).requires_grad_()
+        assert all(isinstance(p, torch.nn.Parameter) and not p.is_meta for p in made.parameters())
+        leaves = [x, made.router.layer.weight, *(p for n, p in made.named_parameters() if n.startswith("experts."))]
+        return Step(lambda: made(x), leaves, self.dy.to(dtype))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the gradients of one of our layers, as `Step.leaves` orders them."""
+        return ("dx", "d_router", "dw1", "dw2") if self.v1 is None else ("dx", "d_router", "dw1", "dv1", "dw2")
+
+    def truth(self) -> dict[str, Any]:
+        """Output and gradients by the plain loop over experts in float32, then rounded to the dtype."""
+        import torch
+
+        if not self._truth:
+            y, grads = self.layer(self.config(mlp_impl="reference"), experts_dtype=torch.float32).total()
+            values = {"y": y.detach()} | dict(zip(self.names, grads, strict=True))
+            self._truth = {name: value.to(self.dtype) for name, value in values.items()}
+        return self._truth
+
+    def error(self, step: Step, *, weights: bool) -> float:
+        """Largest relative error over y and the gradients, the router's scaled to the others' tolerance.
+
+        weights: compare the experts' too, a peer keeps them in a layout of its own; and run over memory that holds NaN.
+        """
+        import torch
+
+        from megablocks.testing.poison import poisoned_empty
+
+        with poisoned_empty() if weights else contextlib.nullcontext():
+            y, grads = step.total()
+        got = {"y": y.detach(), "dx": grads[0]}
+        if weights:
+            got |= dict(zip(self.names, grads, strict=True))
+        worst = 0.0
+        for name, value in got.items():
+            limit = ROUTER_TOLERANCE if name == "d_router" else TOLERANCE
+            off = relative_error(value, self.truth()[name])
+            if off > limit:
+                raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
+            worst = max(worst, off)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return worst
+
+    def ours(self) -> dict[str, Callable[[], Step]]:
+        """dMoE with each mlp_impl that there is, reference excluded."""
+        from megablocks.config import MLP_IMPLS
+
+        def make(impl: str) -> Callable[[], Step]:
+            return lambda: self.layer(self.config(mlp_impl=impl))
+
+        return {impl: make(impl) for impl in OURS if impl in MLP_IMPLS}
+
+    # ---- peers
+
+    def peers(self) -> dict[str, Callable[[], Step]]:
+        """Those that are installed."""
+        made = {"torch": self.torch_grouped, "scattermoe": self.scattermoe, "sonicmoe": self.sonicmoe}
+        return {name: make for name, make in made.items() if importlib.util.find_spec(name)}
+
+    def _route(self, logits: Any) -> tuple[Any, Any]:
+        """What a router in plain torch does: (T, K) weights in float32 and ids."""
+        logits = (logits + self.constant).float()
+        if self.shape.softmax_order == "before_topk":
+            weight, ids = logits.softmax(1).topk(self.shape.top_k, dim=1)
+            return weight, ids
+        top, ids = logits.topk(self.shape.top_k, dim=1)
+        return top.softmax(1), ids
+
+    def _leaf(self, weight: Any) -> Any:
+        return weight.detach().requires_grad_()
+
+    def _up_weight(self, *, gate_first: bool = True) -> Any:
+        """(E, I, H), or (E, 2I, H)."""
+        import torch
+
+        if self.v1 is None:
+            return self._leaf(self.experts(self.w1))
+        halves = [self.experts(self.w1), self.experts(self.v1)]
+        return self._leaf(torch.cat(halves if gate_first else halves[::-1], dim=1))
+
+    def torch_grouped(self) -> Step:
+        """torch's grouped_mm between a gather and a scatter, whose backwards are gathers too; swiglu compiled."""
+        import torch
+        import torch.nn.functional as F
+
+        s = self.shape
+        x, router, up = self._leaf(self.x), self._leaf(self.router), self._up_weight()
+        down = self._leaf(self.experts(self.w2))
+        every = torch.arange(s.experts, device=self.device)
+
+        def activate(z: Any) -> Any:
+            if not s.gated:
+                return F.gelu(z, approximate="tanh")
+            gate, linear = z.chunk(2, dim=1)
+            return F.silu(gate) * linear
+
+        if self.device == "cuda" and s.gated:
+            activate = torch.compile(activate, dynamic=False)
+        gather, permute = _torch_moves()
+
+        def forward() -> Any:
+            weight, ids = self._route(F.linear(x, router))
+            sorted_ids, order = ids.flatten().sort(stable=True)
+            ends = torch.searchsorted(sorted_ids, every, right=True).int()
+            row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=self.device))
+            rows = gather.apply(x, order, row_of_slot, s.top_k)
+            z = torch._grouped_mm(rows, up.transpose(1, 2), offs=ends)
+            rows = torch._grouped_mm(activate(z), down, offs=ends)
+            slots = permute.apply(rows, row_of_slot, order).view(s.tokens, s.top_k, s.hidden)
+            return torch.bmm(weight.to(x.dtype).unsqueeze(1), slots).squeeze(1)
+
+        return Step(forward, [x, router, up, down], self.dy)
+
+    def scattermoe(self) -> Step:
+        import torch
+        import torch.nn.functional as F
+        from scattermoe.mlp import GLUMLP, MLP
+
+        s = self.shape
+        kind = GLUMLP if s.gated else MLP
+        act = F.silu if s.gated else (lambda z: F.gelu(z, approximate="tanh"))
+        with torch.device("meta"):
+            made = kind(s.hidden, s.width, s.experts, s.top_k, activation=act)
+        up = self._up_weight(gate_first=False)
+        down = self._leaf(self.experts(self.w2).transpose(1, 2).contiguous())
+        # plain attributes: a Parameter would be another leaf
+        for experts, weight in ((made.experts, up), (made.output_experts, down)):
+            del experts.weight
+            experts.weight = weight
+        x, router = self._leaf(self.x), self._leaf(self.router)
+
+        def forward() -> Any:
+            weight, ids = self._route(F.linear(x, router))
+            return made(x, weight.to(x.dtype), ids)
+
+        return Step(forward, [x, router, up, down], self.dy)
+
+    def sonicmoe(self) -> Step:
+        """SonicMoE's layer function. Its gated weights interleave gate and up; its softmax follows the top-k."""
+        import torch
+        import torch.nn.functional as F
+        from sonicmoe import functional
+        from sonicmoe.enums import ActivationType
+
+        s = self.shape
+        if s.softmax_order != "after_topk" and s.top_k > 1:
+            raise ValueError("SonicMoE's weights are a softmax over the chosen logits")
+        if self.v1 is None:
+            up = self._leaf(self.experts(self.w1))
+        else:
+            pair = torch.stack([self.experts(self.w1), self.experts(self.v1)], dim=2)
+            up = self._leaf(pair.view(s.experts, 2 * s.width, s.hidden))
+        down = self._leaf(self.experts(self.w2).transpose(1, 2).contiguous())
+        x, router = self._leaf(self.x), self._leaf(self.router)
+        stream = torch.cuda.current_stream().cuda_stream
+        steered = types.SimpleNamespace(linear=lambda x, w: F.linear(x, w) + self.constant)
+        activation = ActivationType.SWIGLU if s.gated else ActivationType.GELU
+
+        def forward() -> Any:
+            functional.F = steered  # the module calls F.linear for its router alone
+            weights = up.permute(1, 2, 0), None, down.permute(1, 2, 0), None
+            return functional.moe_TC_softmax_topk_layer(x, router, *weights, s.top_k, stream, activation, False)[0]
+
+        return Step(forward, [x, router, up, down], self.dy)
+
+    def bmm(self) -> Step:
+        """cuBLAS's batched products of the same FLOPs, every expert holding T·K/E rows: nothing else of a layer."""
+        import torch
+
+        s = self.shape
+        per = s.tokens * s.top_k // s.experts
+        generator = torch.Generator(self.device).manual_seed(1)
+
+        def rand(*size: int) -> Any:
+            values = torch.randn(s.experts, *size, device=self.device, generator=generator, dtype=self.dtype)
+            return values.requires_grad_()
+
+        outer = (2 if s.gated else 1) * s.width
+        x, a, dy, dz = rand(per, s.hidden), rand(per, s.width), rand(per, s.hidden), rand(per, outer)
+        up, down = self._up_weight().detach(), self.experts(self.w2)
+        x, a, dy, dz = (t.detach() for t in (x, a, dy, dz))
+
+        def forward() -> Any:
+            return torch.bmm(x, up.mT), torch.bmm(a, down)
+
+        class Products(Step):
+            def total(self) -> Any:
+                dx, da = torch.bmm(dz, up), torch.bmm(dy, down.mT)
+                return self.forward(), (dx, da, torch.bmm(dz.mT, x), torch.bmm(a.mT, dy))
+
+        return Products(forward, [], dy)
+
+
+@functools.cache
+def _torch_moves() -> tuple[Any, Any]:
+    """Gather (T, H) → (T·K, H) and a permutation of rows, whose own backwards would add up with atomics or sort."""
+    import torch
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int) -> Any:
+            ctx.save_for_backward(row_of_slot)
+            ctx.shape = x.shape[0], top_k, x.shape[1]
+            return x.index_select(0, order // top_k)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad.index_select(0, *ctx.saved_tensors).view(ctx.shape).sum(1), None, None, None
+
+    class Permute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, index: Any, inverse: Any) -> Any:
+            ctx.save_for_backward(inverse)
+            return rows.index_select(0, index)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Any) -> Any:
+            return grad.index_select(0, *ctx.saved_tensors), None, None
+
+    return Gather, Permute
+
+
+def select(makers: Mapping[str, Callable[[], Step]], wanted: str) -> dict[str, Callable[[], Step]]:
+    """Those named in `wanted`, comma-separated; all for ""."""
+    return {name: make for name, make in makers.items() if not wanted or name in wanted.split(",")}

@@ -1,0 +1,106 @@
+"""What whole-layer benchmarks do with their candidates: check, measure memory, time in turn, and profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from statistics import median
+from typing import Any
+
+from children import candidate, guarded
+from harness import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
+from layer_candidates import PEERS, Problem, Step
+
+
+def memory_of(step: Step) -> dict[str, int]:
+    """Bytes alive after the forward that were not before, and the most alive in a step; nothing on a CPU."""
+    import torch
+
+    if not on_gpu():
+        return {}
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    y = step.forward()
+    held = torch.cuda.memory_allocated() - before
+    grads = torch.autograd.grad(y, step.leaves, step.dy)
+    peak = torch.cuda.max_memory_allocated() - before
+    del y, grads
+    return {"held": held, "peak": peak}
+
+
+def check_and_time(
+    job: str,
+    problem: Problem,
+    makers: Mapping[str, Callable[[], Step]],
+    struck: Collection[str],
+    rounds: int,
+    *,
+    graphs: Collection[str] = (),
+    queued: bool = False,
+) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
+    """Times in µs of `eager/NAME`, `forward/NAME` and, for names in `graphs`, `graph/NAME`; memory by name.
+
+    queued: the forward alone and one more of the whole step, `queued/NAME`, with their launches already in the queue.
+
+    A candidate that is wrong, raises or is struck off is left out, and said so to the parent.
+    """
+    timers: dict[str, Callable[[], float]] = {}
+    memory: dict[str, dict[str, int]] = {}
+    graphed = []  # a graph reads what its function's closure holds, so that must live as long
+
+    def timer(name: str, fn: Callable[[], Any], calls: int, inside: int = 1, wait: float = 0.0) -> Callable[[], float]:
+        return guarded(f"{job}/{name}", lambda: 1e3 * milliseconds(fn, calls, head_start_ms=wait) / inside)
+
+    for name, make in makers.items():
+        key = f"{job}/{name}"
+        if key in struck or name in struck:
+            continue
+        with candidate(key):
+            step = make()
+            error = 0.0 if name == "bmm" else problem.error(step, weights=name not in PEERS)
+            kept = memory_of(step) if name != "bmm" else {}
+            milliseconds(step.total)
+            calls = calls_for(step.total)
+            # more than a thousand launches do not fit into the queue
+            few = min(calls, 5)
+            waits = {fn: 1.2 * host_milliseconds(fn, few) for fn in (step.forward, step.total)} if queued else {}
+            mine = {f"eager/{name}": timer(name, step.total, calls)}
+            if queued:
+                mine[f"forward/{name}"] = timer(name, step.forward, few, wait=waits[step.forward])
+                mine[f"queued/{name}"] = timer(name, step.total, few, wait=waits[step.total])
+            else:
+                mine[f"forward/{name}"] = timer(name, step.forward, calls)
+            if on_gpu() and name in graphs:
+                replay = graph_of(step.total, calls)
+                graphed.append((step, replay))
+                mine[f"graph/{name}"] = timer(name, replay, 1, calls)
+            timers |= mine
+            memory[name] = kept
+            emit(good=key, error=error)
+    return interleave(timers, rounds), memory
+
+
+def profile(job: str, makers: Mapping[str, Callable[[], Step]], rows: int, steps: int = 3) -> None:
+    """Print where a step's time goes: each kernel's time and count, beside the step's own, eager."""
+    import torch
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    for name, make in makers.items():
+        try:
+            step = make()
+            for _ in range(3):
+                step.total()
+        except Exception as e:  # a peer may raise anything
+            print(f"{job} {name}: {type(e).__name__}: {str(e)[-200:]}")
+            continue
+        wall = median(milliseconds(step.total, 5) for _ in range(5))
+        with record(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiler:
+            for _ in range(steps):
+                step.total()
+            torch.cuda.synchronize()
+        kernels = [e for e in profiler.key_averages() if str(e.device_type).endswith("CUDA")]
+        total = sum(e.self_device_time_total for e in kernels) / steps
+        launches = sum(e.count for e in kernels) / steps
+        print(f"\n{job} {name}: {1e3 * wall:.0f} µs a step, {total:.0f} µs of kernels, {launches:.0f} launches")
+        for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:rows]:
+            print(f"  {e.self_device_time_total / steps:8.1f} µs {e.count / steps:5.1f} × {e.key[:110]}")

@@ -1,0 +1,146 @@
+"""Pictures of results: FILE.json to FILE.png beside it, without a display.
+
+    python benchmarks/plot.py benchmarks/results/h200/layers.json […]
+
+layers: speed over the padded layer and memory over its, against load skew, one column a size; the skew of a fresh and
+of a trained router marked. peers: TFLOP/s of a step by shape. A run whose gate is red or that is void has no picture.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from harness import read_result
+from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS
+
+COLORS = {
+    "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",
+    "torch": "tab:red", "scattermoe": "tab:purple", "sonicmoe": "tab:brown", "bmm": "0.7",
+}  # fmt: skip
+
+
+def _canvas(columns: int, rows: int, width: float, height: float) -> tuple[Any, Any]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def _weight(name: str) -> dict[str, float]:
+    """auto lies on the line of what it picked: a broad pale one shows behind it."""
+    return {"linewidth": 4.0, "alpha": 0.4} if name == "auto" else {"linewidth": 1.3}
+
+
+def _mark_routers(axes: Any, fresh: float, trained: list[float]) -> None:
+    axes.axvline(fresh, color="tab:gray", linestyle=":", label=f"fresh router ({fresh:.2f})")
+    if trained:
+        axes.axvspan(min(trained), max(trained), color="gold", alpha=0.25, linewidth=0)
+        middle = median(trained)
+        axes.axvline(middle, color="goldenrod", linestyle=":", label=f"trained router ({middle:.2f}, layers shaded)")
+
+
+def plot_layers(result: dict[str, Any]) -> Any:
+    sizes, trained = result["summary"]["sizes"], result["summary"]["trained_skews"]
+    figure, grid = _canvas(len(sizes), 2, 4.6 * len(sizes), 8.0)
+    for column, (size, entry) in enumerate(sizes.items()):
+        skews = [case["skew"] for case in entry["skews"]]
+        names = [n for n in entry["skews"][0]["candidates"] if n not in ("padded", "padded known")]
+
+        def series(name: str, key: str, entry: dict[str, Any] = entry) -> list[float | None]:
+            return [case["candidates"].get(name, {}).get(key) for case in entry["skews"]]
+
+        def against_padded(name: str, key: str, entry: dict[str, Any] = entry) -> list[float | None]:
+            pairs = zip(series(name, key, entry), series("padded", key, entry), strict=True)
+            return [None if not a or not b else a / b for a, b in pairs]
+
+        speed, memory = grid[0][column], grid[1][column]
+        for name in names:
+            color = COLORS.get(name)
+            for key, style in (("graph_speed", "o-"), ("speed", "x--")):
+                values = [float("nan") if v is None else v for v in series(name, key)]
+                if any(v == v for v in values):
+                    label = name + (" (CUDA graph)" if key == "graph_speed" else " (eager)")
+                    speed.plot(skews, values, style, color=color, label=label, markersize=4, **_weight(name))
+            for key, style in (("held", "o-"), ("peak", "x--")):
+                values = [float("nan") if v is None else v for v in against_padded(name, key)]
+                if any(v == v for v in values):
+                    memory.plot(
+                        skews, values, style, color=color, label=f"{name}, {key}", markersize=4, **_weight(name)
+                    )
+        speed.plot([GOAL_FROM, max(skews)], [GOAL, GOAL], color="k", linewidth=0.8)
+        speed.plot([1.0], [LEAST_AT_ONE], "k_", markersize=12, label=f"goal: {LEAST_AT_ONE} at 1, {GOAL} from 2")
+        speed.axhline(1.0, color="0.6", linewidth=0.8)
+        speed.set(title=f"dMoE-{size}", ylabel="speed over the padded layer" if column == 0 else "")
+        memory.axhline(1.0, color="0.6", linewidth=0.8)
+        memory.set(xlabel="load skew (max / mean)", ylabel="bytes over the padded layer's" if column == 0 else "")
+        for axes in (speed, memory):
+            _mark_routers(axes, entry["fresh_skew"], trained)
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(skews, [f"{skew:g}" for skew in skews])
+            axes.set_ylim(bottom=0)
+            axes.grid(alpha=0.3)
+        if column == 0:
+            speed.legend(fontsize=7)
+            memory.legend(fontsize=7)
+    figure.suptitle(f"Forward + backward, top-1, bf16, {_where(result)}")
+    return figure
+
+
+def plot_peers(result: dict[str, Any]) -> Any:
+    shapes = result["summary"]["shapes"]
+    names = list(dict.fromkeys(name for rows in shapes.values() for name in rows))
+    names.sort(key=lambda name: (name == "bmm", name not in OURS))
+    figure, grid = _canvas(1, 1, max(6.0, 2.0 * len(shapes)), 4.5)
+    axes, width = grid[0][0], 0.8 / len(names)
+    for i, name in enumerate(names):
+        there = [(at, rows[name]["total"]) for at, rows in enumerate(shapes.values()) if name in rows]
+        offset = (i - (len(names) - 1) / 2) * width
+        axes.bar([at + offset for at, _ in there], [t for _, t in there], width, label=name, color=COLORS.get(name))
+    axes.set_xticks(range(len(shapes)), [label.replace("; ", "\n") for label in shapes])
+    axes.set(ylabel="TFLOP/s, forward + backward", xlabel="T,H and I/E/K, SwiGLU")
+    axes.legend(fontsize=8, ncols=2)
+    axes.grid(alpha=0.3, axis="y")
+    figure.suptitle(f"Whole layers, bf16, {_where(result)}")
+    return figure
+
+
+def _where(result: dict[str, Any]) -> str:
+    environment = result["environment"]
+    return f"{environment['gpu'] or 'CPU'}, torch {environment['torch']}, commit {environment['commit'][:7]}"
+
+
+PLOTS: dict[str, Callable[[dict[str, Any]], Any]] = {"layers": plot_layers, "peers": plot_peers}
+
+
+def draw(path: Path) -> Path:
+    """Draw a result; returns the picture's path.
+
+    Raises:
+        ValueError: no whole result, none with a picture, a red gate, or a void run.
+    """
+    from megablocks.monitor.history import write_atomically
+
+    result = read_result(path)
+    name = result["benchmark"]
+    if name not in PLOTS:
+        raise ValueError(f"{path}: no picture for {name!r}, only for {', '.join(PLOTS)}")
+    if not result["gate"]["green"] or result["void"]:
+        why = "; ".join(result["void"]) or "its gate is red"
+        raise ValueError(f"{path}: the run does not count ({why})")
+    data = io.BytesIO()
+    PLOTS[name](result).savefig(data, format="png")
+    out = path.with_suffix(".png")
+    write_atomically(out, data.getvalue())
+    return out
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        print(f"wrote {draw(Path(argument))}")

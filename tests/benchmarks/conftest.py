@@ -1,0 +1,8 @@
+"""The benchmarks are scripts beside the package: their folder is put on the path."""
+
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+if str(BENCHMARKS) not in sys.path:
+    sys.path.insert(0, str(BENCHMARKS))

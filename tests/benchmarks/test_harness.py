@@ -1,0 +1,196 @@
+"""Interleaving and medians, the gate, the void rule, whole results, and pictures."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from .conftest import BENCHMARKS
+
+harness = importlib.import_module("harness")
+children = importlib.import_module("children")
+
+
+def test_rounds_take_turns_and_the_first_is_dropped():
+    order = []
+
+    def timer(name):
+        def run():
+            order.append(name)
+            return float(len(order))
+
+        return run
+
+    times = harness.interleave({name: timer(name) for name in "abc"}, rounds=3)
+    assert "".join(order) == "cab" + "abc" + "bca" + "cab"
+    assert times == {"a": [4.0, 9.0, 11.0], "b": [5.0, 7.0, 12.0], "c": [6.0, 8.0, 10.0]}
+    assert harness.interleave({}) == {}
+
+
+def test_speed_is_the_median_of_the_rounds_ratios():
+    # a chip that slows down: medians taken apart would say 2/2, every round says 2x
+    times = {"ours": [1.0, 2.0, 4.0], "base": [2.0, 4.0, 8.0], "none": []}
+    assert harness.speed(times, "ours", "base") == 2.0
+    assert harness.speed({"ours": [1.0, 3.0, 2.0], "base": [4.0, 6.0, 2.0]}, "ours", "base") == 2.0
+    assert harness.speed(times, "ours", "none") is None and harness.speed(times, "ours", "absent") is None
+
+
+def test_milliseconds_and_calls_on_a_cpu():
+    if torch.cuda.is_available():
+        pytest.skip("times by events there")
+    assert 2.0 <= harness.milliseconds(lambda: time.sleep(0.002), 3) < 20.0
+    assert harness.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in (2, 3, 4, 5)
+    assert harness.calls_for(lambda: time.sleep(0.004), round_ms=1.0) == 1
+
+
+def test_relative_error_refuses_nan_and_other_shapes():
+    want = torch.tensor([3.0, 4.0])
+    assert harness.relative_error(want, want) == 0
+    assert harness.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert harness.relative_error(torch.tensor([3.0, float("nan")]), want) == float("inf")
+    assert harness.relative_error(want[:1], want) == float("inf")
+
+
+def test_the_gate_is_red_for_ours_and_for_nothing_measured():
+    gate = harness.Gate(lambda key: key.endswith("/ours"))
+    assert not gate.green
+    assert gate.take({"good": "case/ours", "error": 1e-3}) and gate.take({"bad": "case/peer", "why": "broke"})
+    assert not gate.take({"times": {}})
+    assert gate.green and gate.to_dict()["largest_error"] == 1e-3
+    gate.take({"bad": "other/ours", "why": "wrong"})
+    assert not gate.green and gate.to_dict()["red"] == ["other/ours"]
+
+
+FIGURES = {"gpu": "NVIDIA H200", "when": "earlier", "shapes": {"s": {"tflops": {"peer": {"total": 100}}}}}
+
+
+@pytest.mark.parametrize("got, void", [(84.9, True), (85.1, False), (120.0, False)])
+def test_a_peer_far_below_its_earlier_figure_voids_the_run(got, void):
+    reasons = harness.void_reasons([("s", "peer", "total", got)], FIGURES, "NVIDIA H200")
+    assert bool(reasons) == void
+    if void:
+        assert "peer total at s" in reasons[0] and "100" in reasons[0]
+
+
+def test_other_gpus_and_unknown_cases_void_nothing():
+    slow = [("s", "peer", "total", 1.0), ("s", "peer", "forward", 1.0), ("other", "peer", "total", 1.0)]
+    assert harness.void_reasons(slow, FIGURES, None) == []
+    assert len(harness.void_reasons(slow, FIGURES, "NVIDIA H200")) == 1
+
+
+def test_the_peers_figures_are_whole():
+    figures = harness.peer_figures()
+    assert figures["gpu"] == "NVIDIA H200" and len(figures["shapes"]) == 7 and figures["source"]
+    for label, row in figures["shapes"].items():
+        assert {"bmm", "scattermoe", "torch"} <= set(row["tflops"]), label
+        assert all(0 < value < 989 for phases in row["tflops"].values() for value in phases.values())
+
+
+def write(path, **changes):
+    gate = harness.Gate(lambda key: True)
+    gate.take({"good": "a/ours", "error": 0.001})
+    values = dict(gate=gate, summary={"x": 1}, records=[{"r": 1}, {"r": 2}], void=())
+    harness.write_result(path, "sample", **{**values, **changes})
+
+
+def test_a_result_is_read_back_with_where_it_was_taken(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEGABLOCKS_COMMIT", "0123abc")
+    path = harness.result_path("sample", "NVIDIA H200", tmp_path)
+    assert path == tmp_path / "h200" / "sample.json"
+    assert harness.result_path("sample", None, tmp_path).parent.name == "cpu"
+    write(path)
+    result = harness.read_result(path)
+    assert result["records"] == [{"r": 1}, {"r": 2}] and result["summary"] == {"x": 1} and result["gate"]["green"]
+    environment = result["environment"]
+    assert environment["commit"] == "0123abc" and environment["torch"] == torch.__version__
+    assert environment["command"].startswith("python ") and environment["date"].endswith("UTC")
+    write(path, records=[])
+    assert harness.read_result(path)["records"] == []
+
+
+def test_half_a_file_is_never_a_result(tmp_path):
+    path = tmp_path / "sample.json"
+    write(path)
+    whole = path.read_text()
+    for cut in range(0, len(whole) - 2, 97):
+        path.write_text(whole[:cut])
+        with pytest.raises(ValueError, match="sample.json"):
+            harness.read_result(path)
+    partial = json.loads(whole)
+    del partial["gate"]
+    path.write_text(json.dumps(partial))
+    with pytest.raises(ValueError, match="missing: gate"):
+        harness.read_result(path)
+    path.write_text("[1]")
+    with pytest.raises(ValueError, match="not a result"):
+        harness.read_result(path)
+
+
+def test_a_write_that_fails_leaves_the_old_result(tmp_path):
+    path = tmp_path / "sample.json"
+    write(path)
+    before = path.read_bytes()
+    with pytest.raises(TypeError):
+        write(path, records=[{"not json": object()}])
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == ["sample.json"]
+
+
+CHILD = """
+import json, sys, time
+jobs, struck = sys.argv[sys.argv.index("--child") + 1], sys.argv[sys.argv.index("--struck") + 1].split(",")
+say = lambda **r: print(json.dumps(r), flush=True)
+for job in jobs.split(","):
+    say(job=job)
+    for name in ("ours", "hangs", "dies", "wrong"):
+        key = f"{job}/{name}"
+        if key in struck or name in struck:
+            continue
+        say(start=key)
+        if name == "hangs":
+            time.sleep(60)
+        if name == "dies":
+            sys.exit(7)
+        say(bad=key, why="off") if name == "wrong" else say(good=key, error=0.0)
+    print("{noise that is no JSON", flush=True)
+    say(result=job)
+    say(finished=job)
+"""
+
+
+def test_what_hangs_or_dies_is_struck_off_and_the_rest_runs(tmp_path, capsys):
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    runner = children.Runner(str(script), [], time.monotonic() + 60)
+    runner.run(["a", "b", "c"], quiet=0.7, budget=20.0)
+    results = [r["result"] for r in runner.records if "result" in r]
+    assert results == ["a", "b", "c"]
+    bad = {r["bad"]: r["why"] for r in runner.records if "bad" in r}
+    assert bad["a/hangs"].startswith("silent") and bad["a/dies"].startswith("died (7)") and bad["a/wrong"] == "off"
+    # the second time it is struck off everywhere
+    assert {"hangs", "dies"} <= runner.struck and "c/hangs" not in bad and "c/dies" not in bad
+    assert "a/hangs silent" in capsys.readouterr().out
+    runner.settle(["a", "late"])
+    assert runner.records[-1] == {"bad": "late", "why": "no time left"}
+    assert not any(r.get("bad") == "a" for r in runner.records)
+
+
+CASES = {"block_sparse": 18, "first_call": 6, "layer_cost": 8, "layers": 15, "peers": 7}
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "DRY_RUN" in path.read_text())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_dry_run_prints_the_cases_and_runs_none(script):
+    env = {**os.environ, "DRY_RUN": "1"}
+    command = [sys.executable, BENCHMARKS / f"{script}.py"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
+    printed = len(done.stdout.splitlines())
+    assert printed == CASES.get(script, printed) and printed and not done.stderr
+
+
+def test_those_scripts_are_there():
+    assert set(CASES) <= set(SCRIPTS)

@@ -1,0 +1,187 @@
+"""Whole-layer benchmarks at toy size on a CPU, their summaries, and pictures of them."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from unittest import mock
+
+import pytest
+import torch
+
+from megablocks import MoEConfig
+from megablocks.routers import TopKRouter
+from megablocks.testing.routings import skewed, steer
+
+from .conftest import BENCHMARKS
+
+harness = importlib.import_module("harness")
+peers = importlib.import_module("peers")
+plot = importlib.import_module("plot")
+
+# by its path: `layers` is the name of a folder of tests as well
+spec = importlib.util.spec_from_file_location("layers_benchmark", BENCHMARKS / "layers.py")
+layers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(layers)
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="toy sizes on the CPU path; the GPU has its own run")
+
+
+def child_records(module, *flags):
+    """What a child of the benchmark tells its parent, run in this process."""
+    said = io.StringIO()
+    with mock.patch.object(sys, "argv", ["benchmark", "--rounds", "2", *flags]), contextlib.redirect_stdout(said):
+        module.main()
+    return [json.loads(line) for line in said.getvalue().splitlines()]
+
+
+def finish(module, name, said, path):
+    """As the parent does: gate, summary, file."""
+    gate = harness.Gate(lambda key: True)
+    records = [r for r in said if not gate.take(r) and not {"job", "start", "finished"} & set(r)]
+    summary = module.summarise(records, gate)
+    if isinstance(summary, tuple):
+        summary = summary[0]
+    harness.write_result(path, name, gate=gate, summary=summary, records=records)
+    return path
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """layers.json of two skews, and peers.json."""
+    folder = tmp_path_factory.mktemp("results")
+    chosen = "padded,padded known,auto,sparse,grouped"
+    layers_said = child_records(layers, "--child", "toy/1,toy/2", "--candidates", chosen)
+    peers_said = child_records(peers, "--child", "0", "--toy")
+    return (
+        finish(layers, "layers", layers_said, folder / "layers.json"),
+        finish(peers, "peers", peers_said, folder / "peers.json"),
+    )
+
+
+def test_layers_are_right_and_their_loads_exact(results):
+    result = harness.read_result(results[0])
+    assert result["gate"]["green"] and 0 < result["gate"]["largest_error"] < 2e-2
+    even, skewed = result["records"]
+    assert (even["skew"], even["fullest"], even["least"]) == (1.0, 32, 32)
+    assert (skewed["skew"], skewed["fullest"]) == (2.0, 64) and skewed["least"] > 0
+    assert {"eager/auto", "forward/sparse", "eager/padded known"} <= set(skewed["times"])
+    assert all(len(times) == 2 and min(times) > 0 for times in skewed["times"].values())
+    summary = result["summary"]
+    case = summary["sizes"]["toy"]["skews"][1]["candidates"]
+    assert case["padded"]["speed"] == 1.0 and case["auto"]["speed"] == pytest.approx(
+        harness.speed(skewed["times"], "eager/auto", "eager/padded")
+    )
+    # no graph on a CPU: that a goal was not measured is said, not passed over
+    assert any("graph_speed none" in missed for missed in summary["missed"])
+    assert 1 < min(summary["trained_skews"]) < max(summary["trained_skews"]) < 4
+
+
+def test_peers_compute_the_same_layer(results):
+    result = harness.read_result(results[1])
+    assert result["gate"]["green"] and not result["void"]
+    rows = result["summary"]["shapes"][peers.TOY]
+    assert {"auto", "grouped", "torch", "bmm"} <= set(rows)
+    assert rows["auto"]["auto_speed"] == 1.0 and rows["auto"]["total"] > 0
+
+
+def test_rates_count_backward_as_the_rest_of_the_step():
+    record = {"flops": 1e12, "times": {"queued/a": [3e3, 3e3], "forward/a": [1e3, 1e3], "eager/a": [6e3, 6e3]}}
+    assert peers.rates(record) == {"a": {"forward": 1e3, "backward": 1e3, "total": 1e3, "eager": 500.0}}
+
+
+def test_shapes_are_read_and_labelled_alike():
+    for label in harness.peer_figures()["shapes"]:
+        assert peers.shape_of(label).label == label
+    shape = peers.shape_of("40960,768; 256/128/8")
+    assert shape.forward_flops == 6 * 40960 * 768 * 256 * 8
+
+
+def case(skew, **speeds):
+    row = {"speed": speeds["eager"], "graph_speed": speeds["graph"]}
+    return {"skew": skew, "candidates": {"auto": row}}
+
+
+def test_the_goals_hold_in_both_timings():
+    def missed(*cases):
+        return layers.shortfalls({"XS": {"skews": list(cases)}})
+
+    assert (
+        missed(case(1.0, eager=0.95, graph=1.0), case(1.5, eager=0.5, graph=0.9), case(4.0, eager=1.38, graph=2)) == []
+    )
+    assert missed(case(1.0, eager=0.94, graph=1.0)) == ["XS skew 1 speed 0.94"]
+    assert missed(case(2.0, eager=1.4, graph=1.37)) == ["XS skew 2 graph_speed 1.37"]
+    assert missed({"skew": 2.0, "candidates": {}}) == ["XS skew 2 speed none", "XS skew 2 graph_speed none"]
+
+
+def test_a_wrong_candidate_turns_the_gate_red_and_no_speed_up_is_printed(capsys):
+    gate = harness.Gate(lambda key: True)
+    gate.take({"good": "XS/1/padded", "error": 1e-3})
+    gate.take({"bad": "XS/1/auto", "why": "relative error 1.0e+00"})
+    record = {"size": "XS", "skew": 1.0, "times": {"eager/padded": [1.0], "forward/padded": [1.0]}, "memory": {}}
+    assert layers.summarise([record], gate) == {}
+    printed = capsys.readouterr().out
+    assert "RED, no speed-up" in printed and "×" not in printed
+
+
+def test_an_error_in_any_gradient_is_found():
+    problem = layers.problem_of("toy/2")
+    step = problem.layer(problem.config(mlp_impl="grouped"))
+    assert problem.error(step, weights=True) < 2e-2
+    for name in ("y", *problem.names):
+        kept = problem.truth()[name]
+        problem._truth[name] = kept * 1.1
+        with pytest.raises(ArithmeticError, match=f"^{name}: relative error"):
+            problem.error(step, weights=True)
+        problem._truth[name] = kept
+
+
+def test_pictures_are_drawn_from_results_and_only_from_those_that_count(results, tmp_path):
+    pytest.importorskip("matplotlib")
+    for path in results:
+        picture = plot.draw(path)
+        assert picture.suffix == ".png" and picture.read_bytes().startswith(b"\x89PNG")
+    result = json.loads(results[1].read_text())
+    void = tmp_path / "void.json"
+    void.write_text(json.dumps({**result, "void": ["torch total at S"]}))
+    with pytest.raises(ValueError, match="does not count.*torch total at S"):
+        plot.draw(void)
+    void.write_text(json.dumps({**result, "gate": {**result["gate"], "green": False}}))
+    with pytest.raises(ValueError, match="gate is red"):
+        plot.draw(void)
+    void.write_text(json.dumps({**result, "benchmark": "other"}))
+    with pytest.raises(ValueError, match="no picture for 'other'"):
+        plot.draw(void)
+
+
+@pytest.mark.parametrize(
+    "tokens, experts, top_k, skew", [(512, 64, 1, 8.0), (96, 4, 1, 1.5), (256, 16, 4, 2.0), (7, 1, 1, 1.0)]
+)
+def test_skewed_ids_have_the_load_asked_for(tokens, experts, top_k, skew):
+    ids = skewed(tokens, experts, top_k, skew)
+    assert ids.shape == (tokens, top_k) and all(len(set(row)) == top_k for row in ids.tolist())
+    load = torch.bincount(ids.flatten(), minlength=experts)
+    assert int(load.max()) == round(skew * tokens * top_k / experts) and load.sum() == tokens * top_k
+    assert skew == 1 or int(load.min()) <= int(load.median()) < int(load.max())
+    assert torch.equal(ids, skewed(tokens, experts, top_k, skew))
+    assert skew == 1 or not torch.equal(ids, skewed(tokens, experts, top_k, skew, seed=1))
+
+
+def test_a_skew_that_no_load_can_have_is_refused():
+    for skew in (0.5, 4.5):
+        with pytest.raises(ValueError, match=f"skew={skew}: .* in \\[1, 4\\]"):
+            skewed(8, 4, 1, skew)
+
+
+def test_a_steered_router_still_has_its_own_weights_and_gradient():
+    router = TopKRouter(MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=4))
+    x, ids = torch.randn(6, 8), torch.tensor([[3], [0], [0], [2], [1], [3]])
+    before = router.logits(x)
+    steer(router, ids, strength=8.0)
+    routing = router(x)
+    assert torch.equal(routing.expert, ids.flatten().int())
+    expected = (before + 8.0 * torch.nn.functional.one_hot(ids[:, 0], 4)).softmax(1).gather(1, ids)
+    torch.testing.assert_close(routing.weight, expected.flatten())
+    routing.weight.sum().backward()
+    assert router.layer.weight.grad.abs().sum() > 0
