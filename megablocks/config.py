@@ -20,6 +20,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SOFTMAX_ORDERS = ("before_topk", "after_topk")
 CAPACITY_RULES = ("megablocks", "tutel")
 LOSS_SCOPES = ("local", "global")
+TOKEN_ROUNDINGS = ("nearest", "stochastic_frequency", "stochastic_score", "balanced", "up", "down")
 
 
 class ConfigError(ValueError):
@@ -58,6 +59,8 @@ class MoEConfig:
         expert_score_bias: aux-loss-free balancing: a buffer (E,) added to the scores for selection only.
         expert_score_bias_rate: step by which that buffer moves towards balance at each update.
         uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
+        token_rounding: in training, round each expert's load to a multiple of token_rounding_tile rows by one of
+            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.routers.token_rounding`.
     Losses (float32, returned with the output)
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
         load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
@@ -96,6 +99,8 @@ class MoEConfig:
     expert_score_bias: bool = False
     expert_score_bias_rate: float = 1e-3
     uniform_assignment: bool = False
+    token_rounding: str | None = None
+    token_rounding_tile: int = 128
 
     load_balancing_loss_weight: float = 0.0
     load_balancing_scope: str = "local"
@@ -108,7 +113,7 @@ class MoEConfig:
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
+        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k", "token_rounding_tile"):
             self._check_int(name, minimum=1)
         for name in ("shared_expert_hidden_size", "num_groups", "group_top_k"):
             if getattr(self, name) is not None:
@@ -153,6 +158,8 @@ class MoEConfig:
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
                 _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_groups()
+        if self.token_rounding is not None:
+            self._check_token_rounding()
         if self.router_type == "expert_choice":
             for name in ("expert_score_bias", "uniform_assignment"):
                 if getattr(self, name):
@@ -191,6 +198,19 @@ class MoEConfig:
         if self.top_k > reachable:
             where = f"the experts in group_top_k={self.group_top_k} groups"
             _refuse("top_k", self.top_k, f"must be at most {reachable}, {where}")
+
+    def _check_token_rounding(self) -> None:
+        rule = self.token_rounding
+        if rule not in TOKEN_ROUNDINGS:
+            _refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
+        for name, needed in (
+            ("router_type", "topk"),
+            ("num_groups", None),  # a token that rounding adds may lie outside its best groups
+            ("uniform_assignment", False),
+            ("capacity_factor", None),
+        ):
+            if getattr(self, name) != needed:
+                _refuse("token_rounding", rule, f"needs {name}={needed!r}, not {getattr(self, name)!r}")
 
     @property
     def is_gated(self) -> bool:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import CAPACITY_RULES, MLP_IMPLS, ROUTER_TYPES, ConfigError
+from megablocks.config import CAPACITY_RULES, MLP_IMPLS, ROUTER_TYPES, TOKEN_ROUNDINGS, ConfigError
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
@@ -38,6 +38,11 @@ class MegaBlocksSettings:
     )
     mlp_impl: str = _option("auto", "how the experts are computed", MLP_IMPLS)
     router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
+    token_rounding: str | None = _option(
+        None, "in training, round each expert's load to a multiple of a tile by this rule; unset: plain top-k",
+        TOKEN_ROUNDINGS,
+    )  # fmt: skip
+    token_rounding_tile: int = _option(128, "that tile, in rows of the experts' product")
     normalize_top_k: float | None = _option(
         None, "p of the p-norm that divides a token's weights (softmax before top-k only); Megatron's own rule if unset"
     )
@@ -56,7 +61,8 @@ class MegaBlocksSettings:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices is not None and value not in choices:
+            unset = value is None and f.default is None
+            if choices is not None and not unset and value not in choices:
                 raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(choices)}")
         if self.layer == "tutel":  # the rule is Tutel's, whichever code runs it, and so is the default factor
             object.__setattr__(self, "capacity_rule", "tutel")
@@ -85,11 +91,12 @@ def _parse(name: str, text: str, hint: Any) -> Any:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name}={text!r}: must be 0, 1, true or false")
         return text.lower() in ("1", "true")
-    if float in kinds:
+    if float in kinds or int in kinds:
         try:
-            return float(text)
+            return float(text) if float in kinds else int(text)
         except ValueError:
-            raise ConfigError(f"{name}={text!r}: must be a number") from None
+            number = "a number" if float in kinds else "an integer"
+            raise ConfigError(f"{name}={text!r}: must be {number}") from None
     return text
 
 

@@ -35,9 +35,14 @@ def test_settings_come_from_the_environment() -> None:
         "MEGABLOCKS_CAPACITY_RULE": "tutel",
         "MEGABLOCKS_RECOMPUTE_ACTIVATION": "1",
         "MEGABLOCKS_NORMALIZE_TOP_K": "none",
+        "MEGABLOCKS_TOKEN_ROUNDING": "balanced",
+        "MEGABLOCKS_TOKEN_ROUNDING_TILE": "64",
         "MEGABLOCKS_HOME": "/somewhere",
     }
-    expected = MegaBlocksSettings(capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True)
+    expected = MegaBlocksSettings(
+        capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True,
+        token_rounding="balanced", token_rounding_tile=64,
+    )  # fmt: skip
     assert MegaBlocksSettings.from_env(environ) == expected
     assert MegaBlocksSettings.from_env({}) == MegaBlocksSettings()
 
@@ -55,6 +60,7 @@ def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyP
     [
         ("CAPACITY_FACTOR", "much", "MEGABLOCKS_CAPACITY_FACTOR='much': must be a number"),
         ("RECOMPUTE_ACTIVATION", "maybe", "MEGABLOCKS_RECOMPUTE_ACTIVATION='maybe': must be 0, 1, true or false"),
+        ("TOKEN_ROUNDING_TILE", "half", "MEGABLOCKS_TOKEN_ROUNDING_TILE='half': must be an integer"),
         ("LAYER", "mine", "layer='mine': must be one of megablocks, experts, megatron, tutel"),
         ("CAPACITY_FACTOR", "-1", r"capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
     ],
