@@ -1,6 +1,6 @@
 """What `dMoE` and `MoE` share: router, experts, dispatcher, shared expert, output bias, and old state dicts.
 
-    x (..., H) ─ router ─▶ Routing ─ [capacity: MoE] ─ dispatcher, experts ─ [+ shared expert] [+ bias] ─▶ y (..., H)
+x (..., H) ─ router ─▶ Routing ─ [capacity: MoE] ─ dispatcher, experts ─ [+ shared expert] [+ bias] ─▶ y (..., H)
 """
 
 from __future__ import annotations

@@ -84,9 +84,7 @@ class MoE(MoEBase):
         together = loads.sum(0) if rule == "megablocks" else loads.amax(0)
         fullest, total, largest = torch.stack([together.max(), every_tokens.sum(), every_tokens.max()]).tolist()
         counted = total if rule == "megablocks" else largest
-        capacity = int(
-            capacity_of(rule, factor, config.top_k, counted, config.num_experts, torch.tensor([fullest]))
-        )
+        capacity = int(capacity_of(rule, factor, config.top_k, counted, config.num_experts, torch.tensor([fullest])))
         if rule == "megablocks":  # a count over all ranks: lower ranks' pairs come first
             return capacity, capacity, loads[: group_rank(group)].sum(0)
         return capacity, capacity * ranks, None

@@ -62,9 +62,7 @@ class AllToAllDispatcher:
         ffn_fastest: rank order inside `group`, see `shard_of`.
     """
 
-    def __init__(
-        self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True
-    ) -> None:
+    def __init__(self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True) -> None:
         self.group = group
         self.size = group.size()
         self.shard: ExpertShard = shard_of(

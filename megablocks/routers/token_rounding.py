@@ -10,16 +10,15 @@ tile, and an expert that nobody chose stays empty. Source: SonicMoE (arXiv 2512.
 `moe-token-rounding.py`. It is for training with at least two tiles a mean expert (T·K/E ≥ 2·tile): far below, `nearest`
 and `down` leave most experts without tokens. Evaluate with plain top-k, as `route` does.
 
-| rule | rounds up |
-|---|---|
-| nearest | where f_e − ⌊f_e⌋ ≥ tile/2 |
-| stochastic_frequency | with probability (f_e − ⌊f_e⌋)/tile: the expected load is f_e |
-| stochastic_score | with probability (weights of the choices beyond ⌊f_e⌋)/(weights of the first ⌈f_e⌉ of the order beyond ⌊f_e⌋) |
-| balanced | so that the running total over the experts is off by at most tile/2 |
-| up, down | always, never |
+    nearest                up where f_e − ⌊f_e⌋ ≥ tile/2
+    stochastic_frequency   up with probability (f_e − ⌊f_e⌋)/tile, so that the expected load is f_e
+    stochastic_score       up with probability a/b: a the weights of the choices beyond the first ⌊f_e⌋ of the order, b
+                           the weights of the whole tile that starts there
+    balanced               so that the running total over the experts is off by at most tile/2
+    up, down               always up, always down
 
-Weights: a pair that the top-k chose keeps the weight that the top-k gave it, also where rounding took away others of its
-token's choices; a pair that rounding adds has the expert's score over all E, not normalised (the public code's rule).
+Weights: a pair that the top-k chose keeps the weight that the top-k gave it, also where rounding took away others of
+its token's choices; a pair that rounding adds has the expert's score over all E, not normalised: the public code's rule.
 """
 
 from __future__ import annotations
@@ -52,14 +51,14 @@ def rounded_loads(
     """Loads (E,) int64 → multiples of `tile` (E,) int64, without a host synchronisation.
 
     Args:
-        up_odds: (a, b), each (E,), for "stochastic_score": an expert rounds up with probability a/b, never where b is 0.
+        up_odds: a and b, each (E,), of "stochastic_score": up with probability a/b, never where b is 0.
         generator: on the counts' device, for the stochastic rules; None is torch's own.
     """
     down = counts.div(tile, rounding_mode="floor") * tile
     rest = counts - down
     if rule == "balanced":
-        # Rounding the running total is the running accumulator in one pass: at a distance of at most tile/2 from the
-        # total before, the nearest multiple is ⌊f⌋ or ⌈f⌉ away. Ties go up in both, else a whole f could move by a tile.
+        # Rounding the running total is the running accumulator in one pass: from the multiple before, at most tile/2
+        # off, the nearest one is ⌊f⌋ or ⌈f⌉ away. Ties go up always, or a load of whole tiles could change by one.
         total = (counts.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
         return total.diff(prepend=total.new_zeros(1))
     if rule in ("up", "down"):
