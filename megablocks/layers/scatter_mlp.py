@@ -2,8 +2,8 @@
 
     y[t] = Σ_{pairs of t} weight · MLP_e(x[t])
 
-The contract of `gather`, `grouped_mlp` and `combine` together, over the same weights and dispatch; kept for backward are
-x, the pre-activations and, unless recomputed, the activation.
+It stands for `gather`, `grouped_mlp` and `combine` together, over the same weights and dispatch. Kept for backward
+are x, the pre-activations and, unless it is recomputed, the activation.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ and `down` leave most experts without tokens. Evaluate with plain top-k, as `rou
     up, down               always up, always down
 
 Weights: a pair that the top-k chose keeps the weight that the top-k gave it, also where rounding took away others of
-its token's choices; a pair that rounding adds has the expert's score over all E, not normalised: the public code's rule.
+its token's choices; a pair that rounding adds has the expert's score over all E, not normalised. Both as in that code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scattered products over a `Dispatch`, for any routing: up with the gather fused in, down with weights and combine.
+"""The scattered products over a `Dispatch`, for any routing: up with the gather fused, down with weights and combine.
 
     up     y[p] = x[gather[p]] · w[e] + bias[e]                                (T, H) → (R, N)
     down   y[t] = Σ_{rows p of t} weight[pair[p]] · (act(z[p], g[p]) · w[e] + bias[e])      (R, I) → (T, H)

@@ -4,11 +4,11 @@
               dots[pair(p)] = ⟨x[in(p)] · w[e], other[other(p)]⟩ + ⟨x[in(p)], dot_bias[e]⟩
     weights   o[e] = Σ_p a[a(p)]ᵀ · (gate(p) · b[b(p)])      sums[e] = Σ_p gate(p) · b[b(p)]
 
-Legend: R rows, E experts, K inner size, N outer size. Row p belongs to expert e where ends[e-1] <= p < ends[e] (ends[-1]
-read as 0); rows from ends[E-1] on have no expert. An index that is None is the identity; in(p) = in_index[p] // in_fan
-and so on; gate(p) = gate[pair(p)], 1 without a gate. `rows` serves forward, and backward with wᵀ: there x is the
-gradient of the output, `other` the input, and dots the gradients of the gates, so that no output is kept for them
-(SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Source: ScatterMoE (arXiv 2403.08245), section 3.
+Legend: R rows, E experts, K inner size, N outer size. Row p belongs to expert e where ends[e-1] <= p < ends[e], with 0
+before the first; rows from ends[E-1] on have no expert. An index that is None is the identity, and one with a fan reads
+row in_index[p] // in_fan; gate(p) = gate[pair(p)], 1 without a gate. `rows` serves forward, and backward with wᵀ: there
+x is the gradient of the output, `other` the input, and dots the gradients of the gates, so that no output is kept for
+them (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Source: ScatterMoE (arXiv 2403.08245), section 3.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Triton kernels of `products.py`: grouped GEMMs that read rows through an index and write them through another.
 
-    rows      y[out(p)] = gate(p) · (x[in(p)] · w[e] + bias[e])      dots[pair(p)] = ⟨x[in(p)] · w[e], other(p)⟩ + ⟨x[in(p)], dot_bias[e]⟩
+    rows      y[out(p)] = gate(p) · (x[in(p)] · w[e] + bias[e])
+              dots[pair(p)] = ⟨x[in(p)] · w[e], other[other(p)]⟩ + ⟨x[in(p)], dot_bias[e]⟩
     weights   o[e] = Σ_p a[a(p)]ᵀ · (gate(p) · b[b(p)])              sums[e] = Σ_p gate(p) · b[b(p)]
 
 Legend: R rows, E experts, K inner size, N outer size; row p is expert e's where ends[e-1] <= p < ends[e]. An index that
