@@ -216,7 +216,7 @@ def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
     wide = t.dtype == torch.float32
     precision = "ieee" if wide and torch.get_float32_matmul_precision() == "highest" else "tf32"
     return dict(
-        B=block_size, T=tile, K=32 if wide else 64, PRECISION=precision, UPCAST=not t.is_cuda,
+        B=block_size, T=tile, K=32 if wide else 64, PRECISION=precision, UPCAST=bool(triton.knobs.runtime.interpret),
         num_warps=8 if tile == 128 else 4, num_stages=3,
     )  # fmt: skip
 

@@ -1,0 +1,89 @@
+"""Compile the package's kernels for any NVIDIA architecture, on a machine without a GPU, through their own launchers.
+
+    with compiling_for(86) as compiled:
+        launch(torch.empty(…))                 # a CPU tensor stands for one on the GPU; nothing runs
+    compiled["megablocks.ops.….kernel_name"]   # the binaries that the launch needed: metadata.shared, asm["cubin"]
+
+Works in a process where Triton is not interpreted (TRITON_INTERPRET unset before triton is imported) and that asks for
+one architecture only, since launchers remember what a device can do.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import megablocks
+
+SHARED_BYTES = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+"""Shared memory that a program may have, by compute capability (CUDA programming guide, table 21 of version 12.9)."""
+MULTIPROCESSORS = 132
+
+
+def _stub(architecture: int) -> Any:
+    """A driver of Triton that has a target and properties, and no device behind them."""
+    from triton.backends.compiler import GPUTarget
+
+    properties = {
+        "max_shared_mem": SHARED_BYTES[architecture],
+        "multiprocessor_count": MULTIPROCESSORS,
+        "max_num_regs": 65536,
+        "warpSize": 32,
+    }
+    return SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", architecture, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device=0: 0,
+        utils=SimpleNamespace(get_device_properties=lambda device: properties),
+    )
+
+
+@contextlib.contextmanager
+def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
+    """Within it a launch compiles and does not run; yields what was compiled, by module and name of the kernel."""
+    import torch
+    import triton
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    assert not triton.knobs.runtime.interpret, "kernels are interpreted here: unset TRITON_INTERPRET before the import"
+    compiled: dict[str, list[Any]] = {}
+    run = JITFunction.run
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        binaries = compiled.setdefault(f"{self.fn.__module__}.{self.fn.__name__}", [])
+        if not any(kernel is other for other in binaries):
+            binaries.append(kernel)
+
+    properties = SimpleNamespace(multi_processor_count=MULTIPROCESSORS)
+    driver.set_active(_stub(architecture))
+    try:
+        with (
+            mock.patch.object(JITFunction, "run", compile_instead),
+            mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
+            mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
+        ):
+            yield compiled
+    finally:
+        driver.set_active(None)  # found anew at the next use
+
+
+def kernels_of_the_package() -> set[str]:
+    """Module and name of every JIT function that is a kernel: named so, or launched under its name anywhere."""
+    root = Path(megablocks.__file__).parent
+    found: set[tuple[str, str]] = set()
+    launched: set[str] = set()
+    for path in root.rglob("*.py"):
+        module = ".".join(("megablocks", *path.relative_to(root).with_suffix("").parts))
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in node.decorator_list):
+                found.add((module, node.name))
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                launched.add(ast.unparse(node.func.value).rsplit(".", 1)[-1])
+    return {f"{module}.{name}" for module, name in found if name.endswith("_kernel") or name in launched}

@@ -1,0 +1,157 @@
+"""What to compile for each architecture: every kernel of the package, launched as the ops launch it.
+
+    python tests/ops/compile_cases.py ARCHITECTURE [FAMILY…]    one line of JSON: kernel → [most shared bytes, binaries]
+
+A family is a function below that calls launchers with tensors on the CPU (see megablocks.testing.compile_only) and
+names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+EVERY = (torch.bfloat16, torch.float16, torch.float32)
+ARCHITECTURES = (80, 86, 90, 100, 120)
+
+
+@dataclass(frozen=True)
+class Family:
+    compile: Callable[[], None]
+    kernels: frozenset[str]
+    architectures: tuple[int, ...] = ARCHITECTURES
+
+
+FAMILIES: dict[str, Family] = {}
+
+
+def family(module: str, *kernels: str, architectures: tuple[int, ...] = ARCHITECTURES) -> Callable[..., None]:
+    """Register a function that compiles these kernels of megablocks.ops.`module`, for these architectures."""
+
+    def register(compile: Callable[[], None]) -> None:
+        names = frozenset(f"megablocks.ops.{module}.{kernel}" for kernel in kernels)
+        FAMILIES[compile.__name__] = Family(compile, names, architectures)
+
+    return register
+
+
+def ints(*shape: int) -> Tensor:
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+@family("routing.dispatch_triton", "_count_kernel", "_scan_kernel", "_place_kernel")
+def routing() -> None:
+    from megablocks.ops.routing.dispatch_triton import dispatch_launch
+
+    for experts, top_k in product((8, 128, 512), (1, 8, None)):
+        dispatch_launch(ints(4096), ints(4096), 512, experts, top_k)
+
+
+@family("permute.permute_triton", "_expand_kernel", "_combine_kernel", "_combine_backward_kernel")
+def permute() -> None:
+    from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
+
+    for dtype, hidden in product(EVERY, (512, 1536, 8192)):
+        x, rows, index, weight = torch.zeros(8, hidden, dtype=dtype), ints(32), ints(9), torch.zeros(32)
+        expanded = expand_launch(x, rows, index)
+        for w in (weight, None):
+            combine_launch(expanded, w, rows, rows, index)
+        for kept in (expanded, None):
+            combine_backward_launch(x, kept, weight, rows, rows, index)
+
+
+@family("activation_triton", "_forward_kernel", "_backward_kernel")
+def activation() -> None:
+    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
+
+    for dtype, name, approximate in product(EVERY, (*UNARY, *GATED), ("tanh", "none")):
+        z = torch.zeros(64, dtype=dtype)
+        gate = z if name in GATED else None
+        activation_launch(z, gate, name, approximate)
+        activation_backward_launch(z, z, gate, name, approximate)
+
+
+@family("grouped.grouped_mm_triton", "_ragged_m_kernel", "_ragged_k_kernel")
+def grouped() -> None:
+    from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m
+
+    for dtype, rows in product((torch.bfloat16, torch.float32), (1024, 4096)):
+        x, offsets, gather = torch.zeros(rows, 256, dtype=dtype), ints(33), ints(rows)
+        for n, order in product((64, 128, 512), (None, gather)):
+            w = torch.zeros(32, 256, n, dtype=dtype)
+            ragged_m(x, w, offsets, order)
+            ragged_m(x, w.mT.contiguous().mT, offsets, order)
+            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order)
+            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, gather_a=order is not None)
+
+
+@family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
+def grouped_hopper() -> None:
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
+
+    # the shapes reach each tile of choose_m
+    for rows, (k, n), transposed in product((1024, 65536), ((256, 128), (1024, 512), (4096, 1024)), (False, True)):
+        x, w = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(16, k, n, dtype=torch.bfloat16)
+        for gather in (None, ints(rows)):
+            ragged_m(x, w.mT.contiguous().mT if transposed else w, ints(17), gather)
+
+
+@family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")
+def sparse() -> None:
+    from megablocks.ops.sparse import kernels
+    from megablocks.ops.sparse.topology import topology_launch
+
+    for experts, per_row in ((8, 4), (128, 32), (512, 3)):
+        topology_launch(ints(experts + 1), per_row, 64, 128)
+    for dtype, size in product((torch.bfloat16, torch.float32), (64, 128, 256)):
+        a, data = torch.zeros(size, 256, dtype=dtype), torch.zeros(1, size, size, dtype=dtype)
+        for x, y in ((a, a.t()), (a.t().contiguous().t(), a.t().contiguous())):
+            kernels.sdd(x, y, ints(1), ints(1), ints(2), size)
+        for epilogue in epilogues(data) if size == 128 else ():
+            kernels.sdd(a, a.t(), ints(1), ints(1), ints(2), size, epilogue)
+        for left, order, d in product((True, False), (None, ints(1)), (a, a.t().contiguous().t())):
+            kernels.spmm(data, d if left else d.t(), ints(1, 4), ints(1), order, left)
+
+
+@family("sparse.hopper_kernels", "sdd_kernel", "spmm_kernel", architectures=(90,))
+def sparse_hopper() -> None:
+    from megablocks.ops.sparse import hopper
+
+    data = torch.zeros(2, 128, 128, dtype=torch.bfloat16)
+    for k in (256, 1024):  # either tile of choose_sdd
+        a = torch.zeros(128, k, dtype=torch.bfloat16)
+        b = torch.zeros(k, 256, dtype=torch.bfloat16)
+        for x, y in product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
+            hopper.sdd(x, y, ints(2), ints(2), ints(2), 2)
+        for epilogue in epilogues(data) if k == 256 else epilogues(data)[4:6]:
+            hopper.sdd(a, b, ints(2), ints(2), ints(2), 2, epilogue)
+    for left, order, d in product((True, False), (None, ints(2)), (a, a.t().contiguous().t())):
+        hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left)
+
+
+def epilogues(data: Tensor) -> list:
+    from megablocks.ops.activation import UNARY
+    from megablocks.ops.sparse.epilogue import Epilogue
+
+    bias = torch.zeros(256)
+    forms = [Epilogue("activate", name, act=data) for name in UNARY]
+    forms += [Epilogue("activate", "gelu", True, bias=bias, act=data), Epilogue("slope", "gelu", True, pre=data)]
+    return forms + [Epilogue("slope", name, pre=data) for name in UNARY]
+
+
+if __name__ == "__main__":
+    from megablocks.testing.compile_only import compiling_for
+
+    architecture = int(sys.argv[1])
+    with compiling_for(architecture) as compiled:
+        for name, one in FAMILIES.items():
+            if architecture in one.architectures and name in (sys.argv[2:] or FAMILIES):
+                one.compile()
+    print(json.dumps({k: [max(b.metadata.shared for b in built), len(built)] for k, built in compiled.items()}))

@@ -1,0 +1,51 @@
+"""Every kernel of the package compiles for every architecture, within its shared memory, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megablocks.testing.compile_only import SHARED_BYTES, kernels_of_the_package
+
+from .compile_cases import ARCHITECTURES, FAMILIES
+
+
+def compile_families(architecture: int, cache: Path, *families: str) -> dict[str, tuple[int, int]]:
+    """Kernel → its most shared bytes and number of binaries; by another process, as Triton may be interpreted here."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}
+    program = [sys.executable, str(Path(__file__).with_name("compile_cases.py")), str(architecture), *families]
+    done = subprocess.run(
+        program, env=environment | {"TRITON_CACHE_DIR": str(cache)}, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def check(architecture: int, cache: Path, *families: str) -> None:
+    chosen = [FAMILIES[name] for name in families or FAMILIES if architecture in FAMILIES[name].architectures]
+    compiled = compile_families(architecture, cache, *families)
+    assert set(compiled) == set().union(*(one.kernels for one in chosen))
+    for kernel, (shared, binaries) in compiled.items():
+        assert binaries > 0 and shared <= SHARED_BYTES[architecture], f"{kernel} needs {shared} bytes of shared memory"
+
+
+def test_every_kernel_of_the_package_is_in_a_family() -> None:
+    assert set(ARCHITECTURES) == set(SHARED_BYTES)
+    covered = [kernel for one in FAMILIES.values() for kernel in one.kernels]
+    assert len(covered) == len(set(covered)) and set(covered) == kernels_of_the_package()
+
+
+def test_one_family_compiles_for_the_architecture_with_the_least_shared_memory(tmp_path: Path) -> None:
+    check(86, tmp_path, "permute")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_kernels_compile_within_shared_memory(architecture: int, tmp_path: Path) -> None:
+    check(architecture, tmp_path)
