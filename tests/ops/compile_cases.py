@@ -103,6 +103,26 @@ def grouped_hopper() -> None:
             ragged_m(x, w.mT.contiguous().mT if transposed else w, ints(17), gather)
 
 
+@family("scattered.scattered_triton", "_rows_kernel", "_weights_kernel")
+def scattered() -> None:
+    from megablocks.ops.scattered.scattered_triton import rows_launch, weights_launch
+
+    for dtype, rows in ((torch.bfloat16, 1024), (torch.bfloat16, 4096), (torch.float32, 4096)):
+        order, gate, ends = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.zeros(32, dtype=torch.int64)
+        for n in (64, 128, 512):
+            x, tokens = torch.zeros(rows, n, dtype=dtype), torch.zeros(rows // 8, 256, dtype=dtype)
+            w, bias = torch.zeros(32, n, 256, dtype=dtype).mT, torch.zeros(32, n, dtype=dtype)
+            up = (None, None, None, None, 1, None)
+            rows_launch(tokens, w, ends, rows, order, 8, None, None, *up, True)
+            rows_launch(tokens, w, ends.int(), rows, order.int(), 1, None, bias, *up, False)
+            rows_launch(x, w.mT, ends, rows, None, 1, order, bias[:, :1].expand(32, 256), gate, order, *up[2:], True)
+            # backward of the last: the gradient of the output, wᵀ, gates and the dots with x
+            slope = (order, 8, None, None, gate, order, x, None, 1, torch.zeros(32, 256, dtype=dtype))
+            rows_launch(tokens, w, ends, rows, *slope, True)
+            weights_launch(x, tokens, ends, None, 1, order, 8, gate, order, False, True)
+            weights_launch(tokens, x, ends, order, 8, None, 1, None, None, True, False)
+
+
 @family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")
 def sparse() -> None:
     from megablocks.ops.sparse import kernels

@@ -29,8 +29,10 @@ from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpre
 def _at(index_ptr, p, mask, FAN: tl.constexpr):
     """Rows that p stands for, int64: row · stride passes 2^31 at 130k tokens of a wide model."""
     if index_ptr is None:
-        return p.to(tl.int64)
-    return tl.load(index_ptr + p, mask=mask, other=0).to(tl.int64) // FAN
+        row = p.to(tl.int64)
+    else:
+        row = tl.load(index_ptr + p, mask=mask, other=0).to(tl.int64) // FAN
+    return row
 
 
 @triton.jit(do_not_specialize=["num_rows"])
