@@ -19,10 +19,20 @@ __all__ = ["GLUMLP", "MLP", "ParallelExperts", "flatten_sort_count", "parallel_l
 class ParallelExperts(nn.Module):
     """E linear maps: weight (E, output_size, input_size), bias (E, output_size) or None."""
 
-    def __init__(self, num_experts: int, input_size: int, output_size: int, bias: bool = False) -> None:
+    def __init__(
+        self,
+        num_experts: int,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size))
-        self.bias = nn.Parameter(torch.empty(num_experts, output_size)) if bias else None
+        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size, device=device, dtype=dtype))
+        empty_bias = torch.empty(num_experts, output_size, device=device, dtype=dtype) if bias else None
+        self.bias = None if empty_bias is None else nn.Parameter(empty_bias)
         self.num_experts, self.input_size, self.output_size = num_experts, input_size, output_size
         self.reset_parameters()
 

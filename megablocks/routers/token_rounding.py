@@ -6,7 +6,7 @@
     expert e computes the first n_e tokens of its order
 
 So padding is filled with the next-best tokens and dropping takes the weakest; either moves an expert by less than one
-tile, and an expert that nobody chose stays empty. Source: SonicMoE (arXiv 2512.14080), section 5, and its benchmark
+tile, and an expert that nobody chose stays empty. Source: SonicMoE (arXiv 2512.14080) and its benchmark
 `moe-token-rounding.py`. It is for training with at least two tiles a mean expert (T·K/E ≥ 2·tile): far below, `nearest`
 and `down` leave most experts without tokens. Evaluate with plain top-k, as `route` does.
 

@@ -8,7 +8,7 @@ Legend: R rows, E experts, K inner size, N outer size. Row p belongs to expert e
 before the first; rows from ends[E-1] on have no expert. An index that is None is the identity, and one with a fan reads
 row in_index[p] // in_fan; gate(p) = gate[pair(p)], 1 without a gate. `rows` serves forward, and backward with wᵀ: there
 x is the gradient of the output, `other` the input, and dots the gradients of the gates, so that no output is kept for
-them (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Source: ScatterMoE (arXiv 2403.08245), section 3.
+them (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Source: ScatterMoE (arXiv 2403.08245).
 """
 
 from __future__ import annotations
