@@ -28,6 +28,7 @@ from torch import Generator, Tensor
 
 from megablocks.config import TOKEN_ROUNDINGS
 from megablocks.ops.routing.dispatch import Routing
+from megablocks.ops.routing.rounding import rank_order, select_tokens
 
 
 def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
@@ -72,18 +73,6 @@ def rounded_loads(
     return down + up * tile
 
 
-def _rank_keys(weights: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Integers (T, E) that order weights ≥ 0: chosen ones above all others, padding below, NaN last among its kind.
-
-    The published `weight − 1` for what was not chosen makes equals of small weights: float32 has 6e-8 steps below 1.
-    The bits of floats ≥ 0 order as the floats do.
-    """
-    bits = torch.nan_to_num(weights, nan=0.0).view(torch.int32 if weights.dtype == torch.float32 else torch.int64)
-    lowest = torch.iinfo(bits.dtype).min
-    keys = torch.where(chosen, bits, bits + (lowest + 1))
-    return keys if padding_mask is None else keys.masked_fill(padding_mask.unsqueeze(1), lowest)
-
-
 def round_tokens(
     ids: Tensor,
     weights: Tensor,
@@ -114,47 +103,41 @@ def round_tokens(
         ValueError: shapes that do not fit, an unknown rule, a tile below 1.
     """
     _check(ids, weights, scores, rule, tile)
-    (num_tokens, top_k), (_, num_experts), device = ids.shape, scores.shape, ids.device
+    (num_tokens, top_k), num_experts = ids.shape, scores.shape[1]
     num_pairs = max_pairs(rule, num_tokens, num_experts, top_k, tile)
     weight_of = scores.scatter(1, ids, weights)  # every pair's, chosen or not
     with torch.no_grad():
+        values = weight_of.detach()
         chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids, True)
         if padding_mask is not None:
             chosen &= ~padding_mask.unsqueeze(1)
         counts = chosen.sum(0)
-        values = weight_of.detach()
-        order = _rank_keys(values, chosen, padding_mask).sort(dim=0, descending=True, stable=True).indices
-        rank = torch.arange(num_tokens, device=device).unsqueeze(1)
-        odds = _odds_by_score(values, order, rank, counts, tile) if rule == "stochastic_score" else None
+        odds = _odds_by_score(values, chosen, padding_mask, counts, tile) if rule == "stochastic_score" else None
         available = num_tokens if padding_mask is None else (~padding_mask).sum()
         rounded = rounded_loads(counts, rule, tile, odds, generator).clamp(max=available)
-
-        keep = torch.zeros_like(chosen).scatter_(0, order, rank < rounded).flatten()
-        slot = torch.where(keep, keep.cumsum(0) - 1, num_pairs)  # the others write to a spare slot
-        flat = torch.arange(num_tokens * num_experts, device=device)
-        pair = flat.new_zeros(num_pairs + 1).scatter_(0, slot, flat)[:num_pairs]
-        spare = torch.arange(num_pairs, device=device)
-        used = spare < rounded.sum()
-        token = torch.where(used, pair.div(num_experts, rounding_mode="floor"), num_tokens - 1)
-        expert = torch.where(used, pair.remainder(num_experts), -1)
-        source = torch.where(used, pair, spare)  # different places, so that the zeros of backward do not queue at one
+        token, expert, source = select_tokens(values, ids, rounded, num_pairs, padding_mask=padding_mask)
     return Routing(
-        token=token.int(),
-        expert=expert.int(),
-        weight=torch.where(used, weight_of.flatten().gather(0, source), 0.0),
+        token=token,
+        expert=expert,
+        # unused pairs take different places, so that the zeros of their gradients do not queue at one
+        weight=torch.where(expert >= 0, weight_of.flatten().gather(0, source), 0.0),
         num_tokens=num_tokens,
         num_experts=num_experts,
         metrics={
             "tokens_per_expert": counts,
             "rounded_per_expert": rounded,
-            "invalid": torch.zeros((), dtype=torch.int64, device=device),
+            "invalid": torch.zeros((), dtype=torch.int64, device=scores.device),
         },
     )
 
 
-def _odds_by_score(values: Tensor, order: Tensor, rank: Tensor, counts: Tensor, tile: int) -> tuple[Tensor, Tensor]:
+def _odds_by_score(
+    values: Tensor, chosen: Tensor, padding_mask: Tensor | None, counts: Tensor, tile: int
+) -> tuple[Tensor, Tensor]:
     """(E,), (E,): weights of the choices in each expert's last, partial tile, and of that tile filled up."""
+    order = rank_order(values, chosen, padding_mask)
     ordered = torch.nan_to_num(values, nan=0.0).gather(0, order)
+    rank = torch.arange(values.shape[0], device=values.device).unsqueeze(1)
     start = counts.div(tile, rounding_mode="floor") * tile
     whole = torch.where((rank >= start) & (rank < start + tile), ordered, 0.0)
     return torch.where(rank < counts, whole, 0.0).sum(0), whole.sum(0)

@@ -53,6 +53,15 @@ def routing() -> None:
         dispatch_launch(ints(4096), ints(4096), 512, experts, top_k)
 
 
+@family("routing.rounding_triton", "_keys_kernel", "_select_kernel", "_place_kernel")
+def rounding() -> None:
+    from megablocks.ops.routing.rounding_triton import select_launch
+
+    for experts, top_k, padding in ((8, 1, None), (128, 8, torch.zeros(512, dtype=torch.bool)), (600, 8, None)):
+        ids = torch.zeros(512, top_k, dtype=torch.int64)
+        select_launch(torch.zeros(512, experts), ids, torch.zeros(experts, dtype=torch.int64), padding, 2000)
+
+
 @family("permute.permute_triton", "_expand_kernel", "_combine_kernel", "_combine_backward_kernel")
 def permute() -> None:
     from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch

@@ -16,6 +16,7 @@ from megablocks.ops.permute.combine import combine, combine_backward_op, combine
 from megablocks.ops.permute.gather import gather, gather_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
+from megablocks.ops.routing.rounding import select_tokens_op
 from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear_op
 from megablocks.ops.scattered.products import scattered_rows_op, scattered_weights_op
@@ -71,6 +72,10 @@ def _samples():
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
+        "select_tokens": (
+            select_tokens_op,
+            (torch.rand(T, E), routing.expert.view(T, K).long(), torch.tensor([4, 0, 2]), None, 8),
+        ),
         "scattered_rows": (scattered_rows_op, (const(T, H), const(E, H, F), ends, R, d.gather)),
         "scattered_rows_backward": (
             scattered_rows_op,
