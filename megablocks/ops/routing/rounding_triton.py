@@ -55,8 +55,8 @@ def _select_kernel(keys_ptr, loads_ptr, keep_ptr, num_tokens, E, BLOCK: tl.const
     lane = tl.arange(0, BLOCK)
     # the largest value that at least `wanted` keys reach, two bits at a time; int64, for the steps pass 2^31
     found = tl.full((), _LOWEST, tl.int64)
-    for digit in tl.static_range(16):
-        step: tl.constexpr = 1 << (30 - 2 * digit)
+    step = tl.full((), 1 << 30, tl.int64)
+    for _ in range(16):
         reach_1 = tl.zeros((), tl.int32)
         reach_2 = tl.zeros((), tl.int32)
         reach_3 = tl.zeros((), tl.int32)
@@ -68,6 +68,7 @@ def _select_kernel(keys_ptr, loads_ptr, keep_ptr, num_tokens, E, BLOCK: tl.const
             reach_3 += tl.sum((key >= found + 3 * step).to(tl.int32), 0)
         digits = (reach_1 >= wanted).to(tl.int64) + (reach_2 >= wanted).to(tl.int64) + (reach_3 >= wanted).to(tl.int64)
         found += digits * step
+        step = step >> 2
     above = tl.zeros((), tl.int32)
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
