@@ -129,7 +129,10 @@ def test_config_maps() -> None:
     assert ours.recompute_activation and not ours.mlp_bias
     assert ours.load_balancing_loss_weight == ours.z_loss_weight == 0, "Megatron's router attaches the losses"
     assert moe_config(_config(moe_router_pre_softmax=True), MegaBlocksSettings()).softmax_order == "before_topk"
-    assert moe_config(_config(), MegaBlocksSettings()).softmax_order == "after_topk"
+    plain = moe_config(_config(), MegaBlocksSettings())
+    assert (plain.softmax_order, plain.token_rounding) == ("after_topk", None)
+    rounded = moe_config(_config(), MegaBlocksSettings(token_rounding="up", token_rounding_tile=64))
+    assert (rounded.token_rounding, rounded.token_rounding_tile) == ("up", 64)
 
 
 @pytest.mark.parametrize(
@@ -185,6 +188,13 @@ def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
         check_without_engine(config)
+
+
+def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    with pytest.raises(ConfigError, match="token_rounding='up': needs capacity_factor=None, not 1.0"):
+        moe_config(_config(), MegaBlocksSettings(token_rounding="up", capacity_factor=1.0))
 
 
 def test_L2_expert_choice_refuses_a_balancing_loss() -> None:
