@@ -18,6 +18,7 @@ def tiles(product: str) -> dict[str, Any]:
         "pp6": Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2),
         "pp6h": Tile(128, 128, 6, pingpong=True, out_parts=2),
         "pp5": Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2),
+        "pp2k": Tile(128, 128, 2, pingpong=True, out_parts=2, out_buffers=2, BK=128),
         "pp3k": Tile(128, 128, 3, pingpong=True, out_parts=4, out_buffers=2, BK=128),
     }
     if product == "ddt_s":

@@ -1,21 +1,23 @@
-"""Grouped GEMM on one GPU: what the layers take, undecided tiles of the Hopper kernel and the peers, interleaved.
+"""Grouped GEMM on one GPU: what the layers take, undecided tiles of the Hopper kernels and the peers, interleaved.
 
     python benchmarks/grouped_gemm.py [--shapes S1,S2] [--ops up,dw1] [--out FILE.json] [--seconds 330]
 
 Products of an expert layer (T tokens, H hidden, I expert width, E experts, K top-k, R = T·K rows; Z has 2I columns):
 
-    up    Z  = X[gather] · W1ᵀ   (R, H)·(H, 2I)    W1 (E, 2I, H)
-    down  Y  = A · W2            (R, I)·(I, H)     W2 (E, I, H)
-    dx    dX = dZ · W1           (R, 2I)·(2I, H)
-    dw1   dW1 = dZᵀ · X[gather]  per expert (2I, H)
-    dw2   dW2 = Aᵀ · dO[gather]  per expert (I, H)
+    up     Z  = X[gather] · W1ᵀ             (R, H)·(H, 2I)    W1 (E, 2I, H)
+    up2    Z, G = X[gather] · (W1ᵀ, V1ᵀ)    (R, H)·(H, I)     twice, as a gated MLP's two weights
+    down   Y  = A · W2                      (R, I)·(I, H)     W2 (E, I, H)
+    dx     dX = dZ · W1                     (R, 2I)·(2I, H)
+    dx2    dX = dZ · W1 + dG · V1           (R, I)·(I, H)     twice
+    dw1    dW1 = dZᵀ · X[gather]            per expert (2I, H)
+    dw2    dW2 = Aᵀ · dO[gather]            per expert (I, H)
+    layer  out = weighted sum over a token's rows of (Z's first I columns) · W2, Z = X[gather] · W1ᵀ
 
-Up, down and dX are the Hopper kernel's, which gathers rows as it reads them; dW is `grouped_mm_dw_op`'s, whatever that
-takes, on rows gathered beforehand. A candidate is timed only after its result has been compared with float32 and found
-free of NaN in memory that held NaN. Times are medians over rounds in which every candidate runs in turn, because the
-chip is power-limited and drifts. Peers run if they import: torch._grouped_mm and cuBLAS's bmm get rows gathered
-beforehand, bmm also perfectly even experts.
-With `--peers bmm,torch,quack,triton` the plain Triton kernels run, too.
+Ours gathers as it reads. A candidate is timed only after its result has been compared with float32 and found free of
+NaN in memory that held NaN. Times are medians over rounds in which every candidate runs in turn, because the chip is
+power-limited and drifts. Peers run if they import. cuBLAS's bmm and torch._grouped_mm get rows gathered beforehand, bmm
+also perfectly even experts; in `layer` torch gathers by index_select and scatters by index_add. "off" is the op under
+MEGABLOCKS_HOPPER=0. `--peers` picks among bmm, torch, quack, off and triton (the plain kernels).
 
 Each shape runs in a process of its own with a deadline; a candidate that hangs or breaks the CUDA context is struck off
 and the shape resumed without it.
@@ -25,6 +27,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import queue
@@ -34,178 +38,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-SHAPES = {  # T, H, I, E, K
-    "S0": (40960, 768, 256, 128, 8),
-    "S1": (24576, 1536, 256, 128, 8),
-    "S3": (24576, 1536, 1024, 32, 2),
-    "S4": (32768, 4096, 256, 256, 16),
-    "S2": (32768, 4096, 512, 128, 8),
-    "S5": (32768, 4096, 1024, 128, 8),
-    "S6": (16384, 4096, 14336, 8, 2),
-}
-OPS = ("up", "down", "dx", "dw1", "dw2")
-PRODUCTS = ("up", "down", "dx")
-PEERS = ("bmm", "torch", "quack")
+from grouped_gemm_cases import OPS, SHAPES, Problem, candidates
+
+PEERS = ("bmm", "torch", "quack", "off")
 ROUNDS = 7
 ROUND_MS = 12.0
-
-
-def candidates(op: str, shape: str) -> dict[str, Any]:
-    """What the layers take, and up to two tiles of the Hopper kernel that measurements have not decided about."""
-    from megablocks.ops.grouped.grouped_mm_hopper import Tile
-
-    # A store in four parts, two in flight: a part's way to memory hides under the next one's conversion.
-    parts = Tile(64, 256, 4, out_parts=4, out_buffers=2, group_m=8)
-    wide = Tile(64, 256, 5, pingpong=True, out_parts=4)
-    undecided: dict[str, Any] = {}
-    if op == "up":
-        undecided["parts"] = parts
-        if shape == "S2":
-            undecided["columns-first"] = Tile(64, 256, 4)
-        elif shape == "S3":
-            undecided["wide"] = wide
-    return {"ours": None} | undecided
-
-
-def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
-    """tile_M, tile_N, pingpong, cluster_M, cluster_N: the neighbourhood of QuACK's default on Hopper."""
-    return {
-        "quack-pp192": (128, 192, True, 2, 1),
-        "quack-pp128": (128, 128, True, 2, 1),
-        "quack-c256x128": (256, 128, False, 2, 1),
-        "quack-c256x192": (256, 192, False, 2, 1),
-    }
-
-
-class Problem:
-    """The operands of one product and its truth on a few experts."""
-
-    def __init__(self, shape: str, op: str, tokens: int | None = None) -> None:
-        import torch
-
-        T, H, inner, E, K = SHAPES[shape]
-        T = tokens or T
-        self.op, self.E, self.R = op, E, T * K
-        generator = torch.Generator("cuda").manual_seed(0)
-        score = torch.rand(T, E, device="cuda", generator=generator)
-        expert = score.topk(K, dim=1).indices.flatten()
-        order = torch.argsort(expert, stable=True)
-        self.offsets = torch.zeros(E + 1, dtype=torch.int32, device="cuda")
-        self.offsets[1:] = torch.bincount(expert, minlength=E).cumsum(0)
-        self.gather = (order // K).int()
-
-        def rand(*size: int) -> Any:
-            return torch.randn(*size, device="cuda", dtype=torch.bfloat16, generator=generator) * 0.1
-
-        R = self.R
-        self.gathered = op in ("up", "dw1", "dw2")
-        if op == "up":
-            self.a, self.w = rand(T, H), rand(E, 2 * inner, H).transpose(1, 2)
-        elif op == "down":
-            self.a, self.w = rand(R, inner), rand(E, inner, H)
-        elif op == "dx":
-            self.a, self.w = rand(R, 2 * inner), rand(E, 2 * inner, H)
-        elif op == "dw1":
-            self.a, self.b = rand(R, 2 * inner), rand(T, H)
-        else:
-            self.a, self.b = rand(R, inner), rand(T, H)
-        self.flops = 2 * R * (self.w.shape[1] * self.w.shape[2] if op in PRODUCTS else self.a.shape[1] * H)
-
-    def check(self, out: Any) -> float:
-        """Largest relative error over a few experts; inf when any value is NaN."""
-        if bool(out.isnan().any()):
-            return float("inf")
-        worst = 0.0
-        bounds = self.offsets.tolist()
-        for e in sorted({0, 1, self.E // 2, self.E - 1}):
-            lo, hi = bounds[e], bounds[e + 1]
-            if self.op in PRODUCTS:
-                rows = self.a[self.gather[lo:hi].long()] if self.gathered else self.a[lo:hi]
-                truth, got = rows.float() @ self.w[e].float(), out[lo:hi]
-            else:
-                truth, got = self.a[lo:hi].float().T @ self.b[self.gather[lo:hi].long()].float(), out[e]
-            worst = max(worst, float((got.float() - truth).norm() / truth.norm().clamp_min(1e-20)))
-        return worst
-
-    def ours(self, tile: Any) -> Callable[[], Any]:
-        from megablocks.ops.grouped.grouped_mm import grouped_mm_dw_op
-        from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
-
-        if self.op in PRODUCTS:
-            gather = self.gather if self.gathered else None
-            return lambda: ragged_m(self.a, self.w, self.offsets, gather, tile=tile)
-        rows = self.b[self.gather.long()]
-        return lambda: grouped_mm_dw_op(self.a, rows, self.offsets)
-
-    def twin(self) -> Callable[[], Any]:
-        from megablocks.ops.grouped import grouped_mm_triton
-
-        if self.op in PRODUCTS:
-            gather = self.gather if self.gathered else None
-            return lambda: grouped_mm_triton.ragged_m(self.a, self.w, self.offsets, gather)
-        return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
-
-    def torch_grouped(self) -> Callable[[], Any]:
-        import torch
-
-        ends = self.offsets[1:]
-        if self.op in PRODUCTS:
-            rows = self.a[self.gather.long()] if self.gathered else self.a
-            return lambda: torch._grouped_mm(rows, self.w, offs=ends)
-        rows = self.b[self.gather.long()]
-        return lambda: torch._grouped_mm(self.a.t(), rows, offs=ends)
-
-    def bmm(self) -> Callable[[], Any]:
-        """The same floating-point operations with every expert holding R / E rows; its result is not comparable."""
-        import torch
-
-        per = self.R // self.E
-        if self.op in PRODUCTS:
-            rows = torch.randn(self.E, per, self.w.shape[1], device="cuda", dtype=torch.bfloat16) * 0.1
-            return lambda: torch.bmm(rows, self.w)
-        a = self.a[: per * self.E].view(self.E, per, -1).transpose(1, 2)
-        b = torch.randn(self.E, per, self.b.shape[1], device="cuda", dtype=torch.bfloat16) * 0.1
-        return lambda: torch.bmm(a, b)
-
-    def quack(self, tile: tuple[int, int, bool, int, int]) -> Callable[[], Any]:
-        import torch
-        from quack.gemm import gemm
-
-        m, n, pingpong, cluster_m, cluster_n = tile
-        common = dict(tile_M=m, tile_N=n, cluster_M=cluster_m, cluster_N=cluster_n, pingpong=pingpong, persistent=True)
-        if self.op in PRODUCTS:
-            index = self.gather if self.gathered else None
-
-            def product() -> Any:
-                out = torch.empty(self.R, self.w.shape[2], device="cuda", dtype=torch.bfloat16)
-                gemm(self.a, self.w.mT, out, None, None, cu_seqlens_m=self.offsets, A_idx=index, **common)
-                return out
-
-            return product
-
-        def gradient() -> Any:
-            out = torch.empty(self.E, self.a.shape[1], self.b.shape[1], device="cuda", dtype=torch.bfloat16)
-            gemm(self.b.T, self.a.T, out.mT, None, None, cu_seqlens_k=self.offsets, A_idx=self.gather, **common)
-            return out
-
-        return gradient
-
-    def all(self, shape: str, peers: tuple[str, ...]) -> dict[str, Callable[[], Callable[[], Any]]]:
-        made: dict[str, Callable[[], Callable[[], Any]]] = {}
-        if "bmm" in peers:
-            made["bmm"] = self.bmm
-        if "torch" in peers:
-            made["torch"] = self.torch_grouped
-        for name, tile in candidates(self.op, shape).items():
-            made[name] = lambda tile=tile: self.ours(tile)
-        if "triton" in peers:
-            made["triton"] = self.twin
-        if "quack" in peers and shape in ("S1", "S2"):
-            for name, tile in quack_tiles().items():
-                made[name] = lambda tile=tile: self.quack(tile)
-        return made
 
 
 def emit(**record: Any) -> None:
@@ -233,7 +73,7 @@ def child(mode: str, shape: str, ops: list[str], struck: set[str], peers: tuple[
     torch.backends.cuda.matmul.allow_tf32 = False
     for op in ops:
         problem = Problem(shape, op, tokens=512 if mode == "compile" else None)
-        mine = candidates(op, shape) | {"triton": None}
+        mine = candidates(op, shape) | {"triton": None, "off": None}
         ready: dict[str, Callable[[], Any]] = {}
         for name, make in problem.all(shape, peers).items():
             if f"{op}/{name}" in struck:
@@ -344,9 +184,7 @@ def run_shape(
 
 
 def table(records: list[dict[str, Any]]) -> None:
-    from statistics import median
-
-    print("\nµs hot / cool (hot TFLOP/s); × = time over the best of bmm, over the best of QuACK, in the same rounds")
+    print("\nµs hot / cool (hot TFLOP/s); × = time over bmm's, over that of QuACK's best tile, over torch's, by round")
     for record in records:
         if "hot" not in record:
             continue
@@ -357,7 +195,7 @@ def table(records: list[dict[str, Any]]) -> None:
         for name in sorted(mid, key=mid.__getitem__):
             against = [
                 f"{median(a / b for a, b in zip(hot[name], hot[peer], strict=True)):5.2f}" if peer in hot else "    –"
-                for peer in ("bmm", quack or "–")
+                for peer in ("bmm", quack or "–", "torch")
             ]
             rate = record["flops"] / mid[name] / 1e6
             print(f"  {name:15s} {mid[name]:8.0f} / {median(cool[name]):7.0f} ({rate:4.0f})  × {' '.join(against)}")
@@ -369,13 +207,44 @@ def table(records: list[dict[str, Any]]) -> None:
         print(f"{len(errors)} results checked, largest relative error {max(errors):.1e}, no NaN; {len(struck)} failed")
 
 
+def environment(commit: str) -> dict[str, str]:
+    import torch
+    import triton
+
+    versions = {"python": sys.version.split()[0], "torch": torch.__version__, "triton": triton.__version__}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        versions["quack"] = importlib.metadata.version("quack-kernels")
+    return {"gpu": torch.cuda.get_device_name(), **versions, "commit": commit, "rounds": str(ROUNDS)}
+
+
+def summary(record: dict[str, Any]) -> dict[str, Any]:
+    """A record of rounds as medians: µs, TFLOP/s, and the medians over rounds of the time over each peer's."""
+    hot = record["hot"]
+    best = min((n for n in hot if n.startswith("quack")), key=lambda n: median(hot[n]), default=None)
+    peers = [peer for peer in ("bmm", best, "torch", "off") if peer in hot]
+    return {
+        "shape": record["shape"],
+        "sizes": SHAPES[record["shape"]],
+        "op": record["op"],
+        "us": {name: round(median(times), 1) for name, times in hot.items()},
+        "us_cool": {name: round(median(times), 1) for name, times in record["cool"].items()},
+        "tflops": {name: round(record["flops"] / median(times) / 1e6, 1) for name, times in hot.items()},
+        "time_of_ours_over": {
+            peer: round(median(a / b for a, b in zip(hot["ours"], hot[peer], strict=True)), 3)
+            for peer in peers
+            if "ours" in hot
+        },
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="S1,S2,S0,S3,S5,S4,S6")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--peers", default=",".join(PEERS))
     parser.add_argument("--seconds", type=float, default=330, help="for everything")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="JSON with environment, medians and quotients")
+    parser.add_argument("--commit", default="", help="what is measured, for --out")
     parser.add_argument("--child", choices=["compile", "time"], help=argparse.SUPPRESS)
     parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -383,8 +252,6 @@ def main() -> None:
     if args.child:
         child(args.child, shapes[0], ops, set(args.struck.split(",")), peers)
         return
-    import importlib.util
-
     if importlib.util.find_spec("quack") is None:
         peers = tuple(p for p in peers if p != "quack")
     end = time.monotonic() + args.seconds
@@ -423,7 +290,11 @@ def main() -> None:
             records += got
             print(f"{shape} took {time.monotonic() - began:.0f} s", flush=True)
             if args.out:
-                args.out.write_text(json.dumps(records))
+                results = [summary(r) for r in records if "hot" in r]
+                failed = [r for r in records if "bad" in r]
+                worst = max((r["error"] for r in records if "good" in r), default=None)
+                whole = environment(args.commit) | {"largest_error": worst, "failed": failed, "results": results}
+                args.out.write_text(json.dumps(whole, indent=1) + "\n")
     finally:
         table(records)
 

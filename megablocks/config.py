@@ -14,7 +14,8 @@ from typing import Any
 
 ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-MLP_IMPLS = ("auto", "reference", "grouped")
+MLP_IMPLS = ("auto", "reference", "grouped", "sparse")
+SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
 ROUTER_TYPES = ("topk", "expert_choice")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SOFTMAX_ORDERS = ("before_topk", "after_topk")
@@ -31,6 +32,18 @@ def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
+def check_sparse_width(ffn_hidden_size: int, shards: int = 1) -> None:
+    """Refuse a width of which one of `shards` equal parts is no whole number of blocks."""
+    if ffn_hidden_size % (shards * SPARSE_WIDTH):
+        where = "" if shards == 1 else f" on each of {shards} shards"
+        _refuse(
+            "ffn_hidden_size",
+            ffn_hidden_size,
+            f"must be a multiple of {SPARSE_WIDTH}, better 128,{where} with mlp_impl='sparse', "
+            "or use mlp_impl='grouped' or 'auto'",
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """What one mixture-of-experts layer computes.
@@ -43,7 +56,11 @@ class MoEConfig:
         gelu_approximate: "tanh" (the field's default in MoE training) or "none" (exact, erf).
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
         output_bias: one bias (H,) shared by all experts and added after the combine (megablocks 0.10's `bias`).
-        mlp_impl: "auto" picks by device and shape; "reference" is the float32 oracle; "grouped" a grouped GEMM.
+        mlp_impl: how rows sorted by expert are multiplied. "grouped": grouped GEMMs, nothing padded; "sparse":
+            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of
+            128 (of 64: smaller blocks, slower); "reference": the float32 oracle; "auto": grouped or sparse by device
+            and shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
+            torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
         recompute_activation: keep the pre-activation only and recompute the activation in backward.
         shared_expert_hidden_size: width of an expert that every token passes, None for none.
         shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
@@ -169,6 +186,8 @@ class MoEConfig:
                 _refuse("normalize_top_k", self.normalize_top_k, allowed)
         if self.shared_expert_gate and self.shared_expert_hidden_size is None:
             _refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
+        if self.mlp_impl == "sparse":
+            check_sparse_width(self.ffn_hidden_size)
 
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)

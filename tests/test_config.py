@@ -18,7 +18,12 @@ BAD = [
     ({"top_k": None}, "top_k=None: must be an integer >= 1"),
     ({"activation": "swish"}, f"activation='swish': must be one of {', '.join(ACTIVATIONS)}"),
     ({"gelu_approximate": "erf"}, "gelu_approximate='erf': must be one of tanh, none"),
-    ({"mlp_impl": "sparse"}, "mlp_impl='sparse': must be one of auto, reference, grouped"),
+    ({"mlp_impl": "dense"}, "mlp_impl='dense': must be one of auto, reference, grouped, sparse"),
+    (
+        {"mlp_impl": "sparse", "ffn_hidden_size": 100},
+        "ffn_hidden_size=100: must be a multiple of 64, better 128, with mlp_impl='sparse', "
+        "or use mlp_impl='grouped' or 'auto'",
+    ),
     ({"router_type": "hash"}, "router_type='hash': must be one of topk, expert_choice"),
     ({"score_function": "relu"}, "score_function='relu': must be one of softmax, sigmoid"),
     ({"softmax_order": "before"}, "softmax_order='before': must be one of before_topk, after_topk"),

@@ -19,6 +19,7 @@ from megablocks.config import MoEConfig
 from megablocks.layers import losses
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.experts import Experts
+from megablocks.layers.memory import out_of_memory
 from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.routing.dispatch import Routing
 from megablocks.ops.routing.topk import router_scores
@@ -144,6 +145,9 @@ class MoEBase(nn.Module):
         and leaves the adding to the caller, and in training it records what `batched_load_balancing_loss` and
         `batched_router_zloss` need. One built from a `MoEConfig` returns y with the bias added; use `forward_with_aux`
         to get its losses.
+
+        Raises:
+            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
         y, aux, logits = self._run(x)
         if self.arguments is not None:
@@ -168,7 +172,10 @@ class MoEBase(nn.Module):
         tokens = x.reshape(-1, hidden)
         logits = self.router.logits(tokens)
         routing = self.router.route(logits)
-        y, extra = self._compute(tokens, routing)
+        try:
+            y, extra = self._compute(tokens, routing)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.config, tokens, routing.num_pairs, error) from error
         if self.shared_expert is not None:
             y = self._add_shared(y, self.shared_expert(tokens))
         return y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra}), logits

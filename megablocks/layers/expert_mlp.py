@@ -1,10 +1,11 @@
-"""The experts' MLP, once for each way of laying out rows; all three compute the same function.
+"""The experts' MLP, once for each way of laying out rows; all four compute the same function.
 
-    grouped    rows sorted by expert, ragged counts: one grouped GEMM a projection
-    reference  the same rows, a plain loop over experts in float32: the oracle, and what autograd alone makes of it
+    grouped    rows sorted by expert, ragged counts: one grouped GEMM a projection, which may gather the rows itself
+    sparse     rows padded to whole blocks an expert: block-sparse products (MegaBlocks, arXiv 2211.15841)
+    reference  grouped's rows, a plain loop over experts in float32: the oracle, and what autograd alone makes of it
     batched    (E, C, H), the same number of rows an expert: one torch.bmm a projection
 
-Legend: R rows, E experts, C rows an expert, I expert width, H hidden.
+Legend: T tokens, R rows, E experts, C rows an expert, I expert width, H hidden.
 """
 
 from __future__ import annotations
@@ -21,7 +22,12 @@ from megablocks.ops.activation import activate, activation_ref
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
 from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
+from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.sparse.mlp import sparse_mlp
+from megablocks.ops.sparse.topology import topology
 
 
 class ExpertWeights(NamedTuple):
@@ -35,20 +41,69 @@ class ExpertWeights(NamedTuple):
     b2: Tensor | None
 
 
-def grouped_mlp(weights: ExpertWeights, rows: Tensor, offsets: Tensor, config: MoEConfig) -> Tensor:
-    """rows (R, H) sorted by expert, offsets (E+1,) int32 → (R, H); rows from offsets[E] on are unspecified."""
+def grouped_mlp(
+    weights: ExpertWeights, rows: Tensor, offsets: Tensor, config: MoEConfig, dispatch: Dispatch | None = None
+) -> Tensor:
+    """rows (R, H) sorted by expert, offsets (E+1,) int32 → (R, H); rows from offsets[E] on are unspecified.
 
-    def project(w: Tensor, b: Tensor | None) -> Tensor:
-        out = grouped_mm(rows, w.transpose(1, 2), offsets)
-        return out if b is None else add_expert_bias(out, b, offsets)
-
-    pre = project(weights.w1, weights.b1)
-    gate = None if weights.v1 is None else project(weights.v1, weights.c1)
+    With `dispatch`, whose offsets these are, `rows` are the tokens (T, H) that the up-projections gather themselves.
+    """
+    w1, v1 = (None if w is None else w.transpose(1, 2) for w in weights[:2])
+    assert w1 is not None
+    gate = None
+    if dispatch is not None and v1 is not None:
+        pre, gate = gathered_mm_pair(rows, w1, v1, dispatch)
+    elif dispatch is not None:
+        pre = gathered_mm(rows, w1, dispatch)
+    else:
+        pre = grouped_mm(rows, w1, offsets)
+        gate = None if v1 is None else grouped_mm(rows, v1, offsets)
+    if weights.b1 is not None:
+        pre = add_expert_bias(pre, weights.b1, offsets)
+    if gate is not None and weights.c1 is not None:
+        gate = add_expert_bias(gate, weights.c1, offsets)
     if config.recompute_activation:
         out = activate_and_project(pre, gate, weights.w2, offsets, config.activation, config.gelu_approximate)
     else:
         out = grouped_mm(activate(pre, gate, config.activation, config.gelu_approximate), weights.w2, offsets)
     return out if weights.b2 is None else add_expert_bias(out, weights.b2, offsets)
+
+
+def sparse_experts(
+    weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None, config: MoEConfig, block_size: int
+) -> Tensor:
+    """Tokens x (T, H), weight (R,) or None → (T, H): gathered into padded rows, computed, weighted and summed.
+
+    Padding is zeros on the way in and in the gradient of what comes out, so it adds nothing to any gradient.
+    """
+    pattern, padded_offsets = topology(
+        dispatch.expert_offsets, weights.w1.shape[1], max_rows=dispatch.pair.shape[0], block_size=block_size
+    )
+    padded = pad_dispatch(dispatch, padded_offsets, pattern.shape[0])
+    w1, v1, w2 = (None if w is None else w.flatten(0, 1) for w in weights[:3])
+    assert w1 is not None and w2 is not None
+    rows = sparse_mlp(
+        padded_gather(x, padded),
+        w1.t(),
+        w2,
+        pattern,
+        v1=None if v1 is None else v1.t(),
+        bias=None if weights.b1 is None else weights.b1.flatten(),
+        gate_bias=None if weights.c1 is None else weights.c1.flatten(),
+        activation=config.activation,
+        approximate=config.gelu_approximate,
+        recompute=config.recompute_activation,
+    )
+    if weights.b2 is not None:
+        rows = add_expert_bias(rows, weights.b2, padded_offsets)
+    return padded_scatter(rows, weight, padded)
+
+
+def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:
+    """The Dispatch of rows that stand sorted by expert already, each its own token: offsets (E+1,) int32."""
+    row = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    first_slots = torch.arange(num_rows + 1, dtype=torch.int32, device=offsets.device)
+    return Dispatch(offsets, torch.minimum(first_slots, offsets[-1]), row, row, row)
 
 
 def reference_mlp(weights: ExpertWeights, rows: Tensor, offsets: Tensor, config: MoEConfig) -> Tensor:

@@ -19,8 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks.config import MoEConfig
-from megablocks.layers.expert_mlp import ExpertWeights, batched_mlp, grouped_mlp, reference_mlp
+from megablocks.config import MoEConfig, check_sparse_width
+from megablocks.layers import mlp_choice
+from megablocks.layers.expert_mlp import (
+    ExpertWeights,
+    batched_mlp,
+    grouped_mlp,
+    reference_mlp,
+    sorted_dispatch,
+    sparse_experts,
+)
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.routing.dispatch import Dispatch
@@ -60,6 +68,7 @@ class Experts(nn.Module):
 
     Args:
         config: the layer; its activation, mlp_bias, mlp_impl, recompute_activation and init stds are used here.
+            mlp_impl "sparse" needs a width here of a multiple of 64 (ConfigError otherwise).
         num_local_experts: experts held here; default all of them.
         expert_offset: global index of the first one.
         ffn_shard: (rank, size): which slice of every expert's width is held here. With size > 1 the outputs are partial
@@ -105,6 +114,8 @@ class Experts(nn.Module):
                 f"and size must divide ffn_hidden_size={config.ffn_hidden_size}"
             )
         self.ffn_hidden_size = config.ffn_hidden_size // shards
+        if config.mlp_impl == "sparse":
+            check_sparse_width(config.ffn_hidden_size, shards)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -158,9 +169,17 @@ class Experts(nn.Module):
         Returns:
             (T, H); zeros for a token without an expert.
         """
-        x = self._cast(x)
-        rows = self.forward_sorted(gather(x, dispatch), dispatch.expert_offsets)
-        return combine(rows, weight, dispatch)
+        x = self._prepare(x)
+        impl = self._impl_of(x, dispatch.pair.shape[0])
+        with torch.autocast(x.device.type, enabled=False):
+            weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
+            if impl == "sparse":
+                return self._sparse(weights, x, dispatch, weight)
+            if impl == "grouped":
+                rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
+            else:
+                rows = reference_mlp(weights, gather(x, dispatch), offsets, self.config)
+            return combine(rows, weight, dispatch)
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
         """Rows already sorted by local expert.
@@ -172,17 +191,17 @@ class Experts(nn.Module):
         Returns:
             (R, H); rows from expert_offsets[E] on are unspecified.
         """
-        impl = self.config.mlp_impl
-        if impl == "auto":
-            impl = "grouped"
-            _log_once(f"mlp_impl='auto' on {rows.device.type} in {rows.dtype}: using {impl!r}")
         rows = self._prepare(rows)
+        impl = self._impl_of(rows, rows.shape[0])
         with torch.autocast(rows.device.type, enabled=False):
+            weights = self._weights(rows.dtype)
+            if impl == "sparse":
+                return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
             mlp = reference_mlp if impl == "reference" else grouped_mlp
-            return mlp(self._weights(rows.dtype), rows, expert_offsets, self.config)
+            return mlp(weights, rows, expert_offsets, self.config)
 
     def forward_padded(self, bins: Tensor) -> Tensor:
-        """The same number of rows for every expert, whatever stands in them.
+        """The same number of rows for every expert, whatever stands in them; mlp_impl only tells the reference apart.
 
         Args:
             bins: (E, C, H).
@@ -192,7 +211,39 @@ class Experts(nn.Module):
         """
         bins = self._prepare(bins)
         with torch.autocast(bins.device.type, enabled=False):
-            return batched_mlp(self._weights(bins.dtype), bins, self.config)
+            weights = self._weights(bins.dtype)
+            if self.config.mlp_impl != "reference":
+                return batched_mlp(weights, bins, self.config)
+            offsets = torch.arange(bins.shape[0] + 1) * bins.shape[1]
+            return reference_mlp(weights, bins.flatten(0, 1), offsets, self.config).view(bins.shape)
+
+    def mlp_impl_for(self, rows: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
+        """What `rows` rows in all are computed by: mlp_impl, or what "auto" picks.
+
+        Args:
+            device, dtype: of the rows; the parameters' if None.
+        """
+        if self.config.mlp_impl != "auto":
+            return self.config.mlp_impl
+        return mlp_choice.choose_mlp_impl(
+            on_hopper=mlp_choice.hopper_kernels_run(self.w1.device if device is None else device),
+            dtype=self.w1.dtype if dtype is None else dtype,
+            gated=self.config.is_gated,
+            rows=rows,
+            num_experts=self.num_local_experts,
+            ffn_hidden_size=self.ffn_hidden_size,
+        )
+
+    def _impl_of(self, x: Tensor, rows: int) -> str:
+        impl = self.mlp_impl_for(rows, device=x.device, dtype=x.dtype)
+        if self.config.mlp_impl == "auto" and not torch.compiler.is_compiling():
+            _log_once(f"mlp_impl='auto' on {x.device.type} in {x.dtype}: using {impl!r}")
+        return impl
+
+    def _sparse(self, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+        block_size = mlp_choice.block_size_of(self.ffn_hidden_size)
+        assert block_size is not None, "check_sparse_width refuses such a width, and auto does not pick it"
+        return sparse_experts(weights, x, dispatch, weight, self.config, block_size)
 
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         """The parameters as the MLP takes them: per expert, gradients scaled, in the dtype of the rows."""
@@ -253,5 +304,16 @@ class Experts(nn.Module):
         config = self.config
         return (
             f"experts {self.expert_offset}..{last} of {config.num_experts}, hidden_size={config.hidden_size}, "
-            f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={config.activation}, mlp_impl={config.mlp_impl}"
+            f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={config.activation}, "
+            f"mlp_impl={self._impl_repr()}"
         )
+
+    def _impl_repr(self) -> str:
+        if self.config.mlp_impl != "auto":
+            return self.config.mlp_impl
+        few, many = self.mlp_impl_for(0), self.mlp_impl_for(2**62)
+        if few == many:
+            return f"auto ({few})"
+        fewest = mlp_choice.SPARSE_FROM_ROWS["gated" if self.config.is_gated else "plain"]
+        assert fewest is not None
+        return f"auto ({few} below {fewest * self.num_local_experts} rows, else {many})"

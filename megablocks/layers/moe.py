@@ -1,6 +1,7 @@
 """`MoE`: the capacity layer. An expert has C places; tokens beyond are dropped, empty places are computed as padding.
 
-The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE.
+The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE; as
+there, mlp_impl "grouped", "sparse" and "auto" name ways to compute ragged rows, which this layer does not have.
 
 Host synchronisations: on one rank none for a positive factor, whose C follows from the number of tokens; one for a
 factor <= 0, whose C is the fullest expert's load. Over several ranks one more than the dispatcher's own, since ranks
@@ -23,6 +24,7 @@ from megablocks.layers.losses import (
     save_load_balancing_loss,
 )
 from megablocks.ops.permute.binned import binned_gather, binned_scatter
+from megablocks.ops.permute.padded import bin_dispatch
 from megablocks.ops.routing.capacity import apply_capacity, capacity_of
 from megablocks.ops.routing.dispatch import Dispatch, Routing
 from megablocks.parallel.groups import group_rank, group_size
@@ -43,8 +45,9 @@ class _PaddedExperts:
         self.experts, self.places = experts, places
 
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-        bins = self.experts.forward_padded(binned_gather(x, dispatch, self.places))
-        return binned_scatter(bins, weight, dispatch)
+        bins = bin_dispatch(dispatch, self.places)
+        places = self.experts.forward_padded(binned_gather(x, dispatch, self.places, bins=bins))
+        return binned_scatter(places, weight, dispatch, bins=bins)
 
 
 class MoE(MoEBase):

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 
 UNARY = ("gelu", "silu", "relu", "relu2")
 GATED = {"swiglu": "silu", "geglu": "gelu", "reglu": "relu"}
@@ -66,7 +67,7 @@ def activation_backward_ref(
     return d_pre.to(pre.dtype), d_gate.to(gate_pre.dtype)
 
 
-@torch.library.custom_op("megablocks::activation", mutates_args=())
+@custom_op("megablocks::activation", mutates_args=())
 def activation_op(pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> Tensor:
     if runs_triton(pre):
         from megablocks.ops.activation_triton import activation_launch
@@ -80,7 +81,7 @@ def _(pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> Tens
     return torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
 
 
-@torch.library.custom_op("megablocks::activation_backward", mutates_args=())
+@custom_op("megablocks::activation_backward", mutates_args=())
 def activation_backward_op(
     grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str
 ) -> tuple[Tensor, Tensor]:

@@ -10,11 +10,13 @@ from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 
 TOLERANCE = 1e-5
-KINDS = ("reference", "grouped", "batched")
+KINDS = ("reference", "grouped", "sparse", "batched")
 
 
-def config_of(**changes):
-    values = dict(hidden_size=12, ffn_hidden_size=20, num_experts=4, top_k=2, activation="swiglu", mlp_bias=True)
+def config_of(kind=None, **changes):
+    """A small layer; for the block-sparse kind, of a width that it takes."""
+    width = 64 if kind == "sparse" else 20
+    values = dict(hidden_size=12, ffn_hidden_size=width, num_experts=4, top_k=2, activation="swiglu", mlp_bias=True)
     values |= dict(load_balancing_loss_weight=0.1, z_loss_weight=0.01, init_std=0.3)
     return MoEConfig(**{**values, **changes})
 

@@ -74,7 +74,8 @@ def test_activation_functions_are_recognised(function, mlp_type, expected):
         (dict(hidden_size=1.5), "hidden_size=1.5: must be an integer >= 1"),
         (dict(moe_jitter_eps=1.0), "moe_jitter_eps=1.0: must be below 1"),
         (dict(moe_loss_weight=-1.0), "moe_loss_weight=-1.0: must be a finite number >= 0"),
-        (dict(mlp_impl="sparse"), "mlp_impl='sparse': must be one of auto, reference, grouped"),
+        (dict(mlp_impl="dense"), "mlp_impl='dense': must be one of auto, reference, grouped, sparse"),
+        (dict(mlp_impl="sparse"), "ffn_hidden_size=20: must be a multiple of 64, better 128, with mlp_impl='sparse'"),
         (dict(mlp_type="moe"), "mlp_type='moe': must be one of mlp, glu"),
         (dict(fp16=True, bf16=True), "bf16=True: needs fp16=False"),
         (dict(activation_fn=None), "activation_fn=None: must be one of gelu, silu, relu, relu2 by name"),
@@ -166,7 +167,7 @@ def test_recording_only_in_training_and_only_what_has_a_weight():
     assert losses.get_load_balancing_loss() == []
     layer.train()
     layer(x)
-    (counts, scores), = losses.get_load_balancing_loss()
+    ((counts, scores),) = losses.get_load_balancing_loss()
     assert counts.sum() == 6 and torch.allclose(scores.sum(1), torch.ones(3))
     with pytest.warns(UserWarning, match="moe_zloss_weight=0"):
         assert losses.batched_router_zloss(_arguments(moe_zloss_weight=0)) == 0.0

@@ -29,7 +29,7 @@ def _steer(layer, x, pull):
 
 @every_kind
 def test_R1_an_empty_expert(kind):
-    config = config_of()
+    config = config_of(kind)
     layer, (x, dy) = build(kind, config), batch(config, 9)
     _steer(layer, x, [0.0, -6.0, 0.0, 0.0])
     aux, _ = assert_equals_oracle(layer, x, dy)
@@ -43,7 +43,7 @@ def test_R1_an_empty_expert(kind):
 
 @every_kind
 def test_R2_all_tokens_to_one_expert(kind):
-    config = config_of(top_k=1)
+    config = config_of(kind, top_k=1)
     layer, (x, dy) = build(kind, config), batch(config, 9)
     _steer(layer, x, [0.0, 0.0, 4.0, 0.0])
     aux, _ = assert_equals_oracle(layer, x, dy)
@@ -52,7 +52,7 @@ def test_R2_all_tokens_to_one_expert(kind):
 
 @every_kind
 def test_R3_zero_tokens(kind):
-    config = config_of()
+    config = config_of(kind)
     layer, (x, dy) = build(kind, config), batch(config, 0)
     assert_equals_oracle(layer, x, dy)
     assert all((p.grad == 0).all() for p in layer.parameters())
@@ -72,20 +72,35 @@ def test_R3_zero_tokens(kind):
     ids=["T=1", "E=1", "K=E", "T=1,E=1", "E=3", "E=6"],
 )
 def test_R5_smallest_and_odd_counts(kind, tokens, changes):
-    config = config_of(**changes)
+    config = config_of(kind, **changes)
     assert_equals_oracle(build(kind, config), *batch(config, tokens))
 
 
 @every_kind
 @pytest.mark.parametrize("tokens", [129, 600])
 def test_R6_sizes_that_are_no_multiples_of_128(kind, tokens):
-    config = config_of(hidden_size=60, ffn_hidden_size=100, num_experts=5, init_std=0.1)
+    width = 192 if kind == "sparse" else 100
+    config = config_of(kind, hidden_size=60, ffn_hidden_size=width, num_experts=5, init_std=0.1)
     assert_equals_oracle(build(kind, config), *batch(config, tokens))
 
 
-@pytest.mark.parametrize("impl", ["reference", "grouped"])
+def test_R6_a_width_that_blocks_do_not_divide():
+    """Refused in one line where sparse is asked for, another way where it is not; half a width counts."""
+    with pytest.raises(ConfigError) as error:
+        config_of(mlp_impl="sparse", ffn_hidden_size=100)
+    assert str(error.value) == (
+        "ffn_hidden_size=100: must be a multiple of 64, better 128, with mlp_impl='sparse', "
+        "or use mlp_impl='grouped' or 'auto'"
+    )
+    whole = config_of("sparse", mlp_impl="sparse")
+    with pytest.raises(ConfigError, match="ffn_hidden_size=64: must be a multiple of 64, .* on each of 2 shards with"):
+        Experts(whole, ffn_shard=(0, 2))
+    assert Experts(whole.replace(mlp_impl="auto"), ffn_shard=(0, 2)).mlp_impl_for(2**20) == "grouped"
+
+
+@pytest.mark.parametrize("impl", ["reference", "grouped", "sparse"])
 def test_R7_an_expert_twice_and_no_expert(impl):
-    config = config_of(mlp_impl=impl)
+    config = config_of(impl, mlp_impl=impl)
     routing = ragged(30, config.num_experts, config.top_k, seed=3)
     assert (routing.expert < 0).any() and (routing.expert >= config.num_experts).any()
     pairs = list(zip(routing.token.tolist(), routing.expert.tolist(), strict=True))
@@ -108,7 +123,7 @@ def test_R7_an_expert_twice_and_no_expert(impl):
 
 @every_kind
 def test_R8_non_contiguous_x_and_stride_0_gradient(kind):
-    config = config_of()
+    config = config_of(kind)
     layer = build(kind, config)
     x = torch.randn(config.hidden_size, 7, generator=torch.Generator().manual_seed(2)).t()
     assert not x.is_contiguous()
@@ -129,7 +144,8 @@ def test_R8_non_contiguous_x_and_stride_0_gradient(kind):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_N1_error_within_twice_that_of_torch(kind, dtype):
     """Against torch's own matmul and gelu in the same dtype, expert by expert."""
-    config = config_of(activation="gelu", hidden_size=32, ffn_hidden_size=48, mlp_bias=False, top_k=1, init_std=0.1)
+    width = 64 if kind == "sparse" else 48
+    config = config_of(activation="gelu", hidden_size=32, ffn_hidden_size=width, mlp_bias=False, top_k=1, init_std=0.1)
     layer = build(kind, config).experts.to(dtype)
     draw = torch.Generator().manual_seed(4)
     x = torch.randn(40, 32, generator=draw).to(dtype)
@@ -154,7 +170,7 @@ def test_N1_error_within_twice_that_of_torch(kind, dtype):
 
 @every_kind
 def test_N3_a_nan_stays_in_its_token(kind):
-    config = config_of(load_balancing_loss_weight=0.0, z_loss_weight=0.0)
+    config = config_of(kind, load_balancing_loss_weight=0.0, z_loss_weight=0.0)
     layer, (x, dy) = build(kind, config), batch(config, 9)
     clean, _ = layer.forward_with_aux(x)
     x[3, 5] = float("nan")
@@ -171,7 +187,7 @@ def test_N3_a_nan_stays_in_its_token(kind):
 
 @every_kind
 def test_N5_backward_twice_through_one_graph(kind):
-    config = config_of(recompute_activation=True)
+    config = config_of(kind, recompute_activation=True)
     layer, (x, dy) = build(kind, config), batch(config, 9)
     x.requires_grad_()
     y, aux = layer.forward_with_aux(x)
@@ -188,7 +204,7 @@ def test_N5_backward_twice_through_one_graph(kind):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_N5_frozen_parts(kind, frozen, recompute):
     """What is frozen gets no gradient; everything else gets the one it gets without."""
-    config = config_of(recompute_activation=recompute)
+    config = config_of(kind, recompute_activation=recompute)
     whole, layer = build(kind, config), build(kind, config)
     x, dy = batch(config, 9)
     assert_equals_oracle(whole, x, dy)
@@ -206,7 +222,7 @@ def test_N5_frozen_parts(kind, frozen, recompute):
 
 @every_kind
 def test_N5_autocast_bf16(kind):
-    config = config_of()
+    config = config_of(kind)
     layer, (x, dy) = build(kind, config), batch(config, 9)
     assert_equals_oracle(layer, x, dy)
     expected = [p.grad.clone() for p in layer.parameters()]
@@ -224,7 +240,7 @@ def test_N5_autocast_bf16(kind):
 @every_kind
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_N5_activation_checkpointing_counts_the_loss_once(kind, reentrant):
-    config = config_of()
+    config = config_of(kind)
     plain, layer = build(kind, config), build(kind, config)
     x, dy = batch(config, 9)
     y, aux = plain.forward_with_aux(x)
@@ -242,7 +258,7 @@ def test_N5_activation_checkpointing_counts_the_loss_once(kind, reentrant):
 
 
 def test_N6_every_path_computes_the_same():
-    config = config_of(shared_expert_hidden_size=16, shared_expert_gate=True, output_bias=True, capacity_factor=None)
+    config = config_of("sparse", shared_expert_hidden_size=16, shared_expert_gate=True, output_bias=True)
     x, dy = batch(config, 33)
     results = {}
     shared = None
@@ -263,7 +279,7 @@ def test_N6_every_path_computes_the_same():
 @pytest.mark.parametrize("recompute, bias, approximate", [(False, True, "none"), (True, False, "tanh")])
 def test_N10_every_activation(kind, activation, recompute, bias, approximate):
     config = config_of(
-        activation=activation, recompute_activation=recompute, mlp_bias=bias, gelu_approximate=approximate
+        kind, activation=activation, recompute_activation=recompute, mlp_bias=bias, gelu_approximate=approximate
     )
     assert_equals_oracle(build(kind, config), *batch(config, 11))
 
@@ -307,6 +323,26 @@ def test_what_the_layer_refuses():
         build("grouped", config_of())(torch.zeros(3, 7))
     with pytest.raises(ValueError, match=r"x: has dtype torch.float64, must be the experts' torch.float32"):
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("impl", ["grouped", "sparse", "auto"])
+def test_N9_compile_a_whole_layer(impl):
+    """Router, experts and losses in one graph, equal to eager."""
+    config = config_of("sparse", mlp_impl=impl)
+    plain, layer = build(impl, config), build(impl, config)
+    x, dy = batch(config, 9)
+    y, aux = plain.forward_with_aux(x)
+    ((y * dy).sum() + sum(aux.losses.values())).backward()
+
+    def run(x):
+        y, aux = layer.forward_with_aux(x)
+        return y, sum(aux.losses.values())
+
+    compiled, losses = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    ((compiled * dy).sum() + losses).backward()
+    assert torch.equal(compiled, y)
+    for (name, p), q in zip(plain.named_parameters(), layer.parameters(), strict=True):
+        assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-7), name
 
 
 def test_auto_says_once_what_it_picked(caplog):

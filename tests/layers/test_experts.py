@@ -7,6 +7,7 @@ import torch
 
 from layers.harness import config_of
 from megablocks.layers import Experts
+from megablocks.layers.mlp_choice import choose_mlp_impl
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
 
@@ -78,26 +79,72 @@ def test_meta_device_allocates_nothing():
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_recompute_keeps_less_for_backward(activation):
-    """What autograd keeps in the grouped path shrinks by the activation (R, I) and by nothing else."""
-    kept = {}
-    routing = make_routing(torch.arange(80).remainder(4).view(40, 2), torch.ones(40, 2), 4)
-    dispatch = build_dispatch(routing)
-    x = torch.randn(40, 12)
-    for recompute in (False, True):
-        config = config_of(activation=activation, recompute_activation=recompute, mlp_impl="grouped", mlp_bias=False)
-        experts = Experts(config, seed=0)
-        storages = {}
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("impl", ["grouped", "sparse"])
+def test_what_is_kept_for_backward(impl, recompute, activation):
+    """Floats that autograd keeps, to the byte: weights and their pairs' factors, tokens, pre-activations, outputs."""
+    tokens, hidden, width = 40, 12, 64
+    config = config_of("sparse", activation=activation, recompute_activation=recompute, mlp_impl=impl, mlp_bias=False)
+    experts = Experts(config, seed=0)
+    routing = make_routing(torch.arange(80).remainder(4).view(tokens, 2), torch.rand(tokens, 2), 4)
+    x, weight = torch.randn(tokens, hidden, requires_grad=True), routing.weight.requires_grad_()
+    storages = {}
 
-        def pack(tensor, storages=storages):
+    def pack(tensor):
+        if tensor.is_floating_point():
             storages[tensor.untyped_storage().data_ptr()] = (tensor.untyped_storage().nbytes(), tensor)
-            return tensor
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = experts(x.clone().requires_grad_(), dispatch, routing.weight)
-        kept[recompute] = sum(size for size, _ in storages.values())
-        y.sum().backward()
-    assert kept[False] - kept[True] == 80 * 20 * 4
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = experts(x, build_dispatch(routing), weight)
+    kept = sum(size for size, _ in storages.values())
+    y.sum().backward()
+    # padded, 20 rows an expert take a block of 64; the bound on all experts' blocks is one more
+    rows = 80 if impl == "grouped" else (80 + 4 * 63) // 64 * 64
+    of_inputs = tokens * hidden if impl == "grouped" else rows * hidden
+    of_width = (2 if config.is_gated else 1) + (0 if recompute else 1)
+    weights = sum(p.numel() for p in experts.parameters()) + 80
+    assert kept == 4 * (weights + of_inputs + of_width * rows * width + rows * hidden)
+
+
+@pytest.mark.parametrize(
+    "rows, expected", [(0, "grouped"), (64 * 512 - 1, "grouped"), (64 * 512, "sparse"), (65536, "sparse")]
+)
+def test_auto_weighs_padding(rows, expected):
+    """The paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
+    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, num_experts=64, ffn_hidden_size=2048)
+    assert choose_mlp_impl(**paper, rows=rows) == expected
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(on_hopper=False),
+        dict(dtype=torch.float32),
+        dict(dtype=torch.float64),
+        dict(gated=True),
+        dict(ffn_hidden_size=2048 + 64),
+        dict(num_experts=256),
+    ],
+    ids=str,
+)
+def test_auto_groups_what_blocks_do_not_suit(changes):
+    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, num_experts=64, ffn_hidden_size=2048, rows=65536)
+    assert choose_mlp_impl(**paper) == "sparse"
+    assert choose_mlp_impl(**{**paper, **changes}) == "grouped"
+
+
+def test_auto_on_this_device_and_in_words(monkeypatch):
+    from megablocks.layers import mlp_choice
+
+    config = config_of(ffn_hidden_size=128, activation="gelu", mlp_impl="auto")
+    experts = Experts(config, dtype=torch.bfloat16)
+    assert experts.mlp_impl_for(2**20) == "grouped" and "mlp_impl=auto (grouped)" in repr(experts)
+    assert Experts(config.replace(mlp_impl="sparse")).mlp_impl_for(1) == "sparse"
+    monkeypatch.setattr(mlp_choice, "hopper_kernels_run", lambda device: True)
+    assert experts.mlp_impl_for(2**20) == "sparse"
+    assert experts.mlp_impl_for(2**20, dtype=torch.float32) == "grouped"
+    assert "mlp_impl=auto (grouped below 2048 rows, else sparse)" in repr(experts)
 
 
 @pytest.mark.parametrize(

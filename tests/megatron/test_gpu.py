@@ -23,6 +23,10 @@ LAYOUTS = {
     "bf16, recomputed activation": Layout(
         layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("recompute_activation", True),)
     ),
+    "bf16, sparse": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "sparse"),)),
+    "bf16, sparse in megatron's layer": Layout(
+        layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "sparse"), ("layer", "experts"))
+    ),
     "bf16, capacity": Layout(layers=2, dtype="bfloat16", model=WIDE, settings=(("capacity_factor", 1.0),)),
     "bf16, expert choice": Layout(
         layers=2,
@@ -64,6 +68,11 @@ def test_gpu_trains_as_the_cpu_does(
     error, tensor = harness.worst_difference(harness.assemble([gpu.grads]), harness.assemble([cpu.grads]))
     assert error <= 1e-4, f"gradient of {tensor}"
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["bf16, sparse", "bf16, sparse in megatron's layer"])
+def test_N6_block_sparse_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
+    assert on_gpu[name].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)
 
 
 def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harness.Trained]) -> None:

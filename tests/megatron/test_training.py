@@ -13,6 +13,7 @@ from megablocks.testing.launcher import run_distributed_test
 BASE = Layout(ep=2, layers=2)
 STEPS = 12
 PAIRS = STEPS * harness.GLOBAL_BATCH * harness.SEQ * 2  # (token, expert) pairs of a layer, top-2
+BLOCK = (("moe_ffn_hidden_size", 64),)
 NO_AUX = (("moe_aux_loss_coeff", 0.0),)
 LAYOUTS = {
     "dropless": BASE,
@@ -36,6 +37,9 @@ LAYOUTS = {
     "our layer, same model": BASE.but(model=(("gated_linear_unit", True), ("activation_func", F.silu))),
     "bf16": BASE.but(dtype="bfloat16", distributed_optimizer=True),
     "recomputed activation": BASE.but(settings=(("recompute_activation", True),)),
+    "grouped, a block wide": BASE.but(model=BLOCK, settings=(("mlp_impl", "grouped"),)),
+    "sparse": BASE.but(model=BLOCK, settings=(("mlp_impl", "sparse"),)),
+    "sparse in megatron's layer": BASE.but(model=BLOCK, settings=(("mlp_impl", "sparse"), ("layer", "experts"))),
     "dense": BASE.but(
         ep=1,
         tp=2,
@@ -113,6 +117,14 @@ def test_megatrons_layer_trains_the_same(runs: dict[str, Trained], name: str) ->
     if name != "megatron's layer":  # whose experts have other parameter names, and so other weights here
         assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
     assert (_load(theirs)[:, :-1].sum(1) == PAIRS).all()
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["sparse", "sparse in megatron's layer"])
+def test_N6_block_sparse_experts_train_as_grouped_ones(runs: dict[str, Trained], name: str) -> None:
+    grouped = runs["grouped, a block wide"]
+    assert runs[name].losses == pytest.approx(grouped.losses, rel=1e-5)
+    assert runs[name].norms == pytest.approx(grouped.norms, rel=1e-4)
 
 
 @pytest.mark.timeout(600)

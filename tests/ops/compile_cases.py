@@ -68,11 +68,22 @@ def permute() -> None:
 
     for dtype, hidden in product(EVERY, (512, 1536, 8192)):
         x, rows, index, weight = torch.zeros(8, hidden, dtype=dtype), ints(32), ints(9), torch.zeros(32)
-        expanded = expand_launch(x, rows, index)
+        expanded = expand_launch(x, rows, index, rows)
+        expand_launch(x, rows, index, rows, True)
         for w in (weight, None):
             combine_launch(expanded, w, rows, rows, index)
         for kept in (expanded, None):
-            combine_backward_launch(x, kept, weight, rows, rows, index)
+            for padded in (False, True):
+                combine_backward_launch(x, kept, weight, rows, rows, index, padded)
+
+
+@family("permute.padded_triton", "_pad_kernel")
+def padded() -> None:
+    from megablocks.ops.permute.padded_triton import pad_launch
+
+    for experts, index in product((8, 128, 512), (ints(32), None)):
+        pad_launch(ints(experts), ints(experts), 0, 64, ints(32), index, index, 2)
+        pad_launch(ints(experts), None, 4, 4 * experts, ints(32), index, index, 2)
 
 
 @family("activation_triton", "_forward_kernel", "_backward_kernel")
@@ -103,13 +114,26 @@ def grouped() -> None:
 
 @family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_pair, ragged_m_sum
 
     # the shapes reach each tile of choose_m
     for rows, (k, n), transposed in product((1024, 65536), ((256, 128), (1024, 512), (4096, 1024)), (False, True)):
         x, w = torch.zeros(rows, k, dtype=torch.bfloat16), torch.zeros(16, k, n, dtype=torch.bfloat16)
+        w = w.mT.contiguous().mT if transposed else w
         for gather in (None, ints(rows)):
-            ragged_m(x, w.mT.contiguous().mT if transposed else w, ints(17), gather)
+            ragged_m(x, w, ints(17), gather)
+            ragged_m_pair(x, w, w, ints(17), gather)
+        ragged_m_sum(x, w, x, w, ints(17))
+
+
+@family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
+def grouped_hopper_dw() -> None:
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_k
+
+    for m, n in ((64, 128), (128, 128), (512, 512)):  # each tile of choose_k
+        a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
+        for gather in (None, ints(1024)):
+            ragged_k(a, b, ints(17), gather)
 
 
 @family("scattered.scattered_triton", "_rows_kernel", "_weights_kernel")

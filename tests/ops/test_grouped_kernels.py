@@ -114,7 +114,7 @@ def test_ragged_k_twin(loads: list[int], gathered: str, dtype: torch.dtype) -> N
 
 
 @needs_interpreter_or_gpu
-def test_twin_takes_rows_past_two_to_the_31_elements() -> None:
+def test_N4_twin_takes_rows_past_two_to_the_31_elements() -> None:
     """Row · stride overflows int32 at row 2; only the rows that are read need memory, so the stride is made up."""
     stride = 2**30 + 8
     if DEVICE == "cpu":
@@ -165,11 +165,75 @@ def test_ragged_m_hopper(
 @pytest.mark.gpu
 @hopper_only
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_ragged_k_hopper(
+    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, tile: hopper.Tile | None = None
+) -> None:
+    """Both operands hold NaN from the last expert's end on, and the next expert's numbers from each expert's end on."""
+    offsets, rows = make(loads, 21, "cuda")
+    used = sum(loads)
+    gather = gather_of(rows, 500, "cuda") if gathered else None
+    a = fill(rows, m, dtype=dtype, device="cuda", seed=1, poison_from=used)
+    b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
+    if gather is not None:
+        gather[used:] = 500
+    assert hopper.supports_k(a, b, offsets)
+    with poisoned_empty():
+        o = hopper.ragged_k(a, b, offsets, gather, tile=tile)
+    assert_near(o, blocks_ref(a, b, offsets, gather), max(loads))
+    assert bool((o[offsets[1:] == offsets[:-1]] == 0).all())
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_two_weights_equal_one_after_the_other(
+    loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool, gathered: bool
+) -> None:
+    offsets, rows = make(loads, 21, "cuda")
+    used, experts = sum(loads), len(loads)
+    gather = gather_of(rows, 500, "cuda") if gathered else None
+    x = fill(500 if gathered else rows, k, dtype=dtype, device="cuda", seed=1, poison_from=None if gathered else used)
+    pair = [fill(experts, n, k, dtype=dtype, device="cuda", seed=seed).transpose(1, 2) for seed in (2, 3)]
+    w, v = pair if k_major else [t.contiguous() for t in pair]
+    with poisoned_empty():
+        y, z = hopper.ragged_m_pair(x, w, v, offsets, gather)
+    assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
+    assert_near(z[:used], rows_ref(x, v, offsets, gather), k)
+    assert bool(y[used:].isnan().all() and z[used:].isnan().all()), "rows of no expert were written"
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_sum_of_two_products(loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool) -> None:
+    offsets, rows = make(loads, 21, "cuda")
+    used, experts = sum(loads), len(loads)
+    x, x2 = (fill(rows, k, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 4))
+    pair = [fill(experts, n, k, dtype=dtype, device="cuda", seed=seed).transpose(1, 2) for seed in (2, 3)]
+    w, w2 = pair if k_major else [t.contiguous() for t in pair]
+    with poisoned_empty():
+        y = hopper.ragged_m_sum(x, w, x2, w2, offsets)
+    assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, w2, offsets, None), 2 * k)
+    assert bool(y[used:].isnan().all()), "rows of no expert were written"
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
     loads = LARGE_LOADS["odd"] * 3
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
+    if tile is None or not tile.pingpong:
+        test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, tile)
 
 
 @pytest.mark.gpu
@@ -185,11 +249,16 @@ def test_nan_of_one_expert_stays_in_it() -> None:
     finite = torch.cat([torch.arange(0, 70), torch.arange(245, 445)])
     assert not y[finite.cuda()].isnan().any()
     assert y[70:245].isnan().all()
+    gather = torch.arange(rows, dtype=torch.int32, device="cuda")
+    for index in (None, gather):
+        dw = hopper.ragged_k(x, y, offsets, index)
+        assert not dw[0].isnan().any() and not dw[3].isnan().any()
+        assert dw[1:3].isnan().all()
 
 
 @pytest.mark.gpu
 @hopper_only
-def test_hopper_takes_rows_past_two_to_the_31_elements() -> None:
+def test_N4_hopper_takes_rows_past_two_to_the_31_elements() -> None:
     stride = 2**30 + 8
     x = torch.empty(2 * stride + 64, dtype=torch.bfloat16, device="cuda").as_strided((3, 64), (stride, 1))
     x.copy_(fill(3, 64, dtype=torch.bfloat16, device="cuda", seed=1))
@@ -198,18 +267,44 @@ def test_hopper_takes_rows_past_two_to_the_31_elements() -> None:
     gather = torch.tensor([2, 0, 2], dtype=torch.int32, device="cuda")
     for index in (None, gather):
         assert_near(hopper.ragged_m(x, w, offsets, index), rows_ref(x, w, offsets, index), 64)
+        assert_near(hopper.ragged_k(x, x, offsets, index), blocks_ref(x, x, offsets, index), 3)
 
 
 @pytest.mark.gpu
 @hopper_only
-def test_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
+@pytest.mark.skipif(HAS_GPU and torch.cuda.mem_get_info()[0] < 2**34, reason="needs 16 GiB of free GPU memory")
+def test_N4_results_past_two_to_the_31_elements() -> None:
+    """Rows beyond 2³¹ / N of a result, and of the operands of dW."""
+    n, loads = 1024, [2**20, 5, 2**20 + 77, 300]
+    offsets, rows = make(loads, 0, "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(rows, 64, device="cuda", dtype=torch.bfloat16, generator=generator)
+    w = torch.randn(4, 64, n, device="cuda", dtype=torch.bfloat16, generator=generator)
+    assert rows * n > 2**31
+    for twisted in (False, True):
+        ragged_m, ragged_k = (twin.ragged_m, twin.ragged_k) if twisted else (hopper.ragged_m, hopper.ragged_k)
+        y = ragged_m(x, w, offsets)
+        for e, row in ((2, 2**31 // n - 1), (2, 2**31 // n), (2, 2**31 // n + 1), (3, rows - 1)):
+            assert_near(y[row], x[row].double() @ w[e].double(), 64)
+        last = slice(rows - 300, rows)
+        assert_near(ragged_k(x, y, offsets)[3], x[last].double().T @ y[last].double(), 300 * 64)
+        del y
+
+
+@pytest.mark.gpu
+@hopper_only
+def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
     offsets, rows = make([300, 0, 100, 7], 200, "cuda")
     x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
     w = fill(4, 256, 384, dtype=torch.bfloat16, device="cuda", seed=2)
     gather = gather_of(rows, rows, "cuda")
 
     def run() -> list[Tensor]:
-        return [hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets)]
+        y, z = hopper.ragged_m_pair(x, w, w, offsets, gather)
+        return [
+            hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets), y, z,
+            hopper.ragged_k(x, x, offsets), hopper.ragged_k(x, x, offsets, gather),
+        ]  # fmt: skip
 
     run()
     torch.cuda.set_sync_debug_mode("error")
@@ -222,7 +317,7 @@ def test_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
         captured = run()
     offsets.copy_(make([0, 33, 512, 1], 0, "cuda")[0])
     used = 546
-    for _ in range(3):
+    for _ in range(10):
         for t in captured:
             t.fill_(float("nan"))
         graph.replay()
@@ -234,3 +329,4 @@ def test_hopper_refuses_what_it_cannot_read() -> None:
     offsets, rows = make([3, 4], 0, "cpu")
     x = torch.zeros(rows, 16, dtype=torch.bfloat16)
     assert not hopper.supports_m(x, torch.zeros(2, 16, 16, dtype=torch.bfloat16), offsets), "not a GPU"
+    assert not hopper.supports_k(x, x, offsets), "not a GPU"

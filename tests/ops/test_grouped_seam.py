@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
+import triton
 from torch import Tensor
 
+from megablocks.ops import hopper
 from megablocks.ops.grouped import grouped_mm as seam
 from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_triton
 from megablocks.testing.oracle import relative_error
@@ -61,6 +61,9 @@ class Recorder:
     def supports_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> bool:
         return self.takes
 
+    def supports_k(self, a: Tensor, b: Tensor, offsets: Tensor) -> bool:
+        return self.takes
+
     def ragged_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
         self.asked.append("m")
         return seam.grouped_mm_ref(x, w, offsets)
@@ -72,29 +75,29 @@ class Recorder:
 
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("takes", [False, True])
-def test_hopper_kernel_comes_first_and_the_twin_takes_the_rest_and_dw(
+def test_hopper_kernels_come_first_and_the_twin_takes_the_rest(
     takes: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = Recorder(takes), Recorder()
-    monkeypatch.setattr(seam, "_hopper", lambda x: first)
-    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
-    monkeypatch.setattr(seam, "_twin", lambda x: last)
+    monkeypatch.setattr(seam, "hopper_kernels", lambda x: first)
+    monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)
+    monkeypatch.setattr(seam, "twin_kernels", lambda x: last)
     check(torch.float32, 24, 40, transposed)
-    assert first.asked == (["m", "m"] if takes else [])
-    assert last.asked == (["k"] if takes else ["m", "m", "k"])
+    assert first.asked == (["m", "m", "k"] if takes else [])
+    assert last.asked == ([] if takes else ["m", "m", "k"])
 
 
 @pytest.mark.parametrize("takes", [False, True])
-def test_torchs_kernel_comes_before_the_twin_and_takes_dw(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_kernel_comes_before_the_twin(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     first, twin, asked = Recorder(takes), Recorder(), []
-    monkeypatch.setattr(seam, "_hopper", lambda x: first)
-    monkeypatch.setattr(seam, "_twin", lambda x: twin)
-    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: True)
+    monkeypatch.setattr(seam, "hopper_kernels", lambda x: first)
+    monkeypatch.setattr(seam, "twin_kernels", lambda x: twin)
+    monkeypatch.setattr(seam, "has_torch_kernel", lambda x: True)
     monkeypatch.setattr(seam, "_grouped_mm_torch", lambda *args: asked.append("m") or seam.grouped_mm_ref(*args))
     monkeypatch.setattr(seam, "_grouped_mm_dw_torch", lambda *args: asked.append("k") or seam.grouped_mm_dw_ref(*args))
     check(torch.float32, 24, 40, False)
-    assert first.asked == (["m", "m"] if takes else [])
-    assert asked == (["k"] if takes else ["m", "m", "k"])
+    assert first.asked == (["m", "m", "k"] if takes else [])
+    assert asked == ([] if takes else ["m", "m", "k"])
     assert twin.asked == []
 
 
@@ -103,9 +106,9 @@ def test_torchs_kernel_comes_before_the_twin_and_takes_dw(takes: bool, monkeypat
 def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu" and not grouped_mm_triton.interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
-    monkeypatch.setattr(seam, "_hopper", lambda x: None)
-    monkeypatch.setattr(seam, "_has_torch_kernel", lambda x: False)
-    monkeypatch.setattr(seam, "_twin", lambda x: grouped_mm_triton)
+    monkeypatch.setattr(seam, "hopper_kernels", lambda x: None)
+    monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)
+    monkeypatch.setattr(seam, "twin_kernels", lambda x: grouped_mm_triton)
     check(dtype, 19, 21, transposed)
 
 
@@ -121,26 +124,30 @@ def test_whatever_this_gpu_takes(
     check(dtype, k, n, transposed)
 
 
-def test_one_variable_turns_the_hopper_kernel_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_variable_turns_the_hopper_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seam, "runs_triton", lambda x: True)
     x = torch.zeros(1)
     monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
-    assert seam._hopper(x) is grouped_mm_hopper
+    assert seam.hopper_kernels(x) is grouped_mm_hopper
     monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
-    assert seam._hopper(x) is None
+    assert seam.hopper_kernels(x) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0+git1"])
-def test_hopper_kernel_refuses_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grouped_mm_hopper, "triton", SimpleNamespace(__version__=version))
-    grouped_mm_hopper._has_gluon.cache_clear()
+def test_hopper_kernels_refuse_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    hopper.has_gluon.cache_clear()
     try:
-        assert not grouped_mm_hopper._has_gluon()
+        assert not hopper.has_gluon()
+        monkeypatch.setattr(triton, "__version__", "3.6.0")
+        hopper.has_gluon.cache_clear()
+        assert hopper.has_gluon()
     finally:
-        grouped_mm_hopper._has_gluon.cache_clear()
+        hopper.has_gluon.cache_clear()
 
 
 def test_nothing_runs_on_a_cpu_or_in_float64() -> None:
     for t in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float64, device="cuda" if GPU else "cpu")):
-        assert seam._hopper(t) is None
-        assert seam._twin(t) is None
+        assert seam.hopper_kernels(t) is None
+        assert seam.twin_kernels(t) is None

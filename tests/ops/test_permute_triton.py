@@ -7,6 +7,8 @@ import torch
 
 from megablocks.ops.permute.combine import combine_backward_ref, combine_ref
 from megablocks.ops.permute.gather import gather_ref
+from megablocks.ops.permute.padded import pad_indices_ref
+from megablocks.ops.permute.padded_triton import pad_launch
 from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_ref
 
@@ -32,7 +34,7 @@ def test_permute_kernels_equal_references(
 ) -> None:
     d, used = _dispatch(num_tokens, 4, top_k, drop)
     x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
-    rows = expand_launch(x, d.scatter, d.token_offsets)
+    rows = expand_launch(x, d.scatter, d.token_offsets, d.pair)
     assert torch.equal(rows[:used], gather_ref(x, d.gather)[:used])
 
     weight = torch.rand(d.pair.shape[0], device=DEVICE)
@@ -54,3 +56,39 @@ def test_permute_kernels_equal_references(
             assert d_weight is None
         else:
             torch.testing.assert_close(d_weight, expected_weight, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["padded", "short", "binned", "plain"])
+@pytest.mark.parametrize(("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5)])
+def test_padded_kernels_equal_references(
+    num_tokens: int, hidden: int, top_k: int, kind: str, dtype: torch.dtype, poison: None
+) -> None:
+    d, _ = _dispatch(num_tokens, 4, top_k, kind in ("padded", "short"))
+    ends = d.expert_offsets[1:]
+    room = {"padded": (d.expert_offsets.diff() + 7) // 8 * 8, "short": torch.tensor([2, 0, 9, 1], device=DEVICE)}
+    padded_ends, capacity, num_rows = None, 3, 12
+    if kind in room:
+        padded_ends = room[kind].cumsum(0).int()
+        num_rows = int(padded_ends[-1]) + 5
+    given = (None, None) if kind == "plain" else (d.gather, d.scatter)
+    args = (ends, padded_ends, capacity, num_rows, d.pair, *given, top_k)
+    found, expected = pad_launch(*args), pad_indices_ref(*args)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
+    token_offsets, gather, scatter, pair = found
+    token_offsets = token_offsets if kind == "plain" else d.token_offsets
+
+    x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
+    assert torch.equal(expand_launch(x, scatter, token_offsets, pair, True), gather_ref(x, gather, True))
+    weight = torch.rand(d.pair.shape[0], device=DEVICE)
+    rows = torch.randn(num_rows, hidden, device=DEVICE, dtype=dtype)
+    clean = rows.clone()
+    rows[pair < 0] = float("nan")  # padding is never read
+    tolerance = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
+    y = combine_launch(rows, weight, pair, scatter, token_offsets)
+    torch.testing.assert_close(y, combine_ref(clean, weight, pair, scatter, token_offsets), **tolerance)
+    d_rows, d_weight = combine_backward_launch(x, rows, weight, pair, scatter, token_offsets, True)
+    expected_rows, expected_weight = combine_backward_ref(x, clean, weight, pair, gather, ends[-1], True)
+    torch.testing.assert_close(d_rows, expected_rows, **tolerance)
+    torch.testing.assert_close(d_weight, expected_weight, rtol=1e-4, atol=1e-3)

@@ -249,7 +249,7 @@ def test_N4_scattered_rows_past_two_to_the_31_elements(backend):
     assert relative_error(y, expected) < 1e-3
     ends = torch.tensor([1, 3], device=DEVICE)
     pair = torch.tensor([1, 0, 2], device=DEVICE)
-    o, _ = products.scattered_weights_op(x, x, ends, pair, 1, pair)
+    o, _ = products.scattered_weights(x, x, ends, a_index=pair, b_index=pair)
     assert relative_error(o[1], x[[0, 2]].double().T @ x[[0, 2]].double()) < 1e-3
 
 

@@ -54,6 +54,21 @@ def test_dense_and_back(room: int) -> None:
     assert torch.equal(back.to_dense(), dense) and back.num_blocks == len(ROWS)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_dense_and_back_on_a_gpu(size: int) -> None:
+    p = from_coordinates((3 * size, 4 * size), ROWS.cuda(), COLUMNS.cuda(), block_size=size, num_blocks=8).validate()
+    data = torch.randn(8, size, size, device="cuda")
+    data[5:] = float("nan")
+    m = p.with_data(data)
+    want = torch.zeros(3, size, 4, size, device="cuda")
+    for i, (r, c) in enumerate(zip(ROWS.tolist(), COLUMNS.tolist(), strict=True)):
+        want[r, :, c] = data[i]
+    assert torch.equal(m.to_dense(), want.view(3 * size, 4 * size))
+    back = Matrix.from_dense(m.to_dense(), size).validate()
+    assert back.num_blocks == len(ROWS) and torch.equal(back.t().to_dense(), m.to_dense().t())
+
+
 def test_dense_has_the_gradient_of_the_used_blocks_alone() -> None:
     m = filled(7)
     data = m.data.clone().requires_grad_()

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.activation import UNARY, activation_backward_ref, activation_ref
+from megablocks.ops.activation import GATED, UNARY, activation_backward_ref, activation_ref
 from megablocks.ops.sparse import Matrix, hopper, kernels, sparse_mlp, topology
 from megablocks.ops.sparse.epilogue import Epilogue
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-FORMS = [(name, "tanh") for name in UNARY] + [("gelu", "none")]
+UNARY_FORMS = [(name, "tanh") for name in UNARY] + [("gelu", "none")]
+FORMS = [*UNARY_FORMS, *((name, "tanh") for name in GATED), ("geglu", "none")]
 
 
 def pattern(device: str, size: int, counts: tuple[int, ...] = (70, 0, 200, 3)) -> Matrix:
@@ -23,18 +24,21 @@ def pattern(device: str, size: int, counts: tuple[int, ...] = (70, 0, 200, 3)) -
     return topology(offsets, 2 * size, max_rows=sum(counts) + size, block_size=size).pattern
 
 
-def dense(p: Matrix, x: Tensor, w1: Tensor, w2: Tensor, bias: Tensor | None, name: str, approximate: str) -> Tensor:
+def dense(p: Matrix, t: dict[str, Tensor], name: str, approximate: str) -> Tensor:
+    x = t["x"]
     mask = p.with_data(torch.ones(p.num_blocks, p.block_size, p.block_size, device=x.device)).to_dense()
-    pre = x @ w1 if bias is None else x @ w1 + bias
-    return (activation_ref(pre, None, name, approximate) * mask.to(x.dtype)) @ w2
+    pre = x @ t["w1"] + t.get("bias", 0)
+    gate = x @ t["v1"] + t.get("gate_bias", 0) if "v1" in t else None
+    return (activation_ref(pre, gate, name, approximate) * mask.to(x.dtype)) @ t["w2"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name,approximate", FORMS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_N10_every_activation_and_its_gradients(
-    device: str, with_bias: bool, name: str, approximate: str, dtype: torch.dtype
+    device: str, with_bias: bool, recompute: bool, name: str, approximate: str, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(0)
     p = pattern(device, 128 if device == "cuda" else 64)
@@ -42,22 +46,60 @@ def test_N10_every_activation_and_its_gradients(
     def rand(*shape: int) -> Tensor:
         return (torch.randn(*shape, device=device) / shape[0] ** 0.25).to(dtype).requires_grad_()
 
-    inputs = [rand(p.shape[0], 40), rand(40, p.shape[1]), rand(p.shape[1], 48)] + [rand(p.shape[1])] * with_bias
+    inputs = {"x": rand(p.shape[0], 40), "w1": rand(40, p.shape[1]), "w2": rand(p.shape[1], 48)}
+    if name in GATED:
+        inputs["v1"] = rand(40, p.shape[1])
+    if with_bias:
+        inputs |= {b: rand(p.shape[1]) for b in ("bias", "gate_bias")[: 1 + (name in GATED)]}
     g = torch.randn(p.shape[0], 48, device=device).to(dtype)
 
-    def all_of(inputs: list[Tensor], fused: bool) -> list[Tensor]:
-        x, w1, w2, *bias = inputs
-        b = bias[0] if bias else None
+    def all_of(t: dict[str, Tensor], fused: bool) -> list[Tensor]:
         if fused:
             with poisoned_empty():
-                y = sparse_mlp(x, w1, w2, p, bias=b, activation=name, approximate=approximate)
-                return [y, *torch.autograd.grad(y, inputs, g)]
-        y = dense(p, x, w1, w2, b, name, approximate)
-        return [y, *torch.autograd.grad(y, inputs, g.to(y.dtype))]
+                y = sparse_mlp(**t, pattern=p, activation=name, approximate=approximate, recompute=recompute)
+                return [y, *torch.autograd.grad(y, list(t.values()), g)]
+        y = dense(p, t, name, approximate)
+        return [y, *torch.autograd.grad(y, list(t.values()), g.to(y.dtype))]
 
-    truth = all_of([t.detach().double().requires_grad_() for t in inputs], False)
+    truth = all_of({key: t.detach().double().requires_grad_() for key, t in inputs.items()}, False)
     for got, plain, want in zip(all_of(inputs, True), all_of(inputs, False), truth, strict=True):
         assert_as_exact_as(got, plain, want, 3.0)  # a cruder exponential than torch's, and sums of rounded values
+
+
+@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_take_the_layout_of_the_weights(transposed: bool, name: str) -> None:
+    """So that a parameter takes its gradient as it is: the layers' w1 is a view of (N, H) storage."""
+    p = pattern("cpu", 64)
+    m, n = p.shape
+    stored = [torch.randn((n, 8) if transposed else (8, n), requires_grad=True) for _ in range(1 + (name in GATED))]
+    w1, *v1 = (w.t() if transposed else w for w in stored)
+    y = sparse_mlp(torch.randn(m, 8), w1, torch.randn(n, 8), p, v1=v1[0] if v1 else None, activation=name)
+    for w, grad in zip(stored, torch.autograd.grad(y.sum(), stored), strict=True):
+        assert grad.stride() == w.stride()
+
+
+@pytest.mark.parametrize("name", ["silu", "swiglu"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", ["x", "w1", "v1", "w2", "bias", "x w1 v1 bias", "w1 v1 w2 bias"])
+def test_N5_frozen_operands(name: str, recompute: bool, frozen: str) -> None:
+    torch.manual_seed(0)
+    p = pattern("cpu", 64)
+    n = p.shape[1]
+    shapes = {"x": (p.shape[0], 8), "w1": (8, n), "w2": (n, 8), "bias": (n,)} | (
+        {"v1": (8, n)} if name in GATED else {}
+    )
+    inputs = {key: torch.randn(shape) for key, shape in shapes.items()}
+
+    def gradients(frozen: str) -> dict[str, Tensor | None]:
+        t = {key: value.clone().requires_grad_(key not in frozen.split()) for key, value in inputs.items()}
+        with poisoned_empty():
+            sparse_mlp(**t, pattern=p, activation=name, recompute=recompute).sin().sum().backward()
+        return {key: value.grad for key, value in t.items()}
+
+    whole = gradients("")
+    for key, grad in gradients(frozen).items():
+        assert grad is None if key in frozen.split() else torch.equal(grad, whole[key]), key
 
 
 def launched(p: Matrix, a: Tensor, b: Tensor, epilogue: Epilogue, path: str) -> Tensor:
@@ -73,7 +115,7 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("name,approximate", FORMS)
+@pytest.mark.parametrize("name,approximate", UNARY_FORMS)
 def test_N10_epilogues_of_each_kernel(path: str, name: str, approximate: str) -> None:
     """With a long reduction too, where the Hopper path takes another tile."""
     torch.manual_seed(0)
@@ -110,8 +152,16 @@ def test_refusals_name_the_argument() -> None:
     p = pattern("cpu", 64)
     m, n = p.shape
     x, w1, w2 = torch.zeros(m, 8), torch.zeros(8, n), torch.zeros(n, 4)
-    with pytest.raises(ValueError, match="activation='swiglu': must be one of gelu, silu, relu, relu2; gated ones are"):
+    with pytest.raises(ValueError, match="v1 is missing for activation='swiglu'"):
         sparse_mlp(x, w1, w2, p, activation="swiglu")
+    with pytest.raises(ValueError, match="v1 is given for activation='gelu'"):
+        sparse_mlp(x, w1, w2, p, v1=w1)
+    with pytest.raises(ValueError, match=r"v1 is \(8, 3\), must be"):
+        sparse_mlp(x, w1, w2, p, v1=torch.zeros(8, 3), activation="swiglu")
+    with pytest.raises(ValueError, match="gate_bias is given for activation='gelu', which has no gate"):
+        sparse_mlp(x, w1, w2, p, gate_bias=torch.zeros(n))
+    with pytest.raises(ValueError, match="name='tanh': must be one of gelu"):
+        sparse_mlp(x, w1, w2, p, activation="tanh")
     with pytest.raises(ValueError, match="approximate='erf': must be 'tanh' or 'none'"):
         sparse_mlp(x, w1, w2, p, approximate="erf")
     with pytest.raises(ValueError, match="pattern is a transposed view"):

@@ -142,6 +142,19 @@ def test_triton_kernels_equal_dense(dtype: torch.dtype, block: int) -> None:
     check_kernels(pattern(3, 2, block, 0.7, device), dtype, 40, kernels_sdd, kernels.spmm)
 
 
+@pytest.mark.parametrize("inner", [1, 13, 67])
+def test_R6_triton_kernels_at_odd_sizes_of_the_dense_operand(inner: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    check_kernels(pattern(3, 2, 64, 0.7, device), torch.float16, inner, kernels_sdd, kernels.spmm)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [1, 13, 60, 129, 600])
+def test_R6_odd_sizes_of_the_dense_operand_on_a_gpu(inner: int) -> None:
+    """What TMA cannot read goes to the other kernels."""
+    check_all(pattern(3, 5, 128, 0.5, torch.device("cuda")), torch.bfloat16, inner)
+
+
 def kernels_sdd(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
     return kernels.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.block_size)
 
@@ -221,6 +234,25 @@ def test_N2_reruns_of_block_sparse_products_are_bit_identical() -> None:
     first = step()
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not hopper.is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
+def test_tiles_drawn_from_a_counter_are_all_computed_once() -> None:
+    """Many more tiles than multiprocessors, block columns of very different lengths, empty ones among them."""
+    generator = torch.Generator().manual_seed(0)
+    counts = (torch.rand(40, generator=generator) ** 8 * 6000).int()
+    counts[::5] = 0
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().cuda()
+    p = topology(offsets, 256, max_rows=int(counts.sum())).pattern
+    x = torch.randn(p.shape[0], 1096, device="cuda", dtype=torch.bfloat16)
+    data = torch.randn(p.num_blocks, 128, 128, device="cuda", dtype=torch.bfloat16)
+    s = p.with_data(data)
+    dense = s.to_dense().float()
+    for _ in range(3):
+        with poisoned_empty():
+            close(dsd(s.t(), x), dense.t() @ x.float(), torch.bfloat16)
+            close(dds(x.t(), s), x.float().t() @ dense, torch.bfloat16)
 
 
 @pytest.mark.gpu

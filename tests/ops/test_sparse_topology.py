@@ -52,8 +52,9 @@ def test_pattern_is_the_block_diagonal(counts: list[int], room: int) -> None:
 @EVERY_COUNT
 @pytest.mark.parametrize("f", [1, 2, 3])
 @pytest.mark.parametrize("room", [0, 2, -1])
-def test_kernel_equals_reference(counts: list[int], f: int, room: int) -> None:
-    size, device = 64, "cuda" if torch.cuda.is_available() else "cpu"
+@pytest.mark.parametrize("size", [64, 256])
+def test_kernel_equals_reference(counts: list[int], f: int, room: int, size: int) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     block_rows = max(sum(-(-count // size) for count in counts) + room, 0)
     expert_offsets = offsets_of(counts, device)
     sizes = _sizes(len(counts), f, block_rows)
@@ -103,16 +104,17 @@ def test_refusals_name_the_argument(offsets: Tensor, ffn: int, more: dict[str, i
 
 @pytest.mark.gpu
 @EVERY_COUNT
-def test_on_a_gpu_without_host_synchronisation(counts: list[int]) -> None:
+@pytest.mark.parametrize("size", [64, 128, 256])
+def test_on_a_gpu_without_host_synchronisation(counts: list[int], size: int) -> None:
     expert_offsets = offsets_of(counts, "cuda")
-    topology(expert_offsets, 256, max_rows=sum(counts))
+    topology(expert_offsets, 256, max_rows=sum(counts), block_size=size)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = topology(expert_offsets, 256, max_rows=sum(counts))
+        got = topology(expert_offsets, 256, max_rows=sum(counts), block_size=size)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    want = topology(expert_offsets.cpu(), 256, max_rows=sum(counts))
+    want = topology(expert_offsets.cpu(), 256, max_rows=sum(counts), block_size=size)
     assert torch.equal(got.padded_offsets.cpu(), want.padded_offsets)
     for a, b in zip(got.pattern.indices, want.pattern.indices, strict=True):
         assert torch.equal(a.cpu(), b)

@@ -13,12 +13,13 @@ from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 
-IMPLS = ("reference", "grouped")
+IMPLS = ("reference", "grouped", "sparse")
 TOLERANCE = 1e-5
 
 
 def _config(**changes):
-    values = dict(hidden_size=12, ffn_hidden_size=20, num_experts=4, top_k=2, activation="swiglu", mlp_bias=True)
+    width = 128 if changes.get("mlp_impl") == "sparse" else 20
+    values = dict(hidden_size=12, ffn_hidden_size=width, num_experts=4, top_k=2, activation="swiglu", mlp_bias=True)
     return MoEConfig(**{**values, **changes})
 
 
@@ -89,9 +90,7 @@ def _expected(config, counts, ids):
     weight = torch.cat([b[1] for b in batches]).double().requires_grad_()
     expert = torch.cat([b[2] for b in batches])
     token = torch.arange(x.shape[0]).repeat_interleave(config.top_k)
-    y = experts_oracle(
-        x, token, expert.flatten(), weight.flatten(), parameters, config.num_experts, config.activation
-    )
+    y = experts_oracle(x, token, expert.flatten(), weight.flatten(), parameters, config.num_experts, config.activation)
     y.backward(torch.cat([b[3] for b in batches]).double())
     return y.detach(), x.grad, weight.grad, {n: p.grad for n, p in parameters.items()}
 
@@ -156,9 +155,9 @@ def test_R7_an_expert_twice_and_no_expert_across_ranks():
     _compare(_config(), (5, 7), ids="twice and none")
 
 
-@pytest.mark.parametrize("ffn_fastest", [True, False])
-def test_R3_expert_tensor_parallel_zero_tokens_and_partial_sums(ffn_fastest):
-    _compare(_config(), (4, 0, 7, 2), ffn_shards=2, ffn_fastest=ffn_fastest)
+@pytest.mark.parametrize("ffn_fastest, impl", [(True, "grouped"), (False, "grouped"), (True, "sparse")])
+def test_R3_expert_tensor_parallel_zero_tokens_and_partial_sums(ffn_fastest, impl):
+    _compare(_config(mlp_impl=impl), (4, 0, 7, 2), ffn_shards=2, ffn_fastest=ffn_fastest)
 
 
 def test_expert_tensor_parallel_with_one_expert_block():

@@ -107,10 +107,30 @@ def _compare(kind, config, counts, expert_scale=1.0, **kwargs):
             assert relative_error(grad.reshape(wanted.shape), wanted * expert_scale) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("kind", ["reference", "grouped", "batched"])
+@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "batched"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_N8_N7_gradients_and_losses_equal_plain_data_parallel(kind, world):
-    _compare(kind, config_of(), (5,) * world)
+    _compare(kind, config_of(kind), (5,) * world)
+
+
+def _output_and_gradients(config):
+    layer = build(config.mlp_impl, config, expert_parallel_group=dist.group.WORLD)
+    x, dy = batch(config, 7, seed=dist.get_rank())
+    x.requires_grad_()
+    y, aux = layer.forward_with_aux(x)
+    ((y * dy).sum() + sum(aux.losses.values())).backward()
+    return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
+
+
+def test_N6_every_path_computes_the_same_across_ranks():
+    config = config_of("sparse")
+    results = {
+        impl: run_distributed_test(_output_and_gradients, 2, config.replace(mlp_impl=impl))
+        for impl in ("reference", "grouped", "sparse")
+    }
+    for impl in ("grouped", "sparse"):
+        for actual, wanted in zip(sum(results[impl], []), sum(results["reference"], []), strict=True):
+            assert relative_error(actual, wanted) < 1e-6, impl
 
 
 def test_N8_a_scale_of_one_leaves_the_sum_over_ranks():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, activation_ref, check_activation
@@ -23,6 +22,7 @@ from megablocks.ops.grouped.grouped_mm import (
     under_autocast,
     weight_gradient,
 )
+from megablocks.ops.library import custom_op
 
 
 def activate_and_project_ref(
@@ -32,7 +32,7 @@ def activate_and_project_ref(
     return grouped_mm_ref(activation_ref(pre, gate_pre, name, approximate), w, offsets)
 
 
-@torch.library.custom_op("megablocks::activate_and_project", mutates_args=())
+@custom_op("megablocks::activate_and_project", mutates_args=())
 def activate_and_project_op(
     pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str
 ) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 
 
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
@@ -40,7 +41,7 @@ def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@torch.library.custom_op("megablocks::add_expert_bias", mutates_args=())
+@custom_op("megablocks::add_expert_bias", mutates_args=())
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return add_expert_bias_ref(rows, bias, offsets).contiguous()
 
@@ -50,7 +51,7 @@ def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape)
 
 
-@torch.library.custom_op("megablocks::expert_sum", mutates_args=())
+@custom_op("megablocks::expert_sum", mutates_args=())
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
     return expert_sum_ref(rows, offsets)
 

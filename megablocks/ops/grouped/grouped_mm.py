@@ -9,7 +9,7 @@ what stands there in the result is unspecified. Source: MegaBlocks (arXiv 2211.1
 The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, one synchronisation on a
 GPU. There kernels run instead, without one; the first of these that takes the operands:
 
-    grouped_mm_hopper.py   y and dX: capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
+    grouped_mm_hopper.py   capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
     torch                  9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to multiples of 8
     grouped_mm_triton.py   8.0 or newer, any dtype but float64, any size and stride
 
@@ -18,7 +18,6 @@ MEGABLOCKS_HOPPER=0 in the environment leaves the first one out.
 
 from __future__ import annotations
 
-import os
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -29,6 +28,8 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.hopper import switched_on
+from megablocks.ops.library import custom_op
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
@@ -64,16 +65,16 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _hopper(x: Tensor) -> ModuleType | None:
-    """The module of the Hopper kernel if x may go there; which operands it takes is for it to say."""
-    if os.environ.get("MEGABLOCKS_HOPPER") == "0" or not runs_triton(x):
+def hopper_kernels(x: Tensor) -> ModuleType | None:
+    """The module of the Hopper kernels if x may go there; which operands it takes is for it to say."""
+    if not switched_on() or not runs_triton(x):
         return None
     from megablocks.ops.grouped import grouped_mm_hopper
 
     return grouped_mm_hopper
 
 
-def _twin(x: Tensor) -> ModuleType | None:
+def twin_kernels(x: Tensor) -> ModuleType | None:
     """The module of the plain Triton kernels if x may go there."""
     if not runs_triton(x) or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return None
@@ -82,7 +83,7 @@ def _twin(x: Tensor) -> ModuleType | None:
     return grouped_mm_triton
 
 
-def _has_torch_kernel(x: Tensor) -> bool:
+def has_torch_kernel(x: Tensor) -> bool:
     if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
@@ -125,15 +126,15 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
 
 
-@torch.library.custom_op("megablocks::grouped_mm", mutates_args=())
+@custom_op("megablocks::grouped_mm", mutates_args=())
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
-    if (hopper := _hopper(x)) and hopper.supports_m(x, w, offsets):
+    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
         return hopper.ragged_m(x, w, offsets)
-    if _has_torch_kernel(x):
+    if has_torch_kernel(x):
         return _grouped_mm_torch(x, w, offsets)
-    if twin := _twin(x):
+    if twin := twin_kernels(x):
         return twin.ragged_m(x, w, offsets)
     return grouped_mm_ref(x, w, offsets)
 
@@ -143,13 +144,15 @@ def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@torch.library.custom_op("megablocks::grouped_mm_dw", mutates_args=())
+@custom_op("megablocks::grouped_mm_dw", mutates_args=())
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    if _has_torch_kernel(x):
+    if (hopper := hopper_kernels(x)) and hopper.supports_k(x, dy, offsets):
+        return hopper.ragged_k(x, dy, offsets)
+    if has_torch_kernel(x):
         return _grouped_mm_dw_torch(x, dy, offsets)
-    if twin := _twin(x):
+    if twin := twin_kernels(x):
         return twin.ragged_k(x, dy, offsets)
     return grouped_mm_dw_ref(x, dy, offsets)
 

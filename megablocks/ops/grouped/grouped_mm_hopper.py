@@ -1,25 +1,24 @@
-"""Ragged-M grouped GEMM on Hopper (sm_90): tile choice, descriptors and launch of the Gluon kernel beside this file.
+"""Grouped GEMMs on Hopper (sm_90): tile choice, descriptors and launches of the Gluon kernels beside this file.
 
-    y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
+    ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
+    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R, M), b (R|S, N), offsets (E+1,)                     → o (E, M, N)
 
-Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when x's S rows are gathered. The call neither
-synchronises with the host nor looks at the number of tokens: the grid is one program a multiprocessor, and the tile is
-chosen by N, K and the mean rows an expert (R / E). It can be captured in a CUDA graph.
+Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. Neither
+call synchronises with the host or looks at the number of tokens: the grid is one program a multiprocessor, and the
+tile is chosen by N, K and the mean rows an expert (R / E). Both can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
-from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental and changes: these releases compile the kernel, and 3.6 has run it.
-_TRITON_RELEASES = Version("3.6"), Version("3.8")
+from megablocks.ops.hopper import aligned, descriptor, multiprocessors, runs_hopper
+
 # The prefix sum over experts lives in registers, E / 32 a lane.
 MAX_EXPERTS = 512
 # Row coordinates of a ragged descriptor, and so rows, stay below this.
@@ -57,29 +56,45 @@ class _Plan(Tile):
     """A Tile with the problem's constants: what the kernel sees as one compile-time value."""
 
     lanes: int = 32
+    M: int = 0
     N: int = 0
     K: int = 0
     gather: bool = False
     w_k_major: bool = False
+    paired: bool = False
+    summed: bool = False
+
+    @property
+    def m_tiles(self) -> int:
+        return -(-self.M // self.BM)
 
     @property
     def n_tiles(self) -> int:
-        return -(-self.N // self.BN)
+        return (1 + self.paired) * -(-self.N // self.BN)
+
+    @property
+    def columns(self) -> int:
+        """Where the tiles of the second weight begin."""
+        return -(-self.N // self.BN) * self.BN
 
     @property
     def k_steps(self) -> int:
         return -(-self.K // self.BK)
 
     @property
+    def steps(self) -> int:
+        return (1 + self.summed) * self.k_steps
+
+    @property
     def out_cols(self) -> int:
         return self.BN // self.out_parts
 
     @property
-    def x_bytes(self) -> int:
+    def left_bytes(self) -> int:
         return self.BM * self.BK * 2
 
     @property
-    def w_bytes(self) -> int:
+    def right_bytes(self) -> int:
         return self.BN * self.BK * 2
 
     @property
@@ -117,70 +132,51 @@ def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
     return _TALL if K <= 2048 else _SHARED
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    first, beyond = _TRITON_RELEASES
-    if not first <= Version(triton.__version__) < beyond or triton.knobs.runtime.interpret:
-        return False
-    try:
-        from megablocks.ops.grouped import grouped_mm_hopper_kernel  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def choose_k(M: int, N: int) -> Tile:
+    """The tile of ragged_k."""
+    return _SHARED if N > 128 else Tile(128 if M > 128 else 64, 128, 4)
 
 
 def _lanes(experts: int) -> int:
     return max(32, triton.next_power_of_2(experts))
 
 
-def _aligned(t: Tensor, major: int = -1) -> bool:
-    """TMA reads a matrix whose start and rows stand on 16 bytes and whose `major` dimension is contiguous."""
-    unit = 16 // t.element_size()
-    dims = [d for d in range(t.dim()) if d != major % t.dim() and t.shape[d] > 1]
-    return t.stride(major) == 1 and t.data_ptr() % 16 == 0 and all(t.stride(d) % unit == 0 for d in dims)
+def _supports(offsets: Tensor, *operands: Tensor) -> bool:
+    first = operands[0]
+    return (
+        runs_hopper(first)
+        and all(t.dtype == first.dtype and t.numel() > 0 for t in operands)
+        and offsets.numel() <= MAX_EXPERTS + 1
+        and offsets.is_contiguous()
+        and first.shape[0] < _ROW_BOUND
+    )
 
 
 def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
     """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512."""
     return (
-        x.is_cuda
-        and _is_hopper(x.device.index)
-        and _has_gluon()
-        and x.dtype in (torch.bfloat16, torch.float16)
-        and w.dtype == x.dtype
-        and x.numel() > 0
-        and w.numel() > 0
-        and offsets.numel() <= MAX_EXPERTS + 1
-        and offsets.is_contiguous()
-        and x.shape[0] < _ROW_BOUND
+        _supports(offsets, x, w)
         and w.shape[1] % 8 == 0
         and w.shape[2] % 8 == 0
-        and _aligned(x)
-        and (_aligned(w, 1) or _aligned(w, 2))
+        and aligned(x)
+        and (aligned(w, 1) or aligned(w, 2))
     )
 
 
-def _descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+def supports_pair(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_m_pair (x2 is x) and ragged_m_sum take these: each product alone, w and w2 of the same major."""
+    return (
+        supports_m(x, w, offsets)
+        and supports_m(x2, w2, offsets)
+        and x.shape == x2.shape
+        and w.shape == w2.shape
+        and aligned(w, 2) == aligned(w2, 2)
+    )
 
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
-    if strides is None:
-        unit = 16 // t.element_size()
-        # The stride of a dimension of one is anything; TMA wants it on 16 bytes all the same.
-        strides = [s if n > 1 else -(-s // unit) * unit for s, n in zip(t.stride()[:-1], t.shape, strict=False)] + [1]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor(t, list(t.shape) if shape is None else shape, strides, box, layout)
+
+def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_k takes these: as supports_m, with M and N multiples of 8."""
+    return _supports(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and aligned(a) and aligned(b)
 
 
 def ragged_rows(t: Tensor, box: list[int]) -> Any:
@@ -191,7 +187,7 @@ def ragged_rows(t: Tensor, box: list[int]) -> Any:
     """
     stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
     shape = [_ROW_BOUND + 1, t.shape[0] + 1, _ROW_BOUND, t.shape[1]]
-    return _descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])
+    return descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])
 
 
 def ragged_m(
@@ -205,22 +201,56 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
+    return _launch_m(x, w, None, None, offsets, gather, tile)[0]
+
+
+def ragged_m_pair(
+    x: Tensor, w: Tensor, w2: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
+) -> tuple[Tensor, Tensor]:
+    """ragged_m with w and with w2, of equal shape and major, in one launch: a row's second reading hits L2."""
+    return _launch_m(x, w, None, w2, offsets, gather, tile)
+
+
+def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor, *, tile: Tile | None = None) -> Tensor:
+    """x · w + x2 · w2 (R, N), summed in float32 and rounded once; both pairs of equal shapes, w's of equal major."""
+    return _launch_m(x, w, x2, w2, offsets, None, tile)[0]
+
+
+def _launch_m(
+    x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, offsets: Tensor, gather: Tensor | None,
+    tile: Tile | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and, with w2 but no x2, y2 (otherwise y again)."""
     from megablocks.ops.grouped.grouped_mm_hopper_kernel import ragged_m_kernel
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
+    assert rows < _ROW_BOUND, "the TMA unit clips rows by 30-bit coordinates"
+    paired, summed = w2 is not None and x2 is None, x2 is not None
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
+    y2 = torch.empty_like(y) if paired else y
     if rows == 0:
-        return y
-    k_major = not _aligned(w, 2)
-    tile = tile or choose_m(N, K, rows / experts, gather is not None)
-    c = _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather is not None, w_k_major=k_major)
-    box = [c.rows, c.out_cols]
-    ragged_m_kernel[(_multiprocessors(x.device.index),)](
-        None if c.gather else _descriptor(x, [c.rows, c.BK]),
-        _descriptor(w.transpose(1, 2), [1, c.BN, c.BK]) if k_major else _descriptor(w, [1, c.BK, c.BN]),
-        _descriptor(y, box),
+        return y, y2
+    k_major = not aligned(w, 2)
+    tile = tile or choose_m(N, K * (1 + summed), rows / experts, gather is not None)
+    c = _Plan(
+        **vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather is not None, w_k_major=k_major, paired=paired,
+        summed=summed,
+    )  # fmt: skip
+    x_box, box = [c.rows, c.BK], [c.rows, c.out_cols]
+
+    def weight(t: Tensor) -> Any:
+        return descriptor(t.transpose(1, 2), [1, c.BN, c.BK]) if k_major else descriptor(t, [1, c.BK, c.BN])
+
+    ragged_m_kernel[(multiprocessors(x.device.index),)](
+        None if c.gather else descriptor(x, x_box),
+        weight(w),
+        descriptor(y, box),
         ragged_rows(y, box),
+        None if x2 is None else descriptor(x2, x_box),
+        None if w2 is None else weight(w2),
+        descriptor(y2, box) if paired else None,
+        ragged_rows(y2, box) if paired else None,
         x if c.gather else None,
         x.stride(0) // 8 if c.gather else 0,
         gather,
@@ -229,4 +259,41 @@ def ragged_m(
         c=c,
         num_warps=4,
     )
-    return y
+    return y, y2
+
+
+def ragged_k(
+    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
+) -> Tensor:
+    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
+
+    Args:
+        a: (R, M) bfloat16 or float16. See supports_k.
+        b: (R, N), or (S, N) with gather.
+        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
+        gather: (R,) int32 in [0, S).
+    """
+    from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k_kernel
+
+    assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
+    experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
+    o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device)
+    if a.shape[0] == 0 or b.shape[0] == 0:
+        return o.zero_()
+    c = _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather is not None)
+    a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
+    ragged_k_kernel[(multiprocessors(a.device.index),)](
+        descriptor(a, a_box),
+        ragged_rows(a, a_box),
+        None if c.gather else descriptor(b, b_box),
+        None if c.gather else ragged_rows(b, b_box),
+        descriptor(o, [1, c.rows, c.out_cols]),
+        b if c.gather else None,
+        b.stride(0) // 8 if c.gather else 0,
+        gather,
+        offsets,
+        experts,
+        c=c,
+        num_warps=4,
+    )
+    return o

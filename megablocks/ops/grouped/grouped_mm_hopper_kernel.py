@@ -1,5 +1,8 @@
 """Ragged-M grouped GEMM in Gluon: y[r] = x[row(r)] · w[e] for the rows r of expert e. grouped_mm_hopper.py launches it.
 
+`paired`: two weights, y2[r] = x[row(r)] · w2[e] beside it, the column tiles of w2 behind those of w.
+`summed`: two products, y[r] = x[r] · w[e] + x2[r] · w2[e], the steps of the second behind those of the first.
+
 One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
 that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
 With `pingpong` the two consumers own alternate tiles and one's epilogue hides under the other's products; otherwise
@@ -27,11 +30,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 # Row coordinates of a descriptor made by ragged_rows count up to this bound; beyond it the hardware clips.
-_ROW_BOUND = gl.constexpr(2**30)
+ROW_BOUND = gl.constexpr(2**30)
 
 
 @gluon.jit
-def _barriers(c: gl.constexpr):
+def barriers(c: gl.constexpr):
     STAGES: gl.constexpr = c.stages
     full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
@@ -47,12 +50,12 @@ def _barriers(c: gl.constexpr):
 
 
 @gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
+def halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
     return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
 
 
 @gluon.jit
-def _stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
+def stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
     """Write part i of a tile to the consumer's next output buffer, once the store that last read it has gone."""
     buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)
     tma.store_wait(c.out_buffers - 1)
@@ -98,20 +101,32 @@ def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
-    buf = _stage_out(part, i, bufs, WG, c)
-    n0 = col + i * c.out_cols
+def _send_rows(buf, desc, tail_desc, row, end, n0, c: gl.constexpr):
     if row + c.rows <= end:
         tma.async_copy_shared_to_global(desc, [row, n0], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         tma.async_copy_shared_to_global(
-            tail_desc, [_ROW_BOUND, end, _ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
+            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
         )
 
 
 @gluon.jit
+def _store_rows(part, i: gl.constexpr, bufs, outs, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    y_desc, y_tail, y2_desc, y2_tail = outs
+    buf = stage_out(part, i, bufs, WG, c)
+    n0 = col + i * c.out_cols
+    if c.paired:
+        if col < c.columns:
+            _send_rows(buf, y_desc, y_tail, row, end, n0, c)
+        else:
+            _send_rows(buf, y2_desc, y2_tail, row, end, n0 - c.columns, c)
+    else:
+        _send_rows(buf, y_desc, y_tail, row, end, n0, c)
+
+
+@gluon.jit
 def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+    x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
 ):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
@@ -124,7 +139,7 @@ def _m_consumer(
     if c.pingpong:
         start += WG * step
         step *= 2
-        it += WG * c.k_steps
+        it += WG * c.steps
     e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         row = m0
@@ -135,7 +150,7 @@ def _m_consumer(
         if c.pingpong:
             # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
             mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
-        for k in range(c.k_steps):
+        for k in range(c.steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             if c.gather:
@@ -157,29 +172,44 @@ def _m_consumer(
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
         if c.pingpong:
-            it += c.k_steps
+            it += c.steps
         else:
             row += WG * c.rows
         if c.out_parts == 2:
-            p0, p1 = _halves(acc, c.rows, c.BN)
-            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            p0, p1 = halves(acc, c.rows, c.BN)
+            _store_rows(p0, 0, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, outs, row, last, col, WG, c)
         else:
-            h0, h1 = _halves(acc, c.rows, c.BN)
-            p0, p1 = _halves(h0, c.rows, c.BN // 2)
-            p2, p3 = _halves(h1, c.rows, c.BN // 2)
-            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            h0, h1 = halves(acc, c.rows, c.BN)
+            p0, p1 = halves(h0, c.rows, c.BN // 2)
+            p2, p3 = halves(h1, c.rows, c.BN // 2)
+            _store_rows(p0, 0, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p2, 2, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p3, 3, y_bufs, outs, row, last, col, WG, c)
     tma.store_wait(0)
 
 
 @gluon.jit
-def _m_producer(
-    x_bufs, w_bufs, full, empty, x_desc, w_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
-):
+def _load_w(desc, expert, k0, col, bar, buf, c: gl.constexpr):
+    if c.w_k_major:
+        tma.async_copy_global_to_shared(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
+    else:
+        tma.async_copy_global_to_shared(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
+
+
+@gluon.jit
+def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
     ROW_PARTS: gl.constexpr = c.row_parts
+    for p in gl.static_range(ROW_PARTS):
+        tma.async_copy_global_to_shared(desc, [row + p * c.rows, k0], bar, bufs.index(s * c.row_parts + p))
+
+
+@gluon.jit
+def _m_producer(
+    x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, w2_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
+    c: gl.constexpr,
+):  # fmt: skip
     ends = _tile_ends(offsets_ptr, experts, c, c.producer_warps)
     tiles = gl.max(ends, 0)
     start = gl.program_id(0)
@@ -207,17 +237,27 @@ def _m_producer(
             ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
             if c.row_parts == 2:
                 ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
-        for k in range(c.k_steps):
+        for k in range(c.steps):
             s = it % c.stages
             bar = full.index(s)
             k0 = k * c.BK
             mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
-            mbarrier.expect(bar, c.w_bytes if c.gather else c.x_bytes + c.w_bytes)
+            mbarrier.expect(bar, c.right_bytes if c.gather else c.left_bytes + c.right_bytes)
             w_buf = w_bufs.index(s)
-            if c.w_k_major:
-                tma.async_copy_global_to_shared(w_desc, [expert, col, k0], bar, w_buf.reshape([1, c.BN, c.BK]))
+            if c.summed:
+                if k < c.k_steps:
+                    _load_w(w_desc, expert, k0, col, bar, w_buf, c)
+                    _load_x(x_desc, row, k0, bar, x_bufs, s, c)
+                else:
+                    _load_w(w2_desc, expert, k0 - c.k_steps * c.BK, col, bar, w_buf, c)
+                    _load_x(x2_desc, row, k0 - c.k_steps * c.BK, bar, x_bufs, s, c)
+            elif c.paired:
+                if col < c.columns:
+                    _load_w(w_desc, expert, k0, col, bar, w_buf, c)
+                else:
+                    _load_w(w2_desc, expert, k0, col - c.columns, bar, w_buf, c)
             else:
-                tma.async_copy_global_to_shared(w_desc, [expert, k0, col], bar, w_buf.reshape([1, c.BK, c.BN]))
+                _load_w(w_desc, expert, k0, col, bar, w_buf, c)
             if c.gather:
                 if c.K % c.BK == 0:
                     async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
@@ -229,19 +269,20 @@ def _m_producer(
                     if c.row_parts == 2:
                         async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
-            else:
-                for p in gl.static_range(ROW_PARTS):
-                    buf = x_bufs.index(s * c.row_parts + p)
-                    tma.async_copy_global_to_shared(x_desc, [row + p * c.rows, k0], bar, buf)
+            elif not c.summed:
+                _load_x(x_desc, row, k0, bar, x_bufs, s, c)
             it += 1
 
 
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_m_kernel(
-    x_desc, w_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, w_desc, y_desc, y_tail, x2_desc, w2_desc, y2_desc, y2_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
+    c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail."""
+    """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail.
+
+    x2_desc, w2_desc: with `summed`; w2_desc, y2_desc, y2_tail: with `paired`; as those without 2.
+    """
     w_shape: gl.constexpr = [c.BN, c.BK] if c.w_k_major else [c.BK, c.BN]
     dtype: gl.constexpr = w_desc.dtype
     x_bufs = gl.allocate_shared_memory(
@@ -251,16 +292,20 @@ def ragged_m_kernel(
         dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
     )
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
-    full, empty, turn = _barriers(c)
+    full, empty, turn = barriers(c)
+    outs = (y_desc, y_tail, y2_desc, y2_tail)
     gl.warp_specialize(
         [
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c)),
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
             (
                 _m_producer,
-                (x_bufs, w_bufs, full, empty, x_desc, w_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c),
+                (
+                    x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, w2_desc, x_ptr, x_row, gather_ptr,
+                    offsets_ptr, experts, c,
+                ),
             ),
         ],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
-    )
+    )  # fmt: skip

@@ -2,8 +2,9 @@
 
     rows[p] = x[gather[p]]      dX[t] = Σ of dRows over the rows that token t gave
 
-Legend: T tokens, H hidden, R rows, V <= R valid ones. Rows p >= V are unspecified. The backward sums each token's rows
-in a fixed order through the token-major list of the dispatch (no atomics), so reruns are bit-identical.
+Legend: T tokens, H hidden, R rows, V <= R valid ones. Rows p >= V are unspecified, but 0 where the rows are padded
+(`padded`: gather and pair are -1 there, and a slot of -1 has no row; see padded.py). The backward sums each token's
+rows in a fixed order through the token-major list of the dispatch (no atomics), so reruns are bit-identical.
 """
 
 from __future__ import annotations
@@ -14,36 +15,45 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
 
-def gather_ref(x: Tensor, gather: Tensor) -> Tensor:
-    """x (T, H), gather (R,) → (R, H)."""
-    return x.index_select(0, gather)
+def gather_ref(x: Tensor, gather: Tensor, padded: bool = False) -> Tensor:
+    """x (T, H), gather (N,) → (N, H)."""
+    if not padded:
+        return x.index_select(0, gather)
+    if x.shape[0] == 0:
+        return x.new_zeros(gather.shape[0], x.shape[1])
+    return torch.where((gather >= 0).unsqueeze(1), x.index_select(0, gather.clamp(min=0)), 0)
 
 
-@torch.library.custom_op("megablocks::gather", mutates_args=())
-def gather_op(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+@custom_op("megablocks::gather", mutates_args=())
+def gather_op(
+    x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, padded: bool = False
+) -> Tensor:
     if runs_triton(x):
         from megablocks.ops.permute.permute_triton import expand_launch
 
-        return expand_launch(x, scatter, token_offsets)
-    return gather_ref(x, gather)
+        return expand_launch(x, scatter, token_offsets, pair, padded)
+    return gather_ref(x, gather, padded)
 
 
 @gather_op.register_fake
-def _(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+def _(x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, padded: bool = False) -> Tensor:
     return x.new_empty(gather.shape[0], x.shape[1])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    ctx.save_for_backward(*inputs[1:])
+    *indices, ctx.padded = inputs[1:]
+    ctx.save_for_backward(*indices)
 
 
 def _backward(ctx: Any, d_rows: Tensor) -> tuple[Tensor | None, ...]:
     pair, gather, scatter, token_offsets = ctx.saved_tensors
-    return combine_op(d_rows, None, pair, gather, scatter, token_offsets), None, None, None, None
+    dx = combine_op(d_rows, None, pair, gather, scatter, token_offsets, ctx.padded)
+    return dx, None, None, None, None, None
 
 
 gather_op.register_autograd(_backward, setup_context=_setup_context)

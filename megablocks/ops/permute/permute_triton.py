@@ -1,11 +1,12 @@
 """Triton kernels that move tokens: a program takes TOKENS tokens times BLOCK features, and every byte moves once.
 
-Legend: T tokens, H hidden, R rows in expert order, slots of token t = scatter[token_offsets[t] : token_offsets[t+1]].
+Legend: T tokens, H hidden, N rows in expert order, slots of token t = scatter[token_offsets[t] : token_offsets[t+1]].
 
   expand            rows[scatter[s]] = x[t]                          reads T·H, writes V·H
   combine           y[t] = Σ_s weight · rows[scatter[s]]             float32 sum in slot order
   combine backward  drows[scatter[s]] = weight · dy[t], dweight = ⟨rows[scatter[s]], dy[t]⟩       one pass over both
 
+A slot of -1 has no row. Where rows are padded (pair[row] = -1), programs behind those of the tokens write their zeros.
 A token's rows are summed in slot order by one program: no atomics, reruns are bit-identical.
 """
 
@@ -31,18 +32,38 @@ def _tokens(token_offsets_ptr, num_tokens, TOKENS: tl.constexpr):
 
 
 @triton.jit
-def _expand_kernel(
-    x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, num_tokens, H, x_stride,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+def _zero_padding(
+    rows_ptr, pair_ptr, program, num_rows, H, column,
+    STEPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
-    h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Zeros in the padding among STEPS x TOKENS rows, BLOCK features from `column` on."""
+    h = column + tl.arange(0, BLOCK)
+    zeros = tl.zeros((TOKENS, BLOCK), rows_ptr.dtype.element_ty)
+    for step in range(STEPS):
+        row = (program * STEPS + step) * TOKENS + tl.arange(0, TOKENS)
+        padding = tl.load(pair_ptr + row, mask=row < num_rows, other=0) < 0
+        if tl.max(padding.to(tl.int32), 0) > 0:
+            at = row.to(tl.int64)[:, None] * H + h[None, :]
+            tl.store(rows_ptr + at, zeros, mask=padding[:, None] & (h < H)[None, :])
+
+
+@triton.jit
+def _expand_kernel(
+    x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_rows, H, x_stride,
+    PADDED: tl.constexpr, STEPS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    column = tl.program_id(1) * BLOCK
+    behind = tl.program_id(0) - tl.cdiv(num_tokens, TOKENS)
+    if PADDED:
+        if behind >= 0:
+            _zero_padding(rows_ptr, pair_ptr, behind, num_rows, H, column, STEPS, TOKENS, BLOCK)
+    t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)  # no slots in programs behind the tokens'
+    h = column + tl.arange(0, BLOCK)
     inside = (h < H)[None, :]
     x = tl.load(x_ptr + t[:, None] * x_stride + h[None, :], mask=(last > first)[:, None] & inside, other=0)
     for i in range(tl.max(last - first, 0)):
-        live = first + i < last
-        row = tl.load(scatter_ptr + first + i, mask=live, other=0).to(tl.int64)
-        tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=live[:, None] & inside)
+        row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
+        tl.store(rows_ptr + row[:, None] * H + h[None, :], x, mask=(row >= 0)[:, None] & inside)
 
 
 @triton.jit
@@ -57,8 +78,8 @@ def _combine_kernel(
     for start in range(0, tl.max(last - first, 0), UNROLL):
         for u in tl.static_range(UNROLL):  # as many loads in flight
             slot = first + start + u
-            live = slot < last
-            row = tl.load(scatter_ptr + slot, mask=live, other=0).to(tl.int64)
+            row = tl.load(scatter_ptr + slot, mask=slot < last, other=-1).to(tl.int64)
+            live = row >= 0
             value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=live[:, None] & inside, other=0).to(
                 tl.float32
             )
@@ -74,17 +95,23 @@ def _combine_kernel(
 @triton.jit
 def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
-    num_tokens, H, dy_stride,
-    WEIGHT_GRAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+    num_tokens, num_rows, H, dy_stride,
+    WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, STEPS: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
+    behind = tl.program_id(0) - tl.cdiv(num_tokens, TOKENS)
+    if PADDED:
+        if behind >= 0:
+            for column in range(0, H, BLOCK):
+                _zero_padding(drows_ptr, pair_ptr, behind, num_rows, H, column, STEPS, TOKENS, BLOCK)
     t, first, last = _tokens(token_offsets_ptr, num_tokens, TOKENS)
     h = tl.arange(0, BLOCK)
     some = (last > first)[:, None]
     if WHOLE:  # the row fits one block: dy is read once for all slots
         dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=some & (h < H)[None, :], other=0).to(tl.float32)
     for i in range(tl.max(last - first, 0)):
-        live = first + i < last
-        row = tl.load(scatter_ptr + first + i, mask=live, other=0).to(tl.int64)
+        row = tl.load(scatter_ptr + first + i, mask=first + i < last, other=-1).to(tl.int64)
+        live = row >= 0
         pair = tl.load(pair_ptr + row, mask=live, other=0)
         weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
         if WHOLE:
@@ -107,6 +134,9 @@ def _combine_backward_kernel(
                 tl.store(dweight_ptr + pair, tl.sum(dot, 1), mask=live)
 
 
+_FILL_STEPS = 16  # groups of rows that a program looks through for padding: four bytes a row, so many at once
+
+
 def _blocks(hidden: int) -> dict[str, int]:
     """1024 features a one-warp program: narrow rows share one, wide ones are cut. Within 8 % of the best shape that a
     sweep found at each size (benchmarks/NOTES.md)."""
@@ -114,26 +144,34 @@ def _blocks(hidden: int) -> dict[str, int]:
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
-def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
-    """x (T, H) → rows (R, H); one launch. Rows >= V are not written."""
+def _fill_programs(padded: bool, num_rows: int, tokens: int) -> int:
+    return triton.cdiv(num_rows, _FILL_STEPS * tokens) if padded else 0
+
+
+def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tensor, padded: bool = False) -> Tensor:
+    """x (T, H), pair (N,) → rows (N, H); one launch. Rows without a pair are 0 if `padded`, else not written."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (num_tokens, hidden), num_rows = x.shape, scatter.shape[0]
+    (num_tokens, hidden), num_rows = x.shape, pair.shape[0]
     rows = x.new_empty(num_rows, hidden)
     blocks = _blocks(hidden)
-    grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
-    if rows.numel():
-        _expand_kernel[grid](x, rows, token_offsets, scatter, num_tokens, hidden, x.stride(0), **blocks)
+    programs = triton.cdiv(num_tokens, blocks["TOKENS"]) + _fill_programs(padded, num_rows, blocks["TOKENS"])
+    if rows.numel() and programs:
+        _expand_kernel[(programs, triton.cdiv(hidden, blocks["BLOCK"]))](
+            x, rows, token_offsets, scatter, pair, num_tokens, num_rows, hidden, x.stride(0),
+            PADDED=padded, STEPS=_FILL_STEPS, **blocks,
+        )  # fmt: skip
     return rows
 
 
 def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
-    """rows (R, H), weight (R,) or None → (T, H); one launch."""
+    """rows (N, H), weight (R,) or None → (T, H); one launch."""
     rows = rows.contiguous()
+    weight = None if weight is None else weight.contiguous()
     num_tokens, hidden = token_offsets.shape[0] - 1, rows.shape[1]
     y = rows.new_empty(num_tokens, hidden)
     blocks = _blocks(hidden)
     grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
-    unroll = min(4, triton.next_power_of_2(triton.cdiv(max(rows.shape[0], 1), max(num_tokens, 1))))
+    unroll = min(4, triton.next_power_of_2(triton.cdiv(max(scatter.shape[0], 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
             rows, weight, y, token_offsets, scatter, pair, num_tokens, hidden,
@@ -143,21 +181,33 @@ def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: T
 
 
 def combine_backward_launch(
-    dy: Tensor, rows: Tensor | None, weight: Tensor, pair: Tensor, scatter: Tensor, token_offsets: Tensor
+    dy: Tensor,
+    rows: Tensor | None,
+    weight: Tensor,
+    pair: Tensor,
+    scatter: Tensor,
+    token_offsets: Tensor,
+    padded: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """dRows (R, H) and, where `rows` are given, d_weight (R,); one launch and one fill. Rows >= V are not written."""
+    """dRows (N, H) and, where `rows` are given, d_weight (R,); one launch and one fill.
+
+    Rows without a pair are 0 if `padded`, else not written.
+    """
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     rows = None if rows is None else rows.contiguous()
-    num_tokens, hidden = dy.shape
-    d_rows = dy.new_empty(pair.shape[0], hidden)
+    weight = weight.contiguous()
+    (num_tokens, hidden), num_rows = dy.shape, pair.shape[0]
+    d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
     # Here a token's whole row, so that dy is read once: 0.91-0.96 of copy speed against 0.83 in pieces
     block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
     tokens = max(1, 1024 // block)
-    if num_tokens and hidden and pair.shape[0]:
-        _combine_backward_kernel[(triton.cdiv(num_tokens, tokens),)](
-            rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair, num_tokens, hidden, dy.stride(0),
-            WEIGHT_GRAD=rows is not None, TOKENS=tokens, BLOCK=block, WHOLE=block >= hidden,
-            num_warps=max(1, tokens * block // 512),
+    programs = triton.cdiv(num_tokens, tokens) + _fill_programs(padded, num_rows, tokens)
+    if d_rows.numel() and programs:
+        _combine_backward_kernel[(programs,)](
+            rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
+            num_tokens, num_rows, hidden, dy.stride(0),
+            WEIGHT_GRAD=rows is not None, PADDED=padded, STEPS=_FILL_STEPS,
+            TOKENS=tokens, BLOCK=block, WHOLE=block >= hidden, num_warps=max(1, tokens * block // 512),
         )  # fmt: skip
     return d_rows, d_weight

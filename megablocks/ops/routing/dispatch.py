@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 
 
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
@@ -153,7 +154,7 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
     return Dispatch(expert_offsets, token_offsets, gather.int(), scatter.int(), pair.int())
 
 
-@torch.library.custom_op("megablocks::build_dispatch", mutates_args=())
+@custom_op("megablocks::build_dispatch", mutates_args=())
 def build_dispatch_op(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
+from megablocks.ops.library import custom_op
 
 
 def rank_order(weights: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
@@ -46,7 +47,7 @@ def select_tokens_ref(
     return token.int(), expert.int(), torch.where(used, pair, spare)
 
 
-@torch.library.custom_op("megablocks::select_tokens", mutates_args=())
+@custom_op("megablocks::select_tokens", mutates_args=())
 def select_tokens_op(
     weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
 ) -> tuple[Tensor, Tensor, Tensor]:

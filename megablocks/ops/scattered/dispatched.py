@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, activation_ref, check_activation
 from megablocks.ops.grouped.grouped_mm import is_transposed, under_autocast
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op, combine_ref
 from megablocks.ops.routing.dispatch import Dispatch
-from megablocks.ops.scattered.products import scattered_rows_op, scattered_rows_ref, scattered_weights_op
+from megablocks.ops.scattered.products import scattered_rows, scattered_rows_ref, scattered_weights
 
 
 def gathered_linear_ref(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, gather: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def gathered_linear_ref(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tens
     return scattered_rows_ref(x, w, offsets[1:], gather.shape[0], gather, 1, None, bias, *none, False)[0]
 
 
-@torch.library.custom_op("megablocks::gathered_linear", mutates_args=())
+@custom_op("megablocks::gathered_linear", mutates_args=())
 def gathered_linear_op(
     x: Tensor,
     w: Tensor,
@@ -39,7 +39,7 @@ def gathered_linear_op(
     scatter: Tensor,
     pair: Tensor,
 ) -> Tensor:
-    return scattered_rows_op(x, w, offsets[1:], gather.shape[0], gather, bias=bias)[0]
+    return scattered_rows(x, w, offsets[1:], gather.shape[0], in_index=gather, bias=bias)[0]
 
 
 @gathered_linear_op.register_fake
@@ -68,12 +68,10 @@ def _up_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     dx = dw = d_bias = None
     if need_x:
-        rows, _ = scattered_rows_op(dy, w.transpose(1, 2), offsets[1:], gather.shape[0])
+        rows, _ = scattered_rows(dy, w.transpose(1, 2), offsets[1:], gather.shape[0])
         dx = combine_op(rows, None, pair, gather, scatter, token_offsets)
     if need_w or need_bias:
-        dw, sums = scattered_weights_op(
-            x, dy, offsets[1:], gather, transposed=ctx.transposed, with_sums=need_bias
-        )  # fmt: skip
+        dw, sums = scattered_weights(x, dy, offsets[1:], a_index=gather, transposed=ctx.transposed, with_sums=need_bias)
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None
     return dx, (dw if need_w else None), d_bias, None, None, None, None, None
 
@@ -122,7 +120,7 @@ def linear_combine_ref(
     return combine_ref(rows, None, pair, scatter, token_offsets)
 
 
-@torch.library.custom_op("megablocks::linear_combine", mutates_args=())
+@custom_op("megablocks::linear_combine", mutates_args=())
 def linear_combine_op(
     z: Tensor,
     g: Tensor | None,
@@ -138,7 +136,7 @@ def linear_combine_op(
     approximate: str,
 ) -> Tensor:
     act = activation_op(z, g, name, approximate) if name else z
-    rows, _ = scattered_rows_op(act, w, offsets[1:], pair.shape[0], bias=bias, gate=weight, pair=pair)
+    rows, _ = scattered_rows(act, w, offsets[1:], pair.shape[0], bias=bias, gate=weight, pair=pair)
     return combine_op(rows, None, pair, gather, scatter, token_offsets)
 
 
@@ -174,8 +172,8 @@ def _down_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dz = dg = dw = d_bias = d_weight = None
     act = activation_op(z, g, ctx.name, ctx.approximate) if ctx.name else z
     if need_z or need_g or need_weight:
-        d_act, dots = scattered_rows_op(
-            dy, w.transpose(1, 2), offsets[1:], pair.shape[0], gather, gate=weight, pair=pair,
+        d_act, dots = scattered_rows(
+            dy, w.transpose(1, 2), offsets[1:], pair.shape[0], in_index=gather, gate=weight, pair=pair,
             other=act if need_weight else None, dot_bias=bias,
         )  # fmt: skip
         d_weight = dots.to(weight.dtype) if need_weight else None
@@ -183,7 +181,7 @@ def _down_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.name and (need_z or need_g):
             dz, dg = activation_backward_op(d_act, z, g, ctx.name, ctx.approximate)
     if need_w or need_bias:
-        dw, sums = scattered_weights_op(
+        dw, sums = scattered_weights(
             act, dy, offsets[1:], b_index=gather, gate=weight, pair=pair, transposed=ctx.transposed, with_sums=need_bias
         )
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.grouped_mm import is_transposed, under_autocast
+from megablocks.ops.library import custom_op
 from megablocks.ops.routing.dispatch import count_valid
 from megablocks.ops.scattered.products import (
-    scattered_rows_op,
+    scattered_rows,
     scattered_rows_ref,
-    scattered_weights_op,
+    scattered_weights,
 )
 
 
@@ -73,7 +74,7 @@ def _sum_of(rows: Tensor, fan: int) -> Tensor:
     return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1)
 
 
-@torch.library.custom_op("megablocks::parallel_linear", mutates_args=())
+@custom_op("megablocks::parallel_linear", mutates_args=())
 def parallel_linear_op(
     x: Tensor,
     w: Tensor,
@@ -85,9 +86,10 @@ def parallel_linear_op(
     grouped_in: bool,
     grouped_out: bool,
 ) -> Tensor:
-    y, _ = scattered_rows_op(
-        x, w, ends, pair.shape[0], None if grouped_in else pair, k, None if grouped_out else pair, bias,
-        None if gates is None else gates.flatten(), pair, zero_tail=True,
+    y, _ = scattered_rows(
+        x, w, ends, pair.shape[0],
+        in_index=None if grouped_in else pair, in_fan=k, out_index=None if grouped_out else pair, bias=bias,
+        gate=None if gates is None else gates.flatten(), pair=pair, zero_tail=True,
     )  # fmt: skip
     return _sum_of(y, 1 if gates is None else gates.shape[1])
 
@@ -127,16 +129,18 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     fan, gate = (1, None) if gates is None else (gates.shape[1], gates.flatten())
     dy_index, x_index = (None if ctx.grouped_out else pair), (None if ctx.grouped_in else pair)
     if need_x or need_gates:
-        rows, dots = scattered_rows_op(
-            dy, w.transpose(1, 2), ends, pair.shape[0], dy_index, fan, x_index, None, gate, pair,
-            x if need_gates else None, x_index, ctx.k, bias, zero_tail=True,
+        rows, dots = scattered_rows(
+            dy, w.transpose(1, 2), ends, pair.shape[0],
+            in_index=dy_index, in_fan=fan, out_index=x_index, gate=gate, pair=pair,
+            other=x if need_gates else None, other_index=x_index, other_fan=ctx.k, dot_bias=bias, zero_tail=True,
         )  # fmt: skip
         dx = _sum_of(rows, ctx.k) if need_x else None
         d_gates = dots.view(gates.shape).to(gates.dtype) if need_gates else None
     if need_w or need_bias:
-        dw, sums = scattered_weights_op(
-            x, dy, ends, x_index, ctx.k, dy_index, fan, gate, pair, ctx.transposed, need_bias
-        )
+        dw, sums = scattered_weights(
+            x, dy, ends, a_index=x_index, a_fan=ctx.k, b_index=dy_index, b_fan=fan, gate=gate, pair=pair,
+            transposed=ctx.transposed, with_sums=need_bias,
+        )  # fmt: skip
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None
     return dx, (dw if need_w else None), None, None, d_bias, d_gates, None, None, None
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op
 
 
 def _at(index: Tensor | None, p: slice, fan: int) -> Tensor | slice:
@@ -108,23 +108,23 @@ def scattered_weights_ref(
     return o, sums
 
 
-@torch.library.custom_op("megablocks::scattered_rows", mutates_args=())
+@custom_op("megablocks::scattered_rows", mutates_args=())
 def scattered_rows_op(
     x: Tensor,
     w: Tensor,
     ends: Tensor,
     num_rows: int,
-    in_index: Tensor | None = None,
-    in_fan: int = 1,
-    out_index: Tensor | None = None,
-    bias: Tensor | None = None,
-    gate: Tensor | None = None,
-    pair: Tensor | None = None,
-    other: Tensor | None = None,
-    other_index: Tensor | None = None,
-    other_fan: int = 1,
-    dot_bias: Tensor | None = None,
-    zero_tail: bool = False,
+    in_index: Tensor | None,
+    in_fan: int,
+    out_index: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    pair: Tensor | None,
+    other: Tensor | None,
+    other_index: Tensor | None,
+    other_fan: int,
+    dot_bias: Tensor | None,
+    zero_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     run = scattered_rows_ref
     if runs_triton(x):
@@ -142,35 +142,35 @@ def _(
     w: Tensor,
     ends: Tensor,
     num_rows: int,
-    in_index: Tensor | None = None,
-    in_fan: int = 1,
-    out_index: Tensor | None = None,
-    bias: Tensor | None = None,
-    gate: Tensor | None = None,
-    pair: Tensor | None = None,
-    other: Tensor | None = None,
-    other_index: Tensor | None = None,
-    other_fan: int = 1,
-    dot_bias: Tensor | None = None,
-    zero_tail: bool = False,
+    in_index: Tensor | None,
+    in_fan: int,
+    out_index: Tensor | None,
+    bias: Tensor | None,
+    gate: Tensor | None,
+    pair: Tensor | None,
+    other: Tensor | None,
+    other_index: Tensor | None,
+    other_fan: int,
+    dot_bias: Tensor | None,
+    zero_tail: bool,
 ) -> tuple[Tensor, Tensor]:
     dots = x.new_empty(0) if other is None else x.new_empty(num_rows, dtype=accumulation_dtype(x.dtype))
     return x.new_empty(num_rows, w.shape[2]), dots
 
 
-@torch.library.custom_op("megablocks::scattered_weights", mutates_args=())
+@custom_op("megablocks::scattered_weights", mutates_args=())
 def scattered_weights_op(
     a: Tensor,
     b: Tensor,
     ends: Tensor,
-    a_index: Tensor | None = None,
-    a_fan: int = 1,
-    b_index: Tensor | None = None,
-    b_fan: int = 1,
-    gate: Tensor | None = None,
-    pair: Tensor | None = None,
-    transposed: bool = False,
-    with_sums: bool = False,
+    a_index: Tensor | None,
+    a_fan: int,
+    b_index: Tensor | None,
+    b_fan: int,
+    gate: Tensor | None,
+    pair: Tensor | None,
+    transposed: bool,
+    with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
     run = scattered_weights_ref
     if runs_triton(a):
@@ -184,6 +184,50 @@ def _(
     a: Tensor,
     b: Tensor,
     ends: Tensor,
+    a_index: Tensor | None,
+    a_fan: int,
+    b_index: Tensor | None,
+    b_fan: int,
+    gate: Tensor | None,
+    pair: Tensor | None,
+    transposed: bool,
+    with_sums: bool,
+) -> tuple[Tensor, Tensor]:
+    experts, m, n = ends.shape[0], a.shape[1], b.shape[1]
+    o = a.new_empty(experts, n, m).transpose(1, 2) if transposed else a.new_empty(experts, m, n)
+    return o, a.new_empty(experts, n, dtype=accumulation_dtype(a.dtype)) if with_sums else a.new_empty(0)
+
+
+def scattered_rows(
+    x: Tensor,
+    w: Tensor,
+    ends: Tensor,
+    num_rows: int,
+    *,
+    in_index: Tensor | None = None,
+    in_fan: int = 1,
+    out_index: Tensor | None = None,
+    bias: Tensor | None = None,
+    gate: Tensor | None = None,
+    pair: Tensor | None = None,
+    other: Tensor | None = None,
+    other_index: Tensor | None = None,
+    other_fan: int = 1,
+    dot_bias: Tensor | None = None,
+    zero_tail: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """y and dots of `scattered_rows_ref`; an empty tensor in place of no dots."""
+    return scattered_rows_op(
+        x, w, ends, num_rows, in_index, in_fan, out_index, bias, gate, pair, other, other_index, other_fan, dot_bias,
+        zero_tail,
+    )  # fmt: skip
+
+
+def scattered_weights(
+    a: Tensor,
+    b: Tensor,
+    ends: Tensor,
+    *,
     a_index: Tensor | None = None,
     a_fan: int = 1,
     b_index: Tensor | None = None,
@@ -193,6 +237,5 @@ def _(
     transposed: bool = False,
     with_sums: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    experts, m, n = ends.shape[0], a.shape[1], b.shape[1]
-    o = a.new_empty(experts, n, m).transpose(1, 2) if transposed else a.new_empty(experts, m, n)
-    return o, a.new_empty(experts, n, dtype=accumulation_dtype(a.dtype)) if with_sums else a.new_empty(0)
+    """o and sums of `scattered_weights_ref`; an empty tensor in place of no sums."""
+    return scattered_weights_op(a, b, ends, a_index, a_fan, b_index, b_fan, gate, pair, transposed, with_sums)

@@ -6,28 +6,17 @@ All can be captured in a CUDA graph.
 
 from __future__ import annotations
 
-import functools
-import os
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from packaging.version import Version
 from torch import Tensor
+
+from megablocks.ops.hopper import aligned, descriptor, has_gluon, is_hopper, multiprocessors, runs_hopper
 
 from .epilogue import NONE, Epilogue
 
 BLOCK = 128
-
-
-@functools.cache
-def _has_gluon() -> bool:
-    """Gluon is experimental: these are the releases of Triton that the kernels were compiled and run with."""
-    try:
-        import triton
-    except ImportError:
-        return False
-    return Version("3.6") <= Version(triton.__version__) < Version("3.8")
 
 
 @dataclass(frozen=True)
@@ -79,6 +68,7 @@ class _Plan(Tile):
     sparse_out: bool = False
     sparse_left: bool = False
     by_column: bool = False
+    dynamic: bool = False
     run: int = 1
     kind: str = ""
     act: str = ""
@@ -101,66 +91,35 @@ def choose_spmm(dense: int, sparse_left: bool) -> Tile:
     return PINGPONG
 
 
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _is_hopper(device: int) -> bool:
-    return torch.cuda.get_device_capability(device) == (9, 0)
-
-
 def is_available(device: int = 0) -> bool:
     """Whether the kernels can run on this CUDA device: Hopper, and a Triton with the Gluon they were written for."""
-    return torch.cuda.is_available() and _is_hopper(device) and _has_gluon()
+    return torch.cuda.is_available() and is_hopper(device) and has_gluon()
 
 
 def k_major(t: Tensor, dim: int) -> bool | None:
     """Whether a matrix's reduction dimension `dim` is the contiguous one; None where TMA cannot read it at all."""
-    unit = 16 // t.element_size()
-    for contiguous in (dim, 1 - dim):
-        outer = 1 - contiguous
-        stride_fits = t.shape[outer] == 1 or (t.stride(outer) % unit == 0 and t.stride(outer) >= t.shape[contiguous])
-        if t.stride(contiguous) == 1 and stride_fits and t.data_ptr() % 16 == 0:
-            return contiguous == dim
-    return None
+    return next((contiguous == dim for contiguous in (dim, 1 - dim) if aligned(t, contiguous)), None)
 
 
 def supports(block_size: int, *operands: Tensor) -> bool:
     """Whether the kernels take these: Hopper, blocks of 128, 16-bit floats, dense matrices that TMA can read."""
-    first = operands[0]
     return (
-        os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
-        and block_size == BLOCK
-        and first.is_cuda
-        and _has_gluon()
-        and _is_hopper(first.device.index)
-        and first.dtype in (torch.bfloat16, torch.float16)
+        block_size == BLOCK
+        and runs_hopper(operands[0])
         and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
     )
 
 
-def _descriptor(t: Tensor, box: list[int]) -> Any:
-    """A TMA descriptor of a matrix, whichever dimension is contiguous; `box` in the order of memory."""
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    if t.stride(1) != 1:
-        t = t.t()
-    unit = 16 // t.element_size()
-    # the stride of a dimension of one is anything; TMA wants it on 16 bytes all the same
-    stride = t.stride(0) if t.shape[0] > 1 else -(-t.shape[1] // unit) * unit
-    dtype = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[t.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for(box, dtype)
-    return TensorDescriptor(t, list(t.shape), [stride, 1], box, layout)
+def _rows(t: Tensor) -> Tensor:
+    """A matrix as it lies in memory, its contiguous dimension last."""
+    return t if t.stride(1) == 1 else t.t()
 
 
 def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, Any]:
     return (
-        _descriptor(a, [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]),
-        _descriptor(b, [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]),
-        _descriptor(out, [c.rows, c.out_cols]),
+        descriptor(_rows(a), [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]),
+        descriptor(_rows(b), [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]),
+        descriptor(_rows(out), [c.rows, c.out_cols]),
     )
 
 
@@ -185,8 +144,8 @@ def sdd(
     assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
     act = out if epilogue.act is None else epilogue.act
     extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
-    sdd_kernel[(_multiprocessors(a.device.index),)](
-        *_operands(a, b, out.view(-1, BLOCK), c), _descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
+    sdd_kernel[(multiprocessors(a.device.index),)](
+        *_operands(a, b, out.view(-1, BLOCK), c), descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
         row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
     )  # fmt: skip
     return out
@@ -225,10 +184,15 @@ def spmm(
         b_k_major=dense_k_major if sparse_left else sparse_k_major,
         sparse_left=sparse_left,
         by_column=by_column,
+        # Block rows of a dropless layer are equally long; its block columns are as long as their expert has rows.
+        dynamic=by_column,
     )
     dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
-    spmm_kernel[(_multiprocessors(data.device.index),)](
+    # its own for each launch: launches on several streams and replays of a graph must not draw from one counter
+    counter = torch.zeros(1, dtype=torch.int32, device=data.device) if c.dynamic else work
+    spmm_kernel[(multiprocessors(data.device.index),)](
         *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
-        work, index, block_offsets if by_column else index, lines * dense_tiles, dense_tiles, n, c=c, num_warps=4,
+        work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,
+        num_warps=4,
     )  # fmt: skip
     return out

@@ -10,8 +10,7 @@ the other's products; otherwise they share a tile, upper and lower half.
 The values of S are read and written as one tall matrix (n·128, 128), a block is 128 of its rows. Which operand runs
 along S and which major each has is known at compile time; sizes are not, so a new token count compiles nothing.
 
-Tiles are dealt to the programs in rounds, every other round backwards: with the longest lines first (Matrix.row_work,
-Matrix.column_work) a program that drew a long line in one round draws a short one in the next.
+Which program computes which tile: hopper_schedule.py.
 """
 
 # mypy: allow-untyped-defs
@@ -27,31 +26,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.sparse.hopper_schedule import (
+    announce,
+    announced,
+    draw,
+    drawn,
+    line_of,
+    make_board,
+    rounds,
+    tile_of_round,
+)
 
 _unary = gluon.jit(unary.fn)
-
-
-@gluon.jit
-def _tile_of_round(i):
-    programs = gl.num_programs(0)
-    p = gl.program_id(0)
-    return i * programs + gl.where(i % 2 == 0, p, programs - 1 - p)
-
-
-@gluon.jit
-def _rounds(tiles):
-    """How many tiles this program is dealt."""
-    full = tiles // gl.num_programs(0)
-    return full + (_tile_of_round(full) < tiles).to(gl.int32)
-
-
-@gluon.jit
-def _line_of_round(i, tiles, work_ptr, dense_tiles):
-    """Line of S, its first and end block, and the tile along the dense operand; the last tile's if i is beyond."""
-    tile = gl.minimum(_tile_of_round(i), tiles - 1)
-    line = tile // dense_tiles
-    at = work_ptr + 4 * line
-    return gl.load(at), gl.load(at + 1), gl.load(at + 2), tile - line * dense_tiles
 
 
 @gluon.jit
@@ -154,13 +140,13 @@ def _sdd_consumer(
 ):  # fmt: skip
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    rounds = _rounds(gl.load(used_ptr + last) // c.run)
+    count = rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
     it = gl.to_tensor(0) + start * k_steps
     phase = gl.to_tensor(0)
-    for i in range(start, rounds, stride):
-        block = _tile_of_round(i) * c.run
+    for i in range(start, count, stride):
+        block = tile_of_round(i) * c.run
         col = 0
         if c.has_bias:
             col = gl.load(cols_ptr + block) * 128
@@ -197,15 +183,15 @@ def _sdd_producer(
     a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr
 ):
     tiles = gl.load(used_ptr + last) // c.run
-    rounds = _rounds(tiles)
+    count = rounds(tiles)
     it = gl.to_tensor(0)
-    block = gl.maximum(gl.minimum(_tile_of_round(0), tiles - 1), 0) * c.run
+    block = gl.maximum(gl.minimum(tile_of_round(0), tiles - 1), 0) * c.run
     next_row = gl.load(rows_ptr + block)
     next_col = gl.load(cols_ptr + block)
-    for i in range(rounds):
+    for i in range(count):
         row = next_row * 128
         col = next_col * 128
-        block = gl.minimum(_tile_of_round(i + 1), tiles - 1) * c.run
+        block = gl.minimum(tile_of_round(i + 1), tiles - 1) * c.run
         next_row = gl.load(rows_ptr + block)
         next_col = gl.load(cols_ptr + block)
         for k in range(k_steps):
@@ -215,37 +201,34 @@ def _sdd_producer(
 
 
 @gluon.jit
-def _spmm_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, WG: gl.constexpr, c: gl.constexpr
-):
+def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG: gl.constexpr, c: gl.constexpr):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    rounds = _rounds(tiles)
-    stride: gl.constexpr = 2 if c.pingpong else 1
-    start: gl.constexpr = WG if c.pingpong else 0
+    i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    if start == 1:
-        _, first, end, _ = _line_of_round(0, tiles, work_ptr, dense_tiles)
-        it += (end - first) * c.block_steps
-    next_line, next_first, next_end, next_dense = _line_of_round(start, tiles, work_ptr, dense_tiles)
-    for i in range(start, rounds, stride):
-        steps = (next_end - next_first) * c.block_steps
+    line, steps, dense = announced(i, board)
+    if c.pingpong and WG == 1:  # the first tile is the other consumer's
+        it += gl.maximum(steps, 0)
+        i += 1
+        line, steps, dense = announced(i, board)
+    while steps >= 0:
         if c.sparse_left:
-            row = next_line * 128
-            col = next_dense * c.BN
+            row = line * 128
+            col = dense * c.BN
         else:
-            row = next_dense * c.BM
-            col = next_line * 128
-        if c.pingpong:
-            _, other_first, other_end, _ = _line_of_round(i + 1, tiles, work_ptr, dense_tiles)
-        next_line, next_first, next_end, next_dense = _line_of_round(i + stride, tiles, work_ptr, dense_tiles)
+            row = dense * c.BM
+            col = line * 128
         acc = gl.zeros(shape, gl.float32, layout)
         acc, it = _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
+        _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
+        i += 1
+        line, steps, dense = announced(i, board)
         if c.pingpong:
-            it += (other_end - other_first) * c.block_steps
-        _store_tile(acc, o_bufs, (o_desc, o_desc, work_ptr), row, col, WG, c)
+            it += gl.maximum(steps, 0)
+            i += 1
+            line, steps, dense = announced(i, board)
     tma.store_wait(0)
 
 
@@ -261,21 +244,27 @@ def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
 
 @gluon.jit
 def _spmm_producer(
-    a_bufs, b_bufs, full, empty, a_desc, b_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles, entries,
-    c: gl.constexpr,
+    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles,
+    entries, c: gl.constexpr,
 ):  # fmt: skip
     STEPS: gl.constexpr = c.block_steps
-    rounds = _rounds(tiles)
+    i = gl.to_tensor(0)
     it = gl.to_tensor(0)
-    # Lines are looked up two tiles ahead and a line's first block one: neither load is ever waited for.
-    _, first, end, dense = _line_of_round(0, tiles, work_ptr, dense_tiles)
-    _, first1, end1, dense1 = _line_of_round(1, tiles, work_ptr, dense_tiles)
+    # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
+    ticket = draw(2, counter_ptr, c)
+    tile = tile_of_round(0)
+    tile1 = tile_of_round(1)
+    line, first, end, dense = line_of(tile, tiles, work_ptr, dense_tiles)
+    line1, first1, end1, dense1 = line_of(tile1, tiles, work_ptr, dense_tiles)
     next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
-    for i in range(rounds):
+    while tile < tiles:
+        announce(i, line, (end - first) * c.block_steps, dense, board)
         block = next_block
         other = next_other
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
-        _, first2, end2, dense2 = _line_of_round(i + 2, tiles, work_ptr, dense_tiles)
+        tile2 = drawn(ticket, c)
+        line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
+        ticket = draw(i + 3, counter_ptr, c)
         for j in range(first, end):
             inner = other * 128
             outer = block * 128
@@ -301,12 +290,19 @@ def _spmm_producer(
                             it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, outer + at, 0, c
                         )
                 it += 1
+        tile = tile1
+        line = line1
         first = first1
         end = end1
         dense = dense1
+        tile1 = tile2
+        line1 = line2
         first1 = first2
         end1 = end2
         dense1 = dense2
+        i += 1
+    announce(i, 0, -1, 0, board)  # one for each consumer when they take turns
+    announce(i + 1, 0, -1, 0, board)
 
 
 @gluon.jit
@@ -362,26 +358,24 @@ def sdd_kernel(
 
 @gluon.jit(do_not_specialize=["tiles", "dense_tiles", "entries"])
 def spmm_kernel(
-    a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles, entries, c: gl.constexpr,
+    a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries, c: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are."""
+    """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are.
+
+    counter_ptr: with c.dynamic one int, zero before the launch.
+    """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    board = make_board()
     gl.warp_specialize(
         [
-            (
-                _spmm_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, 0, c),
-            ),
-            (
-                _spmm_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, o_desc, work_ptr, tiles, dense_tiles, 1, c),
-            ),
+            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 0, c)),
+            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 1, c)),
             (
                 _spmm_producer,
                 (
-                    a_bufs, b_bufs, full, empty, a_desc, b_desc, work_ptr, index_ptr, block_ptr, tiles, dense_tiles,
-                    entries, c,
+                    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr,
+                    tiles, dense_tiles, entries, c,
                 ),
             ),
         ],

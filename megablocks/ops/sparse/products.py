@@ -21,6 +21,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_ref, activation_ref
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.grouped.grouped_mm import under_autocast
+from megablocks.ops.library import custom_op
 
 from . import hopper
 from .epilogue import NONE, Epilogue
@@ -125,7 +126,7 @@ def sdd_values(
     return kernels.sdd(a, b, row_indices, column_indices, offsets, block_size, epilogue)
 
 
-@torch.library.custom_op("megablocks::sparse_sdd", mutates_args=())
+@custom_op("megablocks::sparse_sdd", mutates_args=())
 def sdd_op(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) -> Tensor:
     return sdd_values(a, b, indices, block_size, run)
 
@@ -135,7 +136,7 @@ def _(a: Tensor, b: Tensor, indices: list[Tensor], block_size: int, run: int) ->
     return a.new_empty(indices[0].shape[0], block_size, block_size)
 
 
-@torch.library.custom_op("megablocks::sparse_spmm", mutates_args=())
+@custom_op("megablocks::sparse_spmm", mutates_args=())
 def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
     if not data.is_cuda:
         with torch.autocast(data.device.type, enabled=False):
@@ -144,7 +145,9 @@ def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: boo
     data, dense = data.contiguous(), _strided(dense)
     work, index = (column_work, column_indices_t) if by_column else (row_work, column_indices)
     places = block_offsets_t if by_column else None
-    if hopper.supports(data.shape[-1], data, dense):
+    # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
+    aligned = not sparse_left or dense.shape[1] % 8 == 0
+    if aligned and hopper.supports(data.shape[-1], data, dense):
         return hopper.spmm(data, dense, work, index, places, sparse_left)
     from . import kernels
 

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megablocks.ops.library import custom_op
+
 from .matrix import BLOCK_SIZES, Matrix, from_indices
 
 
@@ -94,7 +96,7 @@ def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int
     return packed
 
 
-@torch.library.custom_op("megablocks::sparse_topology", mutates_args=())
+@custom_op("megablocks::sparse_topology", mutates_args=())
 def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
     if expert_offsets.is_cuda:
         return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)

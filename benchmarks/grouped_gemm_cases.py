@@ -1,0 +1,275 @@
+"""The cases of grouped_gemm.py: shapes, operands, truth, and each candidate as a function that runs it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+SHAPES = {  # T, H, I, E, K
+    "S0": (40960, 768, 256, 128, 8),
+    "S1": (24576, 1536, 256, 128, 8),
+    "S3": (24576, 1536, 1024, 32, 2),
+    "S4": (32768, 4096, 256, 256, 16),
+    "S2": (32768, 4096, 512, 128, 8),
+    "S5": (32768, 4096, 1024, 128, 8),
+    "S6": (16384, 4096, 14336, 8, 2),
+}
+OPS = ("up", "up2", "down", "dx", "dx2", "dw1", "dw2", "layer")
+PRODUCTS = ("up", "down", "dx")
+GATHERED = ("up", "up2", "dw1", "dw2", "layer")
+
+
+def candidates(op: str, shape: str) -> dict[str, Any]:
+    """What the layers take, and up to two tiles of the Hopper kernels that measurements have not decided about."""
+    from megablocks.ops.grouped.grouped_mm_hopper import Tile
+
+    # A store in four parts, two in flight: a part's way to memory hides under the next one's conversion.
+    parts = Tile(64, 256, 4, out_parts=4, out_buffers=2, group_m=8)
+    wide = Tile(64, 256, 5, pingpong=True, out_parts=4)
+    undecided: dict[str, Any] = {}
+    if op == "up" and shape in ("S2", "S3"):
+        undecided |= {"parts": parts, "wide": wide}
+    elif op in ("dw1", "dw2") and shape in ("S1", "S2"):
+        undecided["parts"] = parts
+    elif op in ("up2", "dx2"):
+        undecided["apart"] = "apart"
+    return {"ours": None} | undecided
+
+
+def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
+    """tile_M, tile_N, pingpong, cluster_M, cluster_N: the neighbourhood of QuACK's default on Hopper."""
+    return {
+        "quack-pp192": (128, 192, True, 2, 1),
+        "quack-c256x128": (256, 128, False, 2, 1),
+        "quack-c256x192": (256, 192, False, 2, 1),
+        "quack-pp128": (128, 128, True, 2, 1),
+        "quack-c128x256": (128, 256, False, 2, 1),
+    }
+
+
+class Problem:
+    """The operands of one product and its truth on a few experts."""
+
+    def __init__(self, shape: str, op: str, tokens: int | None = None) -> None:
+        import torch
+
+        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+        T, H, inner, E, K = SHAPES[shape]
+        T = tokens or T
+        self.op, self.E, self.R, self.inner = op, E, T * K, inner
+        generator = torch.Generator("cuda").manual_seed(0)
+        score = torch.rand(T, E, device="cuda", generator=generator)
+        weight, ids = score.topk(K, dim=1)
+        self.dispatch = build_dispatch(make_routing(ids, weight, E))
+        self.weight = weight.flatten()
+        self.offsets, self.gather = self.dispatch.expert_offsets, self.dispatch.gather
+
+        def rand(*size: int) -> Any:
+            return torch.randn(*size, device="cuda", dtype=torch.bfloat16, generator=generator) * 0.1
+
+        R = self.R
+        self.gathered = op in GATHERED
+        if op in ("up", "layer"):
+            self.a, self.w = rand(T, H), rand(E, 2 * inner, H).transpose(1, 2)
+        elif op == "up2":
+            self.a, self.w, self.w2 = rand(T, H), *(rand(E, inner, H).transpose(1, 2) for _ in range(2))
+        elif op == "down":
+            self.a, self.w = rand(R, inner), rand(E, inner, H)
+        elif op == "dx":
+            self.a, self.w = rand(R, 2 * inner), rand(E, 2 * inner, H)
+        elif op == "dx2":
+            self.a, self.a2 = rand(R, inner), rand(R, inner)
+            self.w, self.w2 = rand(E, inner, H), rand(E, inner, H)
+        elif op == "dw1":
+            self.a, self.b = rand(R, 2 * inner), rand(T, H)
+        else:
+            self.a, self.b = rand(R, inner), rand(T, H)
+        if op == "layer":
+            self.down = rand(E, inner, H)
+        self.flops = 2 * R * H * inner * {"down": 1, "dw2": 1, "layer": 3}.get(op, 2)
+
+    def check(self, out: Any) -> float:
+        """Largest relative error over a few experts, or tokens; inf when any value is NaN."""
+        import torch
+
+        outs = out if isinstance(out, tuple) else (out,)
+        if any(bool(t.isnan().any()) for t in outs):
+            return float("inf")
+        if self.op == "layer":
+            return self._check_layer(outs[0])
+        worst = 0.0
+        bounds = self.offsets.tolist()
+        for e in sorted({0, 1, self.E // 2, self.E - 1}):
+            lo, hi = bounds[e], bounds[e + 1]
+            index = self.gather[lo:hi].long()
+            if self.op in ("dw1", "dw2"):
+                pairs = [(outs[0][e], self.a[lo:hi].float().T @ self.b[index].float())]
+            else:
+                rows = (self.a[index] if self.gathered else self.a[lo:hi]).float()
+                pairs = [(outs[0][lo:hi], rows @ self.w[e].float())]
+                if self.op == "up2":
+                    pairs.append((outs[1][lo:hi], rows @ self.w2[e].float()))
+                elif self.op == "dx2":
+                    pairs = [(outs[0][lo:hi], pairs[0][1] + self.a2[lo:hi].float() @ self.w2[e].float())]
+            for got, truth in pairs:
+                worst = max(worst, float(torch.norm(got.float() - truth) / truth.norm().clamp_min(1e-20)))
+        return worst
+
+    def _check_layer(self, out: Any) -> float:
+        """The first tokens', pair by pair."""
+        import torch
+
+        d, worst = self.dispatch, 0.0
+        for token in range(3):
+            truth = torch.zeros(out.shape[1], device="cuda")
+            for slot in range(int(d.token_offsets[token]), int(d.token_offsets[token + 1])):
+                row = int(d.scatter[slot])
+                e = int(torch.searchsorted(self.offsets[1:], row, right=True))
+                z = (self.a[token].float() @ self.w[e].float()).bfloat16().float()[: self.inner]
+                truth += self.weight[int(d.pair[row])] * (z @ self.down[e].float())
+            worst = max(worst, float((out[token].float() - truth).norm() / truth.norm()))
+        return worst
+
+    def ours(self, tile: Any) -> Callable[[], Any]:
+        from megablocks.ops.grouped import grouped_mm_hopper as hopper
+        from megablocks.ops.permute.combine import combine
+
+        offsets, gather = self.offsets, self.gather if self.gathered else None
+        if self.op in PRODUCTS:
+            return lambda: hopper.ragged_m(self.a, self.w, offsets, gather, tile=tile)
+        if self.op in ("dw1", "dw2"):
+            return lambda: hopper.ragged_k(self.a, self.b, offsets, gather, tile=tile)
+        if self.op == "up2" and tile is None:
+            return lambda: hopper.ragged_m_pair(self.a, self.w, self.w2, offsets, gather)
+        if self.op == "up2":
+            return lambda: tuple(hopper.ragged_m(self.a, w, offsets, gather) for w in (self.w, self.w2))
+        if self.op == "dx2" and tile is None:
+            return lambda: hopper.ragged_m_sum(self.a, self.w, self.a2, self.w2, offsets)
+        if self.op == "dx2":
+            return lambda: hopper.ragged_m(self.a, self.w, offsets) + hopper.ragged_m(self.a2, self.w2, offsets)
+
+        def layer() -> Any:
+            z = hopper.ragged_m(self.a, self.w, offsets, gather)
+            return combine(hopper.ragged_m(z[:, : self.inner], self.down, offsets), self.weight, self.dispatch)
+
+        return layer
+
+    def off(self) -> Callable[[], Any]:
+        """The op as a layer calls it, with the Hopper kernels switched off."""
+        from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_op, gathered_mm_pair
+        from megablocks.ops.grouped.grouped_mm import grouped_mm
+        from megablocks.ops.permute.combine import combine
+
+        d = self.dispatch
+        moves = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
+
+        def call() -> Any:
+            if self.op == "up":
+                return gathered_mm(self.a, self.w, d)
+            if self.op == "up2":
+                return gathered_mm_pair(self.a, self.w, self.w2, d)
+            if self.op in ("down", "dx"):
+                return grouped_mm(self.a, self.w, self.offsets)
+            if self.op == "dx2":
+                return grouped_mm(self.a, self.w, self.offsets) + grouped_mm(self.a2, self.w2, self.offsets)
+            if self.op in ("dw1", "dw2"):
+                return gathered_mm_dw_op(self.a, self.b, *moves)
+            z = gathered_mm(self.a, self.w, d)
+            return combine(grouped_mm(z[:, : self.inner], self.down, self.offsets), self.weight, d)
+
+        def switched_off() -> Any:
+            os.environ["MEGABLOCKS_HOPPER"] = "0"
+            try:
+                return call()
+            finally:
+                del os.environ["MEGABLOCKS_HOPPER"]
+
+        return switched_off
+
+    def twin(self) -> Callable[[], Any]:
+        from megablocks.ops.grouped import grouped_mm_triton
+
+        if self.op in PRODUCTS:
+            gather = self.gather if self.gathered else None
+            return lambda: grouped_mm_triton.ragged_m(self.a, self.w, self.offsets, gather)
+        return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
+
+    def torch_grouped(self) -> Callable[[], Any]:
+        import torch
+
+        ends, index = self.offsets[1:], self.gather.long()
+        if self.op == "layer":
+            weight = self.weight[self.dispatch.pair.long()].bfloat16()[:, None]
+
+            def layer() -> Any:
+                z = torch._grouped_mm(self.a.index_select(0, index), self.w, offs=ends)
+                y = torch._grouped_mm(z[:, : self.inner], self.down, offs=ends)
+                return torch.zeros_like(self.a).index_add_(0, index, y * weight)
+
+            return layer
+        if self.op in ("dw1", "dw2"):
+            rows = self.b[index]
+            return lambda: torch._grouped_mm(self.a.t(), rows, offs=ends)
+        rows = self.a[index] if self.gathered else self.a
+        if self.op == "up2":
+            return lambda: tuple(torch._grouped_mm(rows, w, offs=ends) for w in (self.w, self.w2))
+        if self.op == "dx2":
+            return lambda: torch._grouped_mm(rows, self.w, offs=ends).add_(
+                torch._grouped_mm(self.a2, self.w2, offs=ends)
+            )
+        return lambda: torch._grouped_mm(rows, self.w, offs=ends)
+
+    def bmm(self) -> Callable[[], Any]:
+        """The same floating-point operations with every expert holding R / E rows; its result is not comparable."""
+        import torch
+
+        per = self.R // self.E
+        if self.op in PRODUCTS:
+            rows = torch.randn(self.E, per, self.w.shape[1], device="cuda", dtype=torch.bfloat16) * 0.1
+            return lambda: torch.bmm(rows, self.w)
+        a = self.a[: per * self.E].view(self.E, per, -1).transpose(1, 2)
+        b = torch.randn(self.E, per, self.b.shape[1], device="cuda", dtype=torch.bfloat16) * 0.1
+        return lambda: torch.bmm(a, b)
+
+    def quack(self, tile: tuple[int, int, bool, int, int]) -> Callable[[], Any]:
+        import torch
+        from quack.gemm import gemm
+
+        m, n, pingpong, cluster_m, cluster_n = tile
+        common = dict(tile_M=m, tile_N=n, cluster_M=cluster_m, cluster_N=cluster_n, pingpong=pingpong, persistent=True)
+        if self.op in PRODUCTS:
+            index = self.gather if self.gathered else None
+
+            def product() -> Any:
+                out = torch.empty(self.R, self.w.shape[2], device="cuda", dtype=torch.bfloat16)
+                gemm(self.a, self.w.mT, out, None, None, cu_seqlens_m=self.offsets, A_idx=index, **common)
+                return out
+
+            return product
+
+        def gradient() -> Any:
+            out = torch.empty(self.E, self.a.shape[1], self.b.shape[1], device="cuda", dtype=torch.bfloat16)
+            gemm(self.b.T, self.a.T, out.mT, None, None, cu_seqlens_k=self.offsets, A_idx=self.gather, **common)
+            return out
+
+        return gradient
+
+    def all(self, shape: str, peers: tuple[str, ...]) -> dict[str, Callable[[], Callable[[], Any]]]:
+        made: dict[str, Callable[[], Callable[[], Any]]] = {}
+        single = self.op in (*PRODUCTS, "dw1", "dw2")
+        if "bmm" in peers and single:
+            made["bmm"] = self.bmm
+        if "torch" in peers:
+            made["torch"] = self.torch_grouped
+        for name, tile in candidates(self.op, shape).items():
+            made[name] = lambda tile=tile: self.ours(tile)
+        if "off" in peers and shape in ("S1", "S2"):
+            made["off"] = self.off
+        if "triton" in peers and single:
+            made["triton"] = self.twin
+        if "quack" in peers and single:
+            for name, tile in quack_tiles().items():
+                made[name] = lambda tile=tile: self.quack(tile)
+        return made

@@ -1,0 +1,199 @@
+"""Gather and product in one: each expert multiplies its tokens where they stand, without a copy of their rows.
+
+    y[p] = x[gather[p]] · w[e]                   for offsets[e] <= p < offsets[e+1]; for a gated MLP also z[p], with v
+    dX[t] = Σ over the rows p of token t of dY[p] · w[e]ᵀ + dZ[p] · v[e]ᵀ
+    dW[e] = Σ over the rows p of e of x[gather[p]]ᵀ · dY[p], exactly 0 for an expert without rows; dV likewise
+
+Legend: T tokens, H hidden, R rows, V <= R valid ones, E experts, N outer size. Rows p >= V are never read, and what
+stands there in a result is unspecified. Backward keeps x (T, H) and no (R, H) but the one whose tokens' sum is dX; a
+token's rows are summed in the order of its pairs, so reruns are bit-identical.
+Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather likewise.
+
+Two weights share one call because their gradients of x do: one product over 2·N sums dX where two would write, read and
+add (R, H) each. What runs where is `grouped_mm`'s choice; torch's kernels get rows gathered beforehand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.grouped.grouped_mm import (
+    check_grouped,
+    grouped_mm_dw_op,
+    grouped_mm_op,
+    grouped_mm_ref,
+    has_torch_kernel,
+    hopper_kernels,
+    twin_kernels,
+    under_autocast,
+)
+from megablocks.ops.library import custom_op
+from megablocks.ops.permute.combine import combine_op
+from megablocks.ops.permute.gather import gather_op
+from megablocks.ops.routing.dispatch import Dispatch
+
+
+def gathered_mm_ref(x: Tensor, w: Tensor, gather: Tensor, offsets: Tensor) -> Tensor:
+    """x (T, H), w (E, H, N), gather (R,), offsets (E+1,) → (R, N)."""
+    return grouped_mm_ref(x.index_select(0, gather), w, offsets)
+
+
+def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
+    """x (R, K), w (E, K, N), x2 (R, K), w2 (E, K, N) → x·w + x2·w2 (R, N), rounded once."""
+    acc = accumulation_dtype(x.dtype)
+    total = grouped_mm_ref(x.to(acc), w.to(acc), offsets) + grouped_mm_ref(x2.to(acc), w2.to(acc), offsets)
+    return total.to(x.dtype)
+
+
+@custom_op("megablocks::grouped_mm_sum", mutates_args=())
+def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
+    if not x.is_cuda:
+        return grouped_mm_sum_ref(x, w, x2, w2, offsets)
+    if (hopper := hopper_kernels(x)) and hopper.supports_pair(x, w, x2, w2, offsets):
+        return hopper.ragged_m_sum(x, w, x2, w2, offsets)
+    return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, w2, offsets)
+
+
+@grouped_mm_sum_op.register_fake
+def _(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@custom_op("megablocks::gathered_mm_dw", mutates_args=())
+def gathered_mm_dw_op(
+    dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
+) -> Tensor:
+    """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
+    if gather.shape[0] > 0:
+        if (hopper := hopper_kernels(x)) and hopper.supports_k(dy, x, offsets):
+            return hopper.ragged_k(dy, x, offsets, gather)
+        if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+            return twin.ragged_k(dy, x, offsets, gather)
+    return grouped_mm_dw_op(dy, gather_op(x, pair, gather, scatter, token_offsets), offsets)
+
+
+@gathered_mm_dw_op.register_fake
+def _(
+    dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
+) -> Tensor:
+    return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+@custom_op("megablocks::gathered_mm", mutates_args=())
+def gathered_mm_op(
+    x: Tensor,
+    w: Tensor,
+    v: Tensor | None,
+    pair: Tensor,
+    gather: Tensor,
+    scatter: Tensor,
+    token_offsets: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(R, N) of w and of v, the latter empty without v."""
+    none = x.new_empty(0)
+    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
+        if v is None:
+            return hopper.ragged_m(x, w, offsets, gather), none
+        if hopper.supports_pair(x, w, x, v, offsets):
+            return hopper.ragged_m_pair(x, w, v, offsets, gather)
+    if not has_torch_kernel(x) and (twin := twin_kernels(x)):
+        return twin.ragged_m(x, w, offsets, gather), none if v is None else twin.ragged_m(x, v, offsets, gather)
+    rows = gather_op(x, pair, gather, scatter, token_offsets)
+    return grouped_mm_op(rows, w, offsets), none if v is None else grouped_mm_op(rows, v, offsets)
+
+
+@gathered_mm_op.register_fake
+def _(
+    x: Tensor,
+    w: Tensor,
+    v: Tensor | None,
+    pair: Tensor,
+    gather: Tensor,
+    scatter: Tensor,
+    token_offsets: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor]:
+    y = x.new_empty(gather.shape[0], w.shape[2])
+    return y, x.new_empty(0) if v is None else torch.empty_like(y)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, v, *indices = inputs
+    need_x, need_w, need_v = ctx.needs_input_grad[:3]
+    ctx.gated = v is not None
+    ctx.save_for_backward(x if need_w or need_v else None, *((w, v) if need_x else (None, None)), *indices)
+
+
+def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, v, pair, gather, scatter, token_offsets, offsets = ctx.saved_tensors
+    need_x, need_w, need_v = ctx.needs_input_grad[:3]  # asked again: a caller may want one gradient of three
+    dx = dw = dv = None
+    if need_x:
+        if ctx.gated:
+            d_rows = grouped_mm_sum_op(dy, w.transpose(1, 2), dz, v.transpose(1, 2), offsets)
+        else:
+            d_rows = grouped_mm_op(dy, w.transpose(1, 2), offsets)
+        dx = combine_op(d_rows, None, pair, gather, scatter, token_offsets)
+    indices = pair, gather, scatter, token_offsets, offsets
+    if need_w:
+        dw = gathered_mm_dw_op(dy, x, *indices).transpose(1, 2)
+    if need_v and ctx.gated:
+        dv = gathered_mm_dw_op(dz, x, *indices).transpose(1, 2)
+    return dx, dw, dv, None, None, None, None, None
+
+
+gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _check(x: Tensor, w: Tensor, dispatch: Dispatch) -> None:
+    num_tokens = dispatch.token_offsets.shape[0] - 1
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
+    check_grouped(x, w, dispatch.expert_offsets)
+
+
+def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch) -> Tensor:
+    """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets)` that neither makes nor keeps the gathered rows.
+
+    Args:
+        x: (T, H) floating.
+        w: (E, H, N), same dtype; any stride, best a view `w1.transpose(1, 2)` of (E, N, H), as its gradient is.
+        dispatch: of T tokens and R pairs.
+
+    Returns:
+        (R, N) in x's dtype; rows >= V are unspecified.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    x, w = under_autocast(x, w)
+    _check(x, w, dispatch)
+    d = dispatch
+    return gathered_mm_op(x, w, None, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets)[0]
+
+
+def gathered_mm_pair(x: Tensor, w: Tensor, v: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
+    """`gathered_mm` with w and with v, the two weights of a gated MLP, sharing what they can.
+
+    Args:
+        x, dispatch: as in `gathered_mm`.
+        w, v: (E, H, N) of equal shape.
+
+    Returns:
+        x·w and x·v, (R, N) each; rows >= V are unspecified.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    x, w, v = under_autocast(x, w, v)
+    _check(x, w, dispatch)
+    _check(x, v, dispatch)
+    if w.shape != v.shape:
+        raise ValueError(f"v is {tuple(v.shape)}: must be {tuple(w.shape)}, as w")
+    d = dispatch
+    return gathered_mm_op(x, w, v, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets)

@@ -1,0 +1,88 @@
+"""What the Gluon kernels for Hopper (sm_90) share on the host: when they may run, and descriptors for the TMA unit."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any
+
+import torch
+from packaging.version import Version
+from torch import Tensor
+
+# Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
+TRITON_RELEASES = Version("3.6"), Version("3.8")
+
+
+@functools.cache
+def has_gluon() -> bool:
+    """Whether Triton is one of the releases that the kernels were written for, and compiles rather than interprets."""
+    try:
+        import triton
+        from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
+    except ImportError:
+        return False
+    first, beyond = TRITON_RELEASES
+    return first <= Version(triton.__version__) < beyond and not triton.knobs.runtime.interpret
+
+
+@functools.cache
+def is_hopper(device: int) -> bool:
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def switched_on() -> bool:
+    """MEGABLOCKS_HOPPER=0 in the environment leaves all kernels for Hopper out."""
+    return os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
+
+
+def runs_hopper(t: Tensor) -> bool:
+    """Whether the kernels may run on t: switched on, a Hopper GPU, bfloat16 or float16, a Triton that has them."""
+    return (
+        switched_on()
+        and t.is_cuda
+        and t.dtype in (torch.bfloat16, torch.float16)
+        and is_hopper(t.device.index)
+        and has_gluon()
+    )
+
+
+def aligned(t: Tensor, major: int = -1) -> bool:
+    """TMA reads a tensor whose start and rows stand on 16 bytes and whose `major` dimension is contiguous.
+
+    Rows may not overlap: a stride below the contiguous dimension's length (0 of an expanded gradient) is refused.
+    """
+    unit = 16 // t.element_size()
+    dims = [d for d in range(t.dim()) if d != major % t.dim() and t.shape[d] > 1]
+    return (
+        t.stride(major) == 1
+        and t.data_ptr() % 16 == 0
+        and all(t.stride(d) % unit == 0 and t.stride(d) >= t.shape[major] for d in dims)
+    )
+
+
+@functools.cache
+def _descriptor_of(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
+    """The class and a layout of it: made anew they would take half of a launch's time on the host."""
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
+    return TensorDescriptor, gl.NVMMASharedLayout.get_default_for(list(box), element)
+
+
+def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
+    """A TMA descriptor of t, whose last dimension is contiguous, in pieces of `box`; see `aligned`."""
+    tensor_descriptor, layout = _descriptor_of(tuple(box), t.dtype)
+    if strides is None:
+        unit = 16 // t.element_size()
+        # The stride of a dimension of one is anything; TMA wants it on 16 bytes all the same.
+        strides = [
+            s if n > 1 else -(-max(s, 1) // unit) * unit for s, n in zip(t.stride()[:-1], t.shape, strict=False)
+        ] + [1]
+    return tensor_descriptor(t, list(t.shape) if shape is None else shape, strides, box, layout)

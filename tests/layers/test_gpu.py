@@ -1,0 +1,192 @@
+"""Layers on a GPU, each way of computing experts: values, identical reruns, kernels launched, no wait for the host."""
+
+import contextlib
+
+import pytest
+import torch
+
+from layers.harness import build
+from megablocks.config import MoEConfig
+from megablocks.layers import Experts
+from megablocks.ops.routing.dispatch import Routing
+from megablocks.parallel.dispatcher import LocalDispatcher
+from megablocks.testing.oracle import experts_oracle, relative_error
+from megablocks.testing.poison import poisoned_empty
+from megablocks.testing.routings import ROUTINGS
+
+pytestmark = pytest.mark.gpu
+
+IMPLS = ("grouped", "sparse")
+every_impl = pytest.mark.parametrize("impl", IMPLS)
+every_shape = pytest.mark.parametrize("activation, recompute", [("gelu", False), ("gelu", True), ("swiglu", True)])
+
+
+@contextlib.contextmanager
+def no_sync():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def _experts(routing, impl, activation, dtype, width, recompute=False):
+    """(actual, expected) of y, dx, dweight and each parameter's gradient, the latter by the loop in float64."""
+    tokens, experts = routing.num_tokens, routing.num_experts
+    config = MoEConfig(
+        hidden_size=64, ffn_hidden_size=width, num_experts=experts, activation=activation, mlp_bias=True,
+        mlp_impl=impl, recompute_activation=recompute, init_std=0.1,
+    )  # fmt: skip
+    module = Experts(config, seed=1, dtype=dtype)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for bias in (module.b1, module.c1, module.b2):
+            if bias is not None:
+                bias.copy_(torch.randn(bias.shape, generator=draw))
+    x, dy = (torch.randn(tokens, 64, generator=draw).to(dtype) for _ in range(2))
+    weight = routing.weight.float()
+
+    wide = {n: p.detach().double().requires_grad_() for n, p in module.named_parameters()}
+    wide_x, wide_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    truth = experts_oracle(wide_x, routing.token, routing.expert, wide_weight, wide, experts, activation)
+    truth.backward(dy.double())
+
+    module.cuda()
+    x, weight = x.cuda().requires_grad_(), weight.cuda().requires_grad_()
+    moved = Routing(routing.token.cuda(), routing.expert.cuda(), weight, tokens, experts, routing.top_k)
+    with poisoned_empty():
+        y = LocalDispatcher().run(x, moved, module)
+        y.backward(dy.cuda())
+    actual = {"y": y, "dx": x.grad, "dweight": weight.grad} | {n: p.grad for n, p in module.named_parameters()}
+    expected = {"y": truth, "dx": wide_x.grad, "dweight": wide_weight.grad} | {n: p.grad for n, p in wide.items()}
+    return {n: t.detach().cpu() for n, t in actual.items()}, {n: t.detach() for n, t in expected.items()}
+
+
+@every_impl
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_N6_bf16_experts_equal_float64(impl, activation, name):
+    routing = ROUTINGS[name](300, 5, 2)
+    actual, expected = _experts(routing, impl, activation, torch.bfloat16, 256)
+    for key, value in actual.items():
+        assert relative_error(value, expected[key]) < 0.02, key
+        empty = expected[key].view(5, -1).abs().sum(1) == 0 if key not in ("y", "dx", "dweight") else None
+        if empty is not None:  # R1: an empty expert's gradients are exactly 0
+            assert (value.view(5, -1)[empty] == 0).all(), key
+
+
+@pytest.mark.parametrize(
+    "impl, dtype, width",
+    [("sparse", torch.bfloat16, 192), ("sparse", torch.float16, 128), ("grouped", torch.float16, 128)],
+)
+def test_N6_other_blocks_and_types_equal_float64(impl, dtype, width):
+    actual, expected = _experts(ROUTINGS["zipf"](129, 5, 2), impl, "swiglu", dtype, width, recompute=True)
+    for key, value in actual.items():
+        assert relative_error(value, expected[key]) < 0.02, key
+
+
+@every_impl
+def test_N1_float32_experts_equal_float64(impl):
+    actual, expected = _experts(ROUTINGS["ragged"](129, 5, 2), impl, "geglu", torch.float32, 128)
+    for key, value in actual.items():
+        assert relative_error(value, expected[key]) < 1e-5, key
+
+
+def _layer(impl, activation="gelu", recompute=False):
+    config = MoEConfig(
+        hidden_size=256, ffn_hidden_size=512, num_experts=8, top_k=2, activation=activation, mlp_impl=impl,
+        recompute_activation=recompute, load_balancing_loss_weight=0.1, z_loss_weight=0.01,
+    )  # fmt: skip
+    return build(impl, config, device="cuda", dtype=torch.bfloat16)
+
+
+def _batch(tokens, seed=0):
+    draw = torch.Generator("cuda").manual_seed(seed)
+    x, dy = (torch.randn(tokens, 256, generator=draw, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    return x.requires_grad_(), dy
+
+
+def _step(layer, x, dy):
+    """[y, every loss, dx, every parameter's gradient]"""
+    y, aux = layer.forward_with_aux(x)
+    total = (y * dy).sum() + sum(aux.losses.values())
+    return [y.detach(), *aux.losses.values(), *torch.autograd.grad(total, [x, *layer.parameters()])]
+
+
+@every_impl
+@every_shape
+def test_no_host_synchronisation(impl, activation, recompute):
+    layer, (x, dy) = _layer(impl, activation, recompute), _batch(1000)
+    with no_sync():
+        outcome = _step(layer, x, dy)
+    assert all(t.isfinite().all() for t in outcome)
+
+
+@every_impl
+def test_N2_ten_reruns_are_bit_identical(impl):
+    layer, (x, dy) = _layer(impl, "swiglu"), _batch(2000)
+    first = _step(layer, x, dy)
+    for _ in range(9):
+        assert all(torch.equal(a, b) for a, b in zip(_step(layer, x, dy), first, strict=True))
+
+
+@every_impl
+@every_shape
+def test_a_cuda_graph_replays_forward_and_backward(impl, activation, recompute):
+    """Captured with one batch, replayed on others: another routing, the same kernels, the bits of eager."""
+    layer, (x, dy) = _layer(impl, activation, recompute), _batch(1000)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            _step(layer, x, dy)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = _step(layer, x, dy)
+    for seed in (1, 2):
+        other_x, other_dy = _batch(1000, seed)
+        with torch.no_grad():
+            x.copy_(other_x)
+            dy.copy_(other_dy)
+        graph.replay()
+        for replayed, eager in zip(captured, _step(layer, x, dy), strict=True):
+            assert torch.equal(replayed, eager)
+
+
+def _kernels(layer, tokens=1000):
+    x, dy = _batch(tokens)
+    _step(layer, x, dy)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        _step(layer, x, dy)
+        torch.cuda.synchronize()
+    return {event.name for event in profile.events()}
+
+
+OWN = {"grouped": ("ragged_m_kernel",), "sparse": ("sdd_kernel", "spmm_kernel", "topology_kernel")}
+GROUPED = ("ragged_", "GroupProblemShape", "grouped")
+
+
+def test_each_mlp_impl_launches_its_own_kernels():
+    """By kernel name: what each path must show, and nothing of the others'."""
+    names = {impl: _kernels(_layer(impl)) for impl in IMPLS}
+    names["batched"] = _kernels(build("batched", _layer("sparse").config, device="cuda", dtype=torch.bfloat16))
+    foreign = {"grouped": OWN["sparse"], "sparse": GROUPED, "batched": (*OWN["sparse"], *GROUPED)}
+    for impl, launched in names.items():
+        for kernel in OWN.get(impl, ()):
+            assert any(kernel in name for name in launched), f"{impl} did not launch {kernel}: {sorted(launched)}"
+        for kernel in foreign[impl]:
+            assert not [name for name in launched if kernel in name], f"{impl} launched {kernel}"
+
+
+@pytest.mark.parametrize("tokens, kernel", [(64 * 512, "spmm_kernel"), (8192, "ragged_m_kernel")])
+def test_auto_launches_what_it_says_it_picked(tokens, kernel):
+    config = MoEConfig(hidden_size=256, ffn_hidden_size=256, num_experts=64, mlp_impl="auto")
+    layer = build("auto", config, device="cuda", dtype=torch.bfloat16)
+    picked = layer.experts.mlp_impl_for(tokens)
+    launched = _kernels(layer, tokens)
+    if torch.cuda.get_device_capability() != (9, 0):
+        assert picked == "grouped" and not [name for name in launched if "spmm_kernel" in name]
+        return
+    assert picked == ("sparse" if kernel == "spmm_kernel" else "grouped")
+    assert any(kernel in name for name in launched)
