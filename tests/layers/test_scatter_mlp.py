@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megablocks.config import ACTIVATIONS, MoEConfig
+from megablocks.layers.expert_mlp import sorted_dispatch
 from megablocks.layers.experts import Experts
 from megablocks.layers.scatter_mlp import scatter_mlp
 from megablocks.ops.grouped.grouped_mm_triton import interpreted
@@ -128,6 +129,18 @@ def test_rounded_routing_goes_through(backend):
     routing = route(logits, config, training=True)
     assert (routing.expert[-1] == -1).all()
     check(experts_of(), routing)
+
+
+def test_rows_that_are_sorted_already(backend):
+    """What expert parallelism hands over: rows by expert, and behind them rows of nobody."""
+    experts = experts_of()
+    offsets = torch.tensor([0, 5, 5, 9, 11], dtype=torch.int32, device=DEVICE)
+    rows = torch.randn(14, H, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    rows[11:] = float("nan")
+    with poisoned_empty():
+        dispatch = sorted_dispatch(offsets, 14)
+        y = scatter_mlp(experts._weights(rows.dtype), rows, dispatch, None, experts.config)
+    assert relative_error(y[:11], experts.forward_sorted(rows, offsets)[:11]) < 1e-6
 
 
 def test_R8_scatter_mlp_strided_input_and_stride_0_gradient(backend):
