@@ -225,8 +225,9 @@ def rows_launch(
         return y, None if dots is None else dots.sum(0)
     programs = min(_programs(x.device), (triton.cdiv(num_rows, config.BM) + experts + 1) * n_tiles)
     _rows_kernel[(programs,)](
-        x, w, y, ends, in_index, out_index, _dense(bias), gate, pair, other, other_index, _dense(dot_bias), dots,
-        num_rows, *x.stride(), *w.stride(), 0 if other is None else other.stride(0),
+        x, w, y, *map(_dense, (ends, in_index, out_index, bias, gate, pair)),
+        other, _dense(other_index), _dense(dot_bias), dots, num_rows, *x.stride(), *w.stride(),
+        0 if other is None else other.stride(0),
         N=N, K=K, E=experts, IN_FAN=in_fan, OTHER_FAN=other_fan, TAIL=zero_tail,
         LANES=triton.next_power_of_2(experts + 1), UPCAST=interpreted(), **asdict(config),
     )  # fmt: skip
@@ -255,11 +256,12 @@ def weights_launch(
     config = choose(N, float("inf"), a)
     tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
     _weights_kernel[(tiles,)](
-        a, b, o, sums, ends, a_index, b_index, gate, pair, *a.stride(), *b.stride(), *o.stride(),
+        a, b, o, sums, *map(_dense, (ends, a_index, b_index, gate, pair)), *a.stride(), *b.stride(), *o.stride(),
         M=M, N=N, A_FAN=a_fan, B_FAN=b_fan, UPCAST=interpreted(), **asdict(config),
     )  # fmt: skip
     return o, sums
 
 
-def _dense(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
+def _dense(t: Tensor | None) -> Tensor | None:
+    """`t` as the kernels read what is small: biases, gates and indices, without strides."""
+    return None if t is None else t.contiguous()
