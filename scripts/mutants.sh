@@ -37,6 +37,8 @@ for patch in "${patches[@]/#/$PWD/}"; do
     # pytest: 1 is "a test failed"; everything else (all passed, nothing collected, broken patch) proves nothing.
     if [ "$status" -eq 1 ] && [[ $detail == FAILED* ]]; then
         verdict=killed
+    elif [ "$status" -eq 0 ] && [[ $out != *" passed"* && $out == *" skipped"* ]]; then
+        verdict="no GPU" # every test of it was skipped: shown where there is one
     else
         verdict=SURVIVED
         survivors=$((survivors + 1))

@@ -249,10 +249,37 @@ def test_tiles_drawn_from_a_counter_are_all_computed_once() -> None:
     data = torch.randn(p.num_blocks, 128, 128, device="cuda", dtype=torch.bfloat16)
     s = p.with_data(data)
     dense = s.to_dense().float()
-    for _ in range(3):
+    want = dense.t() @ x.float(), x.float().t() @ dense
+
+    def step() -> list[Tensor]:
         with poisoned_empty():
-            close(dsd(s.t(), x), dense.t() @ x.float(), torch.bfloat16)
-            close(dds(x.t(), s), x.float().t() @ dense, torch.bfloat16)
+            return [dsd(s.t(), x), dds(x.t(), s)]
+
+    def check(results: list[Tensor]) -> None:
+        for got, exact in zip(results, want, strict=True):
+            close(got, exact, torch.bfloat16)
+
+    check(step())
+    graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
+    captured = []
+    for graph in graphs:
+        with torch.cuda.graph(graph):
+            captured.append([dsd(s.t(), x), dds(x.t(), s)])
+    # all at once, over and over: no launch may draw from another's counter
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    outs: list[list[Tensor]] = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+    for _ in range(5):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if i < 2:
+                    graphs[i].replay()
+                else:
+                    outs.append(step())
+    torch.cuda.synchronize()
+    for results in (*outs, *captured):
+        check(results)
 
 
 @pytest.mark.gpu

@@ -151,6 +151,30 @@ def sdd(
     return out
 
 
+_counters: dict[tuple[int, int], Tensor] = {}
+_captured: dict[int, list[Tensor]] = {}
+
+
+def _counter(device: torch.device) -> Tensor:
+    """An int32 that is zero before a launch and after it, and from which no other launch draws meanwhile.
+
+    A stream has one, since its launches follow each other. A launch in a CUDA graph gets its own for good: the graph
+    may be replayed on any stream. Where none is left, a fill in the graph makes one.
+    """
+    index = device.index
+    if torch.cuda.is_current_stream_capturing():
+        left = _captured.get(index)
+        return left.pop() if left else torch.zeros(1, dtype=torch.int32, device=device)
+    stream = torch.cuda.current_stream(device).cuda_stream
+    counter = _counters.get((index, stream))
+    if counter is None:
+        counter = _counters[index, stream] = torch.zeros(1, dtype=torch.int32, device=device)
+        if index not in _captured:
+            # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
+            _captured[index] = list(torch.zeros(4 * 4096, dtype=torch.int32, device=device).split(4))
+    return counter
+
+
 def spmm(
     data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
     *, tile: Tile | None = None,
@@ -188,8 +212,7 @@ def spmm(
         dynamic=by_column,
     )
     dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
-    # its own for each launch: launches on several streams and replays of a graph must not draw from one counter
-    counter = torch.zeros(1, dtype=torch.int32, device=data.device) if c.dynamic else work
+    counter = _counter(data.device) if c.dynamic else work
     spmm_kernel[(multiprocessors(data.device.index),)](
         *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
         work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,

@@ -251,7 +251,7 @@ def _spmm_producer(
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
-    ticket = draw(2, counter_ptr, c)
+    ticket = draw(2, tiles, counter_ptr, c)
     tile = tile_of_round(0)
     tile1 = tile_of_round(1)
     line, first, end, dense = line_of(tile, tiles, work_ptr, dense_tiles)
@@ -264,7 +264,7 @@ def _spmm_producer(
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
         tile2 = drawn(ticket, c)
         line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
-        ticket = draw(i + 3, counter_ptr, c)
+        ticket = draw(i + 3, tiles, counter_ptr, c)
         for j in range(first, end):
             inner = other * 128
             outer = block * 128
@@ -363,7 +363,7 @@ def spmm_kernel(
 ):  # fmt: skip
     """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are.
 
-    counter_ptr: with c.dynamic one int, zero before the launch.
+    counter_ptr: with c.dynamic one int, zero before the launch and after it.
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     board = make_board()

@@ -34,11 +34,24 @@ def rounds(tiles):
 
 
 @gluon.jit
-def draw(i, counter_ptr, c: gl.constexpr):
-    """What says this program's i-th tile: the tile, or a ticket for it that is not waited for before `drawn`."""
+def draw(i, tiles, counter_ptr, c: gl.constexpr):
+    """What says this program's i-th tile: the tile, or a ticket for it that is not waited for before `drawn`.
+
+    A program draws once and then once for each of its tiles. With so many draws in a launch the counter, which wraps,
+    comes back to zero at its end.
+    """
     if c.dynamic:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        return gl.atomic_add(counter_ptr + lane, gl.full_like(lane, 1), mask=lane == 0, sem="relaxed")
+        draws = tiles + gl.num_programs(0)
+        # Triton has no counter that wraps; only the first lane draws
+        return gl.inline_asm_elementwise(
+            "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $2; }",
+            "=r,l,r,r",
+            [counter_ptr + lane * 0, lane * 0 + (draws - 1), lane],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
+        )
     else:
         return tile_of_round(i)
 
