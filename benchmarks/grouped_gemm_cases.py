@@ -15,26 +15,9 @@ SHAPES = {  # T, H, I, E, K
     "S5": (32768, 4096, 1024, 128, 8),
     "S6": (16384, 4096, 14336, 8, 2),
 }
-OPS = ("up", "up2", "down", "dx", "dx2", "dw1", "dw2", "layer")
+OPS = ("up", "down", "dx", "dx2", "dw1", "dw2", "layer")
 PRODUCTS = ("up", "down", "dx")
-GATHERED = ("up", "up2", "dw1", "dw2", "layer")
-
-
-def candidates(op: str, shape: str) -> dict[str, Any]:
-    """What the layers take, and up to two tiles of the Hopper kernels that measurements have not decided about."""
-    from megablocks.ops.grouped.grouped_mm_hopper import Tile
-
-    # A store in four parts, two in flight: a part's way to memory hides under the next one's conversion.
-    parts = Tile(64, 256, 4, out_parts=4, out_buffers=2, group_m=8)
-    wide = Tile(64, 256, 5, pingpong=True, out_parts=4)
-    undecided: dict[str, Any] = {}
-    if op == "up" and shape in ("S2", "S3"):
-        undecided |= {"parts": parts, "wide": wide}
-    elif op in ("dw1", "dw2") and shape in ("S1", "S2"):
-        undecided["parts"] = parts
-    elif op in ("up2", "dx2"):
-        undecided["apart"] = "apart"
-    return {"ours": None} | undecided
+GATHERED = ("up", "dw1", "dw2", "layer")
 
 
 def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
@@ -73,8 +56,6 @@ class Problem:
         self.gathered = op in GATHERED
         if op in ("up", "layer"):
             self.a, self.w = rand(T, H), rand(E, 2 * inner, H).transpose(1, 2)
-        elif op == "up2":
-            self.a, self.w, self.w2 = rand(T, H), *(rand(E, inner, H).transpose(1, 2) for _ in range(2))
         elif op == "down":
             self.a, self.w = rand(R, inner), rand(E, inner, H)
         elif op == "dx":
@@ -94,27 +75,23 @@ class Problem:
         """Largest relative error over a few experts, or tokens; inf when any value is NaN."""
         import torch
 
-        outs = out if isinstance(out, tuple) else (out,)
-        if any(bool(t.isnan().any()) for t in outs):
+        if bool(out.isnan().any()):
             return float("inf")
         if self.op == "layer":
-            return self._check_layer(outs[0])
+            return self._check_layer(out)
         worst = 0.0
         bounds = self.offsets.tolist()
         for e in sorted({0, 1, self.E // 2, self.E - 1}):
             lo, hi = bounds[e], bounds[e + 1]
             index = self.gather[lo:hi].long()
             if self.op in ("dw1", "dw2"):
-                pairs = [(outs[0][e], self.a[lo:hi].float().T @ self.b[index].float())]
+                got, truth = out[e], self.a[lo:hi].float().T @ self.b[index].float()
             else:
                 rows = (self.a[index] if self.gathered else self.a[lo:hi]).float()
-                pairs = [(outs[0][lo:hi], rows @ self.w[e].float())]
-                if self.op == "up2":
-                    pairs.append((outs[1][lo:hi], rows @ self.w2[e].float()))
-                elif self.op == "dx2":
-                    pairs = [(outs[0][lo:hi], pairs[0][1] + self.a2[lo:hi].float() @ self.w2[e].float())]
-            for got, truth in pairs:
-                worst = max(worst, float(torch.norm(got.float() - truth) / truth.norm().clamp_min(1e-20)))
+                got, truth = out[lo:hi], rows @ self.w[e].float()
+                if self.op == "dx2":
+                    truth += self.a2[lo:hi].float() @ self.w2[e].float()
+            worst = max(worst, float(torch.norm(got.float() - truth) / truth.norm().clamp_min(1e-20)))
         return worst
 
     def _check_layer(self, out: Any) -> float:
@@ -132,23 +109,17 @@ class Problem:
             worst = max(worst, float((out[token].float() - truth).norm() / truth.norm()))
         return worst
 
-    def ours(self, tile: Any) -> Callable[[], Any]:
+    def ours(self) -> Callable[[], Any]:
         from megablocks.ops.grouped import grouped_mm_hopper as hopper
         from megablocks.ops.permute.combine import combine
 
         offsets, gather = self.offsets, self.gather if self.gathered else None
         if self.op in PRODUCTS:
-            return lambda: hopper.ragged_m(self.a, self.w, offsets, gather, tile=tile)
+            return lambda: hopper.ragged_m(self.a, self.w, offsets, gather)
         if self.op in ("dw1", "dw2"):
-            return lambda: hopper.ragged_k(self.a, self.b, offsets, gather, tile=tile)
-        if self.op == "up2" and tile is None:
-            return lambda: hopper.ragged_m_pair(self.a, self.w, self.w2, offsets, gather)
-        if self.op == "up2":
-            return lambda: tuple(hopper.ragged_m(self.a, w, offsets, gather) for w in (self.w, self.w2))
-        if self.op == "dx2" and tile is None:
-            return lambda: hopper.ragged_m_sum(self.a, self.w, self.a2, self.w2, offsets)
+            return lambda: hopper.ragged_k(self.a, self.b, offsets, gather)
         if self.op == "dx2":
-            return lambda: hopper.ragged_m(self.a, self.w, offsets) + hopper.ragged_m(self.a2, self.w2, offsets)
+            return lambda: hopper.ragged_m_sum(self.a, self.w, self.a2, self.w2, offsets)
 
         def layer() -> Any:
             z = hopper.ragged_m(self.a, self.w, offsets, gather)
@@ -156,9 +127,15 @@ class Problem:
 
         return layer
 
+    def apart(self) -> Callable[[], Any]:
+        """dx2 as two products and a sum."""
+        from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
+
+        return lambda: ragged_m(self.a, self.w, self.offsets) + ragged_m(self.a2, self.w2, self.offsets)
+
     def off(self) -> Callable[[], Any]:
         """The op as a layer calls it, with the Hopper kernels switched off."""
-        from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_op, gathered_mm_pair
+        from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_op
         from megablocks.ops.grouped.grouped_mm import grouped_mm
         from megablocks.ops.permute.combine import combine
 
@@ -168,8 +145,6 @@ class Problem:
         def call() -> Any:
             if self.op == "up":
                 return gathered_mm(self.a, self.w, d)
-            if self.op == "up2":
-                return gathered_mm_pair(self.a, self.w, self.w2, d)
             if self.op in ("down", "dx"):
                 return grouped_mm(self.a, self.w, self.offsets)
             if self.op == "dx2":
@@ -196,6 +171,21 @@ class Problem:
             return lambda: grouped_mm_triton.ragged_m(self.a, self.w, self.offsets, gather)
         return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
 
+    def torch_take(self) -> Callable[[], Any]:
+        """torch's `layer` with a scatter that reads each token's K rows in place of index_add's atomics."""
+        import torch
+
+        ends, index, back = self.offsets[1:], self.gather.long(), self.dispatch.scatter.long()
+        tokens = self.a.shape[0]
+        weight = self.weight.view(tokens, 1, -1).bfloat16()
+
+        def layer() -> Any:
+            z = torch._grouped_mm(self.a.index_select(0, index), self.w, offs=ends)
+            y = torch._grouped_mm(z[:, : self.inner], self.down, offs=ends)
+            return torch.bmm(weight, y.index_select(0, back).view(tokens, -1, y.shape[1])).squeeze(1)
+
+        return layer
+
     def torch_grouped(self) -> Callable[[], Any]:
         import torch
 
@@ -213,8 +203,6 @@ class Problem:
             rows = self.b[index]
             return lambda: torch._grouped_mm(self.a.t(), rows, offs=ends)
         rows = self.a[index] if self.gathered else self.a
-        if self.op == "up2":
-            return lambda: tuple(torch._grouped_mm(rows, w, offs=ends) for w in (self.w, self.w2))
         if self.op == "dx2":
             return lambda: torch._grouped_mm(rows, self.w, offs=ends).add_(
                 torch._grouped_mm(self.a2, self.w2, offs=ends)
@@ -263,8 +251,11 @@ class Problem:
             made["bmm"] = self.bmm
         if "torch" in peers:
             made["torch"] = self.torch_grouped
-        for name, tile in candidates(self.op, shape).items():
-            made[name] = lambda tile=tile: self.ours(tile)
+        made["ours"] = self.ours
+        if self.op == "dx2":
+            made["apart"] = self.apart
+        if "torch" in peers and self.op == "layer":
+            made["torch-take"] = self.torch_take
         if "off" in peers and shape in ("S1", "S2"):
             made["off"] = self.off
         if "triton" in peers and single:

@@ -32,12 +32,12 @@ def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
-def check_sparse_width(ffn_hidden_size: int, shards: int = 1) -> None:
-    """Refuse a width of which one of `shards` equal parts is no whole number of blocks."""
+def check_sparse_width(ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:
+    """Refuse a width, of the name `field`, of which one of `shards` equal parts is no whole number of blocks."""
     if ffn_hidden_size % (shards * SPARSE_WIDTH):
         where = "" if shards == 1 else f" on each of {shards} shards"
         _refuse(
-            "ffn_hidden_size",
+            field,
             ffn_hidden_size,
             f"must be a multiple of {SPARSE_WIDTH}, better 128,{where} with mlp_impl='sparse', "
             "or use mlp_impl='grouped' or 'auto'",

@@ -229,6 +229,7 @@ class Experts(nn.Module):
             on_hopper=mlp_choice.hopper_kernels_run(self.w1.device if device is None else device),
             dtype=self.w1.dtype if dtype is None else dtype,
             gated=self.config.is_gated,
+            biased=self.config.mlp_bias,
             rows=rows,
             num_experts=self.num_local_experts,
             ffn_hidden_size=self.ffn_hidden_size,
@@ -314,6 +315,6 @@ class Experts(nn.Module):
         few, many = self.mlp_impl_for(0), self.mlp_impl_for(2**62)
         if few == many:
             return f"auto ({few})"
-        fewest = mlp_choice.SPARSE_FROM_ROWS["gated" if self.config.is_gated else "plain"]
+        fewest = mlp_choice.fewest_rows(self.config.is_gated, self.config.mlp_bias)
         assert fewest is not None
         return f"auto ({few} below {fewest * self.num_local_experts} rows, else {many})"

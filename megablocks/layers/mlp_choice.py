@@ -9,33 +9,33 @@ never waits for a GPU; under expert parallelism R changes every step and the cho
 
 from __future__ import annotations
 
-import os
-
 import torch
 
+from megablocks.ops.hopper import switched_on
 from megablocks.ops.sparse import hopper
 
 BLOCK = 128
 """Rows and columns of a block where the block-sparse kernels are fastest."""
 
-SPARSE_FROM_ROWS: dict[str, int | None] = {"plain": 512, "gated": None}
-"""Mean rows an expert from which "sparse" is taken on Hopper, None for never; by kind of activation.
+SPARSE_FROM_ROWS: dict[str, int | None] = {"plain": None, "plain, biased": 512, "gated": None}
+"""Mean rows an expert from which "sparse" is taken on Hopper, None for never; by kind of expert.
 
-Padding adds half a block an expert on average, 64 rows: 6 % at 1024 rows, 12 % at 512, 50 % at 128. For ungated experts
-the products of both paths are within 10 % of each other (benchmarks/NOTES.md) and "sparse" has its activation for free;
-for gated ones the activation is a pass of its own in both, and "grouped" does not write the gathered rows.
+Padding adds half a block an expert on average, 64 rows: 6 % at 1024 rows, 12 % at 512, 50 % at 128. Whole layers,
+forward and backward on an H200 (benchmarks/NOTES.md), time of grouped over that of sparse: 1.00 at 1024 rows an expert,
+0.97 at 512, 0.89 at 128, 0.79 to 0.99 where gated; and grouped keeps less for backward. What "sparse" has for free is
+the bias b1 of ungated experts, in its epilogue: "grouped" passes over (R, I) once more forward and sums it backward.
 """
 
 
 def hopper_kernels_run(device: torch.device) -> bool:
     """Whether Hopper's block-sparse kernels are in use on `device`."""
-    if device.type != "cuda" or os.environ.get("MEGABLOCKS_HOPPER", "1") == "0":
+    if device.type != "cuda" or not switched_on():
         return False
     return hopper.is_available(torch.cuda.current_device() if device.index is None else device.index)
 
 
 def choose_mlp_impl(
-    *, on_hopper: bool, dtype: torch.dtype, gated: bool, rows: int, num_experts: int, ffn_hidden_size: int
+    *, on_hopper: bool, dtype: torch.dtype, gated: bool, biased: bool, rows: int, num_experts: int, ffn_hidden_size: int
 ) -> str:
     """ "grouped" or "sparse"; needs no GPU.
 
@@ -43,13 +43,18 @@ def choose_mlp_impl(
         on_hopper: whether the Hopper kernels run where the layer does, see `hopper_kernels_run`. Elsewhere nothing was
             measured and "grouped" has torch's kernels to fall back on.
         dtype: in which the experts compute.
-        gated: whether the activation is.
+        gated, biased: whether the activation is, and whether the experts have biases.
         rows, num_experts, ffn_hidden_size: R, E, I.
     """
-    fewest = SPARSE_FROM_ROWS["gated" if gated else "plain"]
+    fewest = fewest_rows(gated, biased)
     if not on_hopper or dtype not in (torch.bfloat16, torch.float16) or fewest is None:
         return "grouped"
     return "sparse" if ffn_hidden_size % BLOCK == 0 and rows >= fewest * num_experts else "grouped"
+
+
+def fewest_rows(gated: bool, biased: bool) -> int | None:
+    """The entry of `SPARSE_FROM_ROWS`."""
+    return SPARSE_FROM_ROWS["gated" if gated else "plain, biased" if biased else "plain"]
 
 
 def block_size_of(ffn_hidden_size: int) -> int | None:

@@ -15,7 +15,7 @@ from megatron.core.activations import fast_gelu, squared_relu
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megablocks.config import ConfigError, MoEConfig
+from megablocks.config import ConfigError, MoEConfig, check_sparse_width
 from megablocks.megatron.settings import MegaBlocksSettings
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -88,6 +88,8 @@ def check_without_engine(config: TransformerConfig) -> None:
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:
     """What one of the model's mixture-of-experts layers computes. Losses, jitter and shared experts stay Megatron's."""
     assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
+    if settings.mlp_impl == "sparse":
+        check_sparse_width(config.moe_ffn_hidden_size, config.expert_tensor_parallel_size or 1, "moe_ffn_hidden_size")
     activation, approximate = activation_of(config.activation_func, config.gated_linear_unit)
     sigmoid = config.moe_router_score_function == "sigmoid"
     recompute = settings.recompute_activation or (

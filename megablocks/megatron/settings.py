@@ -36,7 +36,12 @@ class MegaBlocksSettings:
         "package tutel is installed, otherwise ours with Tutel's capacity rule",
         LAYERS,
     )
-    mlp_impl: str = _option("auto", "how the experts are computed", MLP_IMPLS)
+    mlp_impl: str = _option(
+        "auto",
+        "how the experts are computed: grouped GEMMs; block-sparse products, for a width that is a multiple of 64, "
+        "better 128; the float32 reference; auto picks one of the first two by device and shape",
+        MLP_IMPLS,
+    )
     router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
     token_rounding: str | None = _option(
         None, "in training, round each expert's load to a multiple of a tile by this rule; unset: plain top-k",

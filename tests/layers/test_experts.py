@@ -9,6 +9,8 @@ from layers.harness import config_of
 from megablocks.layers import Experts
 from megablocks.layers.mlp_choice import choose_mlp_impl
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.testing.oracle import experts_oracle, relative_error
+from megablocks.testing.poison import poisoned_empty
 
 
 def _whole(config, **kwargs):
@@ -111,8 +113,8 @@ def test_what_is_kept_for_backward(impl, recompute, activation):
     "rows, expected", [(0, "grouped"), (64 * 512 - 1, "grouped"), (64 * 512, "sparse"), (65536, "sparse")]
 )
 def test_auto_weighs_padding(rows, expected):
-    """The paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
-    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, num_experts=64, ffn_hidden_size=2048)
+    """With biases the paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
+    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
     assert choose_mlp_impl(**paper, rows=rows) == expected
 
 
@@ -123,15 +125,28 @@ def test_auto_weighs_padding(rows, expected):
         dict(dtype=torch.float32),
         dict(dtype=torch.float64),
         dict(gated=True),
+        dict(biased=False),
         dict(ffn_hidden_size=2048 + 64),
         dict(num_experts=256),
     ],
     ids=str,
 )
 def test_auto_groups_what_blocks_do_not_suit(changes):
-    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, num_experts=64, ffn_hidden_size=2048, rows=65536)
+    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
+    paper |= dict(rows=65536)
     assert choose_mlp_impl(**paper) == "sparse"
     assert choose_mlp_impl(**{**paper, **changes}) == "grouped"
+
+
+def test_auto_takes_hoppers_kernels_for_off_when_they_are(monkeypatch):
+    from megablocks.layers.mlp_choice import hopper, hopper_kernels_run
+
+    monkeypatch.setattr(hopper, "is_available", lambda index: index == 1)
+    monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
+    assert hopper_kernels_run(torch.device("cuda", 1))
+    assert not hopper_kernels_run(torch.device("cuda", 0)) and not hopper_kernels_run(torch.device("cpu"))
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+    assert not hopper_kernels_run(torch.device("cuda", 1))
 
 
 def test_auto_on_this_device_and_in_words(monkeypatch):
@@ -170,3 +185,26 @@ def test_gradients_are_scaled_and_values_are_not():
     for (name, p), q in zip(whole.named_parameters(), scaled.parameters(), strict=True):
         assert torch.equal(p, q)
         assert torch.allclose(q.grad, p.grad / 4), name
+
+
+@pytest.mark.parametrize("impl", ["reference", "grouped", "sparse"])
+def test_R5_sorted_rows_with_unused_ones_behind(impl):
+    """Megatron's entry: rows stand sorted already; what lies behind the last expert's, NaN here, reaches nothing."""
+    config = config_of("sparse", mlp_impl=impl)
+    experts, draw = Experts(config, seed=2), torch.Generator().manual_seed(5)
+    rows = torch.randn(12, config.hidden_size, generator=draw)
+    offsets = torch.tensor([0, 4, 4, 5, 9], dtype=torch.int32)
+    parameters = {n: p.detach().double().requires_grad_() for n, p in experts.named_parameters()}
+    token, expert = torch.arange(9), torch.tensor([0] * 4 + [2] + [3] * 4)
+    wide = rows[:9].double().requires_grad_()
+    truth = experts_oracle(wide, token, expert, torch.ones(9).double(), parameters, 4, config.activation)
+    truth.square().sum().backward()
+    rows[9:] = float("nan")
+    rows.requires_grad_()
+    with poisoned_empty():
+        y = experts.forward_sorted(rows, offsets)[:9]
+        y.square().sum().backward()
+    assert relative_error(y.detach(), truth.detach()) < 1e-5
+    assert relative_error(rows.grad[:9], wide.grad) < 1e-5
+    for name, p in experts.named_parameters():
+        assert relative_error(p.grad, parameters[name].grad) < 1e-5, name

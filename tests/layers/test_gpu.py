@@ -181,7 +181,7 @@ def test_each_mlp_impl_launches_its_own_kernels():
 
 @pytest.mark.parametrize("tokens, kernel", [(64 * 512, "spmm_kernel"), (8192, "ragged_m_kernel")])
 def test_auto_launches_what_it_says_it_picked(tokens, kernel):
-    config = MoEConfig(hidden_size=256, ffn_hidden_size=256, num_experts=64, mlp_impl="auto")
+    config = MoEConfig(hidden_size=256, ffn_hidden_size=256, num_experts=64, mlp_bias=True, mlp_impl="auto")
     layer = build("auto", config, device="cuda", dtype=torch.bfloat16)
     picked = layer.experts.mlp_impl_for(tokens)
     launched = _kernels(layer, tokens)

@@ -77,10 +77,10 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
 
 
 def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
-    flags = "--megablocks-mlp-impl reference --megablocks-recompute-activation --megablocks-capacity-factor 0"
+    flags = "--megablocks-mlp-impl sparse --megablocks-recompute-activation --megablocks-capacity-factor 0"
     args = parse(parser, *flags.split(), "--megablocks-loss-spike-factor", "3", base=MOE)
     settings = settings_from(args, MegaBlocksSettings)
-    assert settings.mlp_impl == "reference" and settings.recompute_activation and settings.capacity_factor == 0
+    assert settings.mlp_impl == "sparse" and settings.recompute_activation and settings.capacity_factor == 0
     assert settings_from(args, DriverSettings).loss_spike_factor == 3
     assert settings_from(parse(parser), MegaBlocksSettings) == MegaBlocksSettings()
 

@@ -197,6 +197,21 @@ def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
         moe_config(_config(), MegaBlocksSettings(token_rounding="up", capacity_factor=1.0))
 
 
+def test_L2_a_width_that_blocks_do_not_divide() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    settings = MegaBlocksSettings.from_env({"MEGABLOCKS_MLP_IMPL": "sparse"})
+    assert moe_config(_config(), settings).mlp_impl == "sparse"
+    with pytest.raises(
+        ConfigError, match="moe_ffn_hidden_size=48: must be a multiple of 64, better 128, with mlp_impl"
+    ):
+        moe_config(_config(moe_ffn_hidden_size=48), settings)
+    with pytest.raises(
+        ConfigError, match="moe_ffn_hidden_size=64: .*on each of 2 shards with mlp_impl='sparse', or use"
+    ):
+        moe_config(_config(tensor_model_parallel_size=2, expert_tensor_parallel_size=2), settings)
+
+
 def test_L2_expert_choice_refuses_a_balancing_loss() -> None:
     from megablocks.megatron.model_config import moe_config
 

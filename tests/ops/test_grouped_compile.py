@@ -52,7 +52,6 @@ for rows in (4000, 512, 513):
     launches = [
         (ragged_m_kernel, lambda: hopper.ragged_m(x, w, offsets, tile=tile)),
         (ragged_m_kernel, lambda: hopper.ragged_m(x, w, offsets, gather, tile=tile)),
-        (ragged_m_kernel, lambda: hopper.ragged_m_pair(x, w, w, offsets, gather, tile=tile)),
         (ragged_m_kernel, lambda: hopper.ragged_m_sum(x, w, x2, w, offsets, tile=tile)),
         (ragged_k_kernel, lambda: hopper.ragged_k(dy, x, offsets)),
         (ragged_k_kernel, lambda: hopper.ragged_k(dy, x, offsets, gather)),

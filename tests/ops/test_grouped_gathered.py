@@ -114,12 +114,18 @@ def test_R5_smallest_sizes(tokens: int, experts: int, k: int, device: str, poiso
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_R1_R2_all_tokens_to_one_expert_leaves_the_others_exact_zeros(device: str, poison: None) -> None:
+def test_R1_experts_without_rows_get_exact_zeros(device: str, poison: None) -> None:
     _, d, _, x, weights, grads = case("one_hot", 40, 16, 24, torch.bfloat16, device, experts=4)
     _, _, (dw, dv) = run(d, x, weights, grads)
     for t in (dw, dv):
         assert torch.equal(t[:3], torch.zeros_like(t[:3]))
         assert bool((t[3] != 0).any())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_R2_all_tokens_to_one_expert(dtype: torch.dtype, device: str, poison: None) -> None:
+    check("one_hot", 150, 16, 24, dtype, device, experts=4)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -186,6 +192,14 @@ def test_autocast_and_stride_zero_gradients() -> None:
     ones = torch.ones(12, 4, dtype=torch.bfloat16)
     expected = torch.einsum("rn,rh->nh", ones[:4], x.bfloat16()[d.gather[:4].long()])
     assert torch.allclose(inputs[1].grad[0], expected.float(), rtol=2e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_N6_hopper_kernels_off(dtype: torch.dtype, poison: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+    for name in ("ragged", "nobody", "zipf"):
+        check(name, 67, 72, 200, dtype, "cuda", experts=5)
 
 
 @pytest.mark.gpu

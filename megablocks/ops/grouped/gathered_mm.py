@@ -9,8 +9,9 @@ stands there in a result is unspecified. Backward keeps x (T, H) and no (R, H) b
 token's rows are summed in the order of its pairs, so reruns are bit-identical.
 Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather likewise.
 
-Two weights share one call because their gradients of x do: one product over 2·N sums dX where two would write, read and
-add (R, H) each. What runs where is `grouped_mm`'s choice; torch's kernels get rows gathered beforehand.
+Two weights share a call because their gradients of x do: one product over 2·N sums dX where two would write, read and
+add (R, H) each. Forward they stay two launches: one for both was no faster (benchmarks/NOTES.md). What runs where is
+`grouped_mm`'s choice; torch's kernels get rows gathered beforehand.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Te
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, w2, offsets)
-    if (hopper := hopper_kernels(x)) and hopper.supports_pair(x, w, x2, w2, offsets):
+    if (hopper := hopper_kernels(x)) and hopper.supports_sum(x, w, x2, w2, offsets):
         return hopper.ragged_m_sum(x, w, x2, w2, offsets)
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, w2, offsets)
 
@@ -96,11 +97,8 @@ def gathered_mm_op(
 ) -> tuple[Tensor, Tensor]:
     """(R, N) of w and of v, the latter empty without v."""
     none = x.new_empty(0)
-    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
-        if v is None:
-            return hopper.ragged_m(x, w, offsets, gather), none
-        if hopper.supports_pair(x, w, x, v, offsets):
-            return hopper.ragged_m_pair(x, w, v, offsets, gather)
+    if (hopper := hopper_kernels(x)) and all(hopper.supports_m(x, t, offsets) for t in (w, v) if t is not None):
+        return hopper.ragged_m(x, w, offsets, gather), none if v is None else hopper.ragged_m(x, v, offsets, gather)
     if not has_torch_kernel(x) and (twin := twin_kernels(x)):
         return twin.ragged_m(x, w, offsets, gather), none if v is None else twin.ragged_m(x, v, offsets, gather)
     rows = gather_op(x, pair, gather, scatter, token_offsets)

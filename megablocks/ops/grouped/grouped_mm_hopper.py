@@ -61,7 +61,6 @@ class _Plan(Tile):
     K: int = 0
     gather: bool = False
     w_k_major: bool = False
-    paired: bool = False
     summed: bool = False
 
     @property
@@ -70,12 +69,7 @@ class _Plan(Tile):
 
     @property
     def n_tiles(self) -> int:
-        return (1 + self.paired) * -(-self.N // self.BN)
-
-    @property
-    def columns(self) -> int:
-        """Where the tiles of the second weight begin."""
-        return -(-self.N // self.BN) * self.BN
+        return -(-self.N // self.BN)
 
     @property
     def k_steps(self) -> int:
@@ -163,8 +157,8 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
     )
 
 
-def supports_pair(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_m_pair (x2 is x) and ragged_m_sum take these: each product alone, w and w2 of the same major."""
+def supports_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_m_sum takes these: each product alone, of equal shapes, w and w2 of the same major."""
     return (
         supports_m(x, w, offsets)
         and supports_m(x2, w2, offsets)
@@ -201,65 +195,50 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
-    return _launch_m(x, w, None, None, offsets, gather, tile)[0]
-
-
-def ragged_m_pair(
-    x: Tensor, w: Tensor, w2: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
-) -> tuple[Tensor, Tensor]:
-    """ragged_m with w and with w2, of equal shape and major, in one launch: a row's second reading hits L2."""
-    return _launch_m(x, w, None, w2, offsets, gather, tile)
+    return _launch_m(x, w, None, None, offsets, gather, tile)
 
 
 def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor, *, tile: Tile | None = None) -> Tensor:
-    """x · w + x2 · w2 (R, N), summed in float32 and rounded once; both pairs of equal shapes, w's of equal major."""
-    return _launch_m(x, w, x2, w2, offsets, None, tile)[0]
+    """x · w + x2 · w2 (R, N) in one launch, summed in float32 and rounded once. See supports_sum."""
+    return _launch_m(x, w, x2, w2, offsets, None, tile)
 
 
 def _launch_m(
     x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, offsets: Tensor, gather: Tensor | None,
     tile: Tile | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and, with w2 but no x2, y2 (otherwise y again)."""
+) -> Tensor:  # fmt: skip
     from megablocks.ops.grouped.grouped_mm_hopper_kernel import ragged_m_kernel
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
     assert rows < _ROW_BOUND, "the TMA unit clips rows by 30-bit coordinates"
-    paired, summed = w2 is not None and x2 is None, x2 is not None
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
-    y2 = torch.empty_like(y) if paired else y
     if rows == 0:
-        return y, y2
-    k_major = not aligned(w, 2)
-    tile = tile or choose_m(N, K * (1 + summed), rows / experts, gather is not None)
-    c = _Plan(
-        **vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather is not None, w_k_major=k_major, paired=paired,
-        summed=summed,
-    )  # fmt: skip
-    x_box, box = [c.rows, c.BK], [c.rows, c.out_cols]
+        return y
+    k_major, gathered, summed = not aligned(w, 2), gather is not None, x2 is not None
+    tile = tile or choose_m(N, K * (1 + summed), rows / experts, gathered)
+    c = _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gathered, w_k_major=k_major, summed=summed)
+    x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
         return descriptor(t.transpose(1, 2), [1, c.BN, c.BK]) if k_major else descriptor(t, [1, c.BK, c.BN])
 
     ragged_m_kernel[(multiprocessors(x.device.index),)](
-        None if c.gather else descriptor(x, x_box),
+        None if gathered else descriptor(x, x_box),
         weight(w),
-        descriptor(y, box),
-        ragged_rows(y, box),
         None if x2 is None else descriptor(x2, x_box),
         None if w2 is None else weight(w2),
-        descriptor(y2, box) if paired else None,
-        ragged_rows(y2, box) if paired else None,
-        x if c.gather else None,
-        x.stride(0) // 8 if c.gather else 0,
+        descriptor(y, y_box),
+        ragged_rows(y, y_box),
+        x if gathered else None,
+        x.stride(0) // 8 if gathered else 0,
         gather,
         offsets,
         experts,
         c=c,
         num_warps=4,
     )
-    return y, y2
+    return y
 
 
 def ragged_k(

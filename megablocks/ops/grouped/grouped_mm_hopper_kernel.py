@@ -1,7 +1,6 @@
 """Ragged-M grouped GEMM in Gluon: y[r] = x[row(r)] · w[e] for the rows r of expert e. grouped_mm_hopper.py launches it.
 
-`paired`: two weights, y2[r] = x[row(r)] · w2[e] beside it, the column tiles of w2 behind those of w.
-`summed`: two products, y[r] = x[r] · w[e] + x2[r] · w2[e], the steps of the second behind those of the first.
+With `summed` y[r] = x[r] · w[e] + x2[r] · w2[e]: the steps of the second product stand behind those of the first.
 
 One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
 that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
@@ -101,7 +100,9 @@ def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _send_rows(buf, desc, tail_desc, row, end, n0, c: gl.constexpr):
+def _store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    buf = stage_out(part, i, bufs, WG, c)
+    n0 = col + i * c.out_cols
     if row + c.rows <= end:
         tma.async_copy_shared_to_global(desc, [row, n0], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
@@ -111,22 +112,8 @@ def _send_rows(buf, desc, tail_desc, row, end, n0, c: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(part, i: gl.constexpr, bufs, outs, row, end, col, WG: gl.constexpr, c: gl.constexpr):
-    y_desc, y_tail, y2_desc, y2_tail = outs
-    buf = stage_out(part, i, bufs, WG, c)
-    n0 = col + i * c.out_cols
-    if c.paired:
-        if col < c.columns:
-            _send_rows(buf, y_desc, y_tail, row, end, n0, c)
-        else:
-            _send_rows(buf, y2_desc, y2_tail, row, end, n0 - c.columns, c)
-    else:
-        _send_rows(buf, y_desc, y_tail, row, end, n0, c)
-
-
-@gluon.jit
 def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
 ):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
@@ -177,16 +164,16 @@ def _m_consumer(
             row += WG * c.rows
         if c.out_parts == 2:
             p0, p1 = halves(acc, c.rows, c.BN)
-            _store_rows(p0, 0, y_bufs, outs, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
         else:
             h0, h1 = halves(acc, c.rows, c.BN)
             p0, p1 = halves(h0, c.rows, c.BN // 2)
             p2, p3 = halves(h1, c.rows, c.BN // 2)
-            _store_rows(p0, 0, y_bufs, outs, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, outs, row, last, col, WG, c)
-            _store_rows(p2, 2, y_bufs, outs, row, last, col, WG, c)
-            _store_rows(p3, 3, y_bufs, outs, row, last, col, WG, c)
+            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            _store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col, WG, c)
     tma.store_wait(0)
 
 
@@ -251,11 +238,6 @@ def _m_producer(
                 else:
                     _load_w(w2_desc, expert, k0 - c.k_steps * c.BK, col, bar, w_buf, c)
                     _load_x(x2_desc, row, k0 - c.k_steps * c.BK, bar, x_bufs, s, c)
-            elif c.paired:
-                if col < c.columns:
-                    _load_w(w_desc, expert, k0, col, bar, w_buf, c)
-                else:
-                    _load_w(w2_desc, expert, k0, col - c.columns, bar, w_buf, c)
             else:
                 _load_w(w_desc, expert, k0, col, bar, w_buf, c)
             if c.gather:
@@ -276,12 +258,12 @@ def _m_producer(
 
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_m_kernel(
-    x_desc, w_desc, y_desc, y_tail, x2_desc, w2_desc, y2_desc, y2_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
-    c: gl.constexpr, num_warps: gl.constexpr,
+    x_desc, w_desc, x2_desc, w2_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail.
 
-    x2_desc, w2_desc: with `summed`; w2_desc, y2_desc, y2_tail: with `paired`; as those without 2.
+    x2_desc, w2_desc: as those without 2, with `summed`.
     """
     w_shape: gl.constexpr = [c.BN, c.BK] if c.w_k_major else [c.BK, c.BN]
     dtype: gl.constexpr = w_desc.dtype
@@ -293,11 +275,10 @@ def ragged_m_kernel(
     )
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
-    outs = (y_desc, y_tail, y2_desc, y2_tail)
     gl.warp_specialize(
         [
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),
+            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c)),
             (
                 _m_producer,
                 (

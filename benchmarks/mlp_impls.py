@@ -1,0 +1,143 @@
+"""Grouped against block-sparse experts in whole layers: what decides mlp_impl="auto".
+
+    python benchmarks/mlp_impls.py [--only XS,Medium]        needs a GPU; DRY_RUN=1 prints the cases
+
+dMoE forward and backward with its load-balancing loss, bf16, random tokens, a freshly drawn router. Both ways compute
+the same step in one process, in interleaved rounds, called from Python (eager) and replayed from a CUDA graph. They
+must agree before a time is printed. `kept` is the memory held between forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+
+class Case(NamedTuple):
+    """T, H, I, E, K as in megablocks.config."""
+
+    name: str
+    tokens: int
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    activation: str = "gelu"
+    recompute: bool = False
+    bias: bool = False
+
+
+CASES = (
+    Case("XS", 65536, 512, 2048, 64, 1),
+    Case("XS-recompute", 65536, 512, 2048, 64, 1, recompute=True),
+    Case("XS-bias", 65536, 512, 2048, 64, 1, bias=True),
+    Case("Small", 32768, 768, 3072, 64, 1),
+    Case("Small-bias", 32768, 768, 3072, 64, 1, bias=True),
+    Case("Small-glu", 32768, 768, 3072, 64, 1, "swiglu"),
+    Case("Medium", 8192, 1024, 4096, 64, 1),
+    Case("Medium-bias", 8192, 1024, 4096, 64, 1, bias=True),
+    Case("Medium-glu", 8192, 1024, 4096, 64, 1, "swiglu"),
+    Case("Medium-4096", 4096, 1024, 4096, 64, 1),
+    Case("Medium-2048", 2048, 1024, 4096, 64, 1),
+    Case("wide-32", 24576, 1536, 1024, 32, 2, "swiglu"),
+    Case("fine-128", 24576, 1536, 256, 128, 8, "swiglu"),
+    Case("fine-128-few", 3072, 1536, 256, 128, 8, "swiglu"),
+)
+IMPLS = ("grouped", "sparse")
+ROUNDS, REPEATS = 9, 4
+AGREE = 0.01  # relative Frobenius norm of the difference; bf16's rounding leaves 4e-3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="names of cases, comma-separated")
+    names = parser.parse_args().only
+    cases = [case for case in CASES if not names or case.name in names.split(",")]
+    if os.environ.get("DRY_RUN"):
+        print(*cases, sep="\n")
+        return
+    print(f"{'case':14}{'eager ms':>16}{'graph ms':>16}{'grouped/sparse':>16}{'kept MB':>14}{'auto':>9}")
+    for case in cases:
+        measure(case)
+
+
+def build(case: Case, impl: str) -> Any:
+    import torch
+
+    from megablocks import MoEConfig, dMoE
+
+    torch.manual_seed(0)
+    config = MoEConfig(
+        hidden_size=case.hidden, ffn_hidden_size=case.width, num_experts=case.experts, top_k=case.top_k,
+        activation=case.activation, recompute_activation=case.recompute, mlp_bias=case.bias, mlp_impl=impl,
+        load_balancing_loss_weight=0.01,
+    )  # fmt: skip
+    return dMoE(config, device="cuda", dtype=torch.bfloat16, seed=1)
+
+
+def measure(case: Case) -> None:
+    import torch
+
+    x, dy = (torch.randn(case.tokens, case.hidden, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    x.requires_grad_()
+
+    def step_of(layer: Any) -> Callable[[], list[Any]]:
+        def step() -> list[Any]:
+            y, aux = layer.forward_with_aux(x)
+            losses = list(aux.losses.values())
+            ones = [torch.ones_like(loss) for loss in losses]
+            return [y.detach(), *torch.autograd.grad([y, *losses], [x, *layer.parameters()], [dy, *ones])]
+
+        return step
+
+    eager: dict[str, Callable[[], list[Any]]] = {}
+    graphs: dict[str, Any] = {}
+    kept, results = {}, {}
+    for impl in IMPLS:
+        layer = build(case, impl)
+        eager[impl] = step_of(layer)
+        results[impl] = eager[impl]()
+        before = torch.cuda.memory_allocated()
+        held = layer.forward_with_aux(x)
+        kept[impl] = (torch.cuda.memory_allocated() - before) >> 20
+        del held
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            eager[impl]()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = eager[impl]()
+        graphs[impl] = graph, captured  # a graph keeps neither its results nor its operands alive
+    errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(*results.values(), strict=True)]
+    assert max(errors) < AGREE, f"{case.name}: grouped and sparse differ by {max(errors):.1e}"
+    results.clear()
+
+    times = {}
+    for kind, runs in (("eager", eager), ("graph", {impl: graph.replay for impl, (graph, _) in graphs.items()})):
+        samples: dict[str, list[float]] = {impl: [] for impl in IMPLS}
+        for _ in range(ROUNDS):
+            for impl, run in runs.items():
+                run()
+                pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
+                for start, end in pairs:
+                    start.record()
+                    run()
+                    end.record()
+                torch.cuda.synchronize()
+                samples[impl] += [start.elapsed_time(end) for start, end in pairs]
+        times[kind] = [median(samples[impl]) for impl in IMPLS]
+    auto = build(case, "auto").experts.mlp_impl_for(case.tokens * case.top_k)
+    print(
+        f"{case.name:14}{times['eager'][0]:8.3f}{times['eager'][1]:8.3f}{times['graph'][0]:8.3f}{times['graph'][1]:8.3f}"
+        f"{times['graph'][0] / times['graph'][1]:16.2f}{kept['grouped']:7}{kept['sparse']:7}{auto:>9}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
