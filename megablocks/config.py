@@ -14,7 +14,7 @@ from typing import Any
 
 ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-MLP_IMPLS = ("auto", "reference", "grouped", "sparse")
+MLP_IMPLS = ("auto", "reference", "grouped", "sparse", "scatter")
 SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
 ROUTER_TYPES = ("topk", "expert_choice")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
@@ -57,9 +57,10 @@ class MoEConfig:
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
         output_bias: one bias (H,) shared by all experts and added after the combine (megablocks 0.10's `bias`).
         mlp_impl: how rows sorted by expert are multiplied. "grouped": grouped GEMMs, nothing padded; "sparse":
-            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of
-            128 (of 64: smaller blocks, slower); "reference": the float32 oracle; "auto": grouped or sparse by device
-            and shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
+            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of 128
+            (of 64: smaller blocks, slower); "scatter": ScatterMoE's products, which gather and weigh rows in their own
+            loads and stores, in plain Triton; "reference": the float32 oracle; "auto": grouped or sparse by device and
+            shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
             torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
         recompute_activation: keep the pre-activation only and recompute the activation in backward.
         shared_expert_hidden_size: width of an expert that every token passes, None for none.

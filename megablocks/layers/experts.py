@@ -29,6 +29,7 @@ from megablocks.layers.expert_mlp import (
     sorted_dispatch,
     sparse_experts,
 )
+from megablocks.layers.scatter_mlp import scatter_mlp
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.routing.dispatch import Dispatch
@@ -175,6 +176,8 @@ class Experts(nn.Module):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
+            if impl == "scatter":
+                return scatter_mlp(weights, x, dispatch, weight, self.config)
             if impl == "grouped":
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
@@ -197,6 +200,8 @@ class Experts(nn.Module):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
+            if impl == "scatter":
+                return scatter_mlp(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, self.config)
             mlp = reference_mlp if impl == "reference" else grouped_mlp
             return mlp(weights, rows, expert_offsets, self.config)
 
