@@ -14,7 +14,7 @@ from typing import Any
 
 ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-MLP_IMPLS = ("auto", "reference", "grouped", "sparse")
+MLP_IMPLS = ("auto", "reference", "grouped", "sparse", "scatter")
 SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
 QUANTIZE_NUM_BITS = (-1, 4, 8)
 ROUTER_TYPES = ("topk", "expert_choice")
@@ -22,6 +22,7 @@ SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SOFTMAX_ORDERS = ("before_topk", "after_topk")
 CAPACITY_RULES = ("megablocks", "tutel")
 LOSS_SCOPES = ("local", "global")
+TOKEN_ROUNDINGS = ("nearest", "stochastic_frequency", "stochastic_score", "balanced", "up", "down")
 
 
 class ConfigError(ValueError):
@@ -57,9 +58,10 @@ class MoEConfig:
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
         output_bias: one bias (H,) shared by all experts and added after the combine (megablocks 0.10's `bias`).
         mlp_impl: how rows sorted by expert are multiplied. "grouped": grouped GEMMs, nothing padded; "sparse":
-            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of
-            128 (of 64: smaller blocks, slower); "reference": the float32 oracle; "auto": grouped or sparse by device
-            and shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
+            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of 128
+            (of 64: smaller blocks, slower); "scatter": ScatterMoE's products, which gather and weigh rows in their own
+            loads and stores, in plain Triton; "reference": the float32 oracle; "auto": grouped or sparse by device and
+            shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
             torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
         recompute_activation: keep the pre-activation only and recompute the activation in backward.
         quantize_inputs_num_bits: bits, 4 or 8, at which the experts' input is kept for the gradients of w1 and v1; -1
@@ -80,6 +82,8 @@ class MoEConfig:
         expert_score_bias: aux-loss-free balancing: a buffer (E,) added to the scores for selection only.
         expert_score_bias_rate: step by which that buffer moves towards balance at each update.
         uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
+        token_rounding: in training, round each expert's load to a multiple of token_rounding_tile rows by one of
+            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.routers.token_rounding`.
     Losses (float32, returned with the output)
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
         load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
@@ -121,6 +125,8 @@ class MoEConfig:
     expert_score_bias: bool = False
     expert_score_bias_rate: float = 1e-3
     uniform_assignment: bool = False
+    token_rounding: str | None = None
+    token_rounding_tile: int = 128
 
     load_balancing_loss_weight: float = 0.0
     load_balancing_scope: str = "local"
@@ -133,7 +139,7 @@ class MoEConfig:
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
+        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k", "token_rounding_tile"):
             self._check_int(name, minimum=1)
         for name in ("shared_expert_hidden_size", "num_groups", "group_top_k"):
             if getattr(self, name) is not None:
@@ -179,6 +185,8 @@ class MoEConfig:
                 _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_quantizers()
         self._check_groups()
+        if self.token_rounding is not None:
+            self._check_token_rounding()
         if self.router_type == "expert_choice":
             for name in ("expert_score_bias", "uniform_assignment"):
                 if getattr(self, name):
@@ -227,6 +235,19 @@ class MoEConfig:
         if self.top_k > reachable:
             where = f"the experts in group_top_k={self.group_top_k} groups"
             _refuse("top_k", self.top_k, f"must be at most {reachable}, {where}")
+
+    def _check_token_rounding(self) -> None:
+        rule = self.token_rounding
+        if rule not in TOKEN_ROUNDINGS:
+            _refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
+        for name, needed in (
+            ("router_type", "topk"),
+            ("num_groups", None),  # a token that rounding adds may lie outside its best groups
+            ("uniform_assignment", False),
+            ("capacity_factor", None),
+        ):
+            if getattr(self, name) != needed:
+                _refuse("token_rounding", rule, f"needs {name}={needed!r}, not {getattr(self, name)!r}")
 
     @property
     def is_gated(self) -> bool:

@@ -29,6 +29,7 @@ from megablocks.layers.expert_mlp import (
     sorted_dispatch,
     sparse_experts,
 )
+from megablocks.layers.scatter_mlp import scatter_mlp
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.quant.saved import OFF
@@ -176,6 +177,8 @@ class Experts(nn.Module):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
+            if impl == "scatter":
+                return scatter_mlp(weights, x, dispatch, weight, self.config)
             if impl == "grouped":
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
@@ -198,6 +201,8 @@ class Experts(nn.Module):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
+            if impl == "scatter":
+                return scatter_mlp(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, self.config)
             if impl == "reference":
                 return reference_mlp(weights, rows, expert_offsets, self.config)
             gathers = self.config.quantize_inputs_num_bits != OFF  # keeps its input once for both up-projections

@@ -342,5 +342,7 @@ def _check_experts(args: argparse.Namespace, settings: MegaBlocksSettings, ranks
         )
     if settings.layer != "megablocks" and settings.router_type != "topk":
         raise ConfigError(f"megablocks_router_type={settings.router_type}: needs --megablocks-layer megablocks")
+    if settings.layer != "megablocks" and settings.token_rounding is not None:
+        raise ConfigError(f"megablocks_token_rounding={settings.token_rounding}: needs --megablocks-layer megablocks")
     if settings.capacity_factor is not None and not math.isfinite(settings.capacity_factor):
         raise ConfigError(f"megablocks_capacity_factor={settings.capacity_factor}: must be a finite number")

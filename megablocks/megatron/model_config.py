@@ -125,6 +125,8 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         group_top_k=config.moe_router_group_topk,
         expert_score_bias=config.moe_router_enable_expert_bias,
         uniform_assignment=settings.uniform_assignment,
+        token_rounding=settings.token_rounding,
+        token_rounding_tile=settings.token_rounding_tile,
         capacity_factor=settings.capacity_factor,
         capacity_rule=settings.capacity_rule,
     )

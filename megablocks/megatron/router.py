@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megablocks.config import ConfigError
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import moe_config
 from megablocks.megatron.settings import settings_of
@@ -48,6 +49,9 @@ class MegaBlocksRouter(TopKRouter):
             or config.moe_expert_capacity_factor is not None
             or bool(config.moe_router_fusion)
         )
+        if self.uses_megatron_routing and self.moe_config.token_rounding is not None:
+            rule = self.moe_config.token_rounding
+            raise ConfigError(f"megablocks_token_rounding={rule!r}: needs our routing, not Megatron's (see its router)")
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
         self._maintain_float32_expert_bias()

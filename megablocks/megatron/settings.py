@@ -15,7 +15,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import CAPACITY_RULES, MLP_IMPLS, QUANTIZE_NUM_BITS, ROUTER_TYPES, ConfigError
+from megablocks.config import (
+    CAPACITY_RULES,
+    MLP_IMPLS,
+    QUANTIZE_NUM_BITS,
+    ROUTER_TYPES,
+    TOKEN_ROUNDINGS,
+    ConfigError,
+)
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
@@ -43,6 +50,11 @@ class MegaBlocksSettings:
         MLP_IMPLS,
     )
     router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
+    token_rounding: str | None = _option(
+        None, "in training, round each expert's load to a multiple of a tile by this rule; unset: plain top-k",
+        TOKEN_ROUNDINGS,
+    )  # fmt: skip
+    token_rounding_tile: int = _option(128, "that tile, in rows of the experts' product")
     normalize_top_k: float | None = _option(
         None, "p of the p-norm that divides a token's weights (softmax before top-k only); Megatron's own rule if unset"
     )
@@ -68,7 +80,8 @@ class MegaBlocksSettings:
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):
             value, choices = getattr(self, f.name), f.metadata["choices"]
-            if choices is not None and value not in choices:
+            unset = value is None and f.default is None
+            if choices is not None and not unset and value not in choices:
                 raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(map(str, choices))}")
         if self.layer == "tutel":  # the rule is Tutel's, whichever code runs it, and so is the default factor
             object.__setattr__(self, "capacity_rule", "tutel")

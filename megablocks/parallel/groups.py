@@ -32,9 +32,7 @@ class ExpertShard:
     ffn_size: int = 1
 
 
-def shard_of(
-    rank: int, size: int, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True
-) -> ExpertShard:
+def shard_of(rank: int, size: int, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True) -> ExpertShard:
     """The shard of `rank` in an expert group of `size` = expert blocks × ffn shards ranks.
 
     Args:

@@ -21,6 +21,7 @@ from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
 from megablocks.ops.routing.router import route_topk, router_kernel_takes, score_shares
 from megablocks.ops.routing.topk import router_scores, topk_weights
 from megablocks.routers.losses import balance_loss_over_ranks, load_balancing_loss, z_loss
+from megablocks.routers.token_rounding import round_tokens
 
 
 def route(
@@ -37,7 +38,7 @@ def route(
     Args:
         logits: (T, E) floating, differentiable.
         score_bias: (E,) added to the scores for the selection only, for router_type "topk".
-        training: whether the losses are computed.
+        training: whether the losses are computed, and token_rounding rounds.
         loss_group: the ranks of load_balancing_scope "global"; None counts this rank alone.
         padding_mask: (T,) bool, True for padding: such a token gets no expert, is no load and enters no loss.
 
@@ -53,7 +54,8 @@ def route(
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
     if padding_mask is not None and padding_mask.shape != (num_tokens,):
         raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
-    if config.router_type == "topk" and router_kernel_takes(
+    rounds = training and config.token_rounding is not None
+    if (config.router_type == "topk" and not rounds) and router_kernel_takes(
         logits, config.top_k, num_groups=config.num_groups, norm_p=config.normalize_top_k
     ):
         return _fused_token_choice(logits, config, score_bias, training, loss_group, padding_mask)
@@ -64,7 +66,7 @@ def route(
     if config.router_type == "expert_choice":
         routing = expert_choice(router_scores(logits, config.score_function), config, padding_mask)
     else:
-        routing = _token_choice(logits, config, score_bias, padding_mask)
+        routing = _token_choice(logits, config, score_bias, padding_mask, training)
     routing.metrics["nonfinite_tokens"] = (~logits.detach().isfinite()).any(1).sum()
     losses = _losses(logits, routing, config, loss_group, padding_mask) if training else {}
     return dataclasses.replace(routing, losses=losses)
@@ -117,7 +119,9 @@ def _fused_token_choice(
     return routing
 
 
-def _token_choice(logits: Tensor, config: MoEConfig, score_bias: Tensor | None, padding_mask: Tensor | None) -> Routing:
+def _token_choice(
+    logits: Tensor, config: MoEConfig, score_bias: Tensor | None, padding_mask: Tensor | None, training: bool
+) -> Routing:
     ids, weights = topk_weights(
         logits,
         config.top_k,
@@ -129,6 +133,10 @@ def _token_choice(logits: Tensor, config: MoEConfig, score_bias: Tensor | None, 
         norm_p=config.normalize_top_k,
         scaling=config.top_k_scaling,
     )
+    if training and config.token_rounding is not None:
+        scores = router_scores(logits, config.score_function) * config.top_k_scaling
+        rule, tile = config.token_rounding, config.token_rounding_tile
+        return round_tokens(ids, weights, scores, rule, tile, padding_mask=padding_mask)
     if config.uniform_assignment:
         ids = _round_robin(ids, config.num_experts)
     return make_routing(ids, weights, config.num_experts, padding_mask=padding_mask)

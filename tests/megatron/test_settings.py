@@ -35,9 +35,14 @@ def test_settings_come_from_the_environment() -> None:
         "MEGABLOCKS_CAPACITY_RULE": "tutel",
         "MEGABLOCKS_RECOMPUTE_ACTIVATION": "1",
         "MEGABLOCKS_NORMALIZE_TOP_K": "none",
+        "MEGABLOCKS_TOKEN_ROUNDING": "balanced",
+        "MEGABLOCKS_TOKEN_ROUNDING_TILE": "64",
         "MEGABLOCKS_HOME": "/somewhere",
     }
-    expected = MegaBlocksSettings(capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True)
+    expected = MegaBlocksSettings(
+        capacity_factor=-1.25, capacity_rule="tutel", recompute_activation=True,
+        token_rounding="balanced", token_rounding_tile=64,
+    )  # fmt: skip
     assert MegaBlocksSettings.from_env(environ) == expected
     assert MegaBlocksSettings.from_env({}) == MegaBlocksSettings()
 
@@ -57,6 +62,7 @@ def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyP
         ("RECOMPUTE_ACTIVATION", "maybe", "MEGABLOCKS_RECOMPUTE_ACTIVATION='maybe': must be 0, 1, true or false"),
         ("QUANTIZE_INPUTS_NUM_BITS", "5", "quantize_inputs_num_bits=5: must be one of -1, 4, 8"),
         ("QUANTIZE_SCATTER_NUM_BITS", "4.0", "MEGABLOCKS_QUANTIZE_SCATTER_NUM_BITS='4.0': must be an integer"),
+        ("TOKEN_ROUNDING_TILE", "half", "MEGABLOCKS_TOKEN_ROUNDING_TILE='half': must be an integer"),
         ("LAYER", "mine", "layer='mine': must be one of megablocks, experts, megatron, tutel"),
         ("CAPACITY_FACTOR", "-1", r"capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
     ],
@@ -136,7 +142,10 @@ def test_config_maps() -> None:
     assert ours.recompute_activation and not ours.mlp_bias
     assert ours.load_balancing_loss_weight == ours.z_loss_weight == 0, "Megatron's router attaches the losses"
     assert moe_config(_config(moe_router_pre_softmax=True), MegaBlocksSettings()).softmax_order == "before_topk"
-    assert moe_config(_config(), MegaBlocksSettings()).softmax_order == "after_topk"
+    plain = moe_config(_config(), MegaBlocksSettings())
+    assert (plain.softmax_order, plain.token_rounding) == ("after_topk", None)
+    rounded = moe_config(_config(), MegaBlocksSettings(token_rounding="up", token_rounding_tile=64))
+    assert (rounded.token_rounding, rounded.token_rounding_tile) == ("up", 64)
 
 
 @pytest.mark.parametrize(
@@ -192,6 +201,13 @@ def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
         check_without_engine(config)
+
+
+def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    with pytest.raises(ConfigError, match="token_rounding='up': needs capacity_factor=None, not 1.0"):
+        moe_config(_config(), MegaBlocksSettings(token_rounding="up", capacity_factor=1.0))
 
 
 def test_L2_a_width_that_blocks_do_not_divide() -> None:

@@ -18,6 +18,9 @@ NO_AUX = (("moe_aux_loss_coeff", 0.0),)
 LAYOUTS = {
     "dropless": BASE,
     "expert choice": BASE.but(model=NO_AUX, settings=(("router_type", "expert_choice"),)),
+    "token rounding": BASE.but(
+        settings=(("token_rounding", "stochastic_frequency"), ("token_rounding_tile", 4)), recompute="full"
+    ),
     "capacity, megablocks": BASE.but(settings=(("capacity_factor", 0.75),)),
     "capacity, megablocks, fullest": BASE.but(settings=(("capacity_factor", 0.0),)),
     "capacity, tutel": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.75))),
@@ -74,6 +77,13 @@ def test_loss_falls(runs: dict[str, Trained], name: str) -> None:
 def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]) -> None:
     load = _load(runs["expert choice"])
     assert (load[:, :-1] == PAIRS // 4).all() and not load[:, -1].any()
+
+
+@pytest.mark.timeout(600)
+def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
+    """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes."""
+    load = _load(runs["token rounding"])
+    assert (load.sum(1) == PAIRS).all() and not load[:, -1].any()
 
 
 @pytest.mark.timeout(600)

@@ -53,6 +53,15 @@ def routing() -> None:
         dispatch_launch(ints(4096), ints(4096), 512, experts, top_k)
 
 
+@family("routing.rounding_triton", "_keys_kernel", "_select_kernel", "_place_kernel")
+def rounding() -> None:
+    from megablocks.ops.routing.rounding_triton import select_launch
+
+    for experts, top_k, padding in ((8, 1, None), (128, 8, torch.zeros(512, dtype=torch.bool)), (600, 8, None)):
+        ids = torch.zeros(512, top_k, dtype=torch.int64)
+        select_launch(torch.zeros(512, experts), ids, torch.zeros(experts, dtype=torch.int64), padding, 2000)
+
+
 @family("permute.permute_triton", "_expand_kernel", "_combine_kernel", "_combine_backward_kernel")
 def permute() -> None:
     from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
@@ -187,6 +196,26 @@ def fused_up() -> None:
         bias = torch.zeros(16, 96, dtype=torch.bfloat16)
         up(x, w, v, None, None, ints(rows), ints(17), name, "tanh")
         up(x, w, v, bias, None if v is None else bias, ints(rows), ints(17), name, "none")
+
+
+@family("scattered.scattered_triton", "_rows_kernel", "_weights_kernel")
+def scattered() -> None:
+    from megablocks.ops.scattered.scattered_triton import rows_launch, weights_launch
+
+    for dtype, rows in ((torch.bfloat16, 1024), (torch.bfloat16, 4096), (torch.float32, 4096)):
+        order, gate, ends = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.zeros(32, dtype=torch.int64)
+        for n in (64, 128, 512):
+            x, tokens = torch.zeros(rows, n, dtype=dtype), torch.zeros(rows // 8, 256, dtype=dtype)
+            w, bias = torch.zeros(32, n, 256, dtype=dtype).mT, torch.zeros(32, n, dtype=dtype)
+            up = (None, None, None, None, 1, None)
+            rows_launch(tokens, w, ends, rows, order, 8, None, None, *up, True)
+            rows_launch(tokens, w, ends.int(), rows, order.int(), 1, None, bias, *up, False)
+            rows_launch(x, w.mT, ends, rows, None, 1, order, bias[:, :1].expand(32, 256), gate, order, *up[2:], True)
+            # backward of the last: the gradient of the output, wᵀ, gates and the dots with x
+            slope = (order, 8, None, None, gate, order, x, None, 1, torch.zeros(32, 256, dtype=dtype))
+            rows_launch(tokens, w, ends, rows, *slope, True)
+            weights_launch(x, tokens, ends, None, 1, order, 8, gate, order, False, True)
+            weights_launch(tokens, x, ends, order, 8, None, 1, None, None, True, False)
 
 
 @family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")

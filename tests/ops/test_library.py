@@ -27,7 +27,11 @@ from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.routing.histogram import histogram_op
+from megablocks.ops.routing.rounding import select_tokens_op
 from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_op, router_op, router_ref
+from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
+from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear_op
+from megablocks.ops.scattered.products import scattered_rows_op, scattered_weights_op
 from megablocks.ops.sparse import dds, dsd, sdd, topology
 from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op, sparse_mlp_op
 from megablocks.ops.sparse.products import sdd_op, spmm_op
@@ -52,6 +56,8 @@ def _samples():
     weight = routing.weight.float()
     moves = (d.pair, d.gather, d.scatter, d.token_offsets)
     offsets = d.expert_offsets
+    ends, order = offsets[1:], (offsets, d.token_offsets, d.gather, d.scatter, d.pair)
+    _, pairs, pair_ends = flatten_sort_count(routing.expert, E)
     wide = torch.arange(E + 1, dtype=torch.int32) * 6
     p = pad_dispatch(d, wide, 20)
     padding = (p.pair, p.gather, p.scatter, p.token_offsets)
@@ -102,6 +108,41 @@ def _samples():
         "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), *moves, offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
+        "select_tokens": (
+            select_tokens_op,
+            (torch.rand(T, E), routing.expert.view(T, K).long(), torch.tensor([4, 0, 2]), None, 8),
+        ),
+        "scattered_rows": (
+            scattered_rows_op,
+            (const(T, H), const(E, H, F), ends, R, d.gather, 1, *[None] * 6, 1, None, False),
+        ),
+        "scattered_rows_backward": (
+            scattered_rows_op,
+            (const(T, F), const(E, H, F).transpose(1, 2), pair_ends, R, pairs, K, pairs, const(E, H), const(R), pairs)
+            + (const(T, H), pairs, K, const(E, F), True),
+        ),
+        "scattered_weights": (
+            scattered_weights_op,
+            (const(T, H), const(R, F), ends, d.gather, 1, None, 1, None, None, False, False),
+        ),
+        "scattered_weights_gated": (
+            scattered_weights_op,
+            (const(R, H), const(T, F), ends, None, 1, d.gather, 1, weight, d.pair, True, True),
+        ),
+        "parallel_linear": (
+            parallel_linear_op,
+            (t(T, H), t(E, H, F), pairs, pair_ends, t(E, F), t(T, K), K, False, False),
+        ),
+        "parallel_linear_grouped": (
+            parallel_linear_op,
+            (t(R, H), t(E, F, H).transpose(1, 2), pairs, pair_ends, None, None, 1, True, True),
+        ),
+        "gathered_linear": (gathered_linear_op, (t(T, H), t(E, H, F), t(E, F), *order)),
+        "linear_combine": (
+            linear_combine_op,
+            (t(R, F), t(R, F), t(E, F, H), t(E, H), weight.clone().requires_grad_(), *order, "swiglu", "tanh"),
+        ),
+        "linear_combine_plain": (linear_combine_op, (t(R, F), None, t(E, F, H), None, None, *order, "", "tanh")),
         "sparse_topology": (topology_op, (offsets, 2, 5, 64)),
         "sparse_sdd": (sdd_op, (t(s.shape[0], H), t(H, s.shape[1]), list(s.indices), 64, 2)),
         "sparse_dsd": (spmm_op, (t(s.num_blocks, 64, 64), t(s.shape[1], H), list(s.indices), True, False, 2)),

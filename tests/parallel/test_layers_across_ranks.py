@@ -107,7 +107,7 @@ def _compare(kind, config, counts, expert_scale=1.0, **kwargs):
             assert relative_error(grad.reshape(wanted.shape), wanted * expert_scale) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "batched"])
+@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "scatter", "batched"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_N8_N7_gradients_and_losses_equal_plain_data_parallel(kind, world):
     _compare(kind, config_of(kind), (5,) * world)

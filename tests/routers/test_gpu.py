@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megablocks.config import MoEConfig
+from megablocks.config import TOKEN_ROUNDINGS, MoEConfig
+from megablocks.ops.routing.dispatch import count_valid
 from megablocks.routers import make_router, route
 
 pytestmark = pytest.mark.gpu
@@ -17,6 +18,8 @@ pytestmark = pytest.mark.gpu
         {"score_function": "sigmoid", "num_groups": 4, "group_top_k": 2, "expert_score_bias": True},
         {"router_type": "expert_choice"},
         {"uniform_assignment": True},
+        {"token_rounding": "nearest", "token_rounding_tile": 8},
+        {"token_rounding": "balanced", "token_rounding_tile": 8},
     ],
 )
 @pytest.mark.parametrize("padded", [False, True])
@@ -46,9 +49,33 @@ def test_route_equals_the_cpus_without_a_synchronisation(changes, padded):
             router.update_expert_score_bias()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    if cfg.router_type == "topk":  # softmax may tell equal columns apart by a rounding
+    if cfg.token_rounding is not None:  # which of equal tokens are kept hangs on a rounding, too
+        loads = got.metrics["rounded_per_expert"].cpu()
+        assert torch.equal(loads, expected.metrics["rounded_per_expert"])
+        assert torch.equal(loads, count_valid(got.expert, 16).cpu())
+    elif cfg.router_type == "topk":  # softmax may tell equal columns apart by a rounding
         assert torch.equal(got.expert.cpu(), expected.expert)
         assert torch.allclose(got.weight.cpu(), expected.weight, rtol=1e-5)
     assert torch.equal(got.metrics["tokens_per_expert"].cpu(), expected.metrics["tokens_per_expert"])
     for name, loss in expected.losses.items():
         assert torch.allclose(got.losses[name].cpu(), loss, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rule", TOKEN_ROUNDINGS)
+def test_N2_every_rounding_repeats_under_a_seed_without_a_synchronisation(rule):
+    cfg = MoEConfig(hidden_size=4, ffn_hidden_size=8, num_experts=24, top_k=2, token_rounding=rule)
+    logits = torch.randn(9000, 24, device="cuda", requires_grad=True)
+    runs = []
+    for _ in range(10):
+        torch.manual_seed(1)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            routing = route(logits, cfg, training=True)
+            (grad,) = torch.autograd.grad(routing.weight.square().sum(), [logits])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        runs.append((routing.token, routing.expert, routing.weight, grad))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+    loads, counts = (routing.metrics[f"{name}_per_expert"] for name in ("rounded", "tokens"))
+    assert bool((loads % 128 == 0).all()) and bool(((loads - counts).abs() < 128).all())
+    assert torch.equal(count_valid(routing.expert, 24), loads)
