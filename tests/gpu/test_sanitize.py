@@ -54,7 +54,7 @@ def test_N12_memcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_N12_racecheck(name: str) -> None:
-    """No hazard but in the two hand-overs that racecheck cannot follow (benchmarks/NOTES.md, and the tests below)."""
+    """No hazard but in two hand-overs between warps, which benchmarks/NOTES.md explains."""
     _, said = watched("racecheck", str(HERE / "sanitize.py"), name)
     assert f"{name} done" in said and "RACECHECK SUMMARY" in said, said[-3000:]
     places = {place(file, int(line)) for file, line in re.findall(r"access at .* in (\S+\.py):(\d+)", said)}
@@ -114,31 +114,16 @@ __global__ void kernel(float* x, int n) {
     }
 }
 """
-# Four warps write a word, all eight meet at a barrier from two places in the code, the other four read it.
-START = """
-__global__ void kernel(float* x, int n) {
-    __shared__ volatile unsigned char state[8];
-    if (threadIdx.x < 128) {
-        if (WRITERS == 128 || threadIdx.x == 0) *(volatile unsigned*)state = n;
-        asm volatile("barrier.sync 1;" ::: "memory");
-        asm volatile("barrier.sync 1;" ::: "memory");
-    } else {
-        asm volatile("barrier.sync 1;" ::: "memory");
-        x[threadIdx.x % 64] = state[threadIdx.x / 32 - 4];
-        asm volatile("barrier.sync 1;" ::: "memory");
-    }
-}
-"""
 
 
-def control(tool: str, source: str, folder: Path, threads: int = 64) -> tuple[int, str]:
+def control(tool: str, source: str, folder: Path) -> tuple[int, str]:
     """A CUDA kernel of one block under the tool."""
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip("needs a torch that compiles CUDA source")
     program = folder / "program.py"
     program.write_text(
         f"import torch\nkernel = torch.cuda._compile_kernel({source!r}, 'kernel')\n"
-        f"x = torch.zeros(64, device='cuda')\nkernel((1, 1, 1), ({threads}, 1, 1), (x, 64))\n"
+        f"x = torch.zeros(64, device='cuda')\nkernel((1, 1, 1), (64, 1, 1), (x, 64))\n"
         "torch.cuda.synchronize()\n"
     )
     return watched(tool, str(program))

@@ -249,14 +249,18 @@ def test_every_op_runs_on_the_device_of_its_tensors():
     assert [f.name for f in files if "torch.library.custom_op(" in f.read_text()] == ["library.py"]
 
 
-def test_N11_an_op_runs_with_the_device_of_its_tensors_current(monkeypatch):
-    """Tensors of two GPUs that are not there; tests/gpu has the ops on real ones."""
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+@pytest.mark.parametrize("current", [0, 1])
+def test_N11_an_op_runs_with_the_device_of_its_tensors_current(current, monkeypatch):
+    """tests/gpu has the ops on two real GPUs."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     with FakeTensorMode(allow_non_fake_inputs=True):
-        first, second = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
-    chosen = _device_of((1, second, first))
-    assert isinstance(chosen, torch.cuda.device) and chosen.idx == 1
-    for args in ((first, second), (torch.empty(2), second), (1, "a")):
+        on_first = torch.empty(2, device="cuda:0")
+    chosen = _device_of((1, on_first, torch.empty(2)))
+    if current == 0:
+        assert isinstance(chosen, contextlib.nullcontext)
+    else:
+        assert isinstance(chosen, torch.cuda.device) and chosen.idx == 0
+    for args in ((torch.empty(2), on_first), (1, "a")):
         assert isinstance(_device_of(args), contextlib.nullcontext)
 
 
