@@ -14,7 +14,10 @@ from typing import Any
 
 ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
 GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-MLP_IMPLS = ("auto", "reference", "grouped", "sparse", "scatter")
+MLP_IMPLS = ("auto", "reference", "grouped", "sparse", "scatter", "fused")
+_QUANTIZED = ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits")
+# What an implementation keeps as it is, or does not keep at all.
+_NOT_QUANTIZED = {"reference": _QUANTIZED[:2], "scatter": _QUANTIZED, "fused": _QUANTIZED[2:]}
 SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
 QUANTIZE_NUM_BITS = (-1, 4, 8)
 ROUTER_TYPES = ("topk", "expert_choice")
@@ -60,10 +63,12 @@ class MoEConfig:
         mlp_impl: how rows sorted by expert are multiplied. "grouped": grouped GEMMs, nothing padded; "sparse":
             block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of 128
             (of 64: smaller blocks, slower); "scatter": ScatterMoE's products, which gather and weigh rows in their own
-            loads and stores, in plain Triton; "reference": the float32 oracle; "auto": grouped or sparse by device and
-            shape, logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
+            loads and stores, in plain Triton; "fused": the whole MLP in one op that keeps only its input and the
+            pre-activations; "reference": the float32 oracle; "auto": grouped or sparse by device and shape, logged
+            once. `MoE`, whose experts all have the same number of places, multiplies them by one
             torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
-        recompute_activation: keep the pre-activation only and recompute the activation in backward.
+        recompute_activation: keep the pre-activation only and recompute the activation in backward. "fused" does so
+            anyway; there it keeps the input alone, and the up-projection is recomputed.
         quantize_inputs_num_bits: bits, 4 or 8, at which the experts' input is kept for the gradients of w1 and v1; -1
             keeps it as it is. `ops.quant` gives bytes and errors.
         quantize_rematerialize_num_bits: the same for the pre-activations; recomputes the activation.
@@ -212,12 +217,13 @@ class MoEConfig:
             _refuse(name, value, f"must be a finite number{bound}")
 
     def _check_quantizers(self) -> None:
-        for name in ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits"):
+        for name in _QUANTIZED:
             value = getattr(self, name)
             if type(value) is not int or value not in QUANTIZE_NUM_BITS:
                 _refuse(name, value, f"must be one of {', '.join(map(str, QUANTIZE_NUM_BITS))}")
-            if value != -1 and self.mlp_impl == "reference" and name != "quantize_scatter_num_bits":
-                _refuse(name, value, "must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'")
+            if value != -1 and name in _NOT_QUANTIZED.get(self.mlp_impl, ()):
+                allowed = f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', 'grouped' or 'sparse'"
+                _refuse(name, value, allowed)
 
     def _check_groups(self) -> None:
         if (self.num_groups is None) != (self.group_top_k is None):

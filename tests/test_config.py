@@ -18,7 +18,7 @@ BAD = [
     ({"top_k": None}, "top_k=None: must be an integer >= 1"),
     ({"activation": "swish"}, f"activation='swish': must be one of {', '.join(ACTIVATIONS)}"),
     ({"gelu_approximate": "erf"}, "gelu_approximate='erf': must be one of tanh, none"),
-    ({"mlp_impl": "dense"}, "mlp_impl='dense': must be one of auto, reference, grouped, sparse, scatter"),
+    ({"mlp_impl": "dense"}, "mlp_impl='dense': must be one of auto, reference, grouped, sparse, scatter, fused"),
     (
         {"mlp_impl": "sparse", "ffn_hidden_size": 100},
         "ffn_hidden_size=100: must be a multiple of 64, better 128, with mlp_impl='sparse', "

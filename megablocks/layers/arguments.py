@@ -57,8 +57,8 @@ class Arguments:
     """The fields of megablocks 0.10's `Arguments`, in its order and with its defaults (source: its arguments.py).
 
     `device` None means the current CUDA device where there is one, else the CPU, decided when a layer is built.
-    `mlp_impl` may also be "auto", "scatter" or "reference" beside 0.10's "grouped" and "sparse". `activation_fn` may be
-    a name. The quantize_* fields are 0.5.1's and stand last; they need no other package.
+    `mlp_impl` may also be "auto", "fused", "scatter" or "reference" beside 0.10's "grouped" and "sparse".
+    `activation_fn` may be a name. The quantize_* fields are 0.5.1's and stand last; they need no other package.
 
     Raises:
         ConfigError: one line with the field, its value and what is allowed.

@@ -1,6 +1,7 @@
-"""The experts' MLP, once for each way of laying out rows; all four compute the same function.
+"""The experts' MLP, once for each way of laying out rows; all compute the same function.
 
     grouped    rows sorted by expert, ragged counts: one grouped GEMM a projection, which may gather the rows itself
+    fused      gather, MLP and weighted sum in one op that keeps x and the pre-activations (SonicMoE, arXiv 2512.14080)
     sparse     rows padded to whole blocks an expert: block-sparse products (MegaBlocks, arXiv 2211.15841)
     reference  grouped's rows, a plain loop over experts in float32: the oracle, and what autograd alone makes of it
     batched    (E, C, H), the same number of rows an expert: one torch.bmm a projection
@@ -21,6 +22,7 @@ from megablocks.config import MoEConfig
 from megablocks.ops.activation import activate, activation_ref
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.fused.down import activate_and_project
+from megablocks.ops.fused.mlp import fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
 from megablocks.ops.grouped.grouped_mm import grouped_mm
@@ -104,6 +106,18 @@ def sparse_experts(
     if weights.b2 is not None:
         rows = add_expert_bias(rows, weights.b2, padded_offsets)
     return padded_scatter(rows, weight, padded, num_bits=config.quantize_scatter_num_bits)
+
+
+def fused_experts(
+    weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None, config: MoEConfig
+) -> Tensor:
+    """x (T, H), dispatch over the experts of `weights`, weight (R,) or None for ones → (T, H), 0 without an expert."""
+    w1, v1, w2, b1, c1, b2 = weights
+    return fused_mlp(
+        x, weight, dispatch, w1, w2, v1=v1, b1=b1, c1=c1, b2=b2, activation=config.activation,
+        approximate=config.gelu_approximate, recompute=config.recompute_activation,
+        input_bits=config.quantize_inputs_num_bits, pre_bits=config.quantize_rematerialize_num_bits,
+    )  # fmt: skip
 
 
 def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:

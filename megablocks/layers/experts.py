@@ -24,6 +24,7 @@ from megablocks.layers import mlp_choice
 from megablocks.layers.expert_mlp import (
     ExpertWeights,
     batched_mlp,
+    fused_experts,
     grouped_mlp,
     reference_mlp,
     sorted_dispatch,
@@ -37,6 +38,8 @@ from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.parallel.all_to_all import scale_gradient
 
 logger = logging.getLogger(__name__)
+# Implementations that gather tokens and weigh and sum rows themselves.
+_WHOLE = {"scatter": scatter_mlp, "fused": fused_experts}
 _logged: set[str] = set()
 
 InitFn = Callable[[Tensor], Any]
@@ -177,8 +180,8 @@ class Experts(nn.Module):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
-            if impl == "scatter":
-                return scatter_mlp(weights, x, dispatch, weight, self.config)
+            if impl in _WHOLE:
+                return _WHOLE[impl](weights, x, dispatch, weight, self.config)
             if impl == "grouped":
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
@@ -201,8 +204,9 @@ class Experts(nn.Module):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
-            if impl == "scatter":
-                return scatter_mlp(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, self.config)
+            if impl in _WHOLE:
+                identity = sorted_dispatch(expert_offsets, rows.shape[0])
+                return _WHOLE[impl](weights, rows, identity, None, self.config)
             if impl == "reference":
                 return reference_mlp(weights, rows, expert_offsets, self.config)
             gathers = self.config.quantize_inputs_num_bits != OFF  # keeps its input once for both up-projections

@@ -10,7 +10,7 @@ from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 
 TOLERANCE = 1e-5
-KINDS = ("reference", "grouped", "sparse", "scatter", "batched")
+KINDS = ("reference", "grouped", "sparse", "scatter", "fused", "batched")
 
 
 def config_of(kind=None, **changes):

@@ -75,7 +75,7 @@ def test_activation_functions_are_recognised(function, mlp_type, expected):
         (dict(hidden_size=1.5), "hidden_size=1.5: must be an integer >= 1"),
         (dict(moe_jitter_eps=1.0), "moe_jitter_eps=1.0: must be below 1"),
         (dict(moe_loss_weight=-1.0), "moe_loss_weight=-1.0: must be a finite number >= 0"),
-        (dict(mlp_impl="dense"), "mlp_impl='dense': must be one of auto, reference, grouped, sparse, scatter"),
+        (dict(mlp_impl="dense"), "mlp_impl='dense': must be one of auto, reference, grouped, sparse, scatter, fused"),
         (dict(mlp_impl="sparse"), "ffn_hidden_size=20: must be a multiple of 64, better 128, with mlp_impl='sparse'"),
         (dict(mlp_type="moe"), "mlp_type='moe': must be one of mlp, glu"),
         (dict(fp16=True, bf16=True), "bf16=True: needs fp16=False"),

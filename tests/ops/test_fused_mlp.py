@@ -119,7 +119,8 @@ def test_N9_fused_mlp_opcheck():
     leaves = [None if values[n] is None else values[n].requires_grad_() for n in NAMES]
     d = dispatch
     for recompute in (False, True):
-        args = (*leaves, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets, "swiglu", "tanh", recompute)
+        indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
+        args = (*leaves, *indices, "swiglu", "tanh", recompute, -1, -1)
         torch.library.opcheck(fused_mlp_op.definition, args)
 
 

@@ -14,6 +14,9 @@ from torch.utils._pytree import tree_map_only
 import megablocks.ops
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
+from megablocks.ops.fused.gradient import mlp_gradient_op
+from megablocks.ops.fused.mlp import fused_mlp_op
+from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
@@ -164,6 +167,24 @@ def _samples():
         "sparse_mlp_gated_quantised": (
             sparse_mlp_op,
             (t(*up[0]), t(*up[1]), t(*up[1]), None, None, t(s.shape[1], H), *gated, True, 4, 8),
+        ),
+        "fused_mlp": (
+            fused_mlp_op,
+            (t(T, H), weight.clone().requires_grad_(), t(E, F, H), t(E, F, H), t(E, F, H), t(E, F), t(E, F), t(E, H))
+            + (*moves, offsets, "swiglu", "tanh", False, -1, 8),
+        ),
+        "fused_mlp_plain": (
+            fused_mlp_op,
+            (t(T, H), weight.clone().requires_grad_(), t(E, F, H), None, t(E, F, H), None, None, None)
+            + (*moves, offsets, "gelu", "tanh", True, -1, -1),
+        ),
+        "fused_up": (
+            fused_up_op,
+            (const(T, H), const(E, F, H), const(E, F, H), None, const(E, F), *moves, offsets, "geglu", "none"),
+        ),
+        "mlp_gradient": (
+            mlp_gradient_op,
+            (const(R, F), const(R, F), const(R, F), weight, d.pair, offsets, "swiglu", "tanh"),
         ),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),

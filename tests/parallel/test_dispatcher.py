@@ -13,7 +13,7 @@ from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 
-IMPLS = ("reference", "grouped", "sparse", "scatter")
+IMPLS = ("reference", "grouped", "sparse", "scatter", "fused")
 TOLERANCE = 1e-5
 
 

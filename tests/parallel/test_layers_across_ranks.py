@@ -107,7 +107,7 @@ def _compare(kind, config, counts, expert_scale=1.0, **kwargs):
             assert relative_error(grad.reshape(wanted.shape), wanted * expert_scale) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "scatter", "batched"])
+@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "scatter", "fused", "batched"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_N8_N7_gradients_and_losses_equal_plain_data_parallel(kind, world):
     _compare(kind, config_of(kind), (5,) * world)
@@ -137,7 +137,7 @@ def _errors_of_quantisers(config):
     """By quantiser, the relative error of output, dx, and the gradients of router, w1, v1 and w2."""
     plain = _output_and_gradients(config)
     errors = {}
-    for name in ("inputs", "rematerialize", "scatter"):
+    for name in ("inputs", "rematerialize", "scatter", "fused"):
         quantised = _output_and_gradients(config.replace(**{f"quantize_{name}_num_bits": 8}))
         errors[name] = [relative_error(a, b) for a, b in zip(quantised, plain, strict=True)]
     return errors

@@ -5,8 +5,8 @@
 Legend: T tokens, H hidden, R rows and pairs, E experts, I expert width, s a pair's weight. Row p computes pair pair[p].
 
 Forward: up with its activation, down, combine. Kept for backward: x, z and u (the two factors before the activation),
-s and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated (2·T·H + 2·R·I else), or with `recompute` x and s alone.
-Neither a nor anything of size R·H outlives a call. Backward:
+s and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated (2·T·H + 2·R·I else), or with `recompute` x and s alone;
+x and the factors also quantised (`ops.quant`). Neither a nor anything of size R·H outlives a call. Backward:
 
     dA = dY[token] · w2ᵀ            → d_z, d_u, s·a and dS = ⟨dA, a⟩ (+ ⟨dY, b2⟩), one pass     (gradient.py)
     dW2 = (s·a)ᵀ · dY[token]        db2[e] = Σ s · dY[token]
@@ -31,6 +31,7 @@ from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
+from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 _WIDTH = 8  # columns of the narrowest product that every kernel takes
@@ -40,7 +41,7 @@ _WIDTH = 8  # columns of the narrowest product that every kernel takes
 def fused_mlp_op(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool,
+    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
     z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
@@ -57,38 +58,41 @@ def fused_mlp_op(
 def _(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool,
+    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
     return torch.empty_like(x), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs
+    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute, input_bits, pre_bits = inputs
     _, z, u = output
     ctx.mark_non_differentiable(z, u)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, w1, v1, w2, b1, c1, b2, z, u, *indices)
+    ctx.packed_x, *kept_x = pack(x, input_bits)
+    ctx.packed_z, *kept_z = pack(z, pre_bits)
+    ctx.packed_u, *kept_u = pack(u, pre_bits)
+    ctx.save_for_backward(*kept_x, *kept_z, *kept_u, weight, w1, v1, w2, b1, c1, b2, *indices)
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, weight, w1, v1, w2, b1, c1, b2, z, u, *indices = ctx.saved_tensors
-    pair, gather, scatter, token_offsets, offsets = indices
+    x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
+    pair, gather, _, _, offsets = indices
+    x, z, u = unpack(ctx.packed_x, x, x_scales), unpack(ctx.packed_z, z, z_scales), unpack(ctx.packed_u, u, u_scales)
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
     if dy is None:
-        return (None,) * 16
+        return (None,) * 18
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
     if ctx.recompute:
         z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
-    gate = None if v1 is None else u
     below_act = need_x or need_w1 or need_v1 or need_b1 or need_c1
     if below_act or need_weight or need_w2:
         d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, *indices)
         d_z, d_u, scaled, d_weight = mlp_gradient_op(
-            d_act, z, gate, weight, pair, offsets, ctx.name, ctx.approximate
+            d_act, z, None if v1 is None else u, weight, pair, offsets, ctx.name, ctx.approximate
         )
-        del d_act, z, u, gate
+        del d_act, z, u
         if need_w2:
             dw2 = gathered_mm_dw_op(scaled, dy, *indices)
         del scaled
@@ -112,7 +116,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
         db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
     d_weight = d_weight if need_weight else None
-    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 8
+    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 10
 
 
 def _bias_gradient_of_weight(
@@ -134,20 +138,21 @@ fused_mlp_op.register_autograd(_backward, setup_context=_save)
 
 
 def fused_mlp(
-    x: Tensor, weight: Tensor, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
+    x: Tensor, weight: Tensor | None, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
     b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
-    approximate: str = "tanh", recompute: bool = False,
+    approximate: str = "tanh", recompute: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
 ) -> Tensor:  # fmt: skip
     """Each token's experts and their weighted sum.
 
     Args:
         x: (T, H) floating.
-        weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing.
+        weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing; None for ones.
         dispatch: of T tokens and R pairs.
         w1, w2: (E, I, H) in x's dtype; v1 the same, given when `activation` is gated ("swiglu", "geglu", "reglu").
         b1, c1: (E, I), c1 only when gated; b2: (E, H).
         activation, approximate: as in `activate`.
         recompute: keep x and weight alone, and compute the up-projection again in backward.
+        input_bits, pre_bits: 4 or 8 keep x, or the pre-activations, quantised (`ops.quant`); -1 as they are.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.
@@ -179,4 +184,7 @@ def fused_mlp(
     check_activation(w1, v1, activation, approximate)
     biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
     indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
-    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, activation, approximate, recompute)[0]
+    if weight is None:
+        weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
+    options = activation, approximate, recompute, input_bits, pre_bits
+    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options)[0]
