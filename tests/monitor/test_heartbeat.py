@@ -15,18 +15,23 @@ import json, os, signal, sys, time
 from torch.distributed import TCPStore
 from megablocks.monitor.heartbeat import Heartbeat
 timeout, lives, frozen, folder = json.loads(sys.argv[1])
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-pids = []
+pids, ways = [], []
 for rank, life in enumerate(lives):
-    pid = os.fork()
+    reading, writing = os.pipe()
+    pid = os.fork()  # before the store starts its threads: a child forked beside them may never get a lock
     if pid == 0:
+        port = int(os.read(reading, 16))
         os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
-        beat = Heartbeat("127.0.0.1", store.port, rank, len(lives), timeout)
+        beat = Heartbeat("127.0.0.1", port, rank, len(lives), timeout)
         assert beat.wait_until_known()
         time.sleep(life)
         beat.stop()
         os._exit(0)
     pids.append(pid)
+    ways.append(writing)
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+for way in ways:
+    os.write(way, str(store.port).encode())
 while not all(store.check([f"heartbeat/0/{rank}"]) for rank in range(len(lives))):
     time.sleep(0.05)
 if frozen is not None:
