@@ -33,7 +33,7 @@ from typing import Any
 
 from block_sparse_cases import FEW_TOKENS, PRODUCTS, SIZES, Case
 from children import Runner, candidate, guarded, run_child
-from harness import ROUNDS, Gate, calls_for, emit, graph_of, interleave, milliseconds, speed, write_result
+from measure import ROUNDS, Gate, calls_for, emit, graph_of, interleave, milliseconds, speed, write_result
 
 ROUND_MS = 8.0
 # The paper's own figures, on its own GPU: what a run is held against.

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from harness import emit
+from measure import emit
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from children import candidate
-from harness import Gate, emit, gpu_name, on_gpu, result_path, write_result
 from layer_candidates import OURS, SIZES, shape_of
+from measure import Gate, emit, gpu_name, on_gpu, result_path, write_result
 
 COLD_GOAL_S = 10.0
 ACTIVATIONS = ("gelu", "swiglu")

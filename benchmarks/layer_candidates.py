@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from harness import relative_error
+from measure import relative_error
 
 OURS = ("auto", "sparse", "grouped")
 PEERS = ("torch", "scattermoe", "sonicmoe")

@@ -7,8 +7,8 @@ from statistics import median
 from typing import Any
 
 from children import candidate, guarded
-from harness import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
 from layer_candidates import PEERS, Problem, Step
+from measure import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
 
 
 def memory_of(step: Step) -> dict[str, int]:

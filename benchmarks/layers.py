@@ -27,7 +27,6 @@ from statistics import median
 from typing import Any
 
 from children import Runner, run_child
-from harness import ROUNDS, Gate, emit, gpu_name, on_gpu, result_path, speed, write_result
 from layer_candidates import (
     GOAL,
     GOAL_FROM,
@@ -42,6 +41,7 @@ from layer_candidates import (
     shape_of,
 )
 from layer_timing import check_and_time, profile
+from measure import ROUNDS, Gate, emit, gpu_name, on_gpu, result_path, speed, write_result
 
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"

@@ -22,9 +22,9 @@ from statistics import median
 from typing import Any
 
 from children import Runner, run_child
-from harness import ROUNDS, Gate, emit, gpu_name, on_gpu, peer_figures, result_path, speed, void_reasons, write_result
 from layer_candidates import OURS, PEERS, Problem, Shape, select
 from layer_timing import check_and_time
+from measure import ROUNDS, Gate, emit, gpu_name, on_gpu, peer_figures, result_path, speed, void_reasons, write_result
 
 TOY = "64,32; 64/8/2"
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from harness import read_result
 from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS
+from measure import read_result
 
 COLORS = {
     "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",

@@ -16,7 +16,7 @@ from megablocks.testing.routings import skewed, steer
 
 from .conftest import BENCHMARKS
 
-harness = importlib.import_module("harness")
+measure = importlib.import_module("measure")
 peers = importlib.import_module("peers")
 plot = importlib.import_module("plot")
 
@@ -38,12 +38,12 @@ def child_records(module, *flags):
 
 def finish(module, name, said, path):
     """As the parent does: gate, summary, file."""
-    gate = harness.Gate(lambda key: True)
+    gate = measure.Gate(lambda key: True)
     records = [r for r in said if not gate.take(r) and not {"job", "start", "finished"} & set(r)]
     summary = module.summarise(records, gate)
     if isinstance(summary, tuple):
         summary = summary[0]
-    harness.write_result(path, name, gate=gate, summary=summary, records=records)
+    measure.write_result(path, name, gate=gate, summary=summary, records=records)
     return path
 
 
@@ -61,7 +61,7 @@ def results(tmp_path_factory):
 
 
 def test_layers_are_right_and_their_loads_exact(results):
-    result = harness.read_result(results[0])
+    result = measure.read_result(results[0])
     assert result["gate"]["green"] and 0 < result["gate"]["largest_error"] < 2e-2
     even, skewed = result["records"]
     assert (even["skew"], even["fullest"], even["least"]) == (1.0, 32, 32)
@@ -71,7 +71,7 @@ def test_layers_are_right_and_their_loads_exact(results):
     summary = result["summary"]
     case = summary["sizes"]["toy"]["skews"][1]["candidates"]
     assert case["padded"]["speed"] == 1.0 and case["auto"]["speed"] == pytest.approx(
-        harness.speed(skewed["times"], "eager/auto", "eager/padded")
+        measure.speed(skewed["times"], "eager/auto", "eager/padded")
     )
     # no graph on a CPU: that a goal was not measured is said, not passed over
     assert any("graph_speed none" in missed for missed in summary["missed"])
@@ -79,7 +79,7 @@ def test_layers_are_right_and_their_loads_exact(results):
 
 
 def test_peers_compute_the_same_layer(results):
-    result = harness.read_result(results[1])
+    result = measure.read_result(results[1])
     assert result["gate"]["green"] and not result["void"]
     rows = result["summary"]["shapes"][peers.TOY]
     assert {"auto", "grouped", "torch", "bmm"} <= set(rows)
@@ -92,7 +92,7 @@ def test_rates_count_backward_as_the_rest_of_the_step():
 
 
 def test_shapes_are_read_and_labelled_alike():
-    for label in harness.peer_figures()["shapes"]:
+    for label in measure.peer_figures()["shapes"]:
         assert peers.shape_of(label).label == label
     shape = peers.shape_of("40960,768; 256/128/8")
     assert shape.forward_flops == 6 * 40960 * 768 * 256 * 8
@@ -116,7 +116,7 @@ def test_the_goals_hold_in_both_timings():
 
 
 def test_a_wrong_candidate_turns_the_gate_red_and_no_speed_up_is_printed(capsys):
-    gate = harness.Gate(lambda key: True)
+    gate = measure.Gate(lambda key: True)
     gate.take({"good": "XS/1/padded", "error": 1e-3})
     gate.take({"bad": "XS/1/auto", "why": "relative error 1.0e+00"})
     record = {"size": "XS", "skew": 1.0, "times": {"eager/padded": [1.0], "forward/padded": [1.0]}, "memory": {}}

@@ -12,7 +12,7 @@ import torch
 
 from .conftest import BENCHMARKS
 
-harness = importlib.import_module("harness")
+measure = importlib.import_module("measure")
 children = importlib.import_module("children")
 
 
@@ -26,38 +26,38 @@ def test_rounds_take_turns_and_the_first_is_dropped():
 
         return run
 
-    times = harness.interleave({name: timer(name) for name in "abc"}, rounds=3)
+    times = measure.interleave({name: timer(name) for name in "abc"}, rounds=3)
     assert "".join(order) == "cab" + "abc" + "bca" + "cab"
     assert times == {"a": [4.0, 9.0, 11.0], "b": [5.0, 7.0, 12.0], "c": [6.0, 8.0, 10.0]}
-    assert harness.interleave({}) == {}
+    assert measure.interleave({}) == {}
 
 
 def test_speed_is_the_median_of_the_rounds_ratios():
     # a chip that slows down: medians taken apart would say 2/2, every round says 2x
     times = {"ours": [1.0, 2.0, 4.0], "base": [2.0, 4.0, 8.0], "none": []}
-    assert harness.speed(times, "ours", "base") == 2.0
-    assert harness.speed({"ours": [1.0, 3.0, 2.0], "base": [4.0, 6.0, 2.0]}, "ours", "base") == 2.0
-    assert harness.speed(times, "ours", "none") is None and harness.speed(times, "ours", "absent") is None
+    assert measure.speed(times, "ours", "base") == 2.0
+    assert measure.speed({"ours": [1.0, 3.0, 2.0], "base": [4.0, 6.0, 2.0]}, "ours", "base") == 2.0
+    assert measure.speed(times, "ours", "none") is None and measure.speed(times, "ours", "absent") is None
 
 
 def test_milliseconds_and_calls_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("times by events there")
-    assert 2.0 <= harness.milliseconds(lambda: time.sleep(0.002), 3) < 20.0
-    assert harness.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in (2, 3, 4, 5)
-    assert harness.calls_for(lambda: time.sleep(0.004), round_ms=1.0) == 1
+    assert 2.0 <= measure.milliseconds(lambda: time.sleep(0.002), 3) < 20.0
+    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in (2, 3, 4, 5)
+    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=1.0) == 1
 
 
 def test_relative_error_refuses_nan_and_other_shapes():
     want = torch.tensor([3.0, 4.0])
-    assert harness.relative_error(want, want) == 0
-    assert harness.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
-    assert harness.relative_error(torch.tensor([3.0, float("nan")]), want) == float("inf")
-    assert harness.relative_error(want[:1], want) == float("inf")
+    assert measure.relative_error(want, want) == 0
+    assert measure.relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert measure.relative_error(torch.tensor([3.0, float("nan")]), want) == float("inf")
+    assert measure.relative_error(want[:1], want) == float("inf")
 
 
 def test_the_gate_is_red_for_ours_and_for_nothing_measured():
-    gate = harness.Gate(lambda key: key.endswith("/ours"))
+    gate = measure.Gate(lambda key: key.endswith("/ours"))
     assert not gate.green
     assert gate.take({"good": "case/ours", "error": 1e-3}) and gate.take({"bad": "case/peer", "why": "broke"})
     assert not gate.take({"times": {}})
@@ -71,7 +71,7 @@ FIGURES = {"gpu": "NVIDIA H200", "when": "earlier", "shapes": {"s": {"tflops": {
 
 @pytest.mark.parametrize("got, void", [(84.9, True), (85.1, False), (120.0, False)])
 def test_a_peer_far_below_its_earlier_figure_voids_the_run(got, void):
-    reasons = harness.void_reasons([("s", "peer", "total", got)], FIGURES, "NVIDIA H200")
+    reasons = measure.void_reasons([("s", "peer", "total", got)], FIGURES, "NVIDIA H200")
     assert bool(reasons) == void
     if void:
         assert "peer total at s" in reasons[0] and "100" in reasons[0]
@@ -79,12 +79,12 @@ def test_a_peer_far_below_its_earlier_figure_voids_the_run(got, void):
 
 def test_other_gpus_and_unknown_cases_void_nothing():
     slow = [("s", "peer", "total", 1.0), ("s", "peer", "forward", 1.0), ("other", "peer", "total", 1.0)]
-    assert harness.void_reasons(slow, FIGURES, None) == []
-    assert len(harness.void_reasons(slow, FIGURES, "NVIDIA H200")) == 1
+    assert measure.void_reasons(slow, FIGURES, None) == []
+    assert len(measure.void_reasons(slow, FIGURES, "NVIDIA H200")) == 1
 
 
 def test_the_peers_figures_are_whole():
-    figures = harness.peer_figures()
+    figures = measure.peer_figures()
     assert figures["gpu"] == "NVIDIA H200" and len(figures["shapes"]) == 7 and figures["source"]
     for label, row in figures["shapes"].items():
         assert {"bmm", "scattermoe", "torch"} <= set(row["tflops"]), label
@@ -92,25 +92,25 @@ def test_the_peers_figures_are_whole():
 
 
 def write(path, **changes):
-    gate = harness.Gate(lambda key: True)
+    gate = measure.Gate(lambda key: True)
     gate.take({"good": "a/ours", "error": 0.001})
     values = dict(gate=gate, summary={"x": 1}, records=[{"r": 1}, {"r": 2}], void=())
-    harness.write_result(path, "sample", **{**values, **changes})
+    measure.write_result(path, "sample", **{**values, **changes})
 
 
 def test_a_result_is_read_back_with_where_it_was_taken(tmp_path, monkeypatch):
     monkeypatch.setenv("MEGABLOCKS_COMMIT", "0123abc")
-    path = harness.result_path("sample", "NVIDIA H200", tmp_path)
+    path = measure.result_path("sample", "NVIDIA H200", tmp_path)
     assert path == tmp_path / "h200" / "sample.json"
-    assert harness.result_path("sample", None, tmp_path).parent.name == "cpu"
+    assert measure.result_path("sample", None, tmp_path).parent.name == "cpu"
     write(path)
-    result = harness.read_result(path)
+    result = measure.read_result(path)
     assert result["records"] == [{"r": 1}, {"r": 2}] and result["summary"] == {"x": 1} and result["gate"]["green"]
     environment = result["environment"]
     assert environment["commit"] == "0123abc" and environment["torch"] == torch.__version__
     assert environment["command"].startswith("python ") and environment["date"].endswith("UTC")
     write(path, records=[])
-    assert harness.read_result(path)["records"] == []
+    assert measure.read_result(path)["records"] == []
 
 
 def test_half_a_file_is_never_a_result(tmp_path):
@@ -120,15 +120,15 @@ def test_half_a_file_is_never_a_result(tmp_path):
     for cut in range(0, len(whole) - 2, 97):
         path.write_text(whole[:cut])
         with pytest.raises(ValueError, match="sample.json"):
-            harness.read_result(path)
+            measure.read_result(path)
     partial = json.loads(whole)
     del partial["gate"]
     path.write_text(json.dumps(partial))
     with pytest.raises(ValueError, match="missing: gate"):
-        harness.read_result(path)
+        measure.read_result(path)
     path.write_text("[1]")
     with pytest.raises(ValueError, match="not a result"):
-        harness.read_result(path)
+        measure.read_result(path)
 
 
 def test_a_write_that_fails_leaves_the_old_result(tmp_path):
