@@ -5,4 +5,4 @@ from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 if str(BENCHMARKS) not in sys.path:
-    sys.path.insert(0, str(BENCHMARKS))
+    sys.path.append(str(BENCHMARKS))  # last: some names there are those of test folders
