@@ -146,6 +146,17 @@ def test_R8_strides():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_R8_strided_bias_and_mask():
+    logits, bias, mask = _case(12, 10, True, True)
+    options = (3, False, False, 1, 1.0, 0.1, 0.1)
+    wide_bias, wide_mask = (torch.stack([t, ~t if t.dtype == torch.bool else -t], 1)[:, 0] for t in (bias, mask))
+    got, expected = (RouterOutput(*route_launch(logits, *t, *options)) for t in ((wide_bias, wide_mask), (bias, mask)))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    grad, saved = torch.ones(36, device=DEVICE), (got.expert, got.load, got.stats)
+    results = [route_backward_launch(logits, m, *saved, grad, None, None, None, *options) for m in (wide_mask, mask)]
+    assert torch.equal(*results)
+
+
 @pytest.mark.gpu
 def test_N2_ten_reruns_are_bit_identical():
     logits = torch.randn(20_001, 96, device="cuda", requires_grad=True)
