@@ -251,6 +251,10 @@ def test_N4_scattered_rows_past_two_to_the_31_elements(backend):
     pair = torch.tensor([1, 0, 2], device=DEVICE)
     o, _ = products.scattered_weights(x, x, ends, a_index=pair, b_index=pair)
     assert relative_error(o[1], x[[0, 2]].double().T @ x[[0, 2]].double()) < 1e-3
+    columns = x.t()  # the same of columns, as an operand that came from a transpose has them
+    o, sums = products.scattered_weights(columns, columns, torch.tensor([16], device=DEVICE), with_sums=True)
+    assert relative_error(o[0], columns.double().T @ columns.double()) < 1e-3
+    assert relative_error(sums[0], columns.double().sum(0)) < 1e-3
 
 
 def test_N5_scattered_frozen_inputs_and_two_backwards(backend):
