@@ -61,7 +61,7 @@ def _(
     name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
-    return torch.empty_like(x), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
+    return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -171,6 +171,8 @@ def fused_mlp(
         raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={x.shape[1]}")
     if (v1 is None) == (activation in GATED):
         raise ValueError(f"v1 is {'missing' if v1 is None else 'given'}: activation={activation!r} wants the opposite")
+    if c1 is not None and v1 is None:
+        raise ValueError(f"c1 is given: activation={activation!r} has no gate to add it to")
     inner, hidden = w1.shape[1:]
     for what, t, shape in (
         ("w2", w2, w1.shape), ("v1", v1, w1.shape), ("b1", b1, (experts, inner)), ("c1", c1, (experts, inner)),

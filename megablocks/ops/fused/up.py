@@ -20,11 +20,15 @@ from megablocks.ops.grouped.grouped_mm import hopper_kernels
 from megablocks.ops.library import custom_op
 
 
-def _fused(x: Tensor, w1: Tensor, offsets: Tensor) -> ModuleType | None:
+def _fused(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, offsets: Tensor
+) -> ModuleType | None:
     if hopper_kernels(x) is None:
         return None
     from megablocks.ops.fused import up_hopper
 
+    if v1 is not None and ((b1 is None) != (c1 is None) or not up_hopper.supports(x, v1, offsets)):
+        return None  # the kernel adds both biases or none
     return up_hopper if up_hopper.supports(x, w1, offsets) else None
 
 
@@ -34,7 +38,7 @@ def fused_up_op(
     scatter: Tensor, token_offsets: Tensor, offsets: Tensor, name: str, approximate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → z, u (empty unless gated), a (R, I); not differentiable by itself."""
-    if kernel := _fused(x, w1, offsets):
+    if kernel := _fused(x, w1, v1, b1, c1, offsets):
         z, u, a = kernel.up(x, w1, v1, b1, c1, gather, offsets, name, approximate)
         return z, x.new_empty(0) if u is None else u, a
     second = None if v1 is None else v1.transpose(1, 2)
