@@ -11,6 +11,7 @@ from megablocks.ops.grouped import grouped_mm_hopper
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.poison import poisoned_empty
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "weight", "w1", "v1", "w2", "b1", "c1", "b2")
 
 
@@ -177,5 +178,30 @@ def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
         (None, None, None, True), (None, bias, None, True), (w, None, None, True), (w, bias, bias, True),
         (w, bias, None, False), (w, None, bias, False), (strided, None, None, False),
     ):  # fmt: skip
-        assert (up._fused(x, w, v1, b1, c1, offsets) is not None) == taken
-    assert up._fused(x, strided, None, None, None, offsets) is None
+        assert (up._kernels(x, w, v1, b1, c1, offsets) is not None) == taken
+    assert up._kernels(x, strided, None, None, None, offsets) is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
+def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, activation, bias):
+    from megablocks.ops.fused.up_triton import up
+
+    values, d, _, _ = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, dtype=torch.float32)
+    v = {n: None if t is None else t.to(DEVICE) for n, t in values.items()}
+    gather, offsets = d.gather.to(DEVICE), d.expert_offsets.to(DEVICE)
+    with poisoned_empty():
+        z, u, a = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], gather, offsets, activation, "none")
+    bounds = offsets.tolist()
+    for e in range(experts):
+        rows = slice(bounds[e], bounds[e + 1])
+        x = v["x"][gather[rows].long()].double()
+        want_z = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
+        torch.testing.assert_close(z[rows].double(), want_z, rtol=1e-5, atol=1e-5)
+        want_u = None
+        if u is not None:
+            want_u = x @ v["v1"][e].double().t() + (0 if v["c1"] is None else v["c1"][e])
+            torch.testing.assert_close(u[rows].double(), want_u, rtol=1e-5, atol=1e-5)
+        want = activation_ref(want_z, want_u, activation, "none")
+        torch.testing.assert_close(a[rows].double(), want, rtol=1e-5, atol=1e-5)

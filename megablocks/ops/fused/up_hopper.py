@@ -103,7 +103,6 @@ def up(
     )
     box = [c.rows, c.out_cols]
     second = z if u is None else u
-    b1, c1 = (None if b is None else b.contiguous() for b in (b1, c1))
     weight_box = [c.columns, c.BK]
     flat = w1.view(-1, hidden)
     up_kernel[(multiprocessors(x.device.index),)](

@@ -183,7 +183,9 @@ def _weights_kernel(
             for p0 in range(start, end, BK):
                 p = p0 + tl.arange(0, BK)
                 live = p < end
-                b_ptrs = b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
+                b_ptrs = (
+                    b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
+                )
                 b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
                 if gate_ptr is not None:
                     gate = tl.load(gate_ptr + _at(pair_ptr, p, live, 1), mask=live, other=0.0).to(tl.float32)
