@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megablocks import ops
 
@@ -81,6 +82,7 @@ def test_replicate(counts, dtype, device):
     out = ops.replicate(x, bins, sum(counts))
     assert out.dtype == dtype and out.is_contiguous()
     assert torch.equal(out, torch.repeat_interleave(x, torch.tensor(counts, device=device), dim=1))
+    assert torch.equal(ops.replicate(x, bins, sum(counts) + 2), F.pad(out, (0, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)
