@@ -205,3 +205,13 @@ def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, ac
             torch.testing.assert_close(u[rows].double(), want_u, rtol=1e-5, atol=1e-5)
         want = activation_ref(want_z, want_u, activation, "none")
         torch.testing.assert_close(a[rows].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_N5_fused_mlp_backward_under_autocast():
+    """A `with` around a whole step narrows nothing that the op computes in float32."""
+    values, dispatch, _, dy = _case(13, 16, 8, 3, 2, True, True, dtype=torch.bfloat16)
+    run = _fused(dispatch, "swiglu")
+    _, outside = _with_gradients(run, values, dy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, inside = _with_gradients(run, values, dy)
+    assert all(torch.equal(inside[name], grad) for name, grad in outside.items())

@@ -127,7 +127,8 @@ def _bias_gradient_of_weight(
     acc = accumulation_dtype(dy.dtype)
     expert = expert_of_row(offsets, pairs)
     used = expert < experts
-    dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
+    with torch.autocast(dy.device.type, enabled=False):  # or torch would narrow what the router learns from
+        dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
     at = gather.long() * experts + expert.clamp(max=experts - 1)
     values = dots.index_select(0, at).to(dtype)
     target = torch.where(used, pair, pairs).long()  # unused rows write to a spare place
