@@ -183,3 +183,7 @@ def test_bad_options_are_named():
         route_topk(logits, 2, norm_p=3)
     with pytest.raises(ValueError, match="^top_k=5: must be from 1 to the number of experts, 4"):
         route_topk(logits, 5)
+    with pytest.raises(ValueError, match=r"^bias is \(3,\): must be \(4,\) for logits \(3, 4\)"):
+        route_topk(logits, 2, bias=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"^padding_mask is \(3, 1\): must be \(3,\) for logits \(3, 4\)"):
+        route_topk(logits, 2, padding_mask=torch.zeros(3, 1, dtype=torch.bool))
