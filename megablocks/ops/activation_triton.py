@@ -37,10 +37,10 @@ def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr):
         value = z * sigma
         slope = sigma * (1 + z * (1 - sigma))
     elif NAME == "relu":
-        value = tl.where(z > 0, z, z * 0)  # z * 0 keeps a NaN
+        value = tl.where(z <= 0, 0.0, z)  # keeps a NaN, and -inf is 0
         slope = tl.where(z > 0, 1.0, 0.0)
     else:
-        positive = tl.where(z > 0, z, z * 0)
+        positive = tl.where(z <= 0, 0.0, z)
         value = positive * positive
         slope = 2 * positive
     return value, slope

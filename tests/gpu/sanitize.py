@@ -247,6 +247,8 @@ def grouped_hopper(device: torch.device) -> Step:
             return []
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        for tile in tiles:  # no row of any expert: nothing of `order` may be read, not even ahead
+            hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
         return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]
 
     return step

@@ -13,6 +13,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16] if DEVICE == "cuda" else [torch.float32]
 
 
+@pytest.mark.parametrize("name", ["relu", "relu2", "reglu"])
+def test_what_overflowed_downwards_is_zero_for_relu(name: str, poison: None) -> None:
+    """As torch's: a float16 product may be -inf, which relu makes 0 and 0 · -inf would make NaN."""
+    pre = torch.tensor([float("-inf"), -1.0, 0.0, 2.0], dtype=torch.float16, device=DEVICE)
+    gate = torch.full_like(pre, 3.0) if name == "reglu" else None
+    grad = torch.ones_like(pre)
+    assert torch.equal(activation_launch(pre, gate, name, "tanh"), activation_ref(pre, gate, name, "tanh"))
+    found = activation_backward_launch(grad, pre, gate, name, "tanh")
+    for one, other in zip(found, activation_backward_ref(grad, pre, gate, name, "tanh"), strict=True):
+        assert other is None or torch.equal(one, other)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*UNARY, *GATED])
 @pytest.mark.parametrize("approximate", ["tanh", "none"])

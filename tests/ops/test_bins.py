@@ -1,4 +1,4 @@
-"""histogram, replicate and repeat against loops, on the references and on the kernels."""
+"""histogram and replicate against loops, on the references and on the kernels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from megablocks.ops.permute.padded_triton import bin_sum_launch, replicate_launch
-from megablocks.ops.permute.replicate import bin_sum_ref, repeat, replicate, replicate_ref
+from megablocks.ops.permute.replicate import bin_sum_ref, replicate, replicate_ref
 from megablocks.ops.routing import dispatch_triton
 from megablocks.ops.routing.histogram import histogram, histogram_ref
 
@@ -53,12 +53,6 @@ def test_R7_histogram_counts_what_is_inside(count, num_bins, monkeypatch, poison
 
 def test_histogram_of_nothing():
     assert histogram(torch.empty(0, dtype=torch.int32), 3).tolist() == [0, 0, 0]
-
-
-def test_repeat_tiles_and_keeps_what_needs_none():
-    x = torch.arange(6.0).view(2, 3)
-    assert repeat(x, (1, 1)) is x
-    assert torch.equal(repeat(x, (2, 3)), x.repeat(2, 3))
 
 
 def test_bad_arguments_are_named():

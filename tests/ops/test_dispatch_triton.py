@@ -45,3 +45,15 @@ def test_counting_sort_equals_reference(kind: str, monkeypatch: pytest.MonkeyPat
             found = dispatch_triton.dispatch_launch(token, expert, num_tokens, num_experts, hint)
             for name, one, other in zip(expected._fields, expected, found, strict=True):
                 assert torch.equal(one, other), (name, num_tokens, num_experts, top_k, hint)
+
+
+def test_R8_every_second_id(poison: None) -> None:
+    """The first choice of two, `ids[:, :1]`, keeps its stride through make_routing."""
+    pairs = torch.tensor([[2, 0], [0, 9], [1, 9], [2, 9], [0, 9]], dtype=torch.int32, device=DEVICE)
+    token, expert = torch.arange(5, dtype=torch.int32, device=DEVICE), pairs[:, :1].flatten()
+    assert expert.stride() == (2,)
+    wide = torch.stack([token, token], 1)[:, 0]
+    expected = build_dispatch_ref(token, expert, 5, 3)
+    for hint in (1, None):
+        found = dispatch_triton.dispatch_launch(wide, expert, 5, 3, hint)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

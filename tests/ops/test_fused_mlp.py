@@ -4,8 +4,10 @@ import pytest
 import torch
 
 from megablocks.ops.activation import GATED, UNARY, activation_ref
+from megablocks.ops.fused import up
 from megablocks.ops.fused.gradient import mlp_gradient_op, mlp_gradient_ref
 from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
+from megablocks.ops.grouped import grouped_mm_hopper
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.poison import poisoned_empty
 
@@ -119,6 +121,7 @@ def test_N9_fused_mlp_opcheck():
     values, dispatch, _, _ = _case(6, 8, 4, 3, 2, True, True, dtype=torch.float32)
     leaves = [None if values[n] is None else values[n].requires_grad_() for n in NAMES]
     d = dispatch
+    leaves[0] = leaves[0].detach().t().contiguous().t().requires_grad_()  # y is contiguous all the same
     for recompute in (False, True):
         indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
         args = (*leaves, *indices, "swiglu", "tanh", recompute, -1, -1)
@@ -144,6 +147,9 @@ def test_mlp_gradient_kernel_equals_its_reference(gated, inner):
         if a is not None:
             torch.testing.assert_close(a[:17], b[:17], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
+    strided = torch.stack([args[3], -args[3]], 1)[:, 0]
+    again = mlp_gradient_launch(*args[:3], strided, *args[4:])
+    assert torch.equal(again[0][:17], got[0][:17]) and torch.equal(again[2][:17], got[2][:17])
     torch.library.opcheck(mlp_gradient_op.definition, args)
 
 
@@ -153,8 +159,27 @@ def test_fused_mlp_names_what_does_not_fit():
         fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"])
     with pytest.raises(ValueError, match=r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)"):
         fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"][..., :7], v1=values["v1"])
+    with pytest.raises(ValueError, match="c1 is given: activation='silu' has no gate"):
+        fused_mlp(
+            values["x"], values["weight"], dispatch, values["w1"], values["w2"], c1=torch.zeros(3, 4), activation="silu"
+        )
     with pytest.raises(ValueError, match=r"x is \(5, 8\)"):
         fused_mlp(values["x"][:5], values["weight"], dispatch, values["w1"], values["w2"], v1=values["v1"])
+
+
+def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
+    """It reads v1 as it reads w1, and adds both biases or none."""
+    monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: True)
+    monkeypatch.setattr(up, "hopper_kernels", lambda x: grouped_mm_hopper)
+    x, w = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    bias, offsets = torch.zeros(2, 8, dtype=torch.bfloat16), torch.tensor([0, 2, 4], dtype=torch.int32)
+    strided = torch.zeros(2, 16, 8, dtype=torch.bfloat16).transpose(1, 2)
+    for v1, b1, c1, taken in (
+        (None, None, None, True), (None, bias, None, True), (w, None, None, True), (w, bias, bias, True),
+        (w, bias, None, False), (w, None, bias, False), (strided, None, None, False),
+    ):  # fmt: skip
+        assert (up._kernels(x, w, v1, b1, c1, offsets) is not None) == taken
+    assert up._kernels(x, strided, None, None, None, offsets) is None
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -180,3 +205,13 @@ def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, ac
             torch.testing.assert_close(u[rows].double(), want_u, rtol=1e-5, atol=1e-5)
         want = activation_ref(want_z, want_u, activation, "none")
         torch.testing.assert_close(a[rows].double(), want, rtol=1e-5, atol=1e-5)
+
+
+def test_N5_fused_mlp_backward_under_autocast():
+    """A `with` around a whole step narrows nothing that the op computes in float32."""
+    values, dispatch, _, dy = _case(13, 16, 8, 3, 2, True, True, dtype=torch.bfloat16)
+    run = _fused(dispatch, "swiglu")
+    _, outside = _with_gradients(run, values, dy)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, inside = _with_gradients(run, values, dy)
+    assert all(torch.equal(inside[name], grad) for name, grad in outside.items())

@@ -126,6 +126,9 @@ def test_N4_twin_takes_rows_past_two_to_the_31_elements() -> None:
     offsets, _ = make([3], 0, DEVICE)
     assert_near(twin.ragged_m(x, w, offsets), rows_ref(x, w, offsets, None), 16)
     assert_near(twin.ragged_k(x, x, offsets), blocks_ref(x, x, offsets, None), 3)
+    columns = x.t()  # the same of columns, as an operand that came from a transpose has them
+    offsets, _ = make([16], 0, DEVICE)
+    assert_near(twin.ragged_k(columns, columns, offsets), blocks_ref(columns, columns, offsets, None), 16)
 
 
 # (K, N), tails in each but the first

@@ -239,6 +239,14 @@ def test_N9_eager_calls_equal_the_custom_op(name):
         assert torch.equal(eager.nan_to_num(), custom.nan_to_num())
 
 
+def test_N5_a_second_derivative_is_refused_where_it_would_be_lost():
+    """A kernel's gradient knows nothing of its inputs: added to a loss it would count as a constant."""
+    pre = torch.randn(4, 3, requires_grad=True)
+    (slope,) = torch.autograd.grad(activate(pre, None, "gelu").sum(), pre, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+        slope.square().sum().backward()
+
+
 def test_who_looks_at_the_dispatcher_sees_an_op():
     seen = []
 

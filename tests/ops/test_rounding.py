@@ -56,7 +56,7 @@ def test_R5_first_tokens_of_every_order(backend, tokens, experts, k, ties, padde
     with poisoned_empty():
         token, expert, source = select_tokens(
             weights.to(DEVICE), ids.to(DEVICE), loads.to(DEVICE), num_pairs,
-            padding_mask=padding.to(DEVICE) if padded else None,
+            padding_mask=torch.stack([padding, ~padding], 1).to(DEVICE)[:, 0] if padded else None,
         )  # fmt: skip
     got = list(zip(token.tolist(), expert.tolist(), strict=True))
     used = len(expected)

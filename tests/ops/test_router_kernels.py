@@ -146,6 +146,17 @@ def test_R8_strides():
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+def test_R8_strided_bias_and_mask():
+    logits, bias, mask = _case(12, 10, True, True)
+    options = (3, False, False, 1, 1.0, 0.1, 0.1)
+    wide_bias, wide_mask = (torch.stack([t, ~t if t.dtype == torch.bool else -t], 1)[:, 0] for t in (bias, mask))
+    got, expected = (RouterOutput(*route_launch(logits, *t, *options)) for t in ((wide_bias, wide_mask), (bias, mask)))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    grad, saved = torch.ones(36, device=DEVICE), (got.expert, got.load, got.stats)
+    results = [route_backward_launch(logits, m, *saved, grad, None, None, None, *options) for m in (wide_mask, mask)]
+    assert torch.equal(*results)
+
+
 @pytest.mark.gpu
 def test_N2_ten_reruns_are_bit_identical():
     logits = torch.randn(20_001, 96, device="cuda", requires_grad=True)
@@ -172,3 +183,7 @@ def test_bad_options_are_named():
         route_topk(logits, 2, norm_p=3)
     with pytest.raises(ValueError, match="^top_k=5: must be from 1 to the number of experts, 4"):
         route_topk(logits, 5)
+    with pytest.raises(ValueError, match=r"^bias is \(3,\): must be \(4,\) for logits \(3, 4\)"):
+        route_topk(logits, 2, bias=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"^padding_mask is \(3, 1\): must be \(3,\) for logits \(3, 4\)"):
+        route_topk(logits, 2, padding_mask=torch.zeros(3, 1, dtype=torch.bool))

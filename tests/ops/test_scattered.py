@@ -251,6 +251,10 @@ def test_N4_scattered_rows_past_two_to_the_31_elements(backend):
     pair = torch.tensor([1, 0, 2], device=DEVICE)
     o, _ = products.scattered_weights(x, x, ends, a_index=pair, b_index=pair)
     assert relative_error(o[1], x[[0, 2]].double().T @ x[[0, 2]].double()) < 1e-3
+    columns = x.t()  # the same of columns, as an operand that came from a transpose has them
+    o, sums = products.scattered_weights(columns, columns, torch.tensor([16], device=DEVICE), with_sums=True)
+    assert relative_error(o[0], columns.double().T @ columns.double()) < 1e-3
+    assert relative_error(sums[0], columns.double().sum(0)) < 1e-3
 
 
 def test_N5_scattered_frozen_inputs_and_two_backwards(backend):
@@ -279,6 +283,12 @@ def test_N5_scattered_under_autocast():
     wide = plain(*(t.double() for t in leaves[:2]), ids, leaves[2].double(), leaves[3].double(), K, False, False)
     assert relative_error(y, wide) < 2e-2
     assert [g.dtype for g in grads] == [torch.float32] * 4
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = parallel_linear(leaves[0], leaves[1], K, *order, leaves[2], leaves[3])
+        inside = torch.autograd.grad(y.float().sum(), leaves)  # as under a `with` around a whole step
+    assert all(torch.equal(a, b) for a, b in zip(inside, grads, strict=True))
+    narrow = [t.detach().bfloat16() for t in leaves[:2]]
+    assert torch.equal(y, parallel_linear(narrow[0], narrow[1], K, *order, leaves[2], leaves[3]))
 
 
 def test_nothing_of_the_size_of_all_outputs_is_kept():

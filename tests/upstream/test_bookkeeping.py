@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megablocks import ops
 
@@ -35,7 +36,7 @@ def test_sort_compares_low_bits_only(dtype):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INTEGERS)
-@pytest.mark.parametrize("shape", [(0,), (1,), (67,), (3, 40), (1, 7), (2, 0)])
+@pytest.mark.parametrize("shape", [(0,), (1,), (67,), (3, 40), (1, 7), (2, 0), (0, 5)])
 def test_histogram_counts_what_is_in_range(shape, dtype, device):
     x = _draw(shape, -2, 9, dtype, device)
     out = ops.histogram(x, 6)
@@ -81,6 +82,7 @@ def test_replicate(counts, dtype, device):
     out = ops.replicate(x, bins, sum(counts))
     assert out.dtype == dtype and out.is_contiguous()
     assert torch.equal(out, torch.repeat_interleave(x, torch.tensor(counts, device=device), dim=1))
+    assert torch.equal(ops.replicate(x, bins, sum(counts) + 2), F.pad(out, (0, 2)))
 
 
 @pytest.mark.parametrize("device", DEVICES)

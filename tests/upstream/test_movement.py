@@ -156,6 +156,16 @@ def test_half_types_are_rounded_where_0_10_does(dtype, device):
     assert torch.allclose(w.grad.double(), dw, rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
+def test_half_types_of_no_tokens():
+    """Bins have places where no token has a pair."""
+    x = torch.ones(3, 4, 8, dtype=torch.bfloat16, requires_grad=True)
+    indices, weights = torch.zeros(0, dtype=torch.int32), torch.zeros(0, requires_grad=True)
+    out = ops.binned_scatter(x, indices, weights, torch.zeros(3, dtype=torch.int32), 2)
+    assert out.shape == (0, 8)
+    out.sum().backward()
+    assert bool((x.grad == 0).all()) and weights.grad.shape == (0,)
+
+
 def test_autocast_moves_its_own_dtype():
     indices, bin_ids, bins, padded_bins = _routed(6, 3, 2, "cpu")
     x, weights = torch.randn(6, 4), torch.rand(12)

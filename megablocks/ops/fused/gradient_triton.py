@@ -51,7 +51,7 @@ def mlp_gradient_launch(
     approximate: str,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """d_pre, d_gate (None without a gate), scaled (R, I) and d_weight (R,); one launch and one fill."""
-    d_act, pre = d_act.contiguous(), pre.contiguous()
+    d_act, pre, weight = d_act.contiguous(), pre.contiguous(), weight.contiguous()
     gate = None if gate is None else gate.contiguous()
     rows, inner = pre.shape
     d_pre, scaled = torch.empty_like(pre), torch.empty_like(pre)

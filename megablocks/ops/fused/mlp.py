@@ -61,7 +61,7 @@ def _(
     name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
-    return torch.empty_like(x), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
+    return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -127,7 +127,8 @@ def _bias_gradient_of_weight(
     acc = accumulation_dtype(dy.dtype)
     expert = expert_of_row(offsets, pairs)
     used = expert < experts
-    dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
+    with torch.autocast(dy.device.type, enabled=False):  # or torch would narrow what the router learns from
+        dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
     at = gather.long() * experts + expert.clamp(max=experts - 1)
     values = dots.index_select(0, at).to(dtype)
     target = torch.where(used, pair, pairs).long()  # unused rows write to a spare place
@@ -171,6 +172,8 @@ def fused_mlp(
         raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={x.shape[1]}")
     if (v1 is None) == (activation in GATED):
         raise ValueError(f"v1 is {'missing' if v1 is None else 'given'}: activation={activation!r} wants the opposite")
+    if c1 is not None and v1 is None:
+        raise ValueError(f"c1 is given: activation={activation!r} has no gate to add it to")
     inner, hidden = w1.shape[1:]
     for what, t, shape in (
         ("w2", w2, w1.shape), ("v1", v1, w1.shape), ("b1", b1, (experts, inner)), ("c1", c1, (experts, inner)),

@@ -23,12 +23,16 @@ from megablocks.ops.grouped.grouped_mm import has_torch_kernel, hopper_kernels, 
 from megablocks.ops.library import custom_op
 
 
-def _kernels(x: Tensor, w1: Tensor, offsets: Tensor) -> ModuleType | None:
-    """The module of the kernel that takes x, None where the op is made of others."""
+def _kernels(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, offsets: Tensor
+) -> ModuleType | None:
+    """The module of the kernel that takes these, None where the op is made of others."""
+    if v1 is not None and (b1 is None) != (c1 is None):
+        return None  # the kernels add both biases or none
     if hopper_kernels(x) is not None:
         from megablocks.ops.fused import up_hopper
 
-        if up_hopper.supports(x, w1, offsets):
+        if all(up_hopper.supports(x, w, offsets) for w in (w1, v1) if w is not None):
             return up_hopper
     if twin_kernels(x) is None or has_torch_kernel(x):
         return None
@@ -43,8 +47,9 @@ def fused_up_op(
     scatter: Tensor, token_offsets: Tensor, offsets: Tensor, name: str, approximate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → z, u (empty unless gated), a (R, I); not differentiable by itself."""
-    if gather.shape[0] and (kernels := _kernels(x, w1, offsets)):
-        z, u, a = kernels.up(x, w1, v1, b1, c1, gather, offsets, name, approximate)
+    if gather.shape[0] and (kernels := _kernels(x, w1, v1, b1, c1, offsets)):
+        b, c = (None if t is None else t.contiguous() for t in (b1, c1))
+        z, u, a = kernels.up(x, w1, v1, b, c, gather, offsets, name, approximate)
         return z, x.new_empty(0) if u is None else u, a
     second = None if v1 is None else v1.transpose(1, 2)
     z, u = gathered_mm_op(x, w1.transpose(1, 2), second, pair, gather, scatter, token_offsets, offsets)

@@ -96,7 +96,8 @@ def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
         r -= g * per_group
         n = r // height
         m = g * c.group_m + r - n * height
-    return e, first + m * c.BM, end, n * c.BN
+    # without any tile m is negative: what is loaded ahead for it must not begin before the first row
+    return e, gl.maximum(first + m * c.BM, first), end, n * c.BN
 
 
 @gluon.jit

@@ -157,8 +157,8 @@ def _ragged_k_kernel(
                 a_row = source
             else:
                 b_row = source
-        a_ptrs = a_ptr + a_row[None, :] * stride_ar + m[:, None] * stride_am
-        b_ptrs = b_ptr + b_row[:, None] * stride_br + n[None, :] * stride_bn
+        a_ptrs = a_ptr + a_row[None, :] * stride_ar + m.to(tl.int64)[:, None] * stride_am
+        b_ptrs = b_ptr + b_row[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
         a = tl.load(a_ptrs, mask=inside[None, :] & (m < M)[:, None], other=0.0)
         b = tl.load(b_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         if UPCAST:

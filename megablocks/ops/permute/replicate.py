@@ -89,8 +89,3 @@ def replicate(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     if num_places < 0:
         raise ValueError(f"num_places={num_places}: must be >= 0")
     return replicate_op(x, ends.int().contiguous(), num_places)
-
-
-def repeat(x: Tensor, tiling: torch.Size | tuple[int, ...]) -> Tensor:
-    """Tile x as torch's repeat does; x itself where every factor is 1. Differentiable."""
-    return x if all(factor == 1 for factor in tiling) else x.repeat(*tiling)

@@ -130,6 +130,7 @@ def dispatch_launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The five index tensors of `Dispatch`; three launches, no host synchronisation. R must be at least 1."""
     device, num_pairs = expert.device, expert.shape[0]
+    token, expert = token.contiguous(), expert.contiguous()
     chunks = triton.cdiv(num_pairs, _CHUNK)
     bins = triton.next_power_of_2(num_experts + 2)
     gather, scatter, pair = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(3))

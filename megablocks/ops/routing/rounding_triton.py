@@ -119,11 +119,11 @@ def select_launch(
     keys = torch.empty(experts, tokens, dtype=torch.int32, device=device)
     block = min(64, triton.next_power_of_2(experts))
     _keys_kernel[(triton.cdiv(tokens, 64), triton.cdiv(experts, block))](
-        weights, ids.contiguous(), None if padding_mask is None else padding_mask.view(torch.uint8), keys,
+        weights, ids.contiguous(), None if padding_mask is None else padding_mask.contiguous().view(torch.uint8), keys,
         tokens, weights.stride(0), E=experts, K=ids.shape[1], TOKENS=64, EXPERTS=block, num_warps=4,
     )  # fmt: skip
     keep = torch.empty(tokens, experts, dtype=torch.int8, device=device)
-    _select_kernel[(experts,)](keys, loads, keep, tokens, experts, BLOCK=_BLOCK, num_warps=16)
+    _select_kernel[(experts,)](keys, loads.contiguous(), keep, tokens, experts, BLOCK=_BLOCK, num_warps=16)
     ends = keep.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     token, expert = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
     source = torch.empty(num_pairs, dtype=torch.int64, device=device)

@@ -276,12 +276,16 @@ def route_topk(
         padding_mask: (T,) bool, True for padding.
 
     Raises:
-        ValueError: another norm_p, a top_k outside [1, E], or more experts or choices than the kernel holds.
+        ValueError: another norm_p, a top_k outside [1, E], a bias or mask of another shape, or more experts or choices
+            than the kernel holds.
     """
     if norm_p not in (None, 1.0, 2.0):
         raise ValueError(f"norm_p={norm_p!r}: must be None, 1 or 2; topk_weights takes others")
     if not 1 <= top_k <= logits.shape[1]:
         raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {logits.shape[1]}")
+    for name, t, length in (("bias", bias, logits.shape[1]), ("padding_mask", padding_mask, logits.shape[0])):
+        if t is not None and t.shape != (length,):
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
     if runs_triton(logits) and not router_kernel_takes(logits, top_k):
         raise ValueError(
             f"logits {tuple(logits.shape)}, top_k={top_k}: must be at most {MAX_EXPERTS} experts and top_k={MAX_TOP_K}"

@@ -275,6 +275,7 @@ def route_launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Results as of `router_op`; two launches."""
     logits = logits.contiguous()
+    bias, padding_mask = (None if t is None else t.contiguous() for t in (bias, padding_mask))
     (num_tokens, num_experts), device = logits.shape, logits.device
     sizes = _tile(num_experts, top_k)
     tiles = triton.cdiv(num_tokens, sizes["TOKENS"])
@@ -320,8 +321,7 @@ def route_backward_launch(
 ) -> Tensor:
     """The gradient of the logits (T, E), in their dtype; one launch."""
     logits = logits.contiguous()
-    d_weight = None if d_weight is None else d_weight.contiguous()
-    d_sums = None if d_sums is None else d_sums.contiguous()
+    padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
     num_tokens, num_experts = logits.shape
     out = torch.empty_like(logits)
     sizes = _tile(num_experts, top_k)

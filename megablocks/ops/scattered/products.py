@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
@@ -126,13 +127,17 @@ def scattered_rows_op(
     dot_bias: Tensor | None,
     zero_tail: bool,
 ) -> tuple[Tensor, Tensor]:
-    run = scattered_rows_ref
-    if runs_triton(x):
-        from megablocks.ops.scattered.scattered_triton import rows_launch as run
-    y, dots = run(
+    args = (
         x, w, ends, num_rows, in_index, in_fan, out_index, bias, gate, pair, other, other_index, other_fan, dot_bias,
         zero_tail,
     )  # fmt: skip
+    if runs_triton(x):
+        from megablocks.ops.scattered.scattered_triton import rows_launch
+
+        y, dots = rows_launch(*args)
+    else:
+        with torch.autocast(x.device.type, enabled=False):  # or torch would narrow the reference's own products
+            y, dots = scattered_rows_ref(*args)
     return y, x.new_empty(0) if dots is None else dots
 
 
@@ -172,10 +177,14 @@ def scattered_weights_op(
     transposed: bool,
     with_sums: bool,
 ) -> tuple[Tensor, Tensor]:
-    run = scattered_weights_ref
+    args = (a, b, ends, a_index, a_fan, b_index, b_fan, gate, pair, transposed, with_sums)
     if runs_triton(a):
-        from megablocks.ops.scattered.scattered_triton import weights_launch as run
-    o, sums = run(a, b, ends, a_index, a_fan, b_index, b_fan, gate, pair, transposed, with_sums)
+        from megablocks.ops.scattered.scattered_triton import weights_launch
+
+        o, sums = weights_launch(*args)
+    else:
+        with torch.autocast(a.device.type, enabled=False):
+            o, sums = scattered_weights_ref(*args)
     return o, a.new_empty(0) if sums is None else sums
 
 

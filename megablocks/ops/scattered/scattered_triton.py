@@ -111,7 +111,7 @@ def _rows_kernel(
                 if r % n_tiles == 0:  # once a row; its operand is still in the second-level cache
                     for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
                         inside = k0 + k < K
-                        at = x_ptr + src[:, None] * stride_xr + (k0 + k)[None, :] * stride_xk
+                        at = x_ptr + src[:, None] * stride_xr + (k0 + k).to(tl.int64)[None, :] * stride_xk
                         a = tl.load(at, mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
                         b = tl.load(dot_bias_ptr + e * K + k0 + k, mask=inside, other=0.0).to(tl.float32)
                         dot += tl.sum(a * b[None, :], 1)
@@ -164,8 +164,8 @@ def _weights_kernel(
     for p0 in range(start, end, BK):
         p = p0 + tl.arange(0, BK)
         live = p < end
-        a_ptrs = a_ptr + _at(a_in_ptr, p, live, A_FAN)[None, :] * stride_ar + m[:, None] * stride_am
-        b_ptrs = b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n[None, :] * stride_bn
+        a_ptrs = a_ptr + _at(a_in_ptr, p, live, A_FAN)[None, :] * stride_ar + m.to(tl.int64)[:, None] * stride_am
+        b_ptrs = b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
         a = tl.load(a_ptrs, mask=live[None, :] & (m < M)[:, None], other=0.0)
         b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0)
         if gate_ptr is not None:
@@ -183,7 +183,9 @@ def _weights_kernel(
             for p0 in range(start, end, BK):
                 p = p0 + tl.arange(0, BK)
                 live = p < end
-                b_ptrs = b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n[None, :] * stride_bn
+                b_ptrs = (
+                    b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
+                )
                 b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
                 if gate_ptr is not None:
                     gate = tl.load(gate_ptr + _at(pair_ptr, p, live, 1), mask=live, other=0.0).to(tl.float32)

@@ -12,10 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.permute.replicate import replicate_op
 
 _BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
 
@@ -67,7 +66,7 @@ def histogram(x: Tensor, max_val: int) -> Tensor:
     if max_val < 1:
         raise ValueError(f"max_val={max_val}: must be >= 1")
     rows = x.shape[0] if x.dim() == 2 else 1
-    key = torch.where((x >= 0) & (x < max_val), x.long(), max_val).view(rows, -1)
+    key = torch.where((x >= 0) & (x < max_val), x.long(), max_val).view(rows, x.shape[-1])
     # one line with a spare place a row: scatter_add_ is deterministic on a GPU in one dimension
     key = (key + torch.arange(rows, device=x.device).unsqueeze(1) * (max_val + 1)).flatten()
     counts = torch.zeros(rows * (max_val + 1), dtype=torch.int32, device=x.device)
@@ -120,7 +119,7 @@ def replicate(x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
         bins: (E,) int32, in [0, num_outputs].
 
     Returns:
-        (B, num_outputs) in x's dtype; places from bins[E-1] on are unspecified.
+        (B, num_outputs) in x's dtype; places from bins[E-1] on are 0.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or a negative num_outputs.
@@ -131,8 +130,7 @@ def replicate(x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
         raise ValueError(f"bins is {bins.dtype}: must be torch.int32")
     if num_outputs < 0:
         raise ValueError(f"num_outputs={num_outputs}: must be >= 0")
-    # adding to zeros is the copy, whose gradient is a sum without atomics
-    return add_expert_bias(x.new_zeros(num_outputs, x.shape[0]), x.t(), F.pad(bins, (1, 0))).t().contiguous()
+    return replicate_op(x, bins.contiguous(), num_outputs)
 
 
 def topology(padded_bins: Tensor, block_size: int, output_block_rows: int, output_block_columns: int) -> Tensor:

@@ -49,8 +49,7 @@ class _RoundedScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, *indices: Tensor) -> Tensor:
         token_offsets, gather, scatter, pair = indices
-        need_x, need_weights = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if need_weights else None, weights, *indices)
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, *indices)
         weighted = (x * weights[pair.clamp(min=0)].unsqueeze(1)).to(x.dtype)
         return combine_op(weighted, None, pair, gather, scatter, token_offsets, True)
 
@@ -63,7 +62,7 @@ class _RoundedScatter(torch.autograd.Function):
 
 
 def _weighted(x: Tensor, weights: Tensor | None, padded: PaddedDispatch, top_k: int) -> Tensor:
-    if weights is None or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
+    if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
     _check_rows(x, padded)
     return _RoundedScatter.apply(x, weights, *padded)
