@@ -96,13 +96,23 @@ def add_arguments(
     return driver
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Prints help texts of Megatron that are no format strings ("10%)" in 0.19.2) as they stand."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
 class DriverParser(argparse.ArgumentParser):
     """Parses, then resolves: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
 
     parsed: list[argparse.Namespace] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
         group = self.add_argument_group("megablocks")
         group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
         for settings in (MegaBlocksSettings, DriverSettings):
@@ -252,6 +262,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
         out["num_workers"] = (0, "no GPU to keep busy")
+    if args.eval_interval is None:
+        out["eval_interval"] = (1000, "Megatron divides by it")
     if args.use_distributed_optimizer:
         out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
     if args.num_experts:

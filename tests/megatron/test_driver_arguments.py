@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,16 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert "rerun_mode" not in args.megablocks_automatic
 
 
+def test_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:
+    """Megatron has no default for the interval between evaluations, and divides by it."""
+    (command,) = re.findall(r"-m megablocks\.megatron\.pretrain_gpt (.+?)\n\n", (ROOT / "README.md").read_text(), re.S)
+    flags = command.replace("\\\n", " ").replace("data/stdlib", str(tiny_data)).split()
+    flags[flags.index("--expert-model-parallel-size") + 1] = "1"
+    args = parser.parse_args(flags)
+    assert args.eval_interval == 1000
+    assert parser.parse_args([*flags, "--eval-interval", "7"]).eval_interval == 7
+
+
 def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
     flags = "--megablocks-mlp-impl sparse --megablocks-recompute-activation --megablocks-capacity-factor 0"
     args = parse(parser, *flags.split(), "--megablocks-loss-spike-factor", "3", base=MOE)
@@ -83,6 +95,14 @@ def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
     assert settings.mlp_impl == "sparse" and settings.recompute_activation and settings.capacity_factor == 0
     assert settings_from(args, DriverSettings).loss_spike_factor == 3
     assert settings_from(parse(parser), MegaBlocksSettings) == MegaBlocksSettings()
+
+
+def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
+    text = parser.format_help()
+    for field in dataclasses.fields(MegaBlocksSettings):
+        flag = "--megablocks-" + field.name.replace("_", "-")
+        assert re.search(rf"^  {flag}\b", text, re.M), flag
+    assert "--moe-paged-stash-buffer-size-factor-cuda" in text, "whose text in Megatron is no format string"
 
 
 REFUSED = {
