@@ -112,7 +112,8 @@ class DriverParser(argparse.ArgumentParser):
     parsed: list[argparse.Namespace] | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, formatter_class=_HelpFormatter, **kwargs)
+        super().__init__(*args, **kwargs)
+        self.formatter_class = _HelpFormatter
         group = self.add_argument_group("megablocks")
         group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
         for settings in (MegaBlocksSettings, DriverSettings):
@@ -352,9 +353,5 @@ def _check_experts(args: argparse.Namespace, settings: MegaBlocksSettings, ranks
         raise ConfigError(
             f"tensor_model_parallel_size={args.tensor_model_parallel_size}: with experts needs --sequence-parallel"
         )
-    if settings.layer != "megablocks" and settings.router_type != "topk":
-        raise ConfigError(f"megablocks_router_type={settings.router_type}: needs --megablocks-layer megablocks")
-    if settings.layer != "megablocks" and settings.token_rounding is not None:
-        raise ConfigError(f"megablocks_token_rounding={settings.token_rounding}: needs --megablocks-layer megablocks")
     if settings.capacity_factor is not None and not math.isfinite(settings.capacity_factor):
         raise ConfigError(f"megablocks_capacity_factor={settings.capacity_factor}: must be a finite number")
