@@ -31,6 +31,6 @@ def out_of_memory(config: MoEConfig, x: Tensor, rows: int, error: torch.OutOfMem
     return torch.OutOfMemoryError(
         f"out of memory in a mixture-of-experts layer on {x.device}: {x.shape[0]} tokens, hidden_size="
         f"{config.hidden_size}, ffn_hidden_size={config.ffn_hidden_size}, num_experts={config.num_experts}, top_k="
-        f"{config.top_k}, {x.dtype}; the experts' {rows} rows take at least {need:.2f} GiB in forward, free on the "
+        f"{config.top_k}, {x.dtype}; the experts' {rows} rows take about {need:.2f} GiB in forward, free on the "
         f"device: {have}. Try {', '.join(changes)}. {error}"
     )

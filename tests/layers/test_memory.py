@@ -14,7 +14,7 @@ from megablocks.ops.routing.dispatch import Routing
 
 SAID = re.compile(
     r"out of memory in a mixture-of-experts layer on \S+: (\d+) tokens, hidden_size=(\d+), ffn_hidden_size=(\d+), "
-    r"num_experts=(\d+), top_k=(\d+), torch\.(\w+); the experts' (\d+) rows take at least (\S+) GiB in forward, "
+    r"num_experts=(\d+), top_k=(\d+), torch\.(\w+); the experts' (\d+) rows take about (\S+) GiB in forward, "
     r"free on the device: (unknown|\S+ of \S+ GiB)\. Try (.*? \(expert parallelism\))\. (.*)",
     re.S,
 )
