@@ -224,6 +224,10 @@ class MoEConfig:
             if value != -1 and name in _NOT_QUANTIZED.get(self.mlp_impl, ()):
                 allowed = f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', 'grouped' or 'sparse'"
                 _refuse(name, value, allowed)
+        bits = self.quantize_rematerialize_num_bits
+        if bits != -1 and self.mlp_impl == "fused" and self.recompute_activation:
+            allowed = "must be -1 with mlp_impl='fused' and recompute_activation=True, which keep no pre-activations"
+            _refuse("quantize_rematerialize_num_bits", bits, allowed)
 
     def _check_groups(self) -> None:
         if (self.num_groups is None) != (self.group_top_k is None):

@@ -8,7 +8,7 @@ from megablocks.layers.mlp import GroupedMLP, SparseMLP
 
 MlpType = SparseMLP | SparseGLU
 
-# mlp_type → mlp_impl "grouped" (and "auto" and "reference", which the class looks at), "sparse"
+# mlp_type → mlp_impl "sparse", or "grouped" for all others, which the class looks at
 _REGISTRY: dict[str, dict[str, type[SparseMLP]]] = {
     "mlp": {"grouped": GroupedMLP, "sparse": SparseMLP},
     "glu": {"grouped": GroupedGLU, "sparse": SparseGLU},

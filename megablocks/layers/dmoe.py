@@ -14,6 +14,12 @@ from megablocks.layers.moe import ParallelMLP
 from megablocks.ops.routing.dispatch import Routing
 
 
+def _dropped(routing: Routing) -> dict[str, Tensor]:
+    """The metric of what rounding loads down left out; nothing else drops a pair here."""
+    none = torch.zeros((), dtype=torch.int64, device=routing.weight.device)
+    return {"dropped": routing.metrics.get("dropped", none)}
+
+
 class ParallelDroplessMLP(ParallelMLP):
     """As `ParallelMLP`, and no token is dropped: args' capacity factor is ignored, as in megablocks 0.10."""
 
@@ -25,12 +31,13 @@ class ParallelDroplessMLP(ParallelMLP):
 
     def compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         """As the base's, with every pair."""
-        dropped = torch.zeros((), dtype=torch.int64, device=x.device)
-        return self.dispatcher.run(x, routing, self.mlp), {"dropped": dropped}
+        return self.dispatcher.run(x, routing, self.mlp), _dropped(routing)
 
 
 class dMoE(MoEBase):  # noqa: N801
     """Dropless mixture of experts: every expert computes all the tokens that were sent to it, however many.
+
+    With config.token_rounding, loads that the router rounds down lose their weakest pairs, which aux counts as dropped.
 
     Arguments as in `MoEBase`. The capacity factor of `Arguments` is ignored, as in megablocks 0.10; that of a
     `MoEConfig` must be None.
@@ -45,5 +52,4 @@ class dMoE(MoEBase):  # noqa: N801
         return ParallelDroplessMLP(args)
 
     def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        dropped = torch.zeros((), dtype=torch.int64, device=x.device)
-        return self.dispatcher.run(x, routing, self.experts), {"dropped": dropped}
+        return self.dispatcher.run(x, routing, self.experts), _dropped(routing)

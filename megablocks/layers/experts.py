@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig, check_sparse_width
 from megablocks.layers import mlp_choice
+from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.expert_mlp import (
     ExpertWeights,
     batched_mlp,
@@ -285,16 +286,10 @@ class Experts(nn.Module):
         )
 
     def _prepare(self, rows: Tensor) -> Tensor:
-        rows = self._cast(rows)
+        rows = cast_if_autocast_enabled(rows)
         if rows.dtype != self.w1.dtype and not torch.is_autocast_enabled(rows.device.type):
             raise ValueError(f"x: has dtype {rows.dtype}, must be the experts' {self.w1.dtype} outside autocast")
         return rows
-
-    def _cast(self, x: Tensor) -> Tensor:
-        device = x.device.type
-        if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-            return x
-        return x.to(torch.get_autocast_dtype(device))
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
         """Bring matrices of other shapes to (E·I, H): those of 0.10's capacity layer, and those of all experts.

@@ -2,7 +2,8 @@
 
 Called as in 0.10 they compute as it does, to the bit where the products do: torch's activation, rounded before it is
 multiplied by the gate. The layers, which give them a Dispatch, use ours, whose gelu keeps its digits in the negative
-tail where torch's cancels, and round the product once; so do those whose saved activations are quantised.
+tail where torch's cancels, and round the product once; so do those whose saved activations are quantised, and
+mlp_impl "fused", "scatter" and "reference", which 0.10 does not have.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class GroupedGLU(_Grouped, SparseGLU):
     """Gated experts by grouped GEMMs."""
 
     def _multiply_rows(self, x: Tensor, offsets: Tensor) -> Tensor:
-        if self.config.mlp_impl == "reference" or self._quantised():
+        if self.config.mlp_impl not in ("auto", "grouped") or self._quantised():
             return self.forward_sorted(x, offsets)
         x = self._prepare(x)
         with torch.autocast(x.device.type, enabled=False):

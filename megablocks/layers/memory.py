@@ -23,11 +23,14 @@ def out_of_memory(config: MoEConfig, x: Tensor, rows: int, error: torch.OutOfMem
         have = f"{free:.2f} of {total:.2f} GiB"
     changes = ["fewer tokens a micro-batch"]
     changes += [] if config.recompute_activation else ["recompute_activation=True"]
-    changes += [] if config.mlp_impl == "grouped" else ["mlp_impl='grouped' (no padded rows)"]
+    if config.capacity_factor is not None:
+        changes += ["a smaller capacity_factor or dMoE (no padding)"]
+    elif config.mlp_impl in ("auto", "sparse", "reference"):  # the others pad nothing either
+        changes += ["mlp_impl='grouped' (no padded rows)"]
     changes += ["experts spread over more ranks (expert parallelism)"]
     return torch.OutOfMemoryError(
         f"out of memory in a mixture-of-experts layer on {x.device}: {x.shape[0]} tokens, hidden_size="
         f"{config.hidden_size}, ffn_hidden_size={config.ffn_hidden_size}, num_experts={config.num_experts}, top_k="
-        f"{config.top_k}, {x.dtype}; the experts' {rows} rows take at least {need:.2f} GiB in forward, free on the "
+        f"{config.top_k}, {x.dtype}; the experts' {rows} rows take about {need:.2f} GiB in forward, free on the "
         f"device: {have}. Try {', '.join(changes)}. {error}"
     )

@@ -48,8 +48,8 @@ class MixtureOfAttention(nn.Module):
 
     Args:
         config: hidden_size, num_experts, top_k, the router, its losses and init stds are used; ffn_hidden_size is the
-            width of an expert's queries, num_heads · D; mlp_bias puts biases on all four projections. The rest
-            describes MLP experts and has no meaning here.
+            width of an expert's queries, num_heads · D; mlp_bias puts biases on all four projections. activation and
+            mlp_impl have no meaning here; what else describes MLP experts is refused.
         num_heads: query heads of an expert; a token has K · num_heads.
         num_kv_heads: heads of the shared keys and values, a divisor of num_heads; None for num_heads.
         rope_base: base of the rotary embedding, None for no positions at all.
@@ -59,7 +59,8 @@ class MixtureOfAttention(nn.Module):
         device, dtype: of the parameters; torch's defaults if None.
 
     Raises:
-        ConfigError: a router that gives tokens different numbers of experts, a capacity, or sizes that do not fit.
+        ConfigError: a router that gives tokens different numbers of experts, a capacity, what only MLP experts have, or
+            sizes that do not fit.
     """
 
     def __init__(
@@ -148,8 +149,16 @@ class MixtureOfAttention(nn.Module):
         )
 
 
+# Values without which a layer computes something else, or keeps something that was to be kept smaller.
+_NEEDED = {
+    "router_type": "topk", "token_rounding": None, "capacity_factor": None, "output_bias": False,
+    "shared_expert_hidden_size": None, "recompute_activation": False, "quantize_inputs_num_bits": -1,
+    "quantize_rematerialize_num_bits": -1, "quantize_scatter_num_bits": -1,
+}  # fmt: skip
+
+
 def _check(config: MoEConfig, heads: int, kv_heads: int, rope_base: float | None, dropout: float) -> None:
-    for name, needed in (("router_type", "topk"), ("token_rounding", None), ("capacity_factor", None)):
+    for name, needed in _NEEDED.items():
         if getattr(config, name) != needed:
             raise ConfigError(f"{name}={getattr(config, name)!r}: must be {needed!r} for a mixture of attention")
     width = config.ffn_hidden_size

@@ -22,7 +22,7 @@ SPARSE_FROM_ROWS: dict[str, int | None] = {"plain": None, "plain, biased": 512, 
 
 Padding adds half a block an expert on average, 64 rows: 6 % at 1024 rows, 12 % at 512, 50 % at 128. Whole layers,
 forward and backward on an H200 (benchmarks/NOTES.md), time of grouped over that of sparse: 1.00 at 1024 rows an expert,
-0.97 at 512, 0.89 at 128, 0.79 to 0.99 where gated; and grouped keeps less for backward. What "sparse" has for free is
+0.97 at 512, 0.89 at 128, 0.76 to 0.99 where gated; and grouped keeps less for backward. What "sparse" has for free is
 the bias b1 of ungated experts, in its epilogue: "grouped" passes over (R, I) once more forward and sums it backward.
 """
 

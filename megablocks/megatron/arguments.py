@@ -96,6 +96,16 @@ def add_arguments(
     return driver
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """Prints help texts of Megatron that are no format strings ("10%)" in 0.19.2) as they stand."""
+
+    def _expand_help(self, action: argparse.Action) -> str:
+        try:
+            return super()._expand_help(action)
+        except (ValueError, TypeError, KeyError):
+            return action.help or ""
+
+
 class DriverParser(argparse.ArgumentParser):
     """Parses, then resolves: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
 
@@ -103,6 +113,7 @@ class DriverParser(argparse.ArgumentParser):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.formatter_class = _HelpFormatter
         group = self.add_argument_group("megablocks")
         group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
         for settings in (MegaBlocksSettings, DriverSettings):
@@ -252,6 +263,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
         out["num_workers"] = (0, "no GPU to keep busy")
+    if args.eval_interval is None:
+        out["eval_interval"] = (1000, "Megatron divides by it")
     if args.use_distributed_optimizer:
         out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
     if args.num_experts:
@@ -340,9 +353,5 @@ def _check_experts(args: argparse.Namespace, settings: MegaBlocksSettings, ranks
         raise ConfigError(
             f"tensor_model_parallel_size={args.tensor_model_parallel_size}: with experts needs --sequence-parallel"
         )
-    if settings.layer != "megablocks" and settings.router_type != "topk":
-        raise ConfigError(f"megablocks_router_type={settings.router_type}: needs --megablocks-layer megablocks")
-    if settings.layer != "megablocks" and settings.token_rounding is not None:
-        raise ConfigError(f"megablocks_token_rounding={settings.token_rounding}: needs --megablocks-layer megablocks")
     if settings.capacity_factor is not None and not math.isfinite(settings.capacity_factor):
         raise ConfigError(f"megablocks_capacity_factor={settings.capacity_factor}: must be a finite number")

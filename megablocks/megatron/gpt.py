@@ -23,6 +23,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megablocks.megatron.arguments import settings_from
+from megablocks.megatron.model_config import check_config, moe_config
 from megablocks.megatron.settings import MegaBlocksSettings
 from megablocks.megatron.specs import block_spec
 
@@ -35,9 +36,16 @@ Observer = Callable[[Tensor, Tensor], None]
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """Megatron's GPTModelConfig with our settings on it and, unless `--spec` names others, our layer specs."""
+    """Megatron's GPTModelConfig with our settings on it and, unless `--spec` names others, our layer specs.
+
+    Raises:
+        ConfigError: what our layers refuse, before Megatron sets up anything.
+    """
     config = gpt_config_from_args(args)
-    config.transformer.megablocks = settings_from(args, MegaBlocksSettings)
+    config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
+    if args.spec is None and args.num_experts and settings.layer in ("megablocks", "experts"):
+        check_config(config.transformer)
+        moe_config(config.transformer, settings)
     if args.spec is None:
         config.transformer_layer_spec = block_spec
     return config

@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megablocks.layers.memory import out_of_memory
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
@@ -95,7 +96,12 @@ class MegaBlocksMoELayer(MoELayer):
         if self.training and torch.is_grad_enabled():  # once a step, also when the layer is recomputed
             self.expert_load.add(routing.metrics["tokens_per_expert"], routing.metrics.get("dropped", 0))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = self.dispatcher.run(tokens, routing, self.experts.core).view_as(hidden_states)
+        try:
+            out = self.dispatcher.run(tokens, routing, self.experts.core).view_as(hidden_states)
+        except torch.OutOfMemoryError as error:
+            # without the capacity, which pads nothing here
+            config = self.experts.core.config.replace(capacity_factor=None)
+            raise out_of_memory(config, tokens, routing.num_pairs, error) from error
         return out if shared is None else out + shared
 
     def _drop(self, routing: Routing) -> Routing:

@@ -103,6 +103,10 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
             f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: must be 0 with router_type='expert_choice', "
             "which is balanced by construction"
         )
+    if settings.token_rounding is not None and needs_megatron_routing(config):
+        raise ConfigError(
+            f"token_rounding={settings.token_rounding!r}: needs our routing, not Megatron's (see its router)"
+        )
     return MoEConfig(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -129,6 +133,17 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         token_rounding_tile=settings.token_rounding_tile,
         capacity_factor=settings.capacity_factor,
         capacity_rule=settings.capacity_rule,
+    )
+
+
+def needs_megatron_routing(config: TransformerConfig) -> bool:
+    """Whether the router's settings are among those that our functional routing lacks."""
+    return (
+        config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing")
+        or config.moe_enable_routing_replay
+        or config.moe_router_score_function not in ("softmax", "sigmoid")
+        or config.moe_expert_capacity_factor is not None
+        or bool(config.moe_router_fusion)
     )
 
 

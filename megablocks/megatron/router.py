@@ -23,9 +23,8 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megablocks.config import ConfigError
 from megablocks.megatron.load import ExpertLoad
-from megablocks.megatron.model_config import moe_config
+from megablocks.megatron.model_config import moe_config, needs_megatron_routing
 from megablocks.megatron.settings import settings_of
 from megablocks.ops.routing.dispatch import Routing
 from megablocks.routers.functional import route
@@ -42,16 +41,7 @@ class MegaBlocksRouter(TopKRouter):
     ) -> None:
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.moe_config = moe_config(config, settings_of(config))
-        self.uses_megatron_routing = (
-            self.routing_type in ("sinkhorn", "quantile_balancing")
-            or self.router_replay is not None
-            or self.score_function not in ("softmax", "sigmoid")
-            or config.moe_expert_capacity_factor is not None
-            or bool(config.moe_router_fusion)
-        )
-        if self.uses_megatron_routing and self.moe_config.token_rounding is not None:
-            rule = self.moe_config.token_rounding
-            raise ConfigError(f"megablocks_token_rounding={rule!r}: needs our routing, not Megatron's (see its router)")
+        self.uses_megatron_routing = needs_megatron_routing(config)
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
         self._maintain_float32_expert_bias()

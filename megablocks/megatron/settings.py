@@ -28,6 +28,16 @@ LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
 ENV_PREFIX = "MEGABLOCKS_"
 
+_ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
+_EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
+            "quantize_scatter_num_bits")  # fmt: skip
+# What a layer that is not ours, or not all ours, never reads. Megatron weights the output of our experts itself.
+_NOT_READ = {
+    "experts": (*_ROUTING, "capacity_factor", "quantize_scatter_num_bits"),
+    "megatron": (*_ROUTING, "capacity_factor", *_EXPERTS),
+    "tutel": (*_ROUTING, *_EXPERTS),
+}
+
 
 def _option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
     return field(default=default, metadata={"help": text, "choices": choices})
@@ -46,7 +56,8 @@ class MegaBlocksSettings:
     mlp_impl: str = _option(
         "auto",
         "how the experts are computed: grouped GEMMs; block-sparse products, for a width that is a multiple of 64, "
-        "better 128; the float32 reference; auto picks one of the first two by device and shape",
+        "better 128; scatter, products that gather and weigh rows themselves; fused, the whole MLP in one op that "
+        "keeps the least; the float32 reference; auto picks grouped or sparse by device and shape",
         MLP_IMPLS,
     )
     router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
@@ -87,12 +98,11 @@ class MegaBlocksSettings:
             object.__setattr__(self, "capacity_rule", "tutel")
             if self.capacity_factor is None:
                 object.__setattr__(self, "capacity_factor", 1.0)
-        if self.quantize_scatter_num_bits != -1 and self.layer == "experts":
-            value = self.quantize_scatter_num_bits
-            raise ConfigError(
-                f"quantize_scatter_num_bits={value!r}: must be -1 with layer='experts', where "
-                "Megatron weights the experts' output"
-            )
+        defaults = {f.name: f.default for f in dataclasses.fields(self)}
+        for name in _NOT_READ.get(self.layer, ()):
+            if (value := getattr(self, name)) != defaults[name]:
+                allowed = f"must be {defaults[name]!r} with layer={self.layer!r}, which does not read it"
+                raise ConfigError(f"{name}={value!r}: {allowed}, or use layer='megablocks'")
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
             raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
 

@@ -97,7 +97,7 @@ def round_tokens(
     Returns:
         Routing of R = `max_pairs` pairs in token order, and within a token by expert; pairs beyond the rounded loads
         have no expert; top_k is None. metrics: `tokens_per_expert` (E,) as the top-k chose, which balancing losses and
-        biases are to see; `rounded_per_expert` (E,) as computed.
+        biases are to see; `rounded_per_expert` (E,) as computed; `dropped` () choices that rounding down left out.
 
     Raises:
         ValueError: shapes that do not fit, an unknown rule, a tile below 1.
@@ -126,6 +126,7 @@ def round_tokens(
         metrics={
             "tokens_per_expert": counts,
             "rounded_per_expert": rounded,
+            "dropped": (counts - rounded).clamp_min(0).sum(),
             "invalid": torch.zeros((), dtype=torch.int64, device=scores.device),
         },
     )

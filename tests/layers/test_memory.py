@@ -9,12 +9,12 @@ import sys
 import pytest
 import torch
 
-from megablocks import MoEConfig, dMoE
+from megablocks import MoE, MoEConfig, dMoE
 from megablocks.ops.routing.dispatch import Routing
 
 SAID = re.compile(
     r"out of memory in a mixture-of-experts layer on \S+: (\d+) tokens, hidden_size=(\d+), ffn_hidden_size=(\d+), "
-    r"num_experts=(\d+), top_k=(\d+), torch\.(\w+); the experts' (\d+) rows take at least (\S+) GiB in forward, "
+    r"num_experts=(\d+), top_k=(\d+), torch\.(\w+); the experts' (\d+) rows take about (\S+) GiB in forward, "
     r"free on the device: (unknown|\S+ of \S+ GiB)\. Try (.*? \(expert parallelism\))\. (.*)",
     re.S,
 )
@@ -27,12 +27,16 @@ def test_F5_the_message_names_sizes_and_changes(monkeypatch: pytest.MonkeyPatch)
     def exhausted(self: dMoE, x: torch.Tensor, routing: Routing) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
-    monkeypatch.setattr(dMoE, "_compute", exhausted)
+    for kind in (dMoE, MoE):
+        monkeypatch.setattr(kind, "_compute", exhausted)
     for changed, offered in (
         ({}, "recompute_activation=True, mlp_impl='grouped' (no padded rows), "),
         ({"recompute_activation": True, "mlp_impl": "grouped"}, ""),
+        ({"recompute_activation": True, "mlp_impl": "fused"}, ""),
+        ({"recompute_activation": True, "capacity_factor": 2.0}, "a smaller capacity_factor or dMoE (no padding), "),
     ):
-        layer = dMoE(config.replace(**changed), dtype=torch.float32)
+        kind = MoE if "capacity_factor" in changed else dMoE
+        layer = kind(config.replace(**changed), dtype=torch.float32)
         with pytest.raises(torch.OutOfMemoryError) as raised:
             layer.forward_with_aux(torch.zeros(3, 1024, 8))
         said = SAID.fullmatch(str(raised.value))

@@ -202,6 +202,11 @@ def test_a_small_model_learns_to_look_one_token_back():
             {"num_heads": 4},
             "token_rounding='up': must be None for a mixture of attention",
         ),
+        (
+            {"quantize_inputs_num_bits": 8},
+            {"num_heads": 4},
+            "quantize_inputs_num_bits=8: must be -1 for a mixture of attention",
+        ),
     ],
 )
 def test_L2_attention_refuses(changes, options, message):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +78,16 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert "rerun_mode" not in args.megablocks_automatic
 
 
+def test_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:
+    """Megatron has no default for the interval between evaluations, and divides by it."""
+    (command,) = re.findall(r"-m megablocks\.megatron\.pretrain_gpt (.+?)\n\n", (ROOT / "README.md").read_text(), re.S)
+    flags = command.replace("\\\n", " ").replace("data/stdlib", str(tiny_data)).split()
+    flags[flags.index("--expert-model-parallel-size") + 1] = "1"
+    args = parser.parse_args(flags)
+    assert args.eval_interval == 1000
+    assert parser.parse_args([*flags, "--eval-interval", "7"]).eval_interval == 7
+
+
 def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
     flags = "--megablocks-mlp-impl sparse --megablocks-recompute-activation --megablocks-capacity-factor 0"
     args = parse(parser, *flags.split(), "--megablocks-loss-spike-factor", "3", base=MOE)
@@ -83,6 +95,14 @@ def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
     assert settings.mlp_impl == "sparse" and settings.recompute_activation and settings.capacity_factor == 0
     assert settings_from(args, DriverSettings).loss_spike_factor == 3
     assert settings_from(parse(parser), MegaBlocksSettings) == MegaBlocksSettings()
+
+
+def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
+    text = parser.format_help()
+    for field in dataclasses.fields(MegaBlocksSettings):
+        flag = "--megablocks-" + field.name.replace("_", "-")
+        assert re.search(rf"^  {flag}\b", text, re.M), flag
+    assert "--moe-paged-stash-buffer-size-factor-cuda" in text, "whose text in Megatron is no format string"
 
 
 REFUSED = {
@@ -107,6 +127,10 @@ REFUSED = {
     "--save /tmp/nowhere": "save='/tmp/nowhere': needs --save-interval",
     "--num-experts 8 --megablocks-capacity-factor -1": "megablocks_capacity_factor=-1.0: must be >= 0, or use",
     "--num-experts 8 --megablocks-capacity-factor nan": "megablocks_capacity_factor=nan: must be a finite number",
+    "--num-experts 8 --megablocks-layer experts --moe-capacity-factor 1": "megablocks_capacity_factor=1.0: must be "
+    "None with layer='experts', which does not read it, or use layer='megablocks'",
+    "--num-experts 8 --megablocks-layer megatron --megablocks-mlp-impl fused": "megablocks_mlp_impl='fused': must be",
+    "--num-experts 8 --megablocks-layer tutel --megablocks-token-rounding up": "megablocks_token_rounding='up': must",
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
     "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for off",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be an integer >= 4",
@@ -154,6 +178,11 @@ def test_L2_an_assertion_of_megatron_is_told_with_its_values() -> None:
         (("--moe-num-expert", "8"), "pretrain_gpt: --moe-num-expert: no such flag, did you mean --moe-num-experts?"),
         # Megatron's own validation, told in one line:
         (("--train-samples", "8", "--lr-decay-iters", "4"), "Megatron asks for"),
+        # What a layer refuses, before Megatron builds one:
+        (
+            ("--num-experts", "8", "--megablocks-mlp-impl", "scatter", "--megablocks-quantize-inputs-num-bits", "8"),
+            "pretrain_gpt: quantize_inputs_num_bits=8: must be -1 with mlp_impl='scatter', or use",
+        ),
     ],
 )
 def test_L2_a_launch_says_it_once_and_exits_2_before_training(
@@ -162,7 +191,7 @@ def test_L2_a_launch_says_it_once_and_exits_2_before_training(
     run = driver.run("--train-iters", "4", *flags, ranks=2, model=TINY, expect=2)
     lines = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
     assert len(lines) == 1 and message in lines[0]
-    assert "Traceback" not in run.text() and "training ..." not in run.text()
+    assert "Traceback" not in run.text() and "\ntraining ..." not in run.text()
 
 
 def test_L5_a_folder_with_checkpoints_is_not_written_over(tmp_path: Path) -> None:

@@ -80,8 +80,33 @@ def test_quantizers_reach_the_layers_config() -> None:
     config = moe_config(_config(), MegaBlocksSettings.from_env(environ))
     assert (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) == (8, 4)
     assert config.quantize_scatter_num_bits == -1
-    with pytest.raises(ConfigError, match="quantize_scatter_num_bits=8: must be -1 with layer='experts'"):
-        MegaBlocksSettings(layer="experts", quantize_scatter_num_bits=8)
+
+
+@pytest.mark.parametrize(
+    "layer, name, value",
+    [
+        ("experts", "QUANTIZE_SCATTER_NUM_BITS", "8"),  # Megatron weights the experts' output
+        ("experts", "NORMALIZE_TOP_K", "1"),
+        ("megatron", "RECOMPUTE_ACTIVATION", "1"),
+        ("megatron", "CAPACITY_FACTOR", "1.25"),
+        ("tutel", "ROUTER_TYPE", "expert_choice"),
+    ],
+)
+def test_L2_a_setting_that_the_layer_does_not_read_is_refused(layer: str, name: str, value: str) -> None:
+    environ = {"MEGABLOCKS_LAYER": layer, f"MEGABLOCKS_{name}": value}
+    with pytest.raises(
+        ConfigError, match=f"^{name.lower()}=.*: must be .* with layer='{layer}', which does not read it"
+    ):
+        MegaBlocksSettings.from_env(environ)
+    MegaBlocksSettings.from_env({**environ, "MEGABLOCKS_LAYER": "megablocks"})
+
+
+def test_token_rounding_needs_our_routing() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    for field, value in (("moe_router_load_balancing_type", "sinkhorn"), ("moe_expert_capacity_factor", 1.0)):
+        with pytest.raises(ConfigError, match="token_rounding='up': needs our routing"):
+            moe_config(_config(**{field: value}), MegaBlocksSettings(token_rounding="up"))
 
 
 def test_layer_tutel_implies_tutels_rule_and_default_factor() -> None:

@@ -34,6 +34,10 @@ def _model(layout: Layout, spec: Any = None) -> Any:
     return model
 
 
+def _exhausted(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
 def _inspect() -> dict[str, Any]:
     from megablocks.megatron.specs import block_spec, dense_layer_spec, moe_layer_spec
 
@@ -57,6 +61,12 @@ def _inspect() -> dict[str, Any]:
     for name, layout, spec in (("moe", alike, moe_layer_spec), ("dense", dense_layout, dense_layer_spec)):
         ready, called = _model(layout, spec), _model(layout)
         out[f"ready {name}"] = torch.equal(ready(tokens, position, None), called(tokens, position, None))
+    layer = _model(alike).decoder.layers[0].mlp
+    layer.dispatcher.run = _exhausted
+    try:
+        layer(torch.zeros(3, 2, harness.transformer_config(alike).hidden_size))
+    except torch.OutOfMemoryError as error:
+        out["out of memory"] = str(error)
     config = harness.transformer_config(alike)
     holder = type("GPTModelConfig", (), {"transformer": config})()
     out["takes a GPTModelConfig"] = len(block_spec(holder, vp_stage=None).layer_specs)
@@ -132,3 +142,10 @@ def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> Non
 def test_ready_objects_are_the_same_model(built: dict[str, Any]) -> None:
     assert built["ready moe"] and built["ready dense"]
     assert built["takes a GPTModelConfig"] == 2
+
+
+def test_F5_the_layer_names_sizes_and_changes(built: dict[str, Any]) -> None:
+    said = built["out of memory"]
+    assert said.startswith("out of memory in a mixture-of-experts layer on cpu: 6 tokens, hidden_size=")
+    assert "Try fewer tokens a micro-batch, recompute_activation=True" in said
+    assert said.endswith("CUDA out of memory. Tried to allocate 2.00 GiB.")

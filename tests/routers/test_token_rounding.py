@@ -270,6 +270,8 @@ def test_R1_layer_computes_the_rounded_pairs(rule):
     expected = experts_oracle(x, routing.token, routing.expert, routing.weight, parameters, 7, "gelu")
     assert relative_error(y, expected) < 1e-12
     assert torch.equal(aux.metrics["rounded_per_expert"], routing.metrics["rounded_per_expert"])
+    chosen = set(pairs_of(route(layer.router.logits(x), cfg, training=False)))
+    assert aux.metrics["dropped"].item() == len(chosen - set(pairs_of(routing))) > 0
     inputs = [x, layer.router.layer.weight, *parameters.values()]
     for got, want in zip(
         torch.autograd.grad(y.sin().sum(), inputs), torch.autograd.grad(expected.sin().sum(), inputs), strict=True

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megablocks.config import ConfigError
-from megablocks.layers import dmlp_registry, sharedexpert_registry
+from megablocks.layers import dmlp_registry, experts, sharedexpert_registry
 from megablocks.layers.dmoe import ParallelDroplessMLP
 from megablocks.layers.experts import Experts
 from megablocks.layers.glu import GroupedGLU, MemoryOptimizedGroupedGLU, SharedGLU, SparseGLU
@@ -50,6 +50,18 @@ def test_mlp_draws_what_the_dropless_experts_draw():
     assert torch.equal(mlp.w1, grouped.w1.view(E, F_, H).transpose(1, 2)) and torch.equal(
         mlp.w2.view(-1, H), grouped.w2
     )
+
+
+@pytest.mark.parametrize("impl", ["fused", "scatter"])
+@pytest.mark.parametrize("kind", [GroupedMLP, GroupedGLU])
+def test_N6_grouped_experts_compute_as_mlp_impl_names(kind, impl, monkeypatch):
+    called, whole = [], experts._WHOLE[impl]
+    monkeypatch.setitem(experts._WHOLE, impl, lambda *a: called.append(impl) or whole(*a))
+    x, counts = torch.randn(9, H), torch.tensor([5, 0, 4])
+    torch.manual_seed(0)
+    got = kind(args_of(mlp_impl=impl))(x, counts)
+    torch.manual_seed(0)
+    assert relative_error(got, kind(args_of())(x, counts)) < TOLERANCE and called == [impl]
 
 
 @pytest.mark.parametrize("counts", [[5, 0, 9], [0, 0, 4], [1, 1, 1], [0, 0, 0]])
