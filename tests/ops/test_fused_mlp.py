@@ -94,7 +94,7 @@ def _equals_the_loop(ids, empty, **options):
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("expert", [0, 2, 3])
-def test_R1_R2_all_to_one_expert_of_the_fused_mlp(expert, recompute):
+def test_R1_all_to_one_expert_of_the_fused_mlp(expert, recompute):
     empty = [e for e in range(4) if e != expert]
     _equals_the_loop(torch.full((7, 1), expert), empty, recompute=recompute)
 
@@ -172,7 +172,7 @@ def test_N9_mlp_gradient_opcheck(gated):
 
 @pytest.mark.parametrize("ends", [[0, 0, 21], [0, 4, 4, 17], [0, 0, 5, 5], [0, 0, 0]])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_R1_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
+def test_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
     _gradient_equals_its_reference(ends, 33, activation, "none")
 
 
@@ -216,7 +216,7 @@ def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, ac
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_R1_R7_up_kernel_with_empty_experts_and_none(activation):
+def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
     ids = torch.tensor([[1, -1], [3, 3], [-1, -1], [1, 3], [3, -1]])
     values, d, _, _ = _case(5, 12, 10, 5, 2, activation in GATED, True, dtype=torch.float32, ids=ids)
     _up_equals_a_loop(values, d, activation)
