@@ -44,6 +44,26 @@ BAD = [
         "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='fused' and recompute_activation=True, "
         "which keep no pre-activations",
     ),
+    (
+        {"mlp_impl": "reference", "quantize_rematerialize_num_bits": 4},
+        "quantize_rematerialize_num_bits=4: must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'",
+    ),
+    (
+        {"mlp_impl": "scatter", "quantize_inputs_num_bits": 4},
+        "quantize_inputs_num_bits=4: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+    ),
+    (
+        {"mlp_impl": "scatter", "quantize_rematerialize_num_bits": 8},
+        "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+    ),
+    (
+        {"mlp_impl": "scatter", "quantize_scatter_num_bits": 8},
+        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+    ),
+    (
+        {"mlp_impl": "fused", "quantize_scatter_num_bits": 8},
+        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='fused', or use 'auto', 'grouped' or 'sparse'",
+    ),
     ({"uniform_assignment": 0}, "uniform_assignment=0: must be True or False"),
     ({"expert_score_bias": 1}, "expert_score_bias=1: must be True or False"),
     ({"shared_expert_gate": 1}, "shared_expert_gate=1: must be True or False"),

@@ -98,7 +98,7 @@ def test_R6_a_width_that_blocks_do_not_divide():
     assert Experts(whole.replace(mlp_impl="auto"), ffn_shard=(0, 2)).mlp_impl_for(2**20) == "grouped"
 
 
-@pytest.mark.parametrize("impl", ["reference", "grouped", "sparse"])
+@pytest.mark.parametrize("impl", KINDS[:-1])
 def test_R7_an_expert_twice_and_no_expert(impl):
     config = config_of(impl, mlp_impl=impl)
     routing = ragged(30, config.num_experts, config.top_k, seed=3)

@@ -15,7 +15,7 @@ from megablocks.ops.quant.quant import packed_bytes
 from megablocks.testing.oracle import relative_error
 
 T, K, H, WIDTH, E = 256, 2, 64, 128, 4
-KINDS = ("grouped", "sparse", "batched")
+KINDS = ("grouped", "sparse", "batched", "fused")
 BOUND = {8: 1e-2, 4: 1e-1}
 QUANTIZERS = {
     "inputs": ("experts.w1", "experts.v1"),
@@ -26,6 +26,11 @@ QUANTIZERS = {
 
 def _bits(num_bits, *names):
     return {f"quantize_{name}_num_bits": num_bits for name in names}
+
+
+def _quantizers(kind):
+    """Those that a kind has: the fused MLP never keeps the experts' outputs."""
+    return [name for name in QUANTIZERS if (kind, name) != ("fused", "scatter")]
 
 
 def _config(activation="swiglu", **changes):
@@ -63,7 +68,8 @@ def _step(layer, run=None, device="cpu", dtype=torch.float32):
 @pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "swiglu", "geglu", "reglu"])
 def test_N1_quantised_gradients_are_near(kind, num_bits, activation, record_property):
     plain = _step(_layer(kind, _config(activation)))
-    for name, touched in QUANTIZERS.items():
+    for name in _quantizers(kind):
+        touched = QUANTIZERS[name]
         y, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, name))))
         assert torch.allclose(y, plain[0], atol=1e-5)
         for parameter, expected in plain[1].items():
@@ -74,7 +80,7 @@ def test_N1_quantised_gradients_are_near(kind, num_bits, activation, record_prop
                 assert error > BOUND[num_bits] / 10 or (name, parameter) == ("rematerialize", "experts.w1")
             elif parameter != "x" and name != "rematerialize":
                 assert relative_error(grads[parameter], expected) < 1e-5, (name, parameter)
-    _, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, *QUANTIZERS))))
+    _, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, *_quantizers(kind)))))
     together = {name: relative_error(grads[name], expected) for name, expected in plain[1].items()}
     record_property("errors with all three", together)
     assert max(together.values()) < 1.5 * BOUND[num_bits], together
@@ -101,15 +107,17 @@ def test_saved_bytes_are_as_predicted(kind, activation, num_bits):
     def less(rows, width):
         return rows * width * 4 - packed_bytes(num_bits, rows, width)
 
-    activations = blocks * WIDTH * 4  # recomputed, so not kept at all
-    # the grouped layer keeps no rows but the tokens, which the router keeps too: see the next test
+    # recomputed, so not kept at all; the fused MLP never does
+    activations = 0 if kind == "fused" else blocks * WIDTH * 4
+    # the grouped and the fused layer keep no rows but the tokens, which the router keeps too: see the next test
     predicted = {
-        "inputs": -packed_bytes(num_bits, T, H) if kind == "grouped" else less(rows, H),
+        "inputs": -packed_bytes(num_bits, T, H) if kind in ("grouped", "fused") else less(rows, H),
         "rematerialize": gates * less(blocks, WIDTH) + activations,
         "scatter": less(rows, H),
     }
     _, _, plain = _step(layer)
-    for name, gain in predicted.items():
+    for name in _quantizers(kind):
+        gain = predicted[name]
         _, _, kept = _step(_layer(kind, _config(activation, **_bits(num_bits, name))))
         # the capacity layer's grouped ops keep a few int32 indices, 3 arrays of a row each, that bmm does not need
         indices = 3 * 4 * (rows + E + 1) if kind == "batched" and name != "scatter" else 0
@@ -130,7 +138,7 @@ def test_grouped_inputs_shrink_where_nothing_else_keeps_them(num_bits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parts_keep_nothing_quantised(kind):
-    layer = _layer(kind, _config(**_bits(4, "inputs", "scatter")))
+    layer = _layer(kind, _config(**_bits(4, *(n for n in _quantizers(kind) if n != "rematerialize"))))
     plain = _layer(kind, _config())
     for model in (layer, plain):
         model.requires_grad_(False)
@@ -143,7 +151,7 @@ def test_frozen_parts_keep_nothing_quantised(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_N5_quantised_layers_under_checkpointing_and_twice(kind):
-    layer = _layer(kind, _config(**_bits(8, *QUANTIZERS)))
+    layer = _layer(kind, _config(**_bits(8, *_quantizers(kind))))
     y, grads, kept = _step(layer)
     grads = {name: g.clone() for name, g in grads.items()}
     again = _step(layer, lambda x: checkpoint(lambda t: layer.forward_with_aux(t)[0], x, use_reentrant=False))
@@ -162,7 +170,7 @@ def test_N9_compile_keeps_quantised_gradients(kind, backend):
     """The experts in one graph: the quantisers are part of it, not lost to its partitioner."""
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
-    layer = _layer(kind, _config(**_bits(4, *QUANTIZERS)))
+    layer = _layer(kind, _config(**_bits(4, *_quantizers(kind))))
     draw = torch.Generator().manual_seed(1)
     ids = torch.rand(40, E, generator=draw).topk(K).indices
     x, weight = torch.randn(40, H, generator=draw), torch.rand(40, K, generator=draw)
@@ -195,10 +203,10 @@ def test_a_value_of_no_quantiser_is_refused():
 def test_N1_quantised_bf16_gradients_are_near(kind, num_bits, activation):
     """Against the same layer without a quantiser, both rounding their gradients to bf16."""
     plain = _step(_layer(kind, _config(activation), "cuda", torch.bfloat16), device="cuda", dtype=torch.bfloat16)[1]
-    for name, touched in QUANTIZERS.items():
+    for name in _quantizers(kind):
         layer = _layer(kind, _config(activation, **_bits(num_bits, name)), "cuda", torch.bfloat16)
         grads = _step(layer, device="cuda", dtype=torch.bfloat16)[1]
-        for parameter in touched:
+        for parameter in QUANTIZERS[name]:
             if parameter in plain:
                 error = relative_error(grads[parameter], plain[parameter])
                 assert error <= BOUND[num_bits], (name, parameter)
@@ -207,7 +215,7 @@ def test_N1_quantised_bf16_gradients_are_near(kind, num_bits, activation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_N2_ten_quantised_steps_are_bit_identical(kind):
-    layer = _layer(kind, _config(**_bits(4, *QUANTIZERS)), "cuda", torch.bfloat16)
+    layer = _layer(kind, _config(**_bits(4, *_quantizers(kind))), "cuda", torch.bfloat16)
     first = _step(layer, device="cuda", dtype=torch.bfloat16)
     grads = {name: g.clone() for name, g in first[1].items()}
     for _ in range(9):

@@ -28,7 +28,7 @@ def test_what_overflowed_downwards_is_zero_for_relu(name: str, poison: None) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [*UNARY, *GATED])
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
-def test_activation_kernels_equal_float64(name: str, approximate: str, dtype: torch.dtype, poison: None) -> None:
+def test_N10_activation_kernels_equal_float64(name: str, approximate: str, dtype: torch.dtype, poison: None) -> None:
     torch.manual_seed(0)
     pre = (torch.randn(13, 67, device=DEVICE) * 4).to(dtype)
     gate = torch.randn(13, 67, device=DEVICE).to(dtype) if name in GATED else None

@@ -32,7 +32,7 @@ def _pairs(
 
 
 @pytest.mark.parametrize("kind", ["valid", "some invalid", "all invalid", "one expert"])
-def test_counting_sort_equals_reference(kind: str, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+def test_R7_counting_sort_equals_reference(kind: str, monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
     monkeypatch.setattr(dispatch_triton, "_CHUNK", 16)
     rng = random.Random(kind)
     torch.manual_seed(rng.randrange(1 << 30))

@@ -10,6 +10,7 @@ from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.grouped import grouped_mm_hopper
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.poison import poisoned_empty
+from ops.far_rows import far_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "weight", "w1", "v1", "w2", "b1", "c1", "b2")
@@ -80,22 +81,28 @@ def test_N10_fused_mlp_equals_a_loop(activation, bias, recompute):
         torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize(
-    "ids",
-    [
-        torch.zeros(7, 1, dtype=torch.int64),  # R1 empty experts, R2 all to one
-        torch.tensor([[0, 0], [1, -1], [-1, -1], [2, 2], [1, 0], [0, 1], [-1, 2]]),  # R7
-    ],
-)
-def test_R7_no_expert_and_one_twice_in_the_fused_mlp(ids):
+def _equals_the_loop(ids, empty, **options):
+    """Of seven tokens and four experts, whose `empty` ones must get gradients of exactly zero."""
     values, dispatch, ids, dy = _case(7, 12, 6, 4, ids.shape[1], True, True, ids=ids)
     want = _with_gradients(lambda v: _loop(v, ids, "swiglu"), values, dy)
     with poisoned_empty():
-        got = _with_gradients(_fused(dispatch, "swiglu"), values, dy)
+        got = _with_gradients(_fused(dispatch, "swiglu", **options), values, dy)
     torch.testing.assert_close(got[0], want[0], rtol=1e-9, atol=1e-9)
     for name, grad in want[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9)
-    assert got[1]["w1"][3].abs().max() == 0
+        torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+        if name not in ("x", "weight"):
+            assert (got[1][name][empty] == 0).all(), name
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("expert", [0, 2, 3])
+def test_R1_all_to_one_expert_of_the_fused_mlp(expert, recompute):
+    empty = [e for e in range(4) if e != expert]
+    _equals_the_loop(torch.full((7, 1), expert), empty, recompute=recompute)
+
+
+def test_R7_no_expert_and_one_twice_in_the_fused_mlp():
+    _equals_the_loop(torch.tensor([[0, 0], [1, -1], [-1, -1], [2, 2], [1, 0], [0, 1], [-1, 2]]), [3])
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -128,29 +135,51 @@ def test_N9_fused_mlp_opcheck():
         torch.library.opcheck(fused_mlp_op.definition, args)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("inner", [8, 33])
-def test_mlp_gradient_kernel_equals_its_reference(gated, inner):
+def _gradient_equals_its_reference(ends, inner, activation, approximate):
+    """The kernel on 21 rows with the experts' `ends`; behind the last one's all is NaN. Pairs in any order."""
     from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
 
     g = torch.Generator().manual_seed(1)
-    rows = 21
-    d_act, pre, gate = (torch.randn(rows, inner, generator=g) for _ in range(3))
-    offsets = torch.tensor([0, 4, 4, 17], dtype=torch.int32)
-    pair = torch.cat([torch.randperm(rows, generator=g)[:17], torch.zeros(4, dtype=torch.int64)]).int()
-    args = (d_act, pre, gate if gated else None, torch.rand(rows, generator=g), pair, offsets)
-    args += ("swiglu" if gated else "gelu", "none")
+    rows, used = 21, ends[-1]
+    d_act, pre, gate = (torch.randn(rows, inner, generator=g).to(DEVICE) for _ in range(3))
+    d_act[used:] = pre[used:] = gate[used:] = float("nan")
+    pair = torch.randperm(rows, generator=g).int().to(DEVICE)
+    weight, offsets = torch.rand(rows, generator=g).to(DEVICE), torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    args = (d_act, pre, gate if activation in GATED else None, weight, pair, offsets, activation, approximate)
     want = mlp_gradient_ref(*args)
     with poisoned_empty():
         got = mlp_gradient_launch(*args)
+    assert (got[1] is None) == (want[1] is None) == (activation not in GATED)
     for a, b in zip(got[:3], want[:3], strict=True):
         if a is not None:
-            torch.testing.assert_close(a[:17], b[:17], rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(a[:used], b[:used], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got[3], want[3], rtol=1e-5, atol=1e-5)
     strided = torch.stack([args[3], -args[3]], 1)[:, 0]
     again = mlp_gradient_launch(*args[:3], strided, *args[4:])
-    assert torch.equal(again[0][:17], got[0][:17]) and torch.equal(again[2][:17], got[2][:17])
-    torch.library.opcheck(mlp_gradient_op.definition, args)
+    assert torch.equal(again[0][:used], got[0][:used]) and torch.equal(again[2][:used], got[2][:used])
+    assert (got[3][pair[used:].long()] == 0).all()
+
+
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("activation", [*UNARY, *GATED])
+def test_N10_mlp_gradient_kernel_equals_its_reference(activation, approximate):
+    for inner in (8, 33):
+        _gradient_equals_its_reference([0, 4, 9, 17], inner, activation, approximate)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_N9_mlp_gradient_opcheck(gated):
+    g = torch.Generator().manual_seed(1)
+    d_act, pre, gate = (torch.randn(21, 8, generator=g) for _ in range(3))
+    pair, offsets = torch.randperm(21, generator=g).int(), torch.tensor([0, 4, 4, 17], dtype=torch.int32)
+    args = (d_act, pre, gate if gated else None, torch.rand(21, generator=g), pair, offsets)
+    torch.library.opcheck(mlp_gradient_op.definition, (*args, "swiglu" if gated else "gelu", "none"))
+
+
+@pytest.mark.parametrize("ends", [[0, 0, 21], [0, 4, 4, 17], [0, 0, 5, 5], [0, 0, 0]])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
+    _gradient_equals_its_reference(ends, 33, activation, "none")
 
 
 def test_fused_mlp_names_what_does_not_fit():
@@ -182,19 +211,15 @@ def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
     assert up._kernels(x, strided, None, None, None, offsets) is None
 
 
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
-def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, activation, bias):
+def _up_equals_a_loop(values, dispatch, activation):
     from megablocks.ops.fused.up_triton import up
 
-    values, d, _, _ = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, dtype=torch.float32)
     v = {n: None if t is None else t.to(DEVICE) for n, t in values.items()}
-    gather, offsets = d.gather.to(DEVICE), d.expert_offsets.to(DEVICE)
+    gather, offsets = dispatch.gather.to(DEVICE), dispatch.expert_offsets.to(DEVICE)
     with poisoned_empty():
         z, u, a = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], gather, offsets, activation, "none")
     bounds = offsets.tolist()
-    for e in range(experts):
+    for e in range(len(bounds) - 1):
         rows = slice(bounds[e], bounds[e + 1])
         x = v["x"][gather[rows].long()].double()
         want_z = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
@@ -215,3 +240,29 @@ def test_N5_fused_mlp_backward_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, inside = _with_gradients(run, values, dy)
     assert all(torch.equal(inside[name], grad) for name, grad in outside.items())
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
+def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, activation, bias):
+    values, d, _, _ = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, dtype=torch.float32)
+    _up_equals_a_loop(values, d, activation)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
+    ids = torch.tensor([[1, -1], [3, 3], [-1, -1], [1, 3], [3, -1]])
+    values, d, _, _ = _case(5, 12, 10, 5, 2, activation in GATED, True, dtype=torch.float32, ids=ids)
+    _up_equals_a_loop(values, d, activation)
+
+
+@pytest.mark.parametrize("activation", ["relu", "swiglu"])
+def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
+    from megablocks.ops.fused.up_triton import up
+
+    values, d, _, _ = _case(3, 16, 16, 2, 2, activation in GATED, True, dtype=torch.float16)
+    x, w1, v1, b1, c1 = (None if (t := values[n]) is None else t.to(DEVICE) for n in ("x", "w1", "v1", "b1", "c1"))
+    rest = w1, v1, b1, c1, d.gather.to(DEVICE), d.expert_offsets.to(DEVICE), activation, "none"
+    for far, near in zip(up(far_rows(x), *rest), up(x, *rest), strict=True):
+        assert near is None or torch.equal(far, near)

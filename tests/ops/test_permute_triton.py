@@ -11,6 +11,7 @@ from megablocks.ops.permute.padded import pad_indices_ref
 from megablocks.ops.permute.padded_triton import pad_launch
 from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_ref
+from ops.far_rows import far_rows
 
 pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -31,7 +32,7 @@ def _dispatch(num_tokens: int, num_experts: int, top_k: int, drop: bool) -> tupl
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5), (6, 768, 1), (2, 4200, 2)]
 )
-def test_permute_kernels_equal_references(
+def test_R7_permute_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, drop: bool, dtype: torch.dtype, poison: None
 ) -> None:
     d, used = _dispatch(num_tokens, 4, top_k, drop)
@@ -63,7 +64,7 @@ def test_permute_kernels_equal_references(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["padded", "short", "binned", "plain"])
 @pytest.mark.parametrize(("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5)])
-def test_padded_kernels_equal_references(
+def test_R9_padded_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, kind: str, dtype: torch.dtype, poison: None
 ) -> None:
     d, _ = _dispatch(num_tokens, 4, top_k, kind in ("padded", "short"))
@@ -94,3 +95,16 @@ def test_padded_kernels_equal_references(
     expected_rows, expected_weight = combine_backward_ref(x, clean, weight, pair, gather, ends[-1], True)
     torch.testing.assert_close(d_rows, expected_rows, **tolerance)
     torch.testing.assert_close(d_weight, expected_weight, rtol=1e-4, atol=1e-3)
+
+
+def test_N4_rows_past_two_to_the_31_elements() -> None:
+    """Row · stride overflows int32 at row 2, of what is gathered and of the gradient that comes back."""
+    d, used = _dispatch(3, 4, 2, False)
+    x = torch.randn(3, 16, device=DEVICE, dtype=torch.float16)
+    far = far_rows(x)
+    assert used == 6 and torch.equal(expand_launch(far, d.scatter, d.token_offsets, d.pair), gather_ref(x, d.gather))
+    rows, weight = torch.randn(6, 16, device=DEVICE, dtype=torch.float16), torch.rand(6, device=DEVICE)
+    indices = d.pair, d.scatter, d.token_offsets
+    near = combine_backward_launch(x, rows, weight, *indices)
+    for a, b in zip(combine_backward_launch(far, rows, weight, *indices), near, strict=True):
+        assert a is not None and b is not None and torch.equal(a, b)
