@@ -15,13 +15,18 @@ from megablocks.ops.quant.quant import packed_bytes
 from megablocks.testing.oracle import relative_error
 
 T, K, H, WIDTH, E = 256, 2, 64, 128, 4
-KINDS = ("grouped", "sparse", "batched")
+KINDS = ("grouped", "sparse", "batched", "fused")
 BOUND = {8: 1e-2, 4: 1e-1}
 QUANTIZERS = {
     "inputs": ("experts.w1", "experts.v1"),
     "rematerialize": ("experts.w1", "experts.v1", "experts.w2"),
     "scatter": ("router.layer.weight",),
 }
+
+
+def _quantizers(kind):
+    """Those that there are; "fused" keeps no output of the experts that could be quantised."""
+    return {name: touched for name, touched in QUANTIZERS.items() if (kind, name) != ("fused", "scatter")}
 
 
 def _bits(num_bits, *names):
@@ -63,7 +68,7 @@ def _step(layer, run=None, device="cpu", dtype=torch.float32):
 @pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "swiglu", "geglu", "reglu"])
 def test_N1_quantised_gradients_are_near(kind, num_bits, activation, record_property):
     plain = _step(_layer(kind, _config(activation)))
-    for name, touched in QUANTIZERS.items():
+    for name, touched in _quantizers(kind).items():
         y, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, name))))
         assert torch.allclose(y, plain[0], atol=1e-5)
         for parameter, expected in plain[1].items():
@@ -74,7 +79,7 @@ def test_N1_quantised_gradients_are_near(kind, num_bits, activation, record_prop
                 assert error > BOUND[num_bits] / 10 or (name, parameter) == ("rematerialize", "experts.w1")
             elif parameter != "x" and name != "rematerialize":
                 assert relative_error(grads[parameter], expected) < 1e-5, (name, parameter)
-    _, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, *QUANTIZERS))))
+    _, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, *_quantizers(kind)))))
     together = {name: relative_error(grads[name], expected) for name, expected in plain[1].items()}
     record_property("errors with all three", together)
     assert max(together.values()) < 1.5 * BOUND[num_bits], together
@@ -101,15 +106,16 @@ def test_saved_bytes_are_as_predicted(kind, activation, num_bits):
     def less(rows, width):
         return rows * width * 4 - packed_bytes(num_bits, rows, width)
 
-    activations = blocks * WIDTH * 4  # recomputed, so not kept at all
-    # the grouped layer keeps no rows but the tokens, which the router keeps too: see the next test
+    activations = 0 if kind == "fused" else blocks * WIDTH * 4  # recomputed, so not kept at all
+    # these two layers keep no rows but the tokens, which the router keeps too: see the next test
     predicted = {
-        "inputs": -packed_bytes(num_bits, T, H) if kind == "grouped" else less(rows, H),
+        "inputs": -packed_bytes(num_bits, T, H) if kind in ("grouped", "fused") else less(rows, H),
         "rematerialize": gates * less(blocks, WIDTH) + activations,
         "scatter": less(rows, H),
     }
     _, _, plain = _step(layer)
-    for name, gain in predicted.items():
+    for name in _quantizers(kind):
+        gain = predicted[name]
         _, _, kept = _step(_layer(kind, _config(activation, **_bits(num_bits, name))))
         # the capacity layer's grouped ops keep a few int32 indices, 3 arrays of a row each, that bmm does not need
         indices = 3 * 4 * (rows + E + 1) if kind == "batched" and name != "scatter" else 0
@@ -117,12 +123,13 @@ def test_saved_bytes_are_as_predicted(kind, activation, num_bits):
     assert config.top_k == K and experts.num_local_experts == E
 
 
+@pytest.mark.parametrize("kind", ["grouped", "fused"])
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_grouped_inputs_shrink_where_nothing_else_keeps_them(num_bits):
+def test_inputs_shrink_where_nothing_else_keeps_them(num_bits, kind):
     """With a frozen router, or rows that came from another rank, the tokens are kept for w1 and v1 alone."""
     kept = {}
     for bits in (-1, num_bits):
-        layer = _layer("grouped", _config(**_bits(bits, "inputs")))
+        layer = _layer(kind, _config(**_bits(bits, "inputs")))
         layer.router.requires_grad_(False)
         kept[bits] = _step(layer)[2]
     assert kept[-1] - kept[num_bits] == T * H * 4 - packed_bytes(num_bits, T, H)
@@ -130,7 +137,7 @@ def test_grouped_inputs_shrink_where_nothing_else_keeps_them(num_bits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parts_keep_nothing_quantised(kind):
-    layer = _layer(kind, _config(**_bits(4, "inputs", "scatter")))
+    layer = _layer(kind, _config(**_bits(4, *{"inputs", "scatter"} & _quantizers(kind).keys())))
     plain = _layer(kind, _config())
     for model in (layer, plain):
         model.requires_grad_(False)
@@ -143,7 +150,7 @@ def test_frozen_parts_keep_nothing_quantised(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_N5_quantised_layers_under_checkpointing_and_twice(kind):
-    layer = _layer(kind, _config(**_bits(8, *QUANTIZERS)))
+    layer = _layer(kind, _config(**_bits(8, *_quantizers(kind))))
     y, grads, kept = _step(layer)
     grads = {name: g.clone() for name, g in grads.items()}
     again = _step(layer, lambda x: checkpoint(lambda t: layer.forward_with_aux(t)[0], x, use_reentrant=False))
@@ -162,7 +169,7 @@ def test_N9_compile_keeps_quantised_gradients(kind, backend):
     """The experts in one graph: the quantisers are part of it, not lost to its partitioner."""
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
-    layer = _layer(kind, _config(**_bits(4, *QUANTIZERS)))
+    layer = _layer(kind, _config(**_bits(4, *_quantizers(kind))))
     draw = torch.Generator().manual_seed(1)
     ids = torch.rand(40, E, generator=draw).topk(K).indices
     x, weight = torch.randn(40, H, generator=draw), torch.rand(40, K, generator=draw)
@@ -188,6 +195,14 @@ def test_a_value_of_no_quantiser_is_refused():
         dMoE(_config(quantize_inputs_num_bits=16))
 
 
+@pytest.mark.parametrize("impl,name", [*(("scatter", name) for name in QUANTIZERS), ("fused", "scatter")])
+def test_L2_what_an_mlp_impl_cannot_quantise_is_refused(impl, name):
+    field = f"quantize_{name}_num_bits"
+    with pytest.raises(ConfigError, match=f"{field}=4: must be -1 with mlp_impl='{impl}', or use"):
+        _config(mlp_impl=impl, **_bits(4, name))
+    assert getattr(_config(mlp_impl=impl, **_bits(-1, name)), field) == -1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bits", [8, 4])
@@ -195,7 +210,7 @@ def test_a_value_of_no_quantiser_is_refused():
 def test_N1_quantised_bf16_gradients_are_near(kind, num_bits, activation):
     """Against the same layer without a quantiser, both rounding their gradients to bf16."""
     plain = _step(_layer(kind, _config(activation), "cuda", torch.bfloat16), device="cuda", dtype=torch.bfloat16)[1]
-    for name, touched in QUANTIZERS.items():
+    for name, touched in _quantizers(kind).items():
         layer = _layer(kind, _config(activation, **_bits(num_bits, name)), "cuda", torch.bfloat16)
         grads = _step(layer, device="cuda", dtype=torch.bfloat16)[1]
         for parameter in touched:
@@ -207,7 +222,7 @@ def test_N1_quantised_bf16_gradients_are_near(kind, num_bits, activation):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_N2_ten_quantised_steps_are_bit_identical(kind):
-    layer = _layer(kind, _config(**_bits(4, *QUANTIZERS)), "cuda", torch.bfloat16)
+    layer = _layer(kind, _config(**_bits(4, *_quantizers(kind))), "cuda", torch.bfloat16)
     first = _step(layer, device="cuda", dtype=torch.bfloat16)
     grads = {name: g.clone() for name, g in first[1].items()}
     for _ in range(9):
