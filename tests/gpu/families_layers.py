@@ -87,7 +87,9 @@ def scattered(device: torch.device) -> Step:
                     ],
                     [x, rows, w, bias],
                 )
-            out += with_gradients(parallel_linear(rows, w, 1, *order, bias, gates, grouped_in=True), [rows, bias, gates])
+            out += with_gradients(
+                parallel_linear(rows, w, 1, *order, bias, gates, grouped_in=True), [rows, bias, gates]
+            )
             d = build_dispatch(make_routing(ids, gates, E))
             z = gathered_linear(x, w, bias, d)
             y = linear_combine(z, z, w2, bias @ w2.detach()[0], gates.flatten(), d, "swiglu")

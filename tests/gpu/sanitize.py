@@ -1,6 +1,6 @@
 """Every family of kernels once, at one small and odd size: what compute-sanitizer watches and the tests here repeat.
 
-    python tests/gpu/sanitize.py [FAMILY…]
+python tests/gpu/sanitize.py [FAMILY…]
 """
 
 from __future__ import annotations
