@@ -64,9 +64,7 @@ def _finish(z, u, i: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.constexp
 
 
 @gluon.jit
-def _consumer(
-    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     ends = _tile_ends(offsets_ptr, experts, c, 4)

@@ -1,7 +1,7 @@
 """Triton kernels of the experts' biases, one pass over the rows each.
 
-    add         y[p] = rows[p] + bias[e]
-    expert sum  out[e] = Σ rows of e, in float32: a program walks an expert's rows in order, so reruns are bit-identical
+add         y[p] = rows[p] + bias[e]
+expert sum  out[e] = Σ rows of e, in float32: a program walks an expert's rows in order, so reruns are bit-identical
 """
 
 # mypy: allow-untyped-defs
@@ -32,9 +32,7 @@ def _add_bias_kernel(
 
 
 @triton.jit
-def _expert_sum_kernel(
-    rows_ptr, out_ptr, offsets_ptr, N, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
+def _expert_sum_kernel(rows_ptr, out_ptr, offsets_ptr, N, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(offsets_ptr + expert).to(tl.int64)
