@@ -10,6 +10,7 @@ import pytest
 from .conftest import BENCHMARKS
 
 acceptance = importlib.import_module("acceptance")
+grouped_gemm = importlib.import_module("grouped_gemm")
 SHAPES = acceptance.PRODUCT_SHAPES
 
 
@@ -172,3 +173,16 @@ def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(acceptance.STEPS) and all((BENCHMARKS / line.split("benchmarks/")[1].split()[0]).exists()
                                                        for line in lines)  # fmt: skip
+
+
+def test_the_gate_of_the_grouped_products_is_red_for_what_is_lost():
+    def gate(*records, ops=("up",)):
+        return grouped_gemm.gate_of([{"shape": "S1", "op": "up", **r} for r in records], ["S1"], list(ops))
+
+    right, timed = {"good": "ours", "error": 1e-3}, {"hot": {"ours": [1.0]}}
+    assert gate(right, timed).green
+    assert gate(right, timed, {"bad": "quack-pp192", "why": "x"}, {"bad": "off", "why": "x"}).green
+    assert gate(right).red == ["S1/up/ours"]
+    assert gate({"bad": "ours", "why": "relative error"}).failures == {"S1/up/ours": "relative error"}
+    assert gate(right, timed, {"bad": "timing", "why": "hung"}).red == ["S1/up/timing"]
+    assert gate(right, timed, ops=("up", "down")).red == ["S1/down/ours"]
