@@ -184,6 +184,17 @@ def fused_gradient() -> None:
         mlp_gradient_launch(z, z, gate, torch.zeros(8), ints(8), ints(5), name, "tanh")
 
 
+@family("fused.up_triton", "_up_kernel")
+def fused_up_twin() -> None:
+    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.fused.up_triton import up
+
+    for dtype, (name, inner) in product(EVERY, product((*UNARY, *GATED), (64, 512))):
+        x, w = torch.zeros(64, 256, dtype=dtype), torch.zeros(8, inner, 256, dtype=dtype)
+        v, bias = w if name in GATED else None, torch.zeros(8, inner, dtype=dtype)
+        up(x, w, v, bias, None if v is None else bias, ints(4096), ints(9), name, "tanh")
+
+
 @family("fused.up_hopper_kernel", "up_kernel", architectures=(90,))
 def fused_up() -> None:
     from megablocks.ops.activation import GATED, UNARY

@@ -12,6 +12,7 @@ from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "weight", "w1", "v1", "w2", "b1", "c1", "b2")
 
 
@@ -157,6 +158,31 @@ def test_fused_mlp_names_what_does_not_fit():
         fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"][..., :7], v1=values["v1"])
     with pytest.raises(ValueError, match=r"x is \(5, 8\)"):
         fused_mlp(values["x"][:5], values["weight"], dispatch, values["w1"], values["w2"], v1=values["v1"])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
+def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, activation, bias):
+    from megablocks.ops.fused.up_triton import up
+
+    values, d, _, _ = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, dtype=torch.float32)
+    v = {n: None if t is None else t.to(DEVICE) for n, t in values.items()}
+    gather, offsets = d.gather.to(DEVICE), d.expert_offsets.to(DEVICE)
+    with poisoned_empty():
+        z, u, a = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], gather, offsets, activation, "none")
+    bounds = offsets.tolist()
+    for e in range(experts):
+        rows = slice(bounds[e], bounds[e + 1])
+        x = v["x"][gather[rows].long()].double()
+        want_z = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
+        torch.testing.assert_close(z[rows].double(), want_z, rtol=1e-5, atol=1e-5)
+        want_u = None
+        if u is not None:
+            want_u = x @ v["v1"][e].double().t() + (0 if v["c1"] is None else v["c1"][e])
+            torch.testing.assert_close(u[rows].double(), want_u, rtol=1e-5, atol=1e-5)
+        want = activation_ref(want_z, want_u, activation, "none")
+        torch.testing.assert_close(a[rows].double(), want, rtol=1e-5, atol=1e-5)
 
 
 def _on_gpu(tokens, hidden, inner, activation, dtype, *, bias=True, experts=5, k=2, ids=None, **options):

@@ -4,6 +4,9 @@
     gated: u[p] = x[gather[p]] · v1[e]ᵀ + c1[e], a[p] = act(z[p]) ⊙ u[p]
 
 Legend: T tokens, H hidden, R rows, E experts, I expert width. a is of the rounded z and u, as backward sees them.
+
+One kernel where Hopper's runs (up_hopper.py) or the plain Triton one does (up_triton.py); torch's grouped GEMM, where
+it runs instead, takes gathered rows, and bias and activation are passes of their own.
 """
 
 from __future__ import annotations
@@ -16,16 +19,22 @@ from torch import Tensor
 from megablocks.ops.activation import activation_op
 from megablocks.ops.grouped.bias import add_expert_bias_op
 from megablocks.ops.grouped.gathered_mm import gathered_mm_op
-from megablocks.ops.grouped.grouped_mm import hopper_kernels
+from megablocks.ops.grouped.grouped_mm import has_torch_kernel, hopper_kernels, twin_kernels
 from megablocks.ops.library import custom_op
 
 
-def _fused(x: Tensor, w1: Tensor, offsets: Tensor) -> ModuleType | None:
-    if hopper_kernels(x) is None:
-        return None
-    from megablocks.ops.fused import up_hopper
+def _kernels(x: Tensor, w1: Tensor, offsets: Tensor) -> ModuleType | None:
+    """The module of the kernel that takes x, None where the op is made of others."""
+    if hopper_kernels(x) is not None:
+        from megablocks.ops.fused import up_hopper
 
-    return up_hopper if up_hopper.supports(x, w1, offsets) else None
+        if up_hopper.supports(x, w1, offsets):
+            return up_hopper
+    if twin_kernels(x) is None or has_torch_kernel(x):
+        return None
+    from megablocks.ops.fused import up_triton
+
+    return up_triton
 
 
 @custom_op("megablocks::fused_up", mutates_args=())
@@ -34,8 +43,8 @@ def fused_up_op(
     scatter: Tensor, token_offsets: Tensor, offsets: Tensor, name: str, approximate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → z, u (empty unless gated), a (R, I); not differentiable by itself."""
-    if kernel := _fused(x, w1, offsets):
-        z, u, a = kernel.up(x, w1, v1, b1, c1, gather, offsets, name, approximate)
+    if gather.shape[0] and (kernels := _kernels(x, w1, offsets)):
+        z, u, a = kernels.up(x, w1, v1, b1, c1, gather, offsets, name, approximate)
         return z, x.new_empty(0) if u is None else u, a
     second = None if v1 is None else v1.transpose(1, 2)
     z, u = gathered_mm_op(x, w1.transpose(1, 2), second, pair, gather, scatter, token_offsets, offsets)

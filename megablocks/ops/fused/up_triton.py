@@ -1,0 +1,107 @@
+"""Up-projection with its activation in plain Triton: the twin of up_hopper.py, on every GPU, and interpreted.
+
+Tiles are found on the device, as in grouped_mm_triton.py. A gated tile multiplies the same rows by the same columns of
+W1 and of V1, so the activation needs nothing that another program holds.
+"""
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megablocks.ops.activation import GATED
+from megablocks.ops.activation_triton import unary
+from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpreted
+
+
+@triton.jit
+def _up_kernel(
+    x_ptr, w_ptr, v_ptr, b_ptr, c_ptr, z_ptr, u_ptr, a_ptr, gather_ptr, offsets_ptr,
+    stride_xr, stride_xk, stride_we, stride_wn, stride_wk,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr, NAME: tl.constexpr, EXACT: tl.constexpr,
+    IS_GATED: tl.constexpr, HAS_BIAS: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    lane = tl.arange(0, LANES)
+    first_row = tl.load(offsets_ptr + lane, mask=lane < E, other=0)
+    last_row = tl.load(offsets_ptr + lane + 1, mask=lane < E, other=0)
+    ends = tl.cumsum((last_row - first_row + BM - 1) // BM, 0) * n_tiles
+    tiles = tl.max(ends, 0)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        done = ends <= tile
+        e = tl.sum(done.to(tl.int32), 0)
+        r = tile - tl.max(tl.where(done, ends, 0), 0)
+        end = tl.load(offsets_ptr + e + 1)
+        rows = tl.load(offsets_ptr + e) + (r // n_tiles) * BM + tl.arange(0, BM)
+        cols = (r % n_tiles) * BN + tl.arange(0, BN)
+        live, inside_n = rows < end, cols < N
+        source = tl.load(gather_ptr + rows, mask=live, other=0).to(tl.int64)
+        k = tl.arange(0, BK)
+        x_ptrs = x_ptr + source[:, None] * stride_xr + k[None, :] * stride_xk
+        at = e.to(tl.int64) * stride_we + k[:, None] * stride_wk + cols.to(tl.int64)[None, :] * stride_wn
+        z = tl.zeros((BM, BN), dtype=tl.float32)
+        u = tl.zeros((BM, BN), dtype=tl.float32)
+        for k0 in range(0, K, BK):
+            inside = k0 + k < K
+            x = tl.load(x_ptrs, mask=live[:, None] & inside[None, :], other=0.0)
+            w_mask = inside[:, None] & inside_n[None, :]
+            w = tl.load(w_ptr + at, mask=w_mask, other=0.0)
+            if UPCAST:
+                z += tl.dot(x.to(tl.float32), w.to(tl.float32), input_precision="ieee")
+            else:
+                z = tl.dot(x, w, z, input_precision="ieee")
+            if IS_GATED:
+                v = tl.load(v_ptr + at, mask=w_mask, other=0.0)
+                if UPCAST:
+                    u += tl.dot(x.to(tl.float32), v.to(tl.float32), input_precision="ieee")
+                else:
+                    u = tl.dot(x, v, u, input_precision="ieee")
+            x_ptrs += BK * stride_xk
+            at += BK * stride_wk
+        mask = live[:, None] & inside_n[None, :]
+        out = rows.to(tl.int64)[:, None] * N + cols[None, :]
+        dtype = z_ptr.dtype.element_ty
+        if HAS_BIAS:
+            z += tl.load(b_ptr + e * N + cols, mask=inside_n, other=0).to(tl.float32)[None, :]
+        z = z.to(dtype)
+        tl.store(z_ptr + out, z, mask=mask)
+        value, _ = unary(z.to(tl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+        if IS_GATED:
+            if HAS_BIAS:
+                u += tl.load(c_ptr + e * N + cols, mask=inside_n, other=0).to(tl.float32)[None, :]
+            u = u.to(dtype)
+            tl.store(u_ptr + out, u, mask=mask)
+            value *= u.to(tl.float32)
+        tl.store(a_ptr + out, value.to(dtype), mask=mask)
+
+
+def up(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, gather: Tensor, offsets: Tensor,
+    name: str, approximate: str,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """z, u (None unless gated) and a, (R, I) each; see up.py. Rows from offsets[E] on are left as allocated."""
+    experts, inner, hidden = w1.shape
+    rows = gather.shape[0]
+    z, a = x.new_empty(rows, inner), x.new_empty(rows, inner)
+    u = None if v1 is None else x.new_empty(rows, inner)
+    if rows == 0:
+        return z, u, a
+    if v1 is not None and v1.stride() != w1.stride():
+        w1, v1 = w1.contiguous(), v1.contiguous()
+    config = choose(inner, float("inf"), x)
+    if v1 is not None and not interpreted():  # two accumulators of half the columns
+        config = replace(config, BN=max(config.BN // 2, 32))
+    _up_kernel[(_programs(x.device),)](
+        x, w1, v1, b1, c1, z, u, a, gather, offsets, *x.stride(), *w1.stride(),
+        N=inner, K=hidden, E=experts, LANES=triton.next_power_of_2(experts), NAME=GATED.get(name, name),
+        EXACT=approximate == "none", IS_GATED=v1 is not None, HAS_BIAS=b1 is not None, UPCAST=interpreted(),
+        **asdict(config),
+    )  # fmt: skip
+    return z, u, a
