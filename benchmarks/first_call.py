@@ -1,6 +1,6 @@
 """How long a layer's first call takes at a new shape, cold and with a warm disk cache; what new token counts compile.
 
-    python benchmarks/first_call.py [--impls auto,grouped,sparse] [--size Small] [--out FILE.json]
+    python benchmarks/first_call.py [--impls auto,fused] [--size Small] [--out FILE.json]
 
 Each case is a process of its own, timed from before the layer is built to the end of its first forward and backward;
 importing and CUDA's own start are before that. "cold" has an empty Triton cache, "warm" the cache that the cold one

@@ -19,7 +19,7 @@ from typing import Any
 
 from measure import relative_error
 
-OURS = ("auto", "sparse", "grouped")
+OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 PEERS = ("torch", "scattermoe", "sonicmoe")
 SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
     "XS": (65536, 512, 2048, 64),

@@ -7,7 +7,7 @@ exactly skew times the mean, the others fall off as a power law (`megablocks.tes
 
     padded        MoE(capacity_factor=0): asks the device for the fullest expert's load, which waits for it
     padded known  MoE(capacity_factor=skew): the same places without asking, so that a CUDA graph can hold it
-    auto, sparse, grouped   dMoE with that mlp_impl
+    auto, sparse, grouped, scatter, fused   dMoE with that mlp_impl
     torch, scattermoe, sonicmoe   peers, if they import; see layer_candidates.py
 
 Each is timed as a user runs it (`eager`), and as a CUDA graph (`graph`), which leaves out what launching costs: the

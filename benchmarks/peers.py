@@ -4,11 +4,12 @@
 
 The shapes are those of peers_h200.json (T,H; I/E/K; SwiGLU, bf16, random routing), and its figures, measured earlier on
 an H200, are what a peer has to come near: one that reads more than 15 % below voids the run. In turn, in one process a
-shape: `auto`, `grouped`, `sparse` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe` run if they import;
-`bmm` is cuBLAS's batched products of the same FLOPs on even experts, nothing else of a layer. Router included,
-auxiliary losses off. TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward. They are
-timed with their launches already in the GPU's queue, so that a slow host does not count; `eager` is the total without.
-Every result but bmm's is compared with float32 first. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
+shape: `auto`, `grouped`, `sparse`, `scatter`, `fused` are dMoE with that mlp_impl; `torch`, `scattermoe`, `sonicmoe`
+run if they import; `bmm` is cuBLAS's batched products of the same FLOPs on even experts, nothing else of a layer.
+Router included, auxiliary losses off. TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less
+forward. They are timed with their launches already in the GPU's queue, so that a slow host does not count; `eager` is
+the total without. Every result but bmm's is compared with float32 first. Writes results/<gpu>/peers.json. DRY_RUN=1
+prints the cases.
 """
 
 from __future__ import annotations
@@ -79,19 +80,19 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> tuple[dict[str, Any]
     if not gate.green or void:
         return {}, void
     shapes = {}
-    print("\nTFLOP/s forward / backward / total, MiB held; then auto's speed over each")
+    print("\nTFLOP/s forward / backward / total, MiB held; then auto's and fused's speed over each")
     for r in records:
         table = by_shape[r["shape"]]
         print(f"{r['shape']}")
         rows = {}
         for name, row in table.items():
             held = r["memory"].get(name, {}).get("held")
-            ratio = speed(r["times"], "queued/auto", f"queued/{name}")
-            rows[name] = {**row, "held": held, "auto_speed": ratio}
+            ratios = [speed(r["times"], f"queued/{mine}", f"queued/{name}") for mine in ("auto", "fused")]
+            rows[name] = {**row, "held": held, "auto_speed": ratios[0], "fused_speed": ratios[1]}
             space = "     –" if held is None else f"{held / 2**20:6.0f}"
             print(f"  {name:11s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} "
                   f"(eager {row['eager']:5.0f}) {space} MiB"
-                  + ("" if ratio is None else f"   {ratio:.2f}×"))  # fmt: skip
+                  + "".join("       –" if ratio is None else f"   {ratio:.2f}×" for ratio in ratios))  # fmt: skip
         shapes[r["shape"]] = rows
     return {"shapes": shapes}, void
 

@@ -13,7 +13,6 @@ tokens and routing, bf16, 128 experts, blocks of 128, bins of the mean load. DRY
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+from measure import Gate, relative_error, write_result
 
 SHAPES = (
     (24576, 1536, 8), (40960, 768, 8), (32768, 4096, 8), (16384, 4096, 2),
@@ -100,12 +100,14 @@ class Case:
         from megablocks.testing.poison import poisoned_empty
 
         bad = []
+        self.errors: dict[str, float] = {}
         for name, (call, reference, _) in self.ops.items():
             with poisoned_empty():
                 got = call()
             expected = reference()
             if isinstance(got, torch.Tensor):
                 got, expected = (got,), (expected,)
+            self.errors[name] = max(relative_error(a, b) for a, b in zip(got, expected, strict=True))
             for a, b in zip(got, expected, strict=True):
                 tolerance = 2**-7 if a.dtype == torch.bfloat16 else 1e-3  # float32: a dot product over H
                 if not torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance):
@@ -122,10 +124,12 @@ def copies_of(num_bytes: int) -> dict[str, Callable[[], Any]]:
     return {f"copy {num_bytes}": lambda: out.copy_(x), f"neg {num_bytes}": lambda: torch.neg(x, out=out)}
 
 
-def measure(shape: tuple[int, int, int], rounds: int) -> list[dict[str, Any]]:
+def measure(shape: tuple[int, int, int], rounds: int, gate: Gate) -> list[dict[str, Any]]:
     case = Case(*shape)
     if bad := case.wrong():
         raise SystemExit(f"permutation: wrong at {shape}: {'; '.join(bad)}")
+    for name, error in case.errors.items():
+        gate.take({"good": f"{shape}/{name}", "error": error})
     functions = copies_of(2**31)
     for name, (call, _, num_bytes) in case.ops.items():
         functions[name] = call
@@ -163,8 +167,9 @@ def main() -> int:
 
     print("speed as a share of a copy of as many bytes | of the best copy, µs")
     records: list[dict[str, Any]] = []
+    gate = Gate(lambda key: True)
     for shape in shapes:
-        records += (found := measure(shape, options.rounds))
+        records += (found := measure(shape, options.rounds, gate))
         print(f"T,H,K = {shape}, best copy {found[0]['peak_gb_per_s']:.0f} GB/s")
         for r in found:
             print(f"  {r['op']:24} {r['of_copy']:.2f} | {r['of_peak']:.2f} {r['us']:8.1f}", flush=True)
@@ -172,9 +177,8 @@ def main() -> int:
     met = least["of_copy"] >= GOAL
     print(f"least: {least['of_copy']:.2f} ({least['op']}, {least['shape']}); goal {GOAL}: {'met' if met else 'missed'}")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
-        data = {"environment": gpu.environment(), "goal": GOAL, "met": met, "records": records}
-        (options.out / "permutation.json").write_text(json.dumps(data) + "\n")
+        summary = {"goal": GOAL, "least": least["of_copy"], "met": met}
+        write_result(options.out / "permutation.json", "permutation", gate=gate, summary=summary, records=records)
     return 0
 
 

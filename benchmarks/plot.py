@@ -21,6 +21,7 @@ from measure import read_result
 COLORS = {
     "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",
     "torch": "tab:red", "scattermoe": "tab:purple", "sonicmoe": "tab:brown", "bmm": "0.7",
+    "scatter": "tab:pink", "fused": "tab:cyan",
 }  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import torch
 from layers.harness import build
 from megablocks.config import MoEConfig
 from megablocks.layers import Experts
-from megablocks.ops.routing.dispatch import Routing
+from megablocks.ops.routing.dispatch import Routing, build_dispatch, make_routing
 from megablocks.parallel.dispatcher import LocalDispatcher
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -16,7 +16,7 @@ from megablocks.testing.routings import ROUTINGS
 
 pytestmark = pytest.mark.gpu
 
-IMPLS = ("grouped", "sparse")
+IMPLS = ("grouped", "sparse", "scatter", "fused")
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_shape = pytest.mark.parametrize("activation, recompute", [("gelu", False), ("gelu", True), ("swiglu", True)])
 
@@ -77,8 +77,11 @@ def test_N6_bf16_experts_equal_float64(impl, activation, name):
 
 @pytest.mark.parametrize(
     "impl, dtype, width",
-    [("sparse", torch.bfloat16, 192), ("sparse", torch.float16, 128), ("grouped", torch.float16, 128)],
-)
+    [
+        ("sparse", torch.bfloat16, 192), ("sparse", torch.float16, 128), ("grouped", torch.float16, 128),
+        ("scatter", torch.float16, 100), ("fused", torch.float16, 128), ("fused", torch.bfloat16, 100),
+    ],
+)  # fmt: skip
 def test_N6_other_blocks_and_types_equal_float64(impl, dtype, width):
     actual, expected = _experts(ROUTINGS["zipf"](129, 5, 2), impl, "swiglu", dtype, width, recompute=True)
     for key, value in actual.items():
@@ -163,20 +166,37 @@ def _kernels(layer, tokens=1000):
     return {event.name for event in profile.events()}
 
 
-OWN = {"grouped": ("ragged_m_kernel",), "sparse": ("sdd_kernel", "spmm_kernel", "topology_kernel")}
+OWN = {
+    "grouped": ("ragged_m_kernel",),
+    "sparse": ("sdd_kernel", "spmm_kernel", "topology_kernel"),
+    "scatter": ("_rows_kernel", "_weights_kernel"),
+    "fused": ("_mlp_gradient_kernel", "ragged_"),
+}
+HOPPER = {"fused": ("up_kernel",)}
 GROUPED = ("ragged_", "GroupProblemShape", "grouped")
+ONLY_FUSED = ("up_kernel", "_mlp_gradient_kernel")
+FOREIGN = {
+    "grouped": (*OWN["sparse"], *OWN["scatter"], *ONLY_FUSED),
+    "sparse": (*GROUPED, *OWN["scatter"], *ONLY_FUSED),
+    "scatter": (*OWN["sparse"], *GROUPED, *ONLY_FUSED),
+    "fused": (*OWN["sparse"], *OWN["scatter"]),
+    "batched": (*OWN["sparse"], *GROUPED, *OWN["scatter"], *ONLY_FUSED),
+}
 
 
-def test_each_mlp_impl_launches_its_own_kernels():
+@pytest.mark.parametrize("impl", FOREIGN)
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_each_mlp_impl_launches_its_own_kernels(impl, activation):
     """By kernel name: what each path must show, and nothing of the others'."""
-    names = {impl: _kernels(_layer(impl)) for impl in IMPLS}
-    names["batched"] = _kernels(build("batched", _layer("sparse").config, device="cuda", dtype=torch.bfloat16))
-    foreign = {"grouped": OWN["sparse"], "sparse": GROUPED, "batched": (*OWN["sparse"], *GROUPED)}
-    for impl, launched in names.items():
-        for kernel in OWN.get(impl, ()):
-            assert any(kernel in name for name in launched), f"{impl} did not launch {kernel}: {sorted(launched)}"
-        for kernel in foreign[impl]:
-            assert not [name for name in launched if kernel in name], f"{impl} launched {kernel}"
+    config = _layer("sparse", activation).config
+    launched = _kernels(build(impl, config, device="cuda", dtype=torch.bfloat16))
+    own = OWN.get(impl, ())
+    if torch.cuda.get_device_capability() == (9, 0):
+        own += HOPPER.get(impl, ())
+    for kernel in own:
+        assert any(kernel in name for name in launched), f"{impl} did not launch {kernel}: {sorted(launched)}"
+    for kernel in FOREIGN[impl]:
+        assert not [name for name in launched if kernel in name], f"{impl} launched {kernel}"
 
 
 @pytest.mark.parametrize("tokens, kernel", [(64 * 512, "spmm_kernel"), (8192, "ragged_m_kernel")])
@@ -190,3 +210,55 @@ def test_auto_launches_what_it_says_it_picked(tokens, kernel):
         return
     assert picked == ("sparse" if kernel == "spmm_kernel" else "grouped")
     assert any(kernel in name for name in launched)
+
+
+FAR = dict(tokens=262144, hidden=4096, width=1032, experts=16, top_k=8)
+"""R·H = 4·2³¹ and R·I slightly more than 2³¹ values, which is where int32 ends."""
+
+
+@pytest.mark.parametrize("impl", ["grouped", "scatter", "fused"])
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 100 * 2**30, reason="needs 100 GiB of free GPU memory"
+)
+def test_N4_rows_past_two_to_the_31_elements(impl):
+    """Tokens whose rows are at the ends and on either side of 2³¹/H and 2³¹/I, alone with a gradient, by float64."""
+    tokens, hidden, width, experts, top_k = FAR.values()
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, std):
+        values = torch.empty(shape, device="cuda", dtype=torch.bfloat16).normal_(0, std, generator=draw)
+        return values.requires_grad_()
+
+    x, weight = normal(tokens, hidden, std=1), torch.rand(tokens, top_k, device="cuda", generator=draw)
+    ids = torch.rand(tokens, experts, device="cuda", generator=draw).topk(top_k, dim=1).indices
+    weight.requires_grad_()
+    d = build_dispatch(make_routing(ids, weight, experts))
+    config = MoEConfig(
+        hidden_size=hidden, ffn_hidden_size=width, num_experts=experts, top_k=top_k, activation="swiglu", mlp_impl=impl
+    )
+    module = Experts(config, seed=1, device="cuda", dtype=torch.bfloat16)
+    with torch.no_grad():
+        for name, p in module.named_parameters():
+            p.normal_(0, width**-0.5 if name == "w2" else hidden**-0.5, generator=draw)
+    edges = [0, tokens * top_k - 1] + [2**31 // n + i for n in (hidden, width) for i in (-1, 0, 1)]
+    picked = d.gather[edges].long().unique()
+    dy = torch.zeros(tokens, hidden, device="cuda", dtype=torch.bfloat16)
+    dy[picked] = torch.randn(len(picked), hidden, device="cuda", generator=draw).bfloat16()
+    y = module(x, d, weight.flatten())
+    y.backward(dy)
+
+    wide = {name: p.detach().double().requires_grad_() for name, p in module.named_parameters()}
+    wide_x, wide_weight = (t.detach()[picked].double().requires_grad_() for t in (x, weight))
+    token = torch.arange(len(picked), device="cuda").repeat_interleave(top_k)
+    truth = experts_oracle(wide_x, token, ids[picked].flatten(), wide_weight.flatten(), wide, experts, "swiglu")
+    truth.backward(dy[picked].double())
+    for key, got, want in (
+        ("y", y.detach()[picked], truth.detach()), ("dx", x.grad[picked], wide_x.grad),
+        ("dweight", weight.grad[picked], wide_weight.grad),
+        *((name, p.grad, wide[name].grad) for name, p in module.named_parameters()),
+    ):  # fmt: skip
+        assert relative_error(got, want) < 0.02, key
+    others = torch.ones(tokens, dtype=torch.bool, device="cuda")
+    others[picked] = False
+    assert y.isfinite().all()
+    assert not weight.grad[others].any() and not x.grad.masked_fill_(~others[:, None], 0).any()

@@ -24,13 +24,13 @@ QUANTIZERS = {
 }
 
 
+def _quantizers(kind):
+    """Those that there are; "fused" keeps no output of the experts that could be quantised."""
+    return {name: touched for name, touched in QUANTIZERS.items() if (kind, name) != ("fused", "scatter")}
+
+
 def _bits(num_bits, *names):
     return {f"quantize_{name}_num_bits": num_bits for name in names}
-
-
-def _quantizers(kind):
-    """Those that a kind has: the fused MLP never keeps the experts' outputs."""
-    return [name for name in QUANTIZERS if (kind, name) != ("fused", "scatter")]
 
 
 def _config(activation="swiglu", **changes):
@@ -68,8 +68,7 @@ def _step(layer, run=None, device="cpu", dtype=torch.float32):
 @pytest.mark.parametrize("activation", ["gelu", "relu", "relu2", "swiglu", "geglu", "reglu"])
 def test_N1_quantised_gradients_are_near(kind, num_bits, activation, record_property):
     plain = _step(_layer(kind, _config(activation)))
-    for name in _quantizers(kind):
-        touched = QUANTIZERS[name]
+    for name, touched in _quantizers(kind).items():
         y, grads, _ = _step(_layer(kind, _config(activation, **_bits(num_bits, name))))
         assert torch.allclose(y, plain[0], atol=1e-5)
         for parameter, expected in plain[1].items():
@@ -107,9 +106,8 @@ def test_saved_bytes_are_as_predicted(kind, activation, num_bits):
     def less(rows, width):
         return rows * width * 4 - packed_bytes(num_bits, rows, width)
 
-    # recomputed, so not kept at all; the fused MLP never does
-    activations = 0 if kind == "fused" else blocks * WIDTH * 4
-    # the grouped and the fused layer keep no rows but the tokens, which the router keeps too: see the next test
+    activations = 0 if kind == "fused" else blocks * WIDTH * 4  # recomputed, so not kept at all
+    # these two layers keep no rows but the tokens, which the router keeps too: see the next test
     predicted = {
         "inputs": -packed_bytes(num_bits, T, H) if kind in ("grouped", "fused") else less(rows, H),
         "rematerialize": gates * less(blocks, WIDTH) + activations,
@@ -125,12 +123,13 @@ def test_saved_bytes_are_as_predicted(kind, activation, num_bits):
     assert config.top_k == K and experts.num_local_experts == E
 
 
+@pytest.mark.parametrize("kind", ["grouped", "fused"])
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_grouped_inputs_shrink_where_nothing_else_keeps_them(num_bits):
+def test_inputs_shrink_where_nothing_else_keeps_them(num_bits, kind):
     """With a frozen router, or rows that came from another rank, the tokens are kept for w1 and v1 alone."""
     kept = {}
     for bits in (-1, num_bits):
-        layer = _layer("grouped", _config(**_bits(bits, "inputs")))
+        layer = _layer(kind, _config(**_bits(bits, "inputs")))
         layer.router.requires_grad_(False)
         kept[bits] = _step(layer)[2]
     assert kept[-1] - kept[num_bits] == T * H * 4 - packed_bytes(num_bits, T, H)
@@ -138,7 +137,7 @@ def test_grouped_inputs_shrink_where_nothing_else_keeps_them(num_bits):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_frozen_parts_keep_nothing_quantised(kind):
-    layer = _layer(kind, _config(**_bits(4, *(n for n in _quantizers(kind) if n != "rematerialize"))))
+    layer = _layer(kind, _config(**_bits(4, *{"inputs", "scatter"} & _quantizers(kind).keys())))
     plain = _layer(kind, _config())
     for model in (layer, plain):
         model.requires_grad_(False)
@@ -196,6 +195,14 @@ def test_a_value_of_no_quantiser_is_refused():
         dMoE(_config(quantize_inputs_num_bits=16))
 
 
+@pytest.mark.parametrize("impl,name", [*(("scatter", name) for name in QUANTIZERS), ("fused", "scatter")])
+def test_L2_what_an_mlp_impl_cannot_quantise_is_refused(impl, name):
+    field = f"quantize_{name}_num_bits"
+    with pytest.raises(ConfigError, match=f"{field}=4: must be -1 with mlp_impl='{impl}', or use"):
+        _config(mlp_impl=impl, **_bits(4, name))
+    assert getattr(_config(mlp_impl=impl, **_bits(-1, name)), field) == -1
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_bits", [8, 4])
@@ -203,10 +210,10 @@ def test_a_value_of_no_quantiser_is_refused():
 def test_N1_quantised_bf16_gradients_are_near(kind, num_bits, activation):
     """Against the same layer without a quantiser, both rounding their gradients to bf16."""
     plain = _step(_layer(kind, _config(activation), "cuda", torch.bfloat16), device="cuda", dtype=torch.bfloat16)[1]
-    for name in _quantizers(kind):
+    for name, touched in _quantizers(kind).items():
         layer = _layer(kind, _config(activation, **_bits(num_bits, name)), "cuda", torch.bfloat16)
         grads = _step(layer, device="cuda", dtype=torch.bfloat16)[1]
-        for parameter in QUANTIZERS[name]:
+        for parameter in touched:
             if parameter in plain:
                 error = relative_error(grads[parameter], plain[parameter])
                 assert error <= BOUND[num_bits], (name, parameter)

@@ -8,8 +8,11 @@ from megablocks.ops.fused import up
 from megablocks.ops.fused.gradient import mlp_gradient_op, mlp_gradient_ref
 from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.grouped import grouped_mm_hopper
-from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.ops.grouped.grouped_mm_hopper import supports_m
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
+from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
+from megablocks.testing.tolerances import assert_as_exact_as
 from ops.far_rows import far_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -266,3 +269,110 @@ def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
     rest = w1, v1, b1, c1, d.gather.to(DEVICE), d.expert_offsets.to(DEVICE), activation, "none"
     for far, near in zip(up(far_rows(x), *rest), up(x, *rest), strict=True):
         assert near is None or torch.equal(far, near)
+
+
+def _on_gpu(tokens, hidden, inner, activation, dtype, *, bias=True, experts=5, k=2, ids=None, **options):
+    """(the op's, the loop's in the same dtype, the loop's in float64): y, and each gradient by name."""
+    values, dispatch, ids, dy = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, 0, dtype, ids)
+    moved = {name: None if t is None else t.cuda() for name, t in values.items()}
+    wide = {name: None if t is None else t.double() for name, t in moved.items()}
+    ids, dy = ids.cuda(), dy.cuda()
+    dispatch = Dispatch(*(t.cuda() for t in dispatch))
+    with poisoned_empty():
+        got = _with_gradients(_fused(dispatch, activation, **options), moved, dy)
+
+    def in_dtype(v):
+        return _loop(v | {"weight": v["weight"].to(dtype)}, ids, activation)
+
+    plain = _with_gradients(in_dtype, moved, dy)
+    return got, plain, _with_gradients(lambda v: _loop(v, ids, activation), wide, dy.double())
+
+
+def _near(got, want, tolerance):
+    assert got[0].isfinite().all() and got[1].keys() == want[1].keys()
+    assert relative_error(got[0].cpu(), want[0].cpu()) < tolerance, "y"
+    for name, grad in want[1].items():
+        assert relative_error(got[1][name].cpu(), grad.cpu()) < tolerance, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("activation", [*UNARY, *GATED])
+def test_N10_fused_mlp_in_bf16_equals_float64(activation, recompute):
+    got, _, want = _on_gpu(300, 72, 136, activation, torch.bfloat16, recompute=recompute)
+    # relu's slope jumps: where z rounds to the other side of 0, a whole term comes or goes
+    _near(got, want, 0.05 if activation in ("relu", "reglu") else 0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens", [1, 7, 129, 1000])
+@pytest.mark.parametrize("hidden,inner", [(64, 128), (60, 100), (100, 200), (200, 60), (13, 67), (600, 264)])
+def test_R6_fused_mlp_of_any_size(hidden, inner, tokens, activation, bias):
+    """Sizes that the Hopper kernels read, and others that go to the plain ones, with few and many rows an expert."""
+    got, _, want = _on_gpu(tokens, hidden, inner, activation, torch.bfloat16, bias=bias)
+    _near(got, want, 0.02 if tokens > 1 else 0.05)  # of one token the weights' gradient is two sums that may cancel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype,tolerance", [(torch.float16, 0.004), (torch.float32, 1e-5)], ids=["fp16", "fp32"])
+@pytest.mark.parametrize("hidden,inner", [(72, 136), (60, 67)])
+def test_N1_fused_mlp_in_other_dtypes(hidden, inner, dtype, tolerance):
+    for activation in ("silu", "geglu"):
+        got, _, want = _on_gpu(300, hidden, inner, activation, dtype)
+        _near(got, want, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_N1_fused_mlp_is_as_exact_as_torch(activation, switch, monkeypatch):
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", switch)
+    got, plain, want = _on_gpu(500, 136, 264, activation, torch.bfloat16)
+    assert_as_exact_as(got[0], plain[0], want[0])
+    for name, grad in want[1].items():
+        assert_as_exact_as(got[1][name], plain[1][name], grad)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [40, 700])
+@pytest.mark.parametrize("chosen", ["one", "none", "some", "twice"])
+def test_R1_R2_R7_fused_mlp_in_bf16(chosen, tokens):
+    """All to one expert, no pair at all, experts and pairs without the other, the same expert twice for a token."""
+    t = torch.arange(tokens)
+    ids = {
+        "one": torch.full((tokens, 2), 3), "none": torch.full((tokens, 2), -1),
+        "some": torch.stack([t % 3 - 1, torch.where(t % 5 == 0, 4, -1)], 1), "twice": torch.stack([t % 2, t % 2], 1),
+    }[chosen]  # fmt: skip
+    got, _, want = _on_gpu(tokens, 72, 136, "swiglu", torch.bfloat16, ids=ids)
+    _near(got, want, 0.02)
+    used = {int(e) for e in ids.unique() if e >= 0}
+    for name in ("w1", "v1", "w2", "b1", "c1", "b2"):
+        for e in set(range(5)) - used:
+            assert not got[1][name][e].any(), name
+
+
+@pytest.mark.gpu
+def test_N5_fused_mlp_frozen_inputs_and_two_backwards():
+    values, dispatch, _, dy = _case(200, 72, 136, 5, 2, True, True, 0, torch.bfloat16)
+    values, dy = {name: t.cuda() for name, t in values.items()}, dy.cuda()
+    run = _fused(Dispatch(*(t.cuda() for t in dispatch)), "swiglu")
+    leaves = {name: t.clone().requires_grad_() for name, t in values.items()}
+    y = run(leaves)
+    grads = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
+    again = torch.autograd.grad(y, list(leaves.values()), dy)
+    for name, first, second in zip(leaves, grads, again, strict=True):
+        alone = values | {name: values[name].clone().requires_grad_()}
+        assert torch.equal(first, second), name
+        assert torch.equal(torch.autograd.grad(run(alone), alone[name], dy)[0], first), name
+
+
+@pytest.mark.gpu
+def test_sizes_of_the_tests_above_are_on_both_sides_of_tma():
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Hopper's kernels")
+    offsets = torch.zeros(6, dtype=torch.int32, device="cuda")
+    for hidden, inner, taken in ((64, 128, True), (200, 60, False), (60, 100, False), (600, 264, True)):
+        x, w = (torch.zeros(*s, hidden, device="cuda", dtype=torch.bfloat16) for s in ((8,), (5, inner)))
+        assert supports_m(x, w.transpose(1, 2), offsets) == taken

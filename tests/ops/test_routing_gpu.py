@@ -11,6 +11,7 @@ from megablocks.config import MoEConfig
 from megablocks.ops.permute.padded import bin_dispatch, pad_dispatch, padded_gather, padded_scatter
 from megablocks.ops.permute.permute_triton import _combine_backward_kernel, _combine_kernel, _expand_kernel
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
+from megablocks.ops.routing.rounding import select_tokens, select_tokens_ref
 from megablocks.ops.routing.router import route_topk
 from megablocks.ops.sparse.topology import topology
 from megablocks.routers import route
@@ -223,3 +224,45 @@ def test_N9_router_and_padded_rows_compile():
         results.append((y, loss, *torch.autograd.grad(y.sin().sum() + loss, inputs)))
     for a, b in zip(*results, strict=True):
         assert torch.allclose(a, b, atol=1e-5)
+
+
+def _selection(tokens, experts):
+    """select_tokens' arguments: every expert takes 3 of the many tokens that chose it."""
+    weights = torch.zeros(tokens, experts, device="cuda")
+    weights[0, :] = 0.5
+    weights[tokens - 1, :] = 0.25
+    ids = torch.arange(tokens, device="cuda").remainder(experts).unsqueeze(1)
+    return weights, ids, torch.full((experts,), 3, device="cuda"), 3 * experts
+
+
+def test_rounding_replays_from_a_graph():
+    draw = torch.Generator("cuda").manual_seed(0)
+    weights = torch.rand(3000, 40, device="cuda", generator=draw)
+    loads = torch.randint(0, 400, (40,), device="cuda", generator=draw)
+    ids = weights.topk(3, dim=1).indices
+
+    def run():
+        return list(select_tokens(weights, ids, loads, 16000))
+
+    with no_sync():
+        run()
+    captured = replayed(run)
+    for got, wanted in zip(captured, select_tokens_ref(weights, ids, loads, None, 16000), strict=True):
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 48 * 2**30, reason="needs 48 GiB of free GPU memory"
+)
+def test_N4_rounding_of_weights_beyond_two_to_the_31():
+    experts = 512
+    tokens = 2**31 // experts + 3
+    token, expert, source = select_tokens(*_selection(tokens, experts))
+    last = (tokens - 1) % experts
+    # first those that chose the expert by weight, then by the lowest token
+    want = {e: {e, e + experts, e + 2 * experts} for e in range(experts)} | {last: {tokens - 1, last, last + experts}}
+    got = {e: set() for e in range(experts)}
+    for t, e in zip(token.tolist(), expert.tolist(), strict=True):
+        got[e].add(t)
+    assert got == want
+    assert torch.equal(source, token.long() * experts + expert)

@@ -1,0 +1,326 @@
+"""Every figure that the block-sparse and grouped kernels are accepted by: run its benchmark, then one table.
+
+    python benchmarks/acceptance.py --out DIR [--seconds 570] [--only block_sparse,layers] [--table]
+
+Each benchmark runs in a process of its own with a deadline and writes DIR/<name>.json and DIR/<name>.log; what fails or
+hangs is passed over. A line of the table is met only if its file is there and whole, its gate green, no peer of it read
+below its earlier figure, every case that the line speaks of was measured, on an H200, and the figure reaches the goal;
+everything else is missed. With --only several calls fill one DIR, which --table reads alone. Exits with 1 unless all
+are met. DRY_RUN=1 prints the commands and their deadlines. QuACK is a peer of grouped_gemm if it imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
+from measure import read_result
+
+HERE = Path(__file__).parent
+SIZES = ("XS", "Small", "Medium")
+PERMUTATION_RECORDS = 7 * 12
+"""Shapes by ops of permutation.py."""
+QUANT_RECORDS = 32
+MANY_EXPERTS = 128
+PATIENCE_S = 8.0
+"""For a benchmark that was told to stop, to write what it has."""
+GPU = "H200"
+"""Whose figures the goals are."""
+Result = dict[str, Any]
+Judged = tuple[str, bool]
+
+
+class Step(NamedTuple):
+    """A benchmark, its options with {out} for DIR, and the seconds that it may take."""
+
+    command: str
+    seconds: int
+    environment: dict[str, str] = {}
+
+
+STEPS = {
+    "bookkeeping": Step("bookkeeping.py --out {out}", 60),
+    "permutation": Step("permutation.py --out {out}", 120),
+    "block_sparse": Step("block_sparse.py --seconds 200 --out {out}/block_sparse.json", 220),
+    "layers": Step(
+        "layers.py --seconds 200 --candidates 'auto,grouped,sparse,fused,padded,padded known' --out {out}/layers.json",
+        220,
+    ),
+    "quant": Step("quant.py --out {out}", 90),
+    "grouped_gemm": Step("grouped_gemm.py --seconds 420 --out {out}/grouped_gemm.json", 440),
+    "first_call": Step("first_call.py --out {out}/first_call.json", 300),
+    "mlp_impls": Step("mlp_impls.py --out {out}/mlp_impls.json", 180),
+    "layers_off": Step(
+        "layers.py --seconds 80 --sizes XS,Medium --skews 2 --candidates 'auto,padded,padded known' "
+        "--out {out}/layers_off.json",
+        100,
+        {"MEGABLOCKS_HOPPER": "0"},
+    ),
+}
+
+
+class Line(NamedTuple):
+    name: str
+    goal: str
+    step: str
+    judge: Callable[[Result], Judged]
+
+
+def outermost(pick: Callable[..., Any], found: Iterable[tuple[float, str]]) -> tuple[float, str]:
+    """The least or the greatest figure, with where it was taken; NaN compares as neither and is no figure."""
+    found = list(found)
+    for value, where in found:
+        if not math.isfinite(value):
+            raise ValueError(f"{value} at {where}")
+    return pick(found)
+
+
+def whole_products(result: Result) -> Result:
+    s = result["summary"]
+    if s["cases"] != 18:
+        raise ValueError(f"{s['cases']} of 18 products measured")
+    return s
+
+
+def products(key: str, goal: float) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        value = whole_products(result)[key]
+        return f"{value:.1%}", value >= goal
+
+    return judge
+
+
+def grouped(*ops: str) -> Callable[[Result], Judged]:
+    """The least speed over QuACK's, or cuBLAS's where QuACK did not run, each against its own goal."""
+
+    def judge(result: Result) -> Judged:
+        found = {(r["shape"], r["op"]): r["time_of_ours_over"] for r in result["records"]}
+        shares, peers = [], set()
+        for key in ((shape, op) for shape in PRODUCT_SHAPES for op in ops):
+            if key not in found:
+                raise ValueError(f"{' '.join(key)} not measured")
+            over = found[key]
+            peer = next((name for name in over if name.startswith("quack")), "bmm")
+            peers.add("QuACK" if peer != "bmm" else "bmm")
+            speed, goal = 1 / over[peer], 0.97 if peer != "bmm" else 0.90
+            shares.append((speed / goal, f"{speed:.3f} of {peer} at {' '.join(key)}"))
+        worst = outermost(min, shares)
+        return f"{worst[1]} ({', '.join(sorted(peers))})", worst[0] >= 1
+
+    return judge
+
+
+def against_torch(result: Result) -> Judged:
+    found = {r["shape"]: r["time_of_ours_over"] for r in result["records"] if r["op"] == "layer"}
+    shapes = [name for name, (*_, experts, _) in PRODUCT_SHAPES.items() if experts >= MANY_EXPERTS]
+    ratios = [(1 / found[name][how], f"{name} {how}") for name in shapes for how in ("torch", "torch-take")]
+    least = outermost(min, ratios)
+    return f"{least[0]:.2f}x ({least[1]})", least[0] >= 1.3
+
+
+def moves(result: Result) -> Judged:
+    records = result["records"]
+    if len(records) != PERMUTATION_RECORDS:
+        raise ValueError(f"{len(records)} of {PERMUTATION_RECORDS} cases measured")
+    least = outermost(min, ((r["of_copy"], f"{r['op']}, {r['shape']}") for r in records))
+    return f"{least[0]:.2f} ({least[1]})", least[0] >= 0.85
+
+
+def indices(result: Result) -> Judged:
+    first = next(r for r in result["records"] if r["shape"] == [24576, 128, 8] and r["name"] == "indices")
+    return f"{first['us']:.1f} us, {first['launches']} launches", first["us"] <= 25 and first["launches"] <= 4
+
+
+def over_padding(kind: str, wanted: Callable[[float], bool], goal: float, count: int) -> Callable[[Result], Judged]:
+    """kind: "speed", called from Python, or "graph_speed"."""
+
+    def judge(result: Result) -> Judged:
+        found = []
+        for size in SIZES:
+            cases = [case for case in result["summary"]["sizes"][size]["skews"] if wanted(case["skew"])]
+            if len(cases) != count:
+                raise ValueError(f"{len(cases)} of {count} skews measured at {size}")
+            found += [(case["candidates"]["auto"][kind], f"{size} skew {case['skew']:g}") for case in cases]
+        least = outermost(min, found)
+        return f"{least[0]:.2f}x ({least[1]})", least[0] >= goal
+
+    return judge
+
+
+def alone(result: Result) -> list[Result]:
+    if len(result["records"]) != QUANT_RECORDS:
+        raise ValueError(f"{len(result['records'])} of {QUANT_RECORDS} cases measured")
+    return [r for r in result["records"] if r["quantised"] != "all three"]
+
+
+def errors(bits: int, goal: float) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        cases = (r for r in alone(result) if r["bits"] == bits)
+        worst = outermost(max, ((error, f"{r['quantised']} {w}") for r in cases for w, error in r["errors"].items()))
+        return f"{worst[0]:.4f} ({worst[1]})", worst[0] <= goal
+
+    return judge
+
+
+def saved(result: Result) -> Judged:
+    off = max(abs(r["saved"] - r["predicted"]) / abs(r["predicted"]) for r in alone(result))
+    return f"off by {off:.2%}", off <= 0.01
+
+
+def cold(result: Result) -> Judged:
+    cases = (r for r in result["records"] if r["cache"] == "cold")
+    slowest = outermost(max, ((r["first_s"], f"{r['impl']} {r['activation']}") for r in cases))
+    return f"{slowest[0]:.1f} s ({slowest[1]})", slowest[0] <= 10
+
+
+def new_counts(result: Result) -> Judged:
+    late = sorted({name for r in result["records"] for names in r["new_counts"].values() for name in names})
+    return ", ".join(late) or "none", not late and bool(result["records"])
+
+
+def picks(result: Result) -> Judged:
+    if result["summary"]["missing"]:
+        raise ValueError(f"not measured: {', '.join(result['summary']['missing'])}")
+    times = ((r["graph_ms"][r["auto"]] / min(r["graph_ms"].values()), r["case"]) for r in result["records"])
+    worst = outermost(max, times)
+    return f"{worst[0]:.2f} of the fastest's time ({worst[1]})", worst[0] <= 1.03
+
+
+def without_hopper(result: Result) -> Judged:
+    sizes = result["summary"]["sizes"]
+    speeds = {size: sizes[size]["skews"][0]["candidates"]["auto"]["graph_speed"] for size in ("XS", "Medium")}
+    return ", ".join(f"{size} {value:.2f}x" for size, value in speeds.items()), True
+
+
+LINES = (
+    Line("18 products, mean of cuBLAS's speed", ">= 98.6 %", "block_sparse", products("mean", 0.986)),
+    Line("18 products, least", ">= 91 %", "block_sparse", products("least", 0.91)),
+    Line("Zipf, per block, of uniform", ">= 90 %", "block_sparse", products("least per block under Zipf", 0.90)),
+    Line("grouped forward of QuACK's speed", ">= 0.97, bmm 0.90", "grouped_gemm", grouped("up", "down")),
+    Line("grouped dX", ">= 0.97, bmm 0.90", "grouped_gemm", grouped("dx")),
+    Line("grouped dW", ">= 0.97, bmm 0.90", "grouped_gemm", grouped("dw1", "dw2")),
+    Line("gather, products, scatter over torch's, E >= 128", ">= 1.3x", "grouped_gemm", against_torch),
+    Line("gather, scatter and gradients, of a copy", ">= 0.85", "permutation", moves),
+    Line("indices of 196,608 ids, 128 experts", "<= 25 us, 4 launches", "bookkeeping", indices),
+    Line("dMoE over padded, skew >= 2, GPU", ">= 1.38x", "layers",
+         over_padding("graph_speed", lambda skew: skew >= 2, 1.38, 3)),
+    Line("dMoE over padded, skew >= 2, eager", ">= 1.38x", "layers",
+         over_padding("speed", lambda skew: skew >= 2, 1.38, 3)),
+    Line("dMoE over padded, skew 1, GPU", ">= 0.95x", "layers",
+         over_padding("graph_speed", lambda skew: skew == 1, 0.95, 1)),
+    Line("dMoE over padded, skew 1, eager", ">= 0.95x", "layers",
+         over_padding("speed", lambda skew: skew == 1, 0.95, 1)),
+    Line("one quantiser's gradient errors, 8 bits", "<= 0.01", "quant", errors(8, 1e-2)),
+    Line("one quantiser's gradient errors, 4 bits", "<= 0.1", "quant", errors(4, 1e-1)),
+    Line("bytes saved, of those predicted", "within 1 %", "quant", saved),
+    Line("first call at a new shape, cold", "<= 10 s", "first_call", cold),
+    Line("kernels compiled at a new token count", "none", "first_call", new_counts),
+    Line("mlp_impl=auto of the fastest impl's time", "<= 1.03", "mlp_impls", picks),
+    Line("Hopper's kernels off, over padded at skew 2", "a figure", "layers_off", without_hopper),
+)  # fmt: skip
+
+
+class Row(NamedTuple):
+    name: str
+    goal: str
+    measured: str
+    verdict: str
+    gate: str
+
+
+def judge(line: Line, folder: Path) -> Row:
+    """Met only by a whole result with a green gate; whatever cannot be read is missed, with the reason."""
+    gate, said, met = "–", "", False
+    try:
+        result = read_result(folder / f"{line.step}.json")
+        gate = "green" if result["gate"]["green"] is True else "RED"
+        if gate == "RED":
+            said = f"red: {', '.join(result['gate']['red']) or 'nothing checked'}"
+        elif GPU not in (gpu := str(result["environment"]["gpu"])):
+            said = f"measured on {gpu}, not on an {GPU}"
+        elif result["void"]:
+            said = f"void: {'; '.join(result['void'])}"
+        else:
+            said, met = line.judge(result)
+    except FileNotFoundError:
+        said = "no result"
+    except Exception as e:  # a result may lack anything
+        said = f"{type(e).__name__}: {e}".replace(f"{folder}/", "")
+    return Row(line.name, line.goal, said[:100], "met" if met is True else "missed", gate)
+
+
+def table(rows: list[Row]) -> str:
+    head = Row("line", "goal", "measured", "verdict", "gate")
+    widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
+    lines = ["| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |"
+             for row in (head, *rows)]  # fmt: skip
+    rule = "|" + "|".join("-" * (width + 2) for width in widths) + "|"
+    met = sum(row.verdict == "met" for row in rows)
+    return "\n".join([lines[0], rule, *lines[1:], f"{met} of {len(rows)} met"])
+
+
+def run(name: str, folder: Path, seconds: float) -> str:
+    """Run a benchmark for so long at most; how it ended."""
+    step = STEPS[name]
+    script, *options = shlex.split(step.command.format(out=shlex.quote(str(folder))))
+    (folder / f"{name}.json").unlink(missing_ok=True)  # an earlier run's must not pass for this one's
+    with open(folder / f"{name}.log", "w") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / script), *options], stdout=log, stderr=subprocess.STDOUT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **step.environment}, start_new_session=True,
+        )  # fmt: skip
+        try:
+            return f"exit {process.wait(timeout=seconds)}"
+        except subprocess.TimeoutExpired:
+            # first as Ctrl-C, upon which a benchmark writes what it has
+            for signal_number, patience in ((signal.SIGINT, PATIENCE_S), (signal.SIGKILL, None)):
+                os.killpg(process.pid, signal_number)
+                try:
+                    process.wait(timeout=patience)
+                    break
+                except subprocess.TimeoutExpired:
+                    continue
+            return f"stopped after {seconds:.0f} s"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--seconds", type=float, default=570.0, help="for everything")
+    parser.add_argument("--only", default=",".join(STEPS), help="these benchmarks, in this order")
+    parser.add_argument("--table", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    names = [] if options.table else options.only.split(",")
+    if unknown := set(names) - STEPS.keys():
+        parser.error(f"--only={options.only}: {', '.join(sorted(unknown))} is none of {', '.join(STEPS)}")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for name in names:
+            step = STEPS[name]
+            setting = "".join(f"{key}={value} " for key, value in step.environment.items())
+            print(f"{step.seconds:4d} s  {setting}python benchmarks/{step.command.format(out=options.out)}")
+        return 0
+    options.out.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + options.seconds
+    for name in names:
+        began = time.monotonic()
+        left = min(STEPS[name].seconds, end - began - 10)  # what is left after stopping it
+        ended = run(name, options.out, left) if left > 1 else "no time left"
+        print(f"{name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+    rows = [judge(line, options.out) for line in LINES]
+    print(table(rows))
+    (options.out / "acceptance.md").write_text(table(rows) + "\n")
+    return 0 if all(row.verdict == "met" for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,188 @@
+"""The table of acceptance: met only by a whole, green, unvoided result of the GPU that the goals are for."""
+
+import copy
+import importlib
+import json
+import sys
+
+import pytest
+
+from .conftest import BENCHMARKS
+
+acceptance = importlib.import_module("acceptance")
+grouped_gemm = importlib.import_module("grouped_gemm")
+SHAPES = acceptance.PRODUCT_SHAPES
+
+
+def over_padding(sizes, skews, speed=2.0):
+    cases = [{"skew": s, "candidates": {"auto": {"speed": speed, "graph_speed": speed}}} for s in skews]
+    return {"sizes": {size: {"skews": copy.deepcopy(cases)} for size in sizes}}
+
+
+def quantised():
+    cases = [(impl, act, bits, name) for impl in "gs" for act in "ab" for bits in (8, 4)
+             for name in ("inputs", "rematerialize", "scatter", "all three")]  # fmt: skip
+    return [
+        {"impl": i, "activation": a, "bits": b, "quantised": n, "saved": 100,
+         "errors": {"w1": 0.005 if b == 8 else 0.05}, "predicted": None if n == "all three" else 100}
+        for i, a, b, n in cases
+    ]  # fmt: skip
+
+
+def good():
+    """name → (summary, records) that reach every goal."""
+    over = {"quack-pp192": 1.0, "bmm": 1.05, "torch": 0.5, "torch-take": 0.6}
+    first = {"first_s": 5.0, "impl": "auto", "activation": "gelu", "new_counts": {"5": []}}
+    return {
+        "bookkeeping": ({}, [{"shape": [24576, 128, 8], "name": "indices", "us": 15.0, "launches": 3}]),
+        "permutation": ({}, [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
+        "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, []),
+        "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), []),
+        "layers_off": (over_padding(("XS", "Medium"), (2.0,)), []),
+        "quant": ({}, quantised()),
+        "grouped_gemm": ({}, [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
+                              for op in ("up", "down", "dx", "dw1", "dw2", "layer")]),
+        "first_call": ({}, [first | {"cache": "cold"}, first | {"cache": "warm"}]),
+        "mlp_impls": ({"missing": []}, [{"case": "XS", "auto": "fused", "graph_ms": {"fused": 1.0, "sparse": 1.2}}]),
+    }  # fmt: skip
+
+
+def write(folder, results, changes=None):
+    for name, (summary, records) in results.items():
+        result = {
+            "format": 1, "benchmark": name, "environment": {"gpu": "NVIDIA H200"}, "gate": {"green": True, "red": []},
+            "void": [], "summary": summary, "records": records,
+        }  # fmt: skip
+        (folder / f"{name}.json").write_text(json.dumps(result | (changes or {})))
+
+
+def rows(folder):
+    return {line.name: acceptance.judge(line, folder) for line in acceptance.LINES}
+
+
+def test_every_line_can_be_met(tmp_path):
+    write(tmp_path, good())
+    got = rows(tmp_path)
+    assert {row.verdict for row in got.values()} == {"met"}, [row for row in got.values() if row.verdict != "met"]
+    assert {row.gate for row in got.values()} == {"green"}
+    assert {line.step for line in acceptance.LINES} == set(acceptance.STEPS) == set(good())
+    assert f"{len(got)} of {len(got)} met" in acceptance.table(list(got.values()))
+
+
+@pytest.mark.parametrize(
+    "changes,said,gate",
+    [
+        ({"gate": {"green": False, "red": ["XS/ours"]}}, "red: XS/ours", "RED"),
+        ({"gate": {"green": False, "red": []}}, "red: nothing checked", "RED"),
+        ({"gate": {}}, "KeyError", "–"),
+        ({"void": ["sonicmoe forward at S1"]}, "void: sonicmoe", "green"),
+        ({"environment": {"gpu": None}}, "measured on None", "green"),
+        ({"environment": {"gpu": "NVIDIA H100"}}, "measured on NVIDIA H100", "green"),
+        ({"format": 0}, "not a result of format 1", "–"),
+        ({"summary": {}, "records": []}, "", "green"),
+    ],
+)
+def test_a_result_that_does_not_count_is_missed(tmp_path, changes, said, gate):
+    write(tmp_path, good(), changes)
+    for row in rows(tmp_path).values():
+        assert row.verdict == "missed" and said in row.measured and row.gate == gate, row
+
+
+def test_no_result_and_half_a_file_are_missed(tmp_path):
+    assert {(row.verdict, row.measured, row.gate) for row in rows(tmp_path).values()} == {("missed", "no result", "–")}
+    write(tmp_path, good())
+    for path in tmp_path.iterdir():
+        path.write_text(path.read_text()[:-20])
+    assert {row.verdict for row in rows(tmp_path).values()} == {"missed"}
+
+
+def worse(results, name, change):
+    change(*results[name])
+    return results
+
+
+def without_quack(summary, records):
+    for r in records:
+        r["time_of_ours_over"] = {"bmm": 1.1, "torch": 0.5, "torch-take": 0.6}
+
+
+@pytest.mark.parametrize(
+    "name,change,missed",
+    [
+        ("bookkeeping", lambda s, r: r[0].update(us=25.1), 1),
+        ("bookkeeping", lambda s, r: r[0].update(launches=5), 1),
+        ("permutation", lambda s, r: r[7].update(of_copy=0.84), 1),
+        ("permutation", lambda s, r: r[7].update(of_copy=float("nan")), 1),
+        ("permutation", lambda s, r: r.pop(), 1),
+        ("block_sparse", lambda s, r: s.update(cases=17), 3),
+        ("block_sparse", lambda s, r: s.update(least=0.90), 1),
+        ("block_sparse", lambda s, r: s.update(mean=float("nan")), 1),
+        ("layers", lambda s, r: s["sizes"].pop("Medium"), 4),
+        ("layers", lambda s, r: s["sizes"]["XS"]["skews"].pop(2), 2),
+        ("layers", lambda s, r: s["sizes"]["XS"]["skews"][4]["candidates"]["auto"].update(graph_speed=1.37), 1),
+        ("layers", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"]["auto"].update(speed=None), 1),
+        ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
+        ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
+        ("quant", lambda s, r: r[0].update(saved=98), 1),
+        ("quant", lambda s, r: r.pop(), 3),
+        ("grouped_gemm", lambda s, r: r[1]["time_of_ours_over"].update({"quack-pp192": 1.04}), 1),
+        ("grouped_gemm", lambda s, r: r[5]["time_of_ours_over"].update({"torch-take": 0.8}), 1),
+        ("grouped_gemm", lambda s, r: r[-1]["time_of_ours_over"].update({"torch": 0.99}), 0),  # 8 experts
+        ("grouped_gemm", lambda s, r: r.pop(2), 1),
+        ("grouped_gemm", without_quack, 0),
+        ("first_call", lambda s, r: r[0].update(first_s=10.5), 1),
+        ("first_call", lambda s, r: r[1]["new_counts"].update({"7": ["_up"]}), 1),
+        ("mlp_impls", lambda s, r: r[0].update(auto="sparse"), 1),
+        ("mlp_impls", lambda s, r: s.update(missing=["Small"]), 1),
+    ],
+)
+def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, missed):
+    write(tmp_path, worse(good(), name, change))
+    short = [row for row in rows(tmp_path).values() if row.verdict != "met"]
+    assert len(short) == missed, short
+
+
+def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, capsys):
+    """Its earlier file does not stand for it; one that hangs is asked to write what it has, then killed."""
+    scripts = {
+        "fails": "import sys; sys.exit(3)",
+        "hangs": "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)",
+        "yields": "import sys, time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n"
+        "    open(sys.argv[1], 'w').write('{}')",
+    }
+    for name, text in scripts.items():
+        (tmp_path / f"{name}.py").write_text(text)
+        (tmp_path / f"{name}.json").write_text("old")
+    monkeypatch.setattr(acceptance, "HERE", tmp_path)
+    steps = {name: acceptance.Step(f"{name}.py {{out}}/{name}.json", 2) for name in scripts}
+    monkeypatch.setattr(acceptance, "STEPS", steps)
+    monkeypatch.setattr(acceptance, "PATIENCE_S", 1.0)
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", str(tmp_path), "--seconds", "60"])
+    assert acceptance.main() == 1
+    said = capsys.readouterr().out
+    assert "fails: exit 3" in said and said.count("stopped after 2 s") == 2
+    assert not (tmp_path / "fails.json").exists() and not (tmp_path / "hangs.json").exists()
+    assert (tmp_path / "yields.json").read_text() == "{}"
+    assert f"0 of {len(acceptance.LINES)} met" in (tmp_path / "acceptance.md").read_text()
+
+
+def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", "DIR"])
+    assert acceptance.main() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(acceptance.STEPS) and all((BENCHMARKS / line.split("benchmarks/")[1].split()[0]).exists()
+                                                       for line in lines)  # fmt: skip
+
+
+def test_the_gate_of_the_grouped_products_is_red_for_what_is_lost():
+    def gate(*records, ops=("up",)):
+        return grouped_gemm.gate_of([{"shape": "S1", "op": "up", **r} for r in records], ["S1"], list(ops))
+
+    right, timed = {"good": "ours", "error": 1e-3}, {"hot": {"ours": [1.0]}}
+    assert gate(right, timed).green
+    assert gate(right, timed, {"bad": "quack-pp192", "why": "x"}, {"bad": "off", "why": "x"}).green
+    assert gate(right).red == ["S1/up/ours"]
+    assert gate({"bad": "ours", "why": "relative error"}).failures == {"S1/up/ours": "relative error"}
+    assert gate(right, timed, {"bad": "timing", "why": "hung"}).red == ["S1/up/timing"]
+    assert gate(right, timed, ops=("up", "down")).red == ["S1/down/ours"]

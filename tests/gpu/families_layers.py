@@ -1,0 +1,176 @@
+"""The kernels of routers, of the scattered and fused experts, and whole layers."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu.family import WIDTH, E, H, K, Step, T, chosen, draws, family, offsets_of, with_gradients, without_hopper
+
+
+@family
+def router(device: torch.device) -> Step:
+    from megablocks.ops.routing.router import route_topk
+
+    mask = torch.arange(T, device=device) % 7 == 0
+    inputs = [
+        (draws(device, dtype)(T, experts), torch.linspace(-1, 1, experts, device=device), k)
+        for dtype, experts, k in ((torch.bfloat16, E, K), (torch.float32, 130, 8))
+    ]
+
+    def step() -> list[Tensor]:
+        out = []
+        for logits, bias, k in inputs:
+            for options in (
+                {},
+                {"score_function": "sigmoid", "norm_p": 1.0, "bias": bias, "padding_mask": mask, "scaling": 2.5},
+                {"softmax_order": "after_topk", "norm_p": 2.0},
+            ):
+                r = route_topk(logits, k, balance_weight=0.1, z_weight=0.1, **options)
+                out += [r.expert, r.token, r.load, r.stats]
+                out += with_gradients([r.weight, r.balance, r.z, r.sums], [logits])
+        return out
+
+    return step
+
+
+@family
+def rounding(device: torch.device) -> Step:
+    from megablocks.ops.routing.rounding import select_tokens
+
+    mask = torch.arange(T, device=device) % 7 == 0
+    inputs = []
+    for experts, k in ((E, K), (130, 8)):
+        weights = torch.randn(T, experts, generator=torch.Generator().manual_seed(1)).softmax(1)
+        loads = torch.arange(experts) * 37 % 150  # none, and up to 149 of the 172 tokens that are no padding
+        some = int(loads.sum()) + 9
+        inputs.append((weights.to(device), weights.topk(k, dim=1).indices.to(device), loads.to(device), some))
+
+    def step() -> list[Tensor]:
+        return [t for one in inputs for m in (mask, None) for t in select_tokens(*one, padding_mask=m)]
+
+    return step
+
+
+@family
+def replicate(device: torch.device) -> Step:
+    from megablocks.ops.permute.replicate import replicate
+
+    inputs = [draws(device, dtype)(3, E) for dtype in (torch.bfloat16, torch.float32)]
+    ends = offsets_of([130, 0, 1, 66, 4], device)[1:]
+
+    def step() -> list[Tensor]:
+        return [t for x in inputs for t in with_gradients(replicate(x, ends, T + 9), [x])]
+
+    return step
+
+
+@family
+def scattered(device: torch.device) -> Step:
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+    from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
+    from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear
+
+    ids, steps = chosen(device), []
+    for dtype, width in ((torch.bfloat16, WIDTH), (torch.float16, WIDTH + 1), (torch.float32, WIDTH)):
+        draw, draw32 = draws(device, dtype), draws(device, torch.float32)
+        steps.append((draw(T, H), draw(T * K, H), draw(E, H, width), draw(E, width), draw32(T, K), draw(E, width, H)))
+
+    def step() -> list[Tensor]:
+        order, out = flatten_sort_count(ids, E), []
+        for x, rows, w, bias, gates, w2 in steps:
+            for grouped_out in (False, True):
+                out += with_gradients(
+                    [
+                        parallel_linear(x, w, K, *order, bias, grouped_out=grouped_out),
+                        parallel_linear(rows, w, 1, *order, grouped_in=True, grouped_out=grouped_out),
+                    ],
+                    [x, rows, w, bias],
+                )
+            out += with_gradients(
+                parallel_linear(rows, w, 1, *order, bias, gates, grouped_in=True), [rows, bias, gates]
+            )
+            d = build_dispatch(make_routing(ids, gates, E))
+            z = gathered_linear(x, w, bias, d)
+            y = linear_combine(z, z, w2, bias @ w2.detach()[0], gates.flatten(), d, "swiglu")
+            out += with_gradients(y, [x, w, bias, gates, w2])
+        return out
+
+    return step
+
+
+def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width: int = WIDTH) -> Step:
+    from megablocks.ops.fused.mlp import fused_mlp
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+    draw = draws(device, dtype)
+    x, w1, v1, w2 = draw(T, hidden), *(draw(E, width, hidden) for _ in range(3))
+    b1, c1, b2 = draw(E, width), draw(E, width), draw(E, hidden)
+    # 80 and 120 rows an expert reach either tile of the fused up-projection
+    routes = [(chosen(device, k), draws(device, torch.float32)(T, k)) for k in (2, 3)]
+
+    def step() -> list[Tensor]:
+        out = []
+        for ids, weight in routes:
+            d = build_dispatch(make_routing(ids, weight, E))
+            gated = dict(v1=v1, b1=b1, c1=c1, b2=b2, activation="swiglu")
+            y = fused_mlp(x, weight.flatten(), d, w1, w2, **gated)
+            out += with_gradients(y, [x, weight, w1, v1, w2, b1, c1, b2])
+            y = fused_mlp(x, weight.flatten(), d, w1, w2, activation="gelu", approximate="none", recompute=True)
+            out += with_gradients(y, [x, weight, w1, w2])
+            y = fused_mlp(x, None, d, w1, w2, v1=v1, activation="geglu", input_bits=8, pre_bits=4)
+            out += with_gradients(y, [x, w1, v1, w2])
+        return out
+
+    return step
+
+
+@family
+def fused(device: torch.device) -> Step:
+    steps = [fused_step(device, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    return lambda: [t for one in steps for t in one()]
+
+
+@family
+def fused_twin(device: torch.device) -> Step:
+    steps = [
+        fused_step(device, torch.bfloat16),
+        fused_step(device, torch.float16, 60, 67),
+        fused_step(device, torch.float32),
+    ]
+
+    def step() -> list[Tensor]:
+        with without_hopper():
+            return [t for one in steps for t in one()]
+
+    return step
+
+
+@family
+def layer(device: torch.device) -> Step:
+    from megablocks import MoEConfig, dMoE
+    from megablocks.layers.moe import MoE
+
+    sizes = dict(hidden_size=H, num_experts=E, top_k=K, load_balancing_loss_weight=0.1)
+    layers = []
+    for kind, options in (
+        (dMoE, {"activation": "swiglu", "ffn_hidden_size": WIDTH, "mlp_impl": "grouped"}),
+        (dMoE, {"activation": "geglu", "ffn_hidden_size": 128, "mlp_impl": "sparse"}),
+        (dMoE, {"mlp_bias": True, "ffn_hidden_size": 256, "mlp_impl": "sparse", "recompute_activation": True}),
+        (dMoE, {"activation": "reglu", "mlp_bias": True, "ffn_hidden_size": WIDTH, "mlp_impl": "scatter"}),
+        (dMoE, {"activation": "swiglu", "mlp_bias": True, "ffn_hidden_size": WIDTH, "mlp_impl": "fused"}),
+        (dMoE, {"ffn_hidden_size": WIDTH, "mlp_impl": "fused", "token_rounding": "nearest", "token_rounding_tile": 16}),
+        (MoE, {"capacity_factor": 1.0, "mlp_bias": True, "ffn_hidden_size": WIDTH}),
+    ):
+        torch.manual_seed(0)
+        layers.append(kind(MoEConfig(**sizes, **options), device=device, dtype=torch.bfloat16))
+    x = draws(device)(T, H)
+
+    def step() -> list[Tensor]:
+        out = []
+        for one in layers:
+            y, aux = one.forward_with_aux(x)
+            out += with_gradients([y, *aux.losses.values()], [x, *one.parameters()])
+        return out
+
+    return step

@@ -1,0 +1,238 @@
+"""The kernels of the separate ops: routing, movement, activations, quantisers, grouped and block-sparse products."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gpu.family import WIDTH, E, H, K, Step, T, chosen, draws, family, offsets_of, with_gradients, without_hopper
+
+
+@family
+def routing(device: torch.device) -> Step:
+    from megablocks.ops.routing.capacity import apply_capacity
+    from megablocks.ops.routing.dispatch import Routing, build_dispatch, make_routing
+    from megablocks.ops.routing.topk import topk_weights
+
+    logits, ids = draws(device, torch.float32)(T, E), chosen(device)
+    lengths = torch.arange(T, device=device) % 4  # from none to three pairs a token
+    token = torch.repeat_interleave(torch.arange(T, device=device), lengths).int()
+    expert = (torch.arange(len(token), device=device) * 7 % (E + 2) - 1).int()
+
+    def step() -> list[Tensor]:
+        best, weight = topk_weights(logits, K)
+        fixed = make_routing(ids, weight, E)
+        ragged = Routing(token, expert, token.float(), T, E, metrics={})
+        kept = apply_capacity(fixed, 20)
+        return [best, *build_dispatch(fixed), *build_dispatch(ragged), kept.expert, *with_gradients(weight, [logits])]
+
+    return step
+
+
+@family
+def permute(device: torch.device) -> Step:
+    from megablocks.ops.permute.binned import binned_gather, binned_scatter
+    from megablocks.ops.permute.combine import combine
+    from megablocks.ops.permute.gather import gather
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+    weight, ids = draws(device, torch.float32)(T, K), chosen(device)
+    inputs = [(draws(device)(T, h), draws(device)(T * K, h)) for h in (H, 4200)]  # one block of features, and several
+
+    def step() -> list[Tensor]:
+        d = build_dispatch(make_routing(ids, weight, E))
+        live = (torch.arange(T * K, device=device) < d.expert_offsets[E])[:, None]
+        out = []
+        for x, rows in inputs:
+            kept = torch.where(live, rows, 0)  # the gradient of unused rows is unspecified
+            results = [torch.where(live, gather(x, d), 0), combine(kept, weight.flatten(), d), combine(kept, None, d)]
+            binned = binned_scatter(binned_gather(x, d, 20), weight.flatten(), d)
+            out += with_gradients([*results, binned], [x, rows, weight])
+        return out
+
+    return step
+
+
+@family
+def padded(device: torch.device) -> Step:
+    from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+    from megablocks.ops.sparse import topology
+
+    weight, ids = draws(device, torch.float32)(T, K), chosen(device)
+    inputs = [draws(device)(T, h) for h in (H, 4200)]
+
+    def step() -> list[Tensor]:
+        d = build_dispatch(make_routing(ids, weight, E))
+        ends = topology(d.expert_offsets, 128, max_rows=T * K)
+        rows = pad_dispatch(d, ends.padded_offsets, ends.pattern.shape[0])
+        out = [*rows]
+        for x in inputs:
+            here = padded_gather(x, rows)
+            results = [here, padded_scatter(here, weight.flatten(), rows), padded_scatter(here, None, rows)]
+            out += with_gradients(results, [x, weight])
+        return out
+
+    return step
+
+
+@family
+def activation(device: torch.device) -> Step:
+    from megablocks.ops.activation import GATED, UNARY, activate
+
+    inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
+
+    def step() -> list[Tensor]:
+        out = []
+        for z, gate in inputs:
+            for name in UNARY:
+                out += with_gradients(activate(z, None, name, "none" if name == "gelu" else "tanh"), [z])
+            for name in GATED:
+                out += with_gradients(activate(z, gate, name), [z, gate])
+        return out
+
+    return step
+
+
+@family
+def quant(device: torch.device) -> Step:
+    from megablocks.ops.quant.quant import dequantize, quantize
+
+    x = draws(device)(T, 2 * H + 1).detach()
+
+    def step() -> list[Tensor]:
+        out = []
+        for num_bits in (8, 4):
+            packed = quantize(x, num_bits)
+            out += [*packed, dequantize(*packed, num_bits, x.shape[1], x.dtype)]
+        return out
+
+    return step
+
+
+def grouped_step(device: torch.device, dtype: torch.dtype, *, used: int = T) -> Step:
+    from megablocks.ops.fused.down import activate_and_project
+    from megablocks.ops.grouped.bias import add_expert_bias
+    from megablocks.ops.grouped.grouped_mm import grouped_mm
+
+    draw = draws(device, dtype)
+    x, w1, w2, bias = draw(T, H), draw(E, WIDTH, H), draw(E, WIDTH, H), draw(E, WIDTH)
+    offsets = offsets_of([130, 0, 1, used - 135, 4], device)
+    live = (torch.arange(T, device=device) < used)[:, None]
+
+    def step() -> list[Tensor]:
+        pre = add_expert_bias(grouped_mm(x, w1.transpose(1, 2), offsets), bias, offsets)
+        y = activate_and_project(pre, None, w2, offsets, "gelu")
+        return with_gradients(torch.where(live, y, 0), [x, w1, w2, bias])
+
+    return step
+
+
+@family
+def grouped(device: torch.device) -> Step:
+    return grouped_step(device, torch.bfloat16)
+
+
+@family
+def gathered(device: torch.device) -> Step:
+    from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+    ids, draw = chosen(device), draws(device)
+    x, w, v = draw(T, H), draw(E, WIDTH, H), draw(E, WIDTH, H)
+    weight = torch.ones(T, K, device=device)
+
+    def step() -> list[Tensor]:
+        d = build_dispatch(make_routing(ids, weight, E))
+        live = (torch.arange(T * K, device=device) < d.expert_offsets[E])[:, None]
+        one = gathered_mm(x, w.transpose(1, 2), d)
+        two = gathered_mm_pair(x, w.transpose(1, 2), v.transpose(1, 2), d)
+        return with_gradients([torch.where(live, y, 0) for y in (one, *two)], [x, w, v])
+
+    return step
+
+
+@family
+def grouped_twin(device: torch.device) -> Step:
+    from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m
+
+    steps = [grouped_step(device, torch.float32), grouped_step(device, torch.float16)]
+    draw = draws(device)
+    x, dy, w = draw(T, H).detach(), draw(T, WIDTH).detach(), draw(E, H, WIDTH).detach()
+    offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
+
+    def step() -> list[Tensor]:
+        with without_hopper():
+            out = [t for one in steps for t in one()]
+            for gather in (None, order):
+                out += [ragged_m(x, w, offsets, gather), ragged_k(x, dy, offsets, gather)]
+            return out
+
+    return step
+
+
+@family
+def grouped_hopper(device: torch.device) -> Step:
+    from megablocks.ops.grouped import grouped_mm_hopper as hopper
+
+    draw = draws(device)
+    offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
+    x, w = draw(T, 520).detach(), draw(E, 520, 264).detach()
+    across = w.mT.contiguous().mT
+    shapes = ((128, 64, 128, False), (264, 64, 64, True), (264, 4096, 128, True))  # N, K, mean rows, gathered
+    tiles = [hopper.choose_m(*shape) for shape in shapes]
+
+    dy = draw(T, 264).detach()
+
+    def step() -> list[Tensor]:
+        if not hopper.supports_m(x, w, offsets):
+            return []
+        out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
+        out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        for tile in tiles:  # no row of any expert: nothing of `order` may be read, not even ahead
+            hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
+        return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]
+
+    return step
+
+
+def sparse_step(device: torch.device, dtype: torch.dtype, block: int, hidden: int = H) -> Step:
+    from megablocks.ops.sparse import dds, dsd, sdd, sparse_mlp, topology
+
+    draw = draws(device, dtype)
+    offsets = offsets_of([130, 0, 1, 66, 4], device)
+    first = topology(offsets, 2 * block, max_rows=T, block_size=block).pattern
+    x, g = draw(first.shape[0], hidden), draw(first.shape[0], hidden)
+    w1, w2, bias = draw(hidden, first.shape[1]), draw(first.shape[1], hidden), draw(first.shape[1])
+
+    def step() -> list[Tensor]:
+        p = topology(offsets, 2 * block, max_rows=T, block_size=block).pattern
+        used = (p.row_indices >= 0)[:, None, None]
+        s = sdd(x, w1, p)
+        s = s.with_data(torch.where(used, s.data, 0))
+        y = sparse_mlp(x, w1, w2, p, bias=bias, activation="silu")
+        return with_gradients([s.data, dsd(s, w2), dsd(s.t(), g), dds(x.t(), s), y], [x, w1, w2, bias, g])
+
+    return step
+
+
+@family
+def sparse(device: torch.device) -> Step:
+    steps = [sparse_step(device, torch.bfloat16, 128, hidden) for hidden in (H, 1032)]  # either tile of sdd
+    return lambda: [t for one in steps for t in one()]
+
+
+@family
+def sparse_twin(device: torch.device) -> Step:
+    steps = [
+        sparse_step(device, torch.bfloat16, 128),
+        sparse_step(device, torch.bfloat16, 64, 67),
+        sparse_step(device, torch.float32, 64),
+        sparse_step(device, torch.float16, 256),
+    ]
+
+    def step() -> list[Tensor]:
+        with without_hopper():
+            return [t for one in steps for t in one()]
+
+    return step

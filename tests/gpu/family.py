@@ -1,0 +1,82 @@
+"""What the families of kernels share: their register, their inputs, and which kernels a step launches.
+
+A family is a function of a device that makes its inputs and returns a step: step() computes the same list of tensors
+at each call. A new kernel joins a family or brings a function of its own; test_families.py fails while one is missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], list[Tensor]]
+FAMILIES: dict[str, Callable[[torch.device], Step]] = {}
+T, H, WIDTH, E, K = 201, 72, 136, 5, 2
+"""Tokens, hidden, width, experts, top-k: TMA can read them (multiples of 8 in memory), and they fill no tile."""
+
+
+def family(make: Callable[[torch.device], Step]) -> Callable[[torch.device], Step]:
+    FAMILIES[make.__name__] = make
+    return make
+
+
+def draws(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).div_(shape[-1] ** 0.25).to(device, dtype).requires_grad_()
+
+    return draw
+
+
+def chosen(device: torch.device, k: int = K) -> Tensor:
+    """(T, k) ids: a long tail, an expert without tokens, and pairs without an expert."""
+    odds = torch.tensor([8.0, 0.0, 2.0, 1.0, 1.0])
+    ids = torch.multinomial(odds.expand(T, E), k, generator=torch.Generator().manual_seed(0))
+    ids[::7, 1] = -1
+    return ids.to(device)
+
+
+def offsets_of(counts: list[int], device: torch.device) -> Tensor:
+    return torch.tensor([0, *counts], device=device).cumsum(0).int()
+
+
+def with_gradients(outputs: Tensor | list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    outputs = [outputs] if isinstance(outputs, Tensor) else outputs
+    loss = sum(out.float().square().sum() for out in outputs)
+    return [out.detach() for out in outputs] + list(torch.autograd.grad(loss, inputs))
+
+
+@contextlib.contextmanager
+def without_hopper() -> Iterator[None]:
+    before = os.environ.get("MEGABLOCKS_HOPPER")
+    os.environ["MEGABLOCKS_HOPPER"] = "0"
+    try:
+        yield
+    finally:
+        os.environ.pop("MEGABLOCKS_HOPPER")
+        if before is not None:
+            os.environ["MEGABLOCKS_HOPPER"] = before
+
+
+@contextlib.contextmanager
+def launches() -> Iterator[set[str]]:
+    """Within it, module and name of every Triton kernel that is launched."""
+    from triton.runtime.jit import JITFunction
+
+    launched: set[str] = set()
+    run = JITFunction.run
+
+    def noted(self: JITFunction, *args: object, **options: object) -> object:
+        launched.add(f"{self.fn.__module__}.{self.fn.__name__}")
+        return run(self, *args, **options)
+
+    JITFunction.run = noted
+    try:
+        yield launched
+    finally:
+        JITFunction.run = run

@@ -1,0 +1,79 @@
+"""That every kernel of the package is in a family, found without a GPU: launches are noted, and nothing runs."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from megablocks.testing.compile_only import kernels_of_the_package
+
+ARCHITECTURE = 90
+
+
+@contextlib.contextmanager
+def tensors_pass_for_cuda() -> Iterator[None]:
+    """CPU tensors say that they are on a GPU, and fresh memory holds zeros, as no kernel writes anything."""
+    import torch
+    from torch import Tensor
+
+    def zeros_of(make: str) -> object:
+        return mock.patch.object(torch, make, getattr(torch, make.replace("empty", "zeros")))
+
+    with (
+        mock.patch.object(Tensor, "is_cuda", property(lambda self: True)),
+        mock.patch.object(Tensor, "new_empty", Tensor.new_zeros),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),
+        zeros_of("empty"),
+        zeros_of("empty_like"),
+    ):
+        yield
+
+
+def launched_by(*names: str, compiled: bool = False) -> set[str]:
+    """Kernels that the families launch on sm_90, each launch compiled or left out; where Triton is not interpreted."""
+    import torch
+    from triton.runtime.jit import JITFunction
+
+    from gpu.sanitize import FAMILIES, launches
+    from megablocks.testing.compile_only import compiling_for
+
+    left_out = mock.patch.object(JITFunction, "run", lambda self, *args, **options: None)
+    with compiling_for(ARCHITECTURE), contextlib.nullcontext() if compiled else left_out:
+        with tensors_pass_for_cuda(), launches() as launched:
+            for name in names or FAMILIES:
+                FAMILIES[name](torch.device("cpu"))()
+    return launched
+
+
+def in_another_process(*arguments: str) -> set[str]:
+    """As Triton may be interpreted here."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MEGABLOCKS_HOPPER")}
+    path = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments], env=environment | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return set(json.loads(done.stdout))
+
+
+def test_every_kernel_of_the_package_is_launched_by_a_family() -> None:
+    assert in_another_process() >= kernels_of_the_package()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_the_families_launch_compiles() -> None:
+    assert in_another_process("--compile") >= kernels_of_the_package()
+
+
+if __name__ == "__main__":
+    chosen = [name for name in sys.argv[1:] if name != "--compile"]
+    print(json.dumps(sorted(launched_by(*chosen, compiled="--compile" in sys.argv))))
