@@ -39,11 +39,6 @@ from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
-def gathered_mm_ref(x: Tensor, w: Tensor, gather: Tensor, offsets: Tensor) -> Tensor:
-    """x (T, H), w (E, H, N), gather (R,), offsets (E+1,) → (R, N)."""
-    return grouped_mm_ref(x.index_select(0, gather), w, offsets)
-
-
 def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
     """x (R, K), w (E, K, N), x2 (R, K), w2 (E, K, N) → x·w + x2·w2 (R, N), rounded once."""
     acc = accumulation_dtype(x.dtype)

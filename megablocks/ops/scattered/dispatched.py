@@ -14,18 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from megablocks.ops.activation import activation_backward_op, activation_op, activation_ref, check_activation
+from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.grouped.grouped_mm import is_transposed, under_autocast
 from megablocks.ops.library import custom_op
-from megablocks.ops.permute.combine import combine_op, combine_ref
+from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
-from megablocks.ops.scattered.products import scattered_rows, scattered_rows_ref, scattered_weights
-
-
-def gathered_linear_ref(x: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor, gather: Tensor) -> Tensor:
-    """x (T, H), w (E, H, N), bias (E, N), offsets (E+1,), gather (R,) → (R, N)."""
-    none = (None, None, None, None, 1, None)
-    return scattered_rows_ref(x, w, offsets[1:], gather.shape[0], gather, 1, None, bias, *none, False)[0]
+from megablocks.ops.scattered.products import scattered_rows, scattered_weights
 
 
 @custom_op("megablocks::gathered_linear", mutates_args=())
@@ -98,26 +92,6 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     offsets, token_offsets, gather, scatter, pair = dispatch
     return gathered_linear_op(x, w, bias, offsets, token_offsets, gather, scatter, pair)
-
-
-def linear_combine_ref(
-    z: Tensor,
-    g: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    offsets: Tensor,
-    token_offsets: Tensor,
-    scatter: Tensor,
-    pair: Tensor,
-    name: str,
-    approximate: str,
-) -> Tensor:
-    """z, g (R, I), w (E, I, H), bias (E, H), weight (R,) → (T, H)."""
-    act = activation_ref(z, g, name, approximate) if name else z
-    none = (None, None, 1, None)
-    rows, _ = scattered_rows_ref(act, w, offsets[1:], pair.shape[0], None, 1, None, bias, weight, pair, *none, False)
-    return combine_ref(rows, None, pair, scatter, token_offsets)
 
 
 @custom_op("megablocks::linear_combine", mutates_args=())

@@ -54,10 +54,6 @@ class Tile:
     def block_steps(self) -> int:
         return BLOCK // self.BK
 
-    @property
-    def shared_bytes(self) -> int:
-        return self.stages * self.stage_bytes + 4 * self.out_buffers * self.rows * self.out_cols
-
 
 @dataclass(frozen=True)
 class _Plan(Tile):
