@@ -74,7 +74,7 @@ def _are_plain(args: Iterable[Any]) -> bool:
     """Whether no argument is of a subclass of Tensor, which may want to see the op, and no torch.func is at work."""
     if torch._C._are_functorch_transforms_active():
         return False
-    for a in args:  # a loop, as in the next ones: a generator takes longer than what it looks at
+    for a in args:  # a loop, as in the next one: a generator takes longer than what it looks at
         if isinstance(a, Tensor) and type(a) not in _PLAIN:
             return False
     return True
