@@ -74,13 +74,19 @@ class Op:
 
 def _are_plain(args: Iterable[Any]) -> bool:
     """Whether no argument is of a subclass of Tensor, which may want to see the op, and no torch.func is at work."""
-    return not torch._C._are_functorch_transforms_active() and all(
-        type(a) in _PLAIN for a in args if isinstance(a, Tensor)
-    )
+    if torch._C._are_functorch_transforms_active():
+        return False
+    for a in args:  # a loop, as in the next one: a generator takes longer than what it looks at
+        if isinstance(a, Tensor) and type(a) not in _PLAIN:
+            return False
+    return True
 
 
 def _need_gradients(args: Iterable[Any]) -> bool:
-    return any(isinstance(a, Tensor) and a.requires_grad for a in args)
+    for a in args:
+        if isinstance(a, Tensor) and a.requires_grad:
+            return True
+    return False
 
 
 def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:

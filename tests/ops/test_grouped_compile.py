@@ -14,25 +14,31 @@ PROGRAM = """
 import re
 import torch
 from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.ops.hopper import descriptor
 from megablocks.testing.compile_only import compiling_for
+
+for t, box in ((torch.empty(6, 64).bfloat16(), [2, 64]), (torch.empty(1, 3, 64).half()[:, :1, :8], [1, 1, 8])):
+    made = descriptor(t, box)  # Triton's own constructor, which checks, makes the same of its fields
+    assert made == type(made)(t, made.shape, made.strides, made.block_shape, made.layout), made
+    assert made.shape == list(t.shape), made
 
 E, K, N = 5, 192, 384
 counts = []
 with compiling_for(90) as compiled:
-    for rows in (4000, 512, 513):
+    for rows in (4000, 512, 513, 20):
         offsets, gather = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
         x, x2, dy = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (K, K, N))
         w = torch.empty(E, N, K, dtype=torch.bfloat16).transpose(1, 2)
-        tile = hopper.choose_m(N, K, 1000, False)
-        hopper.ragged_m(x, w, offsets, tile=tile)
-        hopper.ragged_m(x, w, offsets, gather, tile=tile)
-        hopper.ragged_m_sum(x, w, x2, w, offsets, tile=tile)
+        hopper.ragged_m(x, w, offsets)
+        hopper.ragged_m(x, w, offsets, gather)
+        hopper.ragged_m_sum(x, w, x2, w, offsets)
         hopper.ragged_k(dy, x, offsets)
         hopper.ragged_k(dy, x, offsets, gather)
+        assert hopper._plan_m(None, E, N, K, False, True, False) is hopper._plan_m(None, E, N, K, False, True, False)
         counts.append({name: len(made) for name, made in compiled.items()})
     dw = "megablocks.ops.grouped.grouped_mm_hopper_dw.ragged_k_kernel"
     assert counts[0] == {"megablocks.ops.grouped.grouped_mm_hopper_kernel.ragged_m_kernel": 3, dw: 2}, counts
-    assert counts == [counts[0]] * 3, f"{counts} kernels after each number of tokens"
+    assert counts == [counts[0]] * 4, f"{counts} kernels after each number of tokens"
     for made in compiled[dw]:
         text = re.sub(r"loc\\([^)]*\\)", "", made.asm["ttgir"])
         for role in re.split(r"\\n    (?=default|partition[0-9])", text)[1:]:

@@ -5,6 +5,7 @@ No host synchronisation, nothing compiled for a token count; can be captured in 
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -65,12 +66,30 @@ class _Plan(Tile):
 # Both consumers on one 128 × 256 tile: 530 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200 against 574 for turns of
 # 64 × 256 and 572 for turns of 128 × 128.
 _SHARED = Tile(64, 256, 4, group_m=8, out_parts=4, out_buffers=2)
-# Fewer empty rows at an expert's end.
-_WIDE = Tile(64, 256, 4, pingpong=True, out_parts=4, out_buffers=3)
 
 
-def choose(mean_rows: float) -> Tile:
-    return _WIDE if mean_rows <= 96 else _SHARED
+@functools.lru_cache(1024)
+def _plan(
+    tile: Tile | None,
+    experts: int,
+    inner: int,
+    K: int,
+    gated: bool,
+    name: str,
+    exact: bool,
+    has_bias: bool,
+) -> _Plan:
+    """Kept, since making and comparing one takes longer than finding it; the tile hangs on no number of rows."""
+    return _Plan(
+        **vars(tile or _SHARED),
+        lanes=grouped._lanes(experts),
+        I=inner,
+        K=K,
+        gated=gated,
+        act=GATED.get(name, name),
+        exact=exact,
+        has_bias=has_bias,
+    )
 
 
 def supports(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
@@ -91,16 +110,7 @@ def up(
     u = None if v1 is None else x.new_empty(rows, inner)
     if rows == 0:
         return z, u, a
-    c = _Plan(
-        **vars(tile or choose(rows / experts)),
-        lanes=grouped._lanes(experts),
-        I=inner,
-        K=hidden,
-        gated=v1 is not None,
-        act=GATED.get(name, name),
-        exact=approximate == "none",
-        has_bias=b1 is not None,
-    )
+    c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
     box = [c.rows, c.out_cols]
     second = z if u is None else u
     weight_box = [c.columns, c.BK]

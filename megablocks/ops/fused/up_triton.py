@@ -95,7 +95,7 @@ def up(
         return z, u, a
     if v1 is not None and v1.stride() != w1.stride():
         w1, v1 = w1.contiguous(), v1.contiguous()
-    config = choose(inner, float("inf"), x)
+    config = choose(inner, x)
     if v1 is not None and not interpreted():  # two accumulators of half the columns
         config = replace(config, BN=max(config.BN // 2, 32))
     _up_kernel[(_programs(x.device),)](

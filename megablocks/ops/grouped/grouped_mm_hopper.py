@@ -5,11 +5,12 @@
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. Neither
 call synchronises with the host or looks at the number of tokens: the grid is one program a multiprocessor, and the
-tile is chosen by N, K and the mean rows an expert (R / E). Both can be captured in a CUDA graph.
+tile is chosen by N, K and whether rows are gathered. Both can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +110,18 @@ class _Plan(Tile):
 
 # Each consumer a tile of its own: its epilogue hides under the other's products, but it reads the most per product.
 _TALL = Tile(128, 128, 6, pingpong=True, out_parts=4)
-# The same with half the rows, so that fewer of them are empty at an expert's end.
+# Half the rows by twice the columns.
 _WIDE = Tile(64, 256, 5, pingpong=True, out_parts=4)
 # Both consumers on one tile reads the least, which tells when many steps follow each other at the limit of power.
 _SHARED = Tile(64, 256, 4, group_m=8)
 
 
-def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
-    """The tile of ragged_m; benchmarks/NOTES.md has the measurements behind it."""
-    if mean_rows <= 96:
-        return _WIDE if N > 128 else Tile(64, 128, 6, pingpong=True, out_parts=4)
+def choose_m(N: int, K: int, gather: bool) -> Tile:
+    """The tile of ragged_m; benchmarks/NOTES.md has the measurements behind it.
+
+    Few rows an expert do not ask for a lower tile, which a new token count would have to compile: a value of w costs
+    256/640e12 s of arithmetic in 128 rows, full or not, and 2/4.2e12 s to read, so the reading still bounds.
+    """
     if N <= 128:
         return _TALL
     if gather and K > 512:  # a gathered row costs more than one by TMA: read it for 256 columns at once
@@ -129,6 +132,18 @@ def choose_m(N: int, K: int, mean_rows: float, gather: bool) -> Tile:
 def choose_k(M: int, N: int) -> Tile:
     """The tile of ragged_k."""
     return _SHARED if N > 128 else Tile(128 if M > 128 else 64, 128, 4)
+
+
+@functools.lru_cache(1024)
+def _plan_m(tile: Tile | None, experts: int, N: int, K: int, gather: bool, w_k_major: bool, summed: bool) -> _Plan:
+    """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
+    tile = tile or choose_m(N, K * (1 + summed), gather)
+    return _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather, w_k_major=w_k_major, summed=summed)
+
+
+@functools.lru_cache(1024)
+def _plan_k(tile: Tile | None, M: int, N: int, gather: bool) -> _Plan:
+    return _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather)
 
 
 def _lanes(experts: int) -> int:
@@ -216,8 +231,7 @@ def _launch_m(
     if rows == 0:
         return y
     k_major, gathered, summed = not aligned(w, 2), gather is not None, x2 is not None
-    tile = tile or choose_m(N, K * (1 + summed), rows / experts, gathered)
-    c = _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gathered, w_k_major=k_major, summed=summed)
+    c = _plan_m(tile, experts, N, K, gathered, k_major, summed)
     x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
@@ -259,7 +273,7 @@ def ragged_k(
     o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device)
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o.zero_()
-    c = _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather is not None)
+    c = _plan_k(tile, M, N, gather is not None)
     a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
     ragged_k_kernel[(multiprocessors(a.device.index),)](
         descriptor(a, a_box),

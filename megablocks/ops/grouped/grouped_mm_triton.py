@@ -32,16 +32,17 @@ class Config:
     num_stages: int
 
 
-def choose(columns: int, mean_rows: float, t: Tensor) -> Config:
-    """The config for operands like t: float32 products run without tensor cores and stage twice the bytes."""
+def choose(columns: int, t: Tensor) -> Config:
+    """The config for operands like t: float32 products run without tensor cores and stage twice the bytes.
+
+    No number of rows has a part in it, or a new one would compile another kernel; see grouped_mm_hopper.choose_m.
+    """
     if interpreted():
         return Config(16, 16, 16, 1, 1)
     if t.dtype == torch.float32:
         return Config(64, 64, 32, 4, 2)
     # 147 KB of shared memory at BK = 64, which data-centre GPUs have from the A100 on; others have 64 to 100.
     BK = 64 if _shared_bytes(t.device) >= 160_000 else 32
-    if mean_rows <= 48:
-        return Config(32 if mean_rows <= 24 else 64, 128, BK, 4, 3)
     if columns <= 64:
         return Config(128, 64, BK, 4, 3)
     if columns <= 128:
@@ -193,7 +194,7 @@ def ragged_m(
     y = x.new_empty(rows, N)
     if y.numel() == 0:
         return y
-    config = config or choose(N, rows / experts, x)
+    config = config or choose(N, x)
     _ragged_m_kernel[(_programs(x.device),)](
         x, w, y, gather if gather is not None else offsets, offsets, *x.stride(), *w.stride(), y.stride(0),
         N=N, K=K, E=experts, LANES=triton.next_power_of_2(experts), GATHER=gather is not None, UPCAST=interpreted(),
@@ -225,7 +226,7 @@ def ragged_k(
     rows = a.shape[0] if gather is None else gather.shape[0]
     if rows == 0 or o.numel() == 0:
         return o.zero_()
-    config = config or choose(N, float("inf"), a)
+    config = config or choose(N, a)
     tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
     _ragged_k_kernel[(tiles,)](
         a, b, o, gather if gather is not None else offsets, offsets, *a.stride(), *b.stride(),

@@ -214,7 +214,7 @@ def rows_launch(
     """As `scattered_rows_ref`; one launch, and with `other` one sum over the column tiles."""
     experts, K, N = w.shape
     y = x.new_empty(num_rows, N)
-    config = choose(N, num_rows / experts, x)
+    config = choose(N, x)
     if other is not None:  # the tile of `other` in registers beside the sums: 128 × 256 would spill
         config = replace(config, BN=min(config.BN, 128))
     n_tiles = triton.cdiv(N, config.BN)
@@ -255,7 +255,7 @@ def weights_launch(
     sums = torch.empty(experts, N, dtype=torch.float32, device=a.device) if with_sums else None
     if o.numel() == 0:
         return o, None if sums is None else sums.zero_()
-    config = choose(N, float("inf"), a)
+    config = choose(N, a)
     tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
     _weights_kernel[(tiles,)](
         a, b, o, sums, *map(_dense, (ends, a_index, b_index, gate, pair)), *a.stride(), *b.stride(), *o.stride(),
