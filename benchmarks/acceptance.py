@@ -295,7 +295,7 @@ def run(name: str, folder: Path, seconds: float) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR")
+    parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), metavar="DIR")
     parser.add_argument("--seconds", type=float, default=570.0, help="for everything")
     parser.add_argument("--only", default=",".join(STEPS), help="these benchmarks, in this order")
     parser.add_argument("--table", action="store_true", help="run nothing")

@@ -81,9 +81,10 @@ def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]
 
 @pytest.mark.timeout(600)
 def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
-    """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes."""
+    """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes; what it takes is said."""
     load = _load(runs["token rounding"])
-    assert (load.sum(1) == PAIRS).all() and not load[:, -1].any()
+    assert (load[:, :-1].sum(1) == PAIRS).all()
+    assert load[:, -1].any() and (load[:, -1] < PAIRS // 4).all()
 
 
 @pytest.mark.timeout(600)
