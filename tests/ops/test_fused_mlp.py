@@ -371,7 +371,7 @@ def test_N5_fused_mlp_frozen_inputs_and_two_backwards():
 @pytest.mark.gpu
 def test_sizes_of_the_tests_above_are_on_both_sides_of_tma():
     if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Hopper's kernels")
+        pytest.skip("needs a Hopper GPU, whose kernels these sizes are about")
     offsets = torch.zeros(6, dtype=torch.int32, device="cuda")
     for hidden, inner, taken in ((64, 128, True), (200, 60, False), (60, 100, False), (600, 264, True)):
         x, w = (torch.zeros(*s, hidden, device="cuda", dtype=torch.bfloat16) for s in ((8,), (5, inner)))

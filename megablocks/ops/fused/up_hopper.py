@@ -1,4 +1,4 @@
-"""Up-projection with its activation on Hopper (sm_90): tile choice, descriptors and launch of the Gluon kernel.
+"""Up-projection with its activation on Hopper (sm_90): plan, descriptors and launch of the Gluon kernel.
 
 No host synchronisation, nothing compiled for a token count; can be captured in a CUDA graph.
 """
@@ -56,7 +56,7 @@ class _Plan(Tile):
 
     @property
     def producer_regs(self) -> int:
-        return 88 if self.BM > 128 else 56
+        return 56
 
     @property
     def consumer_regs(self) -> int:
@@ -70,7 +70,6 @@ _SHARED = Tile(64, 256, 4, group_m=8, out_parts=4, out_buffers=2)
 
 @functools.lru_cache(1024)
 def _plan(
-    tile: Tile | None,
     experts: int,
     inner: int,
     K: int,
@@ -79,9 +78,9 @@ def _plan(
     exact: bool,
     has_bias: bool,
 ) -> _Plan:
-    """Kept, since making and comparing one takes longer than finding it; the tile hangs on no number of rows."""
+    """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     return _Plan(
-        **vars(tile or _SHARED),
+        **vars(_SHARED),
         lanes=grouped._lanes(experts),
         I=inner,
         K=K,
@@ -99,7 +98,7 @@ def supports(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
 
 def up(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, gather: Tensor, offsets: Tensor,
-    name: str, approximate: str, *, tile: Tile | None = None,
+    name: str, approximate: str,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """z, u (None unless gated) and a, (R, I) each; see up.py. Rows from offsets[E] on are left as allocated."""
     from megablocks.ops.fused.up_hopper_kernel import up_kernel
@@ -110,7 +109,7 @@ def up(
     u = None if v1 is None else x.new_empty(rows, inner)
     if rows == 0:
         return z, u, a
-    c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
+    c = _plan(experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
     box = [c.rows, c.out_cols]
     second = z if u is None else u
     weight_box = [c.columns, c.BK]

@@ -101,14 +101,14 @@ def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+def store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """Write the i-th part that a consumer stores of a tile, whose first column is col, to rows [row, end)."""
     buf = stage_out(part, i, bufs, WG, c)
-    n0 = col + i * c.out_cols
     if row + c.rows <= end:
-        tma.async_copy_shared_to_global(desc, [row, n0], buf)
+        tma.async_copy_shared_to_global(desc, [row, col], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         tma.async_copy_shared_to_global(
-            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, n0], buf.reshape([1, 1, c.rows, c.out_cols])
+            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
         )
 
 
@@ -165,16 +165,16 @@ def _m_consumer(
             row += WG * c.rows
         if c.out_parts == 2:
             p0, p1 = halves(acc, c.rows, c.BN)
-            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col + c.out_cols, WG, c)
         else:
             h0, h1 = halves(acc, c.rows, c.BN)
             p0, p1 = halves(h0, c.rows, c.BN // 2)
             p2, p3 = halves(h1, c.rows, c.BN // 2)
-            _store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            _store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
+            store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col + c.out_cols, WG, c)
+            store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col + 2 * c.out_cols, WG, c)
+            store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col + 3 * c.out_cols, WG, c)
     tma.store_wait(0)
 
 
