@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import harness
 import pytest
+import torch
 import torch.nn.functional as F
 from harness import Layout
 
@@ -38,6 +39,14 @@ LAYOUTS = {
         layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("layer", "experts"),)
     ),
 }
+SPREAD = {
+    "ep2": LAYOUTS["float32, shared expert"].but(ep=2),
+    "ep2 overlapped": LAYOUTS["float32, shared expert"].but(ep=2, distributed_optimizer=True, overlap=True),
+    "tp2 etp2": LAYOUTS["float32, shared expert"].but(tp=2, etp=2),
+    "tp2 etp1 ep2": LAYOUTS["float32, shared expert"].but(tp=2, etp=1, ep=2),
+    "pp2": LAYOUTS["float32, shared expert"].but(pp=2),
+}
+"""On two GPUs; each trains as its layout with every size 1 does."""
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +86,15 @@ def test_N6_block_sparse_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str
 
 def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harness.Trained]) -> None:
     assert on_gpu["bf16, recomputed activation"].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_N8_two_gpus_train_as_one(on_gpu: dict[str, harness.Trained]) -> None:
+    layouts = [(name, layout, STEPS) for name, layout in SPREAD.items()]
+    ranks = run_distributed_test(harness.train_all, 2, layouts, backend="nccl", timeout=500)
+    one = on_gpu["float32, shared expert"]
+    for name in SPREAD:
+        grads = harness.assemble([rank[name].grads for rank in ranks], tolerance=1e-5)
+        error, tensor = harness.worst_difference(grads, harness.assemble([one.grads]))
+        assert error <= 1e-4, f"{name}: gradient of {tensor}"
+        assert ranks[0][name].losses == pytest.approx(one.losses, rel=1e-3), name

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
-from layers.harness import batch, build, config_of, fill, parameters_of
+from layers.harness import KINDS, batch, build, config_of, fill, parameters_of
+from torch.utils._pytree import tree_map_only
 
 from megablocks.layers import Arguments, dMoE
 from megablocks.testing.launcher import run_distributed_test
@@ -18,8 +19,9 @@ TOLERANCE = 1e-5
 def _run_rank(kind, config, counts, kwargs):
     """Loss of a rank: mean over its tokens, plus its auxiliary losses. Replicated gradients are averaged as in DDP."""
     rank = dist.get_rank()
-    layer = build(kind, config, expert_parallel_group=dist.group.WORLD, **kwargs)
-    x, dy = batch(config, counts[rank], seed=rank)
+    device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+    layer = build(kind, config, expert_parallel_group=dist.group.WORLD, device=device, **kwargs)
+    x, dy = (t.to(device) for t in batch(config, counts[rank], seed=rank))
     x.requires_grad_()
     with poisoned_empty():
         y, aux = layer.forward_with_aux(x)
@@ -30,7 +32,13 @@ def _run_rank(kind, config, counts, kwargs):
     grads = {name: p.grad for name, p in layer.experts.named_parameters()}
     losses = {name: loss.detach() for name, loss in aux.losses.items()}
     shard = (layer.experts.expert_offset, layer.experts.num_local_experts, *layer.experts.ffn_shard)
-    return y.detach(), x.grad, router, grads, losses, aux.metrics, shard
+    return tree_map_only(
+        torch.Tensor, torch.Tensor.cpu, (y.detach(), x.grad, router, grads, losses, aux.metrics, shard)
+    )
+
+
+def _run_kinds(kinds, counts):
+    return [_run_rank(kind, config_of(kind), counts, {}) for kind in kinds]
 
 
 def _drop(config, ids, counts):
@@ -91,6 +99,10 @@ def _expected(kind, config, counts):
 
 def _compare(kind, config, counts, expert_scale=1.0, **kwargs):
     results = run_distributed_test(_run_rank, len(counts), kind, config, counts, kwargs)
+    _check(results, kind, config, counts, expert_scale)
+
+
+def _check(results, kind, config, counts, expert_scale=1.0):
     ys, dxs, router, grads, losses, dropped = _expected(kind, config, counts)
     for rank, (y, dx, router_grad, expert_grads, rank_losses, metrics, shard) in enumerate(results):
         assert relative_error(y, ys[rank]) < TOLERANCE
@@ -107,10 +119,19 @@ def _compare(kind, config, counts, expert_scale=1.0, **kwargs):
             assert relative_error(grad.reshape(wanted.shape), wanted * expert_scale) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("kind", ["reference", "grouped", "sparse", "scatter", "fused", "batched"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [2, 4])
 def test_N8_N7_gradients_and_losses_equal_plain_data_parallel(kind, world):
     _compare(kind, config_of(kind), (5,) * world)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("counts", [(5, 5), (3, 11), (0, 6)])
+def test_N8_R3_R4_over_nccl(counts):
+    """Every kind in one group, each with its tokens exchanged between two GPUs."""
+    for kind, *results in zip(KINDS, *run_distributed_test(_run_kinds, 2, KINDS, counts, backend="nccl"), strict=True):
+        _check(results, kind, config_of(kind), counts)
 
 
 def _output_and_gradients(config):
