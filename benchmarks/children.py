@@ -11,6 +11,9 @@ A job is a string. Its child (the same script with `--child JOB,JOB… --struck 
 
 KEY is JOB/…/NAME. When a child dies or says nothing for too long, the candidate that was running is struck off, by name
 everywhere after the second time, and the job starts again without it.
+
+A child with `--wait` first compiles what its one job runs, says {"prepared": JOB} and waits for a line on its stdin.
+Compiling keeps one core busy, so the children of several jobs compile beside each other, and then run one by one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,11 +68,16 @@ def guarded(key: str, timer: Callable[[], float]) -> Callable[[], float]:
     return run
 
 
-def run_child(jobs: str, run_job: Callable[[str], None]) -> None:
-    """The child's main: `jobs` as --child gives them."""
+def run_child(jobs: str, run_job: Callable[[str], None], prepare: Callable[[str], None] | None = None) -> None:
+    """The child's main: `jobs` as --child gives them. prepare: for --wait, run before the parent is waited for."""
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the truth here
+    if prepare is not None:
+        prepare(jobs)
+        emit(prepared=jobs)
+        if not sys.stdin.readline():  # the parent is gone
+            return
     for job in jobs.split(","):
         emit(job=job)
         run_job(job)
@@ -77,26 +86,42 @@ def run_child(jobs: str, run_job: Callable[[str], None]) -> None:
             torch.cuda.empty_cache()
 
 
-def lines_of(process: subprocess.Popen[str], wait: Callable[[], float]) -> Iterator[str | None]:
-    """Lines of a process until it ends; None, once, when it says nothing for `wait()` seconds."""
-    box: queue.Queue[str | None] = queue.Queue()
+class Child:
+    """A child process and its lines."""
 
-    def read() -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            box.put(line)
-        box.put(None)
+    def __init__(self, command: list[str]) -> None:
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
 
-    threading.Thread(target=read, daemon=True).start()
-    while True:
-        try:
-            line = box.get(timeout=max(0.01, wait()))
-        except queue.Empty:
-            yield None
-            return
-        if line is None:
-            return
-        yield line
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def lines(self, wait: Callable[[], float]) -> Iterator[str | None]:
+        """Its lines until it ends; None, once, when it says nothing for `wait()` seconds."""
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.01, wait()))
+            except queue.Empty:
+                yield None
+                return
+            if line is None:
+                return
+            yield line
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is dead, which its lines tell
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
+
+    def end(self) -> int:
+        self.process.kill()
+        return self.process.wait()
 
 
 @dataclass
@@ -113,14 +138,38 @@ class Runner:
     deaths: Counter[str] = field(default_factory=Counter)
     records: list[dict[str, Any]] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
+    prepared: dict[str, Child] = field(default_factory=dict)
+
+    def start(self, jobs: list[str], *more: str) -> Child:
+        job_flags = ["--child", ",".join(jobs), "--struck", ",".join(sorted(self.struck))]
+        return Child([sys.executable, self.script, *job_flags, *self.flags, *more])
+
+    def prepare(self, jobs: list[str], *, seconds: float, at_once: int) -> None:
+        """Start a waiting child for each job, so many compiling at once; `run` takes them. Failures show up there."""
+        end = min(self.end, time.monotonic() + seconds)
+
+        def work(job: str) -> None:
+            if time.monotonic() > end:
+                return
+            child = self.start([job], "--wait")
+            lines = child.lines(lambda: end - time.monotonic())
+            if any(line is not None and line.startswith('{"prepared"') for line in lines):
+                self.prepared[job] = child
+            else:
+                child.end()
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(work, jobs))
 
     def run(self, jobs: list[str], *more: str, quiet: float = QUIET_S, budget: float = JOB_S) -> None:
         """Run `jobs` in one child after another. quiet: seconds a job may be silent; budget: seconds it may take."""
         todo, broken = list(jobs), Counter[str]()
         while todo and time.monotonic() < self.end:
-            job_flags = ["--child", ",".join(todo), "--struck", ",".join(sorted(self.struck))]
-            command = [sys.executable, self.script, *job_flags, *self.flags, *more]
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            mine = todo[:1] if self.prepared else list(todo)  # a prepared child has one job
+            if child := self.prepared.pop(todo[0], None):
+                child.go()
+            else:
+                child = self.start(mine, *more)
             job, running, noise, why = "", "", [], ""
             job_end = last = time.monotonic() + STARTUP_S
 
@@ -128,7 +177,7 @@ class Runner:
                 now = time.monotonic()
                 return min(job_end, self.end, last + quiet if job else self.end) - now  # noqa: B023
 
-            for line in lines_of(process, wait):
+            for line in child.lines(wait):
                 last = time.monotonic()
                 if line is None:
                     why = "silent" if last < min(job_end, self.end) else "out of time"
@@ -151,10 +200,9 @@ class Runner:
                     running = record.get("bad", "")
                     self.records.append(record)
                     self.struck |= {running} - {""}
-            process.kill()
-            code = process.wait()
-            if not todo:
-                return
+            code = child.end()
+            if not set(mine) & set(todo):
+                continue
             job = job if job in todo else todo[0]
             why = f"{why or f'died ({code})'}: {' '.join(''.join(noise[-3:]).split())[-300:]}"
             print(f"{running or job} {why}", flush=True)
@@ -171,5 +219,7 @@ class Runner:
 
     def settle(self, jobs: list[str]) -> None:
         """Record those of `jobs` that were not reached as bad, so that a run cut short does not pass as whole."""
+        for child in self.prepared.values():
+            child.end()
         told = self.finished | {record["bad"] for record in self.records if "bad" in record}
         self.records += [{"bad": job, "why": "no time left"} for job in jobs if job not in told]

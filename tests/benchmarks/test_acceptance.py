@@ -176,13 +176,13 @@ def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
 
 
 def test_the_gate_of_the_grouped_products_is_red_for_what_is_lost():
-    def gate(*records, ops=("up",)):
-        return grouped_gemm.gate_of([{"shape": "S1", "op": "up", **r} for r in records], ["S1"], list(ops))
+    right, timed = {"good": "S1/up/ours", "error": 1e-3}, {"shape": "S1", "op": "up", "times": {"ours": [1.0]}}
 
-    right, timed = {"good": "ours", "error": 1e-3}, {"hot": {"ours": [1.0]}}
-    assert gate(right, timed).green
-    assert gate(right, timed, {"bad": "quack-pp192", "why": "x"}, {"bad": "off", "why": "x"}).green
-    assert gate(right).red == ["S1/up/ours"]
-    assert gate({"bad": "ours", "why": "relative error"}).failures == {"S1/up/ours": "relative error"}
-    assert gate(right, timed, {"bad": "timing", "why": "hung"}).red == ["S1/up/timing"]
-    assert gate(right, timed, ops=("up", "down")).red == ["S1/down/ours"]
+    def gate(*records):
+        return grouped_gemm.gate_of([right, timed, *records])[0]
+
+    assert gate().green and grouped_gemm.gate_of([right, timed])[1] == [timed]
+    assert gate({"bad": "S1/up/quack-pp192", "why": "x"}, {"bad": "S1/up/off", "why": "x"}).green
+    assert gate({"bad": "S1/down/ours", "why": "x"}).red == ["S1/down/ours"]
+    assert gate({"bad": "S1/down", "why": "no time left"}).red == ["S1/down"]
+    assert gate({"shape": "S1", "op": "dx", "times": {"bmm": [1.0]}}).red == ["S1/dx/ours"]

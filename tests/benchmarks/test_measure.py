@@ -179,6 +179,42 @@ def test_what_hangs_or_dies_is_struck_off_and_the_rest_runs(tmp_path, capsys):
     assert not any(r.get("bad") == "a" for r in runner.records)
 
 
+PREPARED = """
+import json, pathlib, sys, time
+job, wait = sys.argv[sys.argv.index("--child") + 1], "--wait" in sys.argv
+here = pathlib.Path(sys.argv[0]).parent
+say = lambda **record: print(json.dumps(record), flush=True)
+(here / (job + (".ahead" if wait else ".anew"))).touch()
+if wait:
+    if job == "breaks":
+        sys.exit(9)
+    say(prepared=job)
+    sys.stdin.readline()
+for one in job.split(","):
+    say(job=one)
+    say(result=one, others=sorted(path.name for path in here.glob("*.ahead")))
+    say(finished=one)
+"""
+
+
+def test_jobs_are_prepared_beside_each_other_and_run_one_by_one(tmp_path):
+    script = tmp_path / "child.py"
+    script.write_text(PREPARED)
+    runner = children.Runner(str(script), [], time.monotonic() + 60)
+    jobs = ["a", "breaks", "c", "d"]
+    runner.prepare(jobs[:3], seconds=20.0, at_once=2)
+    assert set(runner.prepared) == {"a", "c"} and runner.records == []
+    runner.run(jobs, quiet=20.0, budget=20.0)
+    assert [r["result"] for r in runner.records] == jobs and runner.prepared == {}
+    # all were ahead of the first; what broke then, and what was not prepared, ran anew
+    assert runner.records[0]["others"] == ["a.ahead", "breaks.ahead", "c.ahead"]
+    assert {path.name for path in tmp_path.glob("*.anew")} == {"breaks.anew", "d.anew"}
+    runner.prepare(["late"], seconds=20.0, at_once=1)
+    child = runner.prepared["late"]
+    runner.settle(["late"])
+    assert child.process.poll() is not None and runner.records[-1]["why"] == "no time left"
+
+
 CASES = {"block_sparse": 18, "first_call": 10, "layer_cost": 8, "layers": 15, "peers": 7}
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "DRY_RUN" in path.read_text())
 
