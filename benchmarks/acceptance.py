@@ -1,12 +1,14 @@
-"""Every figure that the block-sparse and grouped kernels are accepted by: run its benchmark, then one table.
+"""Every figure that the kernels are accepted by: run its benchmark, then one table.
 
     python benchmarks/acceptance.py --out DIR [--seconds 570] [--only block_sparse,layers] [--table]
 
 Each benchmark runs in a process of its own with a deadline and writes DIR/<name>.json and DIR/<name>.log; what fails or
-hangs is passed over. A line of the table is met only if its file is there and whole, its gate green, no peer of it read
-below its earlier figure, every case that the line speaks of was measured, on an H200, and the figure reaches the goal;
-everything else is missed. With --only several calls fill one DIR, which --table reads alone. Exits with 1 unless all
-are met. DRY_RUN=1 prints the commands and their deadlines. QuACK is a peer of grouped_gemm if it imports.
+hangs is passed over. Those whose figures are no times of the GPU's run beside each other, after the others. A line of
+the table is met only if its file is there and whole, its gate green, no peer of it read below its earlier figure, every
+case that the line speaks of was measured, on an H200, and the figure reaches the goal; everything else is missed. With
+--only several calls fill one DIR, which --table reads alone. Exits with 1 unless all are met. DRY_RUN=1 prints the
+commands and their deadlines. QuACK is a peer of grouped_gemm if it imports; peers_* need SonicMoE, which needs a QuACK
+of its own, and peers_7b ScatterMoE too. The shapes may be split over any DIR/peers_*.json.
 """
 
 from __future__ import annotations
@@ -20,11 +22,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
-from measure import read_result
+from growth import SLACK
+from measure import read_result, speed
+from peers import LEAST_GOAL, MEAN_GOAL, PAPER, against_sonicmoe, geometric_mean, merged
+from token_rounding import GOALS as ROUNDING_GOALS
+from token_rounding import TILE, shortfalls
 
 HERE = Path(__file__).parent
 SIZES = ("XS", "Small", "Medium")
@@ -41,30 +48,55 @@ Judged = tuple[str, bool]
 
 
 class Step(NamedTuple):
-    """A benchmark, its options with {out} for DIR, and the seconds that it may take."""
+    """A benchmark, its options with {out} for DIR, and the seconds that it may take.
+
+    alone: it times the GPU, which nothing else may use meanwhile.
+    """
 
     command: str
     seconds: int
     environment: dict[str, str] = {}
+    alone: bool = True
+
+
+def peers_of(name: str, shapes: str, *more: str) -> Step:
+    candidates = ",".join(("fused", "fused recompute", "fused 8 bits", "sonicmoe", "sonicmoe compiled", *more))
+    return Step(f"peers.py --shapes {shapes} --candidates '{candidates}' --rounds 7 --seconds 280 "
+                f"--out {{out}}/{name}.json", 290)  # fmt: skip
 
 
 STEPS = {
     "bookkeeping": Step("bookkeeping.py --out {out}", 60),
-    "permutation": Step("permutation.py --out {out}", 120),
-    "block_sparse": Step("block_sparse.py --seconds 200 --out {out}/block_sparse.json", 220),
+    "permutation": Step("permutation.py --out {out}", 90),
+    "block_sparse": Step("block_sparse.py --rounds 7 --seconds 150 --out {out}/block_sparse.json", 160),
     "layers": Step(
-        "layers.py --seconds 200 --candidates 'auto,grouped,sparse,fused,padded,padded known' --out {out}/layers.json",
-        220,
+        "layers.py --rounds 7 --seconds 150 --candidates 'auto,padded,padded known' --out {out}/layers.json", 160
     ),
-    "quant": Step("quant.py --out {out}", 90),
-    "grouped_gemm": Step("grouped_gemm.py --seconds 420 --out {out}/grouped_gemm.json", 440),
-    "first_call": Step("first_call.py --out {out}/first_call.json", 300),
-    "mlp_impls": Step("mlp_impls.py --out {out}/mlp_impls.json", 180),
     "layers_off": Step(
-        "layers.py --seconds 80 --sizes XS,Medium --skews 2 --candidates 'auto,padded,padded known' "
+        "layers.py --rounds 7 --seconds 80 --sizes XS,Medium --skews 2 --candidates 'auto,padded,padded known' "
         "--out {out}/layers_off.json",
-        100,
+        90,
         {"MEGABLOCKS_HOPPER": "0"},
+    ),
+    "grouped_gemm": Step(
+        "grouped_gemm.py --ops up,down,dx,dw1,dw2,layer --peers bmm,torch,quack --seconds 300 "
+        "--out {out}/grouped_gemm.json",
+        310,
+    ),
+    "mlp_impls": Step("mlp_impls.py --out {out}/mlp_impls.json", 180),
+    "peers_1b": peers_of("peers_1b", "0,1,2"),
+    "peers_7b": peers_of("peers_7b", "3,4,5", "scattermoe"),
+    "peers_30b": peers_of("peers_30b", "6,7,8"),
+    "peers_120b": peers_of("peers_120b", "9,10,11"),
+    "token_rounding": Step("token_rounding.py --rounds 7 --seconds 80 --out {out}/token_rounding.json", 90),
+    "growth": Step("growth.py --rounds 7 --seconds 150 --out {out}/growth.json", 160),
+    "quant": Step("quant.py --repeats 3 --out {out}", 120, alone=False),
+    "first_call": Step(
+        "first_call.py --impls grouped,sparse,scatter,fused --out {out}/first_call.json", 200, alone=False
+    ),
+    "first_step": Step(
+        "first_call.py --impls fused --activations swiglu --size '24576,1536; 256/128/8' --out {out}/first_step.json",
+        100,
     ),
 }
 
@@ -177,10 +209,13 @@ def saved(result: Result) -> Judged:
     return f"off by {off:.2%}", off <= 0.01
 
 
-def cold(result: Result) -> Judged:
-    cases = (r for r in result["records"] if r["cache"] == "cold")
-    slowest = outermost(max, ((r["first_s"], f"{r['impl']} {r['activation']}") for r in cases))
-    return f"{slowest[0]:.1f} s ({slowest[1]})", slowest[0] <= 10
+def first(cache: str, goal: float) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        cases = (r for r in result["records"] if r["cache"] == cache)
+        slowest = outermost(max, ((r["first_s"], f"{r['impl']} {r['activation']}") for r in cases))
+        return f"{slowest[0]:.1f} s ({slowest[1]})", slowest[0] <= goal
+
+    return judge
 
 
 def new_counts(result: Result) -> Judged:
@@ -194,6 +229,70 @@ def picks(result: Result) -> Judged:
     times = ((r["graph_ms"][r["auto"]] / min(r["graph_ms"].values()), r["case"]) for r in result["records"])
     worst = outermost(max, times)
     return f"{worst[0]:.2f} of the fastest's time ({worst[1]})", worst[0] <= 1.03
+
+
+def every_shape(result: Result) -> dict[str, dict[str, float]]:
+    """fused against SonicMoE by shape of its paper."""
+    found = {r["shape"]: against_sonicmoe(r) for r in result["records"]}
+    if missing := [shape for shape in PAPER if "queued" not in found.get(shape, {})]:
+        raise ValueError(f"{len(missing)} of {len(PAPER)} shapes not measured: {', '.join(missing)}")
+    return {shape: found[shape] for shape in PAPER}
+
+
+def least_over_sonicmoe(result: Result) -> Judged:
+    least = outermost(min, ((row["queued"], shape) for shape, row in every_shape(result).items()))
+    return f"{least[0]:.3f}x ({least[1]})", least[0] >= LEAST_GOAL
+
+
+def mean_over_sonicmoe(result: Result) -> Judged:
+    shapes = every_shape(result).values()
+    queued, eager = (geometric_mean([row[how] for row in shapes]) for how in ("queued", "eager"))
+    return f"{queued:.3f}x, eager {eager:.3f}x", queued >= MEAN_GOAL
+
+
+def held_over_sonicmoe(name: str, goal: float) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        most = outermost(max, ((row[f"held, {name}"], shape) for shape, row in every_shape(result).items()))
+        return f"{most[0]:.2f} ({most[1]})", most[0] <= goal
+
+    return judge
+
+
+def over_scattermoe(result: Result) -> Judged:
+    times = next(r["times"] for r in result["records"] if r["shape"] == "24576,1536; 256/128/8")
+    ratio = speed(times, "queued/fused", "queued/scattermoe")
+    if ratio is None:
+        raise ValueError("not measured")
+    return f"{ratio:.2f}x", ratio >= 2.0
+
+
+def rounding(shape: str) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        rows = result["summary"]["shapes"][shape]
+        ratio, waste = rows["nearest"]["queued_speed"], rows["plain"]["wasted"]
+        met = shape not in {line.rsplit(" ", 1)[0] for line in shortfalls(result["summary"]["shapes"])}
+        return f"{ratio:.3f}x, plain wastes {waste:.1%} of its rows", met
+
+    return judge
+
+
+def within_a_tile(result: Result) -> Judged:
+    shapes = result["summary"]["shapes"]
+    if missing := set(ROUNDING_GOALS) - set(shapes):
+        raise ValueError(f"not measured: {', '.join(missing)}")
+    most = outermost(max, ((row["deviation"], f"{shape} {rule}") for shape, rows in shapes.items()
+                           for rule, row in rows.items()))  # fmt: skip
+    return f"{most[0]} rows ({most[1]})", most[0] <= TILE
+
+
+def growth(key: str) -> Callable[[Result], Judged]:
+    def judge(result: Result) -> Judged:
+        value = result["summary"][key]["fused"]
+        if value is None:
+            raise ValueError("not all points measured")
+        return f"{value:.1%}", value <= SLACK
+
+    return judge
 
 
 def without_hopper(result: Result) -> Judged:
@@ -223,10 +322,24 @@ LINES = (
     Line("one quantiser's gradient errors, 8 bits", "<= 0.01", "quant", errors(8, 1e-2)),
     Line("one quantiser's gradient errors, 4 bits", "<= 0.1", "quant", errors(4, 1e-1)),
     Line("bytes saved, of those predicted", "within 1 %", "quant", saved),
-    Line("first call at a new shape, cold", "<= 10 s", "first_call", cold),
+    Line("first call at a new shape, cold", "<= 10 s", "first_call", first("cold", 10)),
     Line("kernels compiled at a new token count", "none", "first_call", new_counts),
     Line("mlp_impl=auto of the fastest impl's time", "<= 1.03", "mlp_impls", picks),
     Line("Hopper's kernels off, over padded at skew 2", "a figure", "layers_off", without_hopper),
+    Line("fused over SonicMoE, least of its paper's 12 shapes", ">= 0.98x", "peers", least_over_sonicmoe),
+    Line("fused over SonicMoE, geometric mean", ">= 1.10x", "peers", mean_over_sonicmoe),
+    Line("fused over ScatterMoE at 24576,1536; 256/128/8", ">= 2.0x", "peers", over_scattermoe),
+    Line("bytes kept for backward, of SonicMoE's", "<= 1", "peers", held_over_sonicmoe("fused", 1.0)),
+    Line("the same, up-projection recomputed", "a figure", "peers", held_over_sonicmoe("fused recompute", math.inf)),
+    Line("the same, pre-activations in 8 bits", "a figure", "peers", held_over_sonicmoe("fused 8 bits", math.inf)),
+    *(Line(f"token rounding over top-k at {shape}", f">= {goal}x or less wasted", "token_rounding", rounding(shape))
+      for shape, goal in ROUNDING_GOALS.items()),
+    Line("token rounding moves an expert by at most", f"{TILE} rows", "token_rounding", within_a_tile),
+    Line("time per token from 32,768 to 262,144", "within 10 %", "growth", growth("flatness")),
+    Line("8 to 512 experts, above the weights' traffic", "<= 10 %", "growth", growth("over_model")),
+    Line("first training step at a new shape, cold", "<= 15 s", "first_step", first("cold", 15)),
+    Line("the same, warm cache", "<= 1 s", "first_step", first("warm", 1)),
+    Line("kernels compiled by it at a new token count", "none", "first_step", new_counts),
 )  # fmt: skip
 
 
@@ -238,11 +351,22 @@ class Row(NamedTuple):
     gate: str
 
 
+def result_of(step: str, folder: Path) -> Result:
+    """The file of a step; "peers": the shapes of all DIR/peers_*.json as one result."""
+    if step != "peers":
+        return read_result(folder / f"{step}.json")
+    parts = [read_result(path) for path in sorted(folder.glob("peers_*.json"))]
+    if not parts:
+        raise FileNotFoundError(folder)
+    records, gate, void = merged(parts)
+    return parts[0] | {"records": records, "gate": gate.to_dict(), "void": void}
+
+
 def judge(line: Line, folder: Path) -> Row:
     """Met only by a whole result with a green gate; whatever cannot be read is missed, with the reason."""
     gate, said, met = "–", "", False
     try:
-        result = read_result(folder / f"{line.step}.json")
+        result = result_of(line.step, folder)
         gate = "green" if result["gate"]["green"] is True else "RED"
         if gate == "RED":
             said = f"red: {', '.join(result['gate']['red']) or 'nothing checked'}"
@@ -297,7 +421,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), metavar="DIR")
     parser.add_argument("--seconds", type=float, default=570.0, help="for everything")
-    parser.add_argument("--only", default=",".join(STEPS), help="these benchmarks, in this order")
+    parser.add_argument("--only", default=",".join(STEPS), help="these benchmarks")
     parser.add_argument("--table", action="store_true", help="run nothing")
     options = parser.parse_args()
     names = [] if options.table else options.only.split(",")
@@ -311,11 +435,18 @@ def main() -> int:
         return 0
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
-    for name in names:
+
+    def step(name: str) -> None:
         began = time.monotonic()
         left = min(STEPS[name].seconds, end - began - 10)  # what is left after stopping it
         ended = run(name, options.out, left) if left > 1 else "no time left"
         print(f"{name}: {ended}, {time.monotonic() - began:.0f} s", flush=True)
+
+    for name in names:
+        if STEPS[name].alone:
+            step(name)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(step, [name for name in names if not STEPS[name].alone]))
     rows = [judge(line, options.out) for line in LINES]
     print(table(rows))
     (options.out / "acceptance.md").write_text(table(rows) + "\n")

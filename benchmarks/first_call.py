@@ -1,14 +1,15 @@
-"""How long a layer's first call takes at a new shape, cold and with a warm disk cache; what new token counts compile.
+"""How long a layer's first training step takes at a new shape, cold and warm; what new token counts compile.
 
-    python benchmarks/first_call.py [--impls auto,fused] [--size Small] [--out FILE.json]
+    python benchmarks/first_call.py [--impls auto,fused] [--size Small | "24576,1536; 256/128/8"] [--out FILE.json]
 
-Each case is a process of its own, timed from before the layer is built to the end of its first forward and backward;
-importing and CUDA's own start are before that. "cold" has an empty Triton cache, "warm" the cache that the cold one
-left. Afterwards the same process runs other token counts, odd ones among them, during which nothing may compile: the
-kernels that Triton makes ready are counted, those found in its disk cache too.
+Each case is a process of its own, timed from the first forward's start to the end of its backward and AdamW step;
+importing, building the layer, CUDA's own start and AdamW's are before that. "cold" has an empty Triton cache, "warm"
+the cache that the cold one left. Afterwards the same process runs other token counts, odd ones among them, during which
+nothing may compile: the kernels that Triton makes ready are counted, those found in its disk cache too.
 
-Goals: cold at most 10 s; no kernel at a new token count. Writes results/<gpu>/first_call.json. DRY_RUN=1 prints the
-cases. Without a GPU there is nothing to compile, and the times are those of plain torch.
+Compiling keeps one core busy, so several cases run at once. Goals: cold at most 10 s; no kernel at a new token count.
+Writes results/<gpu>/first_call.json. DRY_RUN=1 prints the cases. Without a GPU there is nothing to compile, and the
+times are those of plain torch.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from children import candidate
-from layer_candidates import OURS, SIZES, shape_of
+from layer_candidates import OURS, SIZES, Shape, labelled, shape_of
 from measure import Gate, emit, gpu_name, on_gpu, result_path, write_result
 
 COLD_GOAL_S = 10.0
 ACTIVATIONS = ("gelu", "swiglu")
+
+
+def shape_named(size: str) -> Shape:
+    return shape_of(size) if size in SIZES else labelled(size)
 
 
 def new_token_counts(tokens: int) -> list[int]:
@@ -61,25 +67,34 @@ def run_case(impl: str, activation: str, size: str) -> None:
 
     from megablocks import MoEConfig, dMoE
 
-    shape = shape_of(size)
+    shape = shape_named(size)
     device = "cuda" if on_gpu() else "cpu"
-    a = torch.randn(256, 256, device=device, dtype=torch.bfloat16)
-    (a @ a).sum().item()  # CUDA's and cuBLAS's own start
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=on_gpu())
+
+    a = torch.nn.Parameter(torch.randn(256, 256, device=device, dtype=torch.bfloat16))
+    (a @ a).sum().backward()  # CUDA's, cuBLAS's and the optimizer's own start
+    adamw([a]).step()
+    float(a.sum())
     names = count_compilations()
     config = MoEConfig(hidden_size=shape.hidden, ffn_hidden_size=shape.width, num_experts=shape.experts,
-                       activation=activation, mlp_impl=impl)  # fmt: skip
+                       top_k=shape.top_k, activation=activation, mlp_impl=impl)  # fmt: skip
     tokens = {count: torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
               for count in [shape.tokens, *new_token_counts(shape.tokens)]}  # fmt: skip
 
     def step(count: int) -> float:
         start = time.perf_counter()
+        optimizer.zero_grad()
         layer(tokens[count]).square().mean().backward()
+        optimizer.step()
         if on_gpu():
             torch.cuda.synchronize()
         return time.perf_counter() - start
 
     start = time.perf_counter()
     layer = dMoE(config, device=device, dtype=torch.bfloat16, seed=0)
+    optimizer = adamw(layer.parameters())
     built = time.perf_counter() - start
     first, made = step(shape.tokens), list(names)
     second = step(shape.tokens)
@@ -94,10 +109,33 @@ def run_case(impl: str, activation: str, size: str) -> None:
          new_counts=later, slowest_new_s=slowest)  # fmt: skip
 
 
+def run_cold_and_warm(impl: str, activation: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """A case in two processes, one after the other: what each said for the gate, and its record."""
+    said: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="triton-") as cache:
+        for state in ("cold", "warm"):
+            key = f"{impl}/{activation}/{state}"
+            command = [sys.executable, __file__, "--size", args.size, "--child", f"{impl}/{activation}"]
+            env = {**os.environ, "TRITON_CACHE_DIR": cache}
+            try:
+                done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.seconds)
+            except subprocess.TimeoutExpired:
+                said.append({"bad": key, "why": f"not done after {args.seconds:g} s"})
+                continue
+            lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
+            result = next((line for line in lines if "impl" in line), None)
+            if result is None:
+                why = next((line["why"] for line in lines if "bad" in line), done.stderr[-300:])
+                said.append({"bad": key, "why": why})
+            else:
+                said += [{"good": key, "error": 0.0}, {"cache": state, **result}]
+    return said
+
+
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print the table; the gate is red where a case did not run."""
     gate.report()
-    print("\nseconds: first call cold, warm disk cache, second call; kernels compiled first, then at new token counts")
+    print("\nseconds: first step cold, warm disk cache, second step; kernels compiled first, then at new token counts")
     short = [f"{key}: did not run" for key in gate.failures]
     for r in records:
         late = sorted({name for names in r["new_counts"].values() for name in names})
@@ -118,7 +156,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impls", default=",".join(OURS))
     parser.add_argument("--activations", default=",".join(ACTIVATIONS))
-    parser.add_argument("--size", default="Small", choices=list(SIZES))
+    parser.add_argument("--size", default="Small", help=f"of {', '.join(SIZES)}, or T,H; I/E/K")
+    parser.add_argument("--at-once", type=int, default=4, help="cases")
     parser.add_argument("--seconds", type=float, default=90.0, help="a case may take")
     parser.add_argument("--out", type=Path, help="default results/<gpu>/first_call.json")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
@@ -126,34 +165,18 @@ def main() -> None:
     cases = [(impl, activation) for impl in args.impls.split(",") for activation in args.activations.split(",")]
     if os.environ.get("DRY_RUN", "0") == "1":
         for impl, activation in cases:
-            print(f"{impl:8} {activation:7} {args.size} T, H, I, E = {SIZES[args.size]}: cold, warm, new token counts "
-                  f"{new_token_counts(SIZES[args.size][0])}")  # fmt: skip
+            print(f"{impl:8} {activation:7} T,H; I/E/K = {shape_named(args.size).label}: cold, warm, new token counts "
+                  f"{new_token_counts(shape_named(args.size).tokens)}")  # fmt: skip
         return
     if args.child:
         impl, activation = args.child.split("/")
         with candidate(args.child):
             run_case(impl, activation, args.size)
         return
-    gate, records = Gate(lambda key: True), []
-    for impl, activation in cases:
-        with tempfile.TemporaryDirectory(prefix="triton-") as cache:
-            for state in ("cold", "warm"):
-                key = f"{impl}/{activation}/{state}"
-                command = [sys.executable, __file__, "--size", args.size, "--child", f"{impl}/{activation}"]
-                env = {**os.environ, "TRITON_CACHE_DIR": cache}
-                try:
-                    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.seconds)
-                except subprocess.TimeoutExpired:
-                    gate.take({"bad": key, "why": f"not done after {args.seconds:g} s"})
-                    continue
-                lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-                result = next((line for line in lines if "impl" in line), None)
-                if result is None:
-                    why = next((line["why"] for line in lines if "bad" in line), done.stderr[-300:])
-                    gate.take({"bad": key, "why": why})
-                    continue
-                gate.take({"good": key, "error": 0.0})
-                records.append({"cache": state, **result})
+    gate = Gate(lambda key: True)
+    with ThreadPoolExecutor(args.at_once) as pool:
+        found = list(pool.map(lambda case: run_cold_and_warm(*case, args), cases))
+    records = [record for said in found for record in said if not gate.take(record)]
     write_result(args.out or result_path("first_call", gpu_name()), "first_call", gate=gate,
                  summary=summarise(records, gate), records=records)  # fmt: skip
 

@@ -37,6 +37,7 @@ from layer_candidates import (
     Problem,
     Shape,
     Step,
+    kind,
     select,
     shape_of,
 )
@@ -153,10 +154,10 @@ def shortfalls(sizes: dict[str, Any], name: str = "auto") -> list[str]:
         for case in entry["skews"]:
             goal = GOAL if case["skew"] >= GOAL_FROM else LEAST_AT_ONE if case["skew"] == 1 else 0.0
             row = case["candidates"].get(name, {})
-            for kind in ("speed", "graph_speed"):
-                got = row.get(kind)
+            for how in ("speed", "graph_speed"):
+                got = row.get(how)
                 if got is None or got < goal:
-                    short.append(f"{size} skew {case['skew']:g} {kind} {'none' if got is None else f'{got:.2f}'}")
+                    short.append(f"{size} skew {case['skew']:g} {how} {'none' if got is None else f'{got:.2f}'}")
     return short
 
 
@@ -190,7 +191,7 @@ def main() -> None:
     flags = ["--rounds", str(args.rounds), "--candidates", args.candidates]
     runner = Runner(__file__, flags, time.monotonic() + args.seconds)
     # A lost job is ours as well: something of it was not measured.
-    gate = Gate(lambda key: key.count("/") < 2 or key.rsplit("/", 1)[1] not in PEERS)
+    gate = Gate(lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS)
     records: list[dict[str, Any]] = []
     try:
         # quiet: a peer may build a CUDA extension on first use

@@ -3,7 +3,8 @@
     python benchmarks/plot.py benchmarks/results/h200/layers.json […]
 
 layers: speed over the padded layer and memory over its, against load skew, one column a size; the skew of a fresh and
-of a trained router marked. peers: TFLOP/s of a step by shape. A run whose gate is red or that is void has no picture.
+of a trained router marked. peers: TFLOP/s of a step by shape. growth: time per token over tokens, and a step's time
+over experts beside its model. A run whose gate is red or that is void has no picture.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS
+from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS, kind
 from measure import read_result
 
 COLORS = {
     "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",
     "torch": "tab:red", "scattermoe": "tab:purple", "sonicmoe": "tab:brown", "bmm": "0.7",
-    "scatter": "tab:pink", "fused": "tab:cyan",
+    "scatter": "tab:pink", "fused": "tab:cyan", "fused recompute": "cadetblue", "fused 8 bits": "teal",
+    "sonicmoe compiled": "peru",
 }  # fmt: skip
 
 
@@ -97,7 +99,7 @@ def plot_layers(result: dict[str, Any]) -> Any:
 def plot_peers(result: dict[str, Any]) -> Any:
     shapes = result["summary"]["shapes"]
     names = list(dict.fromkeys(name for rows in shapes.values() for name in rows))
-    names.sort(key=lambda name: (name == "bmm", name not in OURS))
+    names.sort(key=lambda name: (name == "bmm", kind(name) not in OURS))
     figure, grid = _canvas(1, 1, max(6.0, 2.0 * len(shapes)), 4.5)
     axes, width = grid[0][0], 0.8 / len(names)
     for i, name in enumerate(names):
@@ -112,12 +114,40 @@ def plot_peers(result: dict[str, Any]) -> Any:
     return figure
 
 
+def plot_growth(result: dict[str, Any]) -> Any:
+    curves = result["summary"]["curves"]
+    figure, grid = _canvas(len(curves), 1, 5.5 * len(curves), 4.2)
+    for axes, (series, by_impl) in zip(grid[0], curves.items(), strict=True):
+        for impl, rows in by_impl.items():
+            counts = [row[series] for row in rows]
+            for key, style in (("graph_us", "o-"), ("eager_us", "x--")):
+                per = [row["tokens"] if series == "tokens" else 1.0 for row in rows]
+                values = [float("nan") if row[key] is None else row[key] / n for row, n in zip(rows, per, strict=True)]
+                if any(v == v for v in values):
+                    label = impl + (" (CUDA graph)" if key == "graph_us" else " (eager)")
+                    axes.plot(counts, values, style, color=COLORS.get(impl), label=label, markersize=4)
+            predicted = [row.get("predicted_us") for row in rows]
+            if None not in predicted:
+                axes.plot(counts, predicted, "k:", label=f"{impl}, predicted by its weights' bytes")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, [str(n) for n in counts], rotation=45)
+        axes.set(xlabel=series, ylabel="µs a token" if series == "tokens" else "µs a step")
+        if series == "tokens":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(bottom=0)
+        axes.legend(fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.suptitle(f"Forward + backward, SwiGLU, bf16, {_where(result)}")
+    return figure
+
+
 def _where(result: dict[str, Any]) -> str:
     environment = result["environment"]
     return f"{environment['gpu'] or 'CPU'}, torch {environment['torch']}, commit {environment['commit'][:7]}"
 
 
-PLOTS: dict[str, Callable[[dict[str, Any]], Any]] = {"layers": plot_layers, "peers": plot_peers}
+PLOTS: dict[str, Callable[[dict[str, Any]], Any]] = {"layers": plot_layers, "peers": plot_peers, "growth": plot_growth}
 
 
 def draw(path: Path) -> Path:

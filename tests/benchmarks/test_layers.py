@@ -19,6 +19,8 @@ from .conftest import BENCHMARKS
 measure = importlib.import_module("measure")
 peers = importlib.import_module("peers")
 plot = importlib.import_module("plot")
+growth = importlib.import_module("growth")
+token_rounding = importlib.import_module("token_rounding")
 
 # by its path: `layers` is the name of a folder of tests as well
 spec = importlib.util.spec_from_file_location("layers_benchmark", BENCHMARKS / "layers.py")
@@ -82,7 +84,7 @@ def test_peers_compute_the_same_layer(results):
     result = measure.read_result(results[1])
     assert result["gate"]["green"] and not result["void"]
     rows = result["summary"]["shapes"][peers.TOY]
-    assert {"auto", "grouped", "torch", "bmm"} <= set(rows)
+    assert {"auto", "grouped", "torch", "bmm", "fused", "fused recompute", "fused 8 bits"} <= set(rows)
     assert rows["auto"]["auto_speed"] == 1.0 and rows["auto"]["total"] > 0
 
 
@@ -92,10 +94,111 @@ def test_rates_count_backward_as_the_rest_of_the_step():
 
 
 def test_shapes_are_read_and_labelled_alike():
-    for label in measure.peer_figures()["shapes"]:
-        assert peers.shape_of(label).label == label
-    shape = peers.shape_of("40960,768; 256/128/8")
+    shapes = peers.labels(toy=False)
+    assert len(peers.PAPER) == len(set(peers.PAPER)) == 12 and len(shapes) == len(set(shapes)) == 13
+    assert set(measure.peer_figures()["shapes"]) <= set(shapes)
+    for label in shapes:
+        assert peers.labelled(label).label == label
+    shape = peers.labelled("40960,768; 256/128/8")
     assert shape.forward_flops == 6 * 40960 * 768 * 256 * 8
+
+
+def against(shape, fused, eager, compiled, held=(1, 2)):
+    """A record of one round: µs of fused, and of both of SonicMoE's candidates."""
+    times = {"queued/fused": [fused], "queued/sonicmoe": [eager], "queued/sonicmoe compiled": [compiled]}
+    times |= {name.replace("queued", how): values for name, values in times.items() for how in ("eager", "forward")}
+    memory = {"fused": {"held": held[0]}, "sonicmoe": {"held": held[1]}, "sonicmoe compiled": {"held": held[1] + 1}}
+    return {"shape": shape, "flops": 1e9, "times": times, "memory": memory}
+
+
+def test_fused_is_compared_with_the_faster_sonicmoe_and_the_one_that_keeps_less(capsys):
+    found = peers.against_sonicmoe(against("S", 2.0, 3.0, 2.5))
+    assert found == {"queued": 1.25, "eager": 1.25, "held, fused": 0.5}
+    first, second = (against(shape, 1.0, speed, 9.0) for shape, speed in zip(peers.PAPER[:2], (1.0, 4.0), strict=True))
+    summary = peers.compare([first, second, against("no paper's", 1.0, 99.0, 99.0)])
+    assert set(summary["shapes"]) == set(peers.PAPER[:2]) and not summary["met"]  # ten are missing
+    assert summary["mean"] == pytest.approx(2.0) and summary["least"] == 1.0
+    assert "2 of 12 shapes" in capsys.readouterr().out
+    assert peers.compare([against(shape, 1.0, 1.2, 1.3) for shape in peers.PAPER])["met"]
+    slow = [against(shape, 1.0, 0.97 if shape == peers.PAPER[5] else 1.5, 9.0) for shape in peers.PAPER]
+    assert not peers.compare(slow)["met"]
+    assert peers.compare([{"shape": peers.PAPER[0], "times": {"queued/fused": [1.0]}, "memory": {}}]) == {}
+
+
+def test_runs_are_merged_by_shape_and_stay_red_or_void(tmp_path):
+    def run(date, gpu="NVIDIA H200", void=(), failures=None, red=(), **times):
+        gate = {"green": not red, "largest_error": 1e-3, "red": list(red), "failures": failures or {}}
+        records = [{"shape": shape, "t": t} for shape, t in times.items()]
+        return {"environment": {"gpu": gpu, "date": date}, "gate": gate, "void": list(void), "records": records}
+
+    late, early = run("2", A=2, B=2), run("1", A=1, C=1, failures={"0/torch": "x"})
+    records, gate, void = peers.merged([late, early])
+    assert {r["shape"]: r["t"] for r in records} == {"A": 2, "B": 2, "C": 1} and gate.green and not void
+    assert gate.to_dict()["failures"] == {"run 0: 0/torch": "x"}
+    assert peers.merged([late, run("1", red=["0/fused"], A=1)])[1].red == ["run 0: 0/fused"]
+    assert peers.merged([late, run("1", void=["sonicmoe"], A=1)])[2] == ["sonicmoe"]
+    with pytest.raises(ValueError, match="only those of one GPU"):
+        peers.merged([late, run("1", gpu=None)])
+
+
+def test_waste_and_goals_of_token_rounding():
+    assert token_rounding.wasted(torch.tensor([128, 1, 0, 255])) == pytest.approx(1 - 384 / 512)
+    shapes = {label: {"plain": {"wasted": 0.2}, "nearest": {"queued_speed": goal}}
+              for label, goal in token_rounding.GOALS.items()}  # fmt: skip
+    assert token_rounding.shortfalls(shapes) == []
+    first = next(iter(shapes))
+    shapes[first]["nearest"]["queued_speed"] -= 0.01
+    assert token_rounding.shortfalls(shapes) == [f"{first} 1.070"]
+    shapes[first]["plain"]["wasted"] = 0.05  # nothing to win: 1 / 0.95 < 1.08
+    assert token_rounding.shortfalls(shapes) == []
+    assert len(token_rounding.shortfalls({})) == 2
+
+
+def test_growth_is_held_against_its_model():
+    shapes = [growth.labelled(label) for label in growth.SERIES["experts"]]
+    base, bandwidth = 1000.0, growth.COPY_BYTES / 500.0  # a copy takes 500 µs
+    more = (growth.weight_bytes(shapes[-1]) - growth.weight_bytes(shapes[0])) / bandwidth
+    assert growth.weight_bytes(shapes[-1]) == 9 * 512 * 256 * 1536 * 2
+    times = {f"graph/fused {shape.experts}": [base] for shape in shapes} | {"copy": [500.0]}
+    record = {"series": "experts", "times": times, "tiles": {str(s.experts): 2048 for s in shapes}}
+    record["tiles"]["512"] = 3072
+    rows = growth.rows_of(record, "fused", toy=False)
+    assert rows[-1]["predicted_us"] == pytest.approx(1.5 * base + more) and rows[0]["predicted_us"] == base
+    assert growth.over_model(rows) == 0.0  # the least one is its own prediction
+    rows[-1]["graph_us"] = 1.2 * rows[-1]["predicted_us"]
+    assert growth.over_model(rows) == pytest.approx(0.2)
+    assert growth.over_model([*rows, {"graph_us": None}]) is None
+
+    flat = [{"tokens": t, "ns_per_token": ns} for t, ns in ((64, 90.0), (32768, 10.0), (65536, 9.2), (131072, 10.5))]
+    assert growth.flatness(flat) == pytest.approx(0.08)
+    assert growth.flatness([*flat, {"tokens": 262144, "ns_per_token": None}]) is None
+
+
+@pytest.mark.parametrize("module,name,jobs", [(growth, "growth", "tokens,experts"),
+                                              (token_rounding, "token_rounding", "0")])  # fmt: skip
+def test_toy_runs_are_right(module, name, jobs, tmp_path):
+    more = ["--rules", "nearest,balanced"] if module is token_rounding else []
+    said = child_records(module, "--toy", "--child", jobs, *more)
+    gate = measure.Gate(lambda key: True)
+    records = [r for r in said if not gate.take(r) and not {"job", "start", "finished"} & set(r)]
+    assert gate.green and len(gate.errors) == (4 if module is growth else 3), gate.failures
+    # as read back: a JSON file's keys are strings
+    records = json.loads(json.dumps(records))
+    if module is growth:
+        summary = growth.summarise(records, gate, ["fused"], toy=True)
+        rows = summary["curves"]["tokens"]["fused"]
+        assert [row["tokens"] for row in rows] == [16, 64] and all(row["eager_us"] > 0 for row in rows)
+        assert [r["experts"] for r in summary["curves"]["experts"]["fused"]] == [2, 8]
+    else:
+        rows = token_rounding.summarise(records, gate)["shapes"][token_rounding.TOY]
+        assert rows["plain"]["wasted"] > 0 == rows["plain"]["deviation"]
+        for rule in ("nearest", "balanced"):
+            assert rows[rule]["wasted"] == 0 < rows[rule]["deviation"] <= 128 and rows[rule]["queued_speed"] > 0
+        summary = {"shapes": {token_rounding.TOY: rows}}
+    measure.write_result(tmp_path / "r.json", name, gate=gate, summary=summary, records=records)
+    if module is growth:
+        pytest.importorskip("matplotlib")
+        assert plot.draw(tmp_path / "r.json").read_bytes().startswith(b"\x89PNG")
 
 
 def case(skew, **speeds):

@@ -215,7 +215,10 @@ def test_jobs_are_prepared_beside_each_other_and_run_one_by_one(tmp_path):
     assert child.process.poll() is not None and runner.records[-1]["why"] == "no time left"
 
 
-CASES = {"block_sparse": 18, "first_call": 10, "layer_cost": 8, "layers": 15, "peers": 7}
+CASES = {
+    "block_sparse": 18, "first_call": 10, "grouped_gemm": 49, "growth": 20, "layer_cost": 8, "layers": 15, "peers": 13,
+    "token_rounding": 2,
+}  # fmt: skip
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "DRY_RUN" in path.read_text())
 
 

@@ -1,0 +1,185 @@
+"""How a layer's step grows: time per token from 64 tokens on; time with more experts, of which a token takes as many.
+
+    python benchmarks/growth.py [--candidates fused] [--out FILE.json]
+
+SwiGLU, bf16, random routing, router included, forward and backward; one process a series, all points in turn, replayed
+from CUDA graphs and called from Python. Every result is compared with float32 first.
+
+tokens   1536; 256/128/8 at 64 to 262,144 tokens. Goal: time per token from 32,768 on within 10 % of that at 32,768.
+experts  32768,1536; 256/E/8 with 8 to 512 experts, so that the products stay and the weights grow. Predicted from the
+         least E₀ and a copy of 2 GiB in the same rounds, whose bytes read and written give the bandwidth:
+
+             t(E) = t(E₀) · tiles(E)/tiles(E₀) + (w(E) − w(E₀))/bandwidth
+
+         tiles: of 128 rows over all experts, partial ones among them; w = 3 · 3·E·I·H · 2 bytes, each weight read
+         forward and backward and its gradient written. Nothing overlaps in it. Goal: at most 10 % above.
+
+Writes results/<gpu>/growth.json; plot.py draws it. DRY_RUN=1 prints the points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from children import Runner, run_child
+from layer_candidates import Problem, Shape, labelled, random_ids
+from layer_timing import timers_of
+from measure import ROUNDS, Gate, emit, gpu_name, interleave, milliseconds, on_gpu, result_path, write_result
+
+TOKENS = tuple(2**i for i in range(6, 19))
+EXPERTS = tuple(2**i for i in range(3, 10))
+SERIES = {
+    "tokens": [f"{tokens},1536; 256/128/8" for tokens in TOKENS],
+    "experts": [f"32768,1536; 256/{experts}/8" for experts in EXPERTS],
+}
+TOYS = {"tokens": ["16,32; 64/8/2", "64,32; 64/8/2"], "experts": ["64,32; 64/2/2", "64,32; 64/8/2"]}
+FLAT_FROM, SLACK = 32768, 0.10
+TILE = 128
+COPY_BYTES = 2**31
+
+
+def points(series: str, toy: bool) -> list[Shape]:
+    return [labelled(label) for label in (TOYS if toy else SERIES)[series]]
+
+
+def weight_bytes(shape: Shape) -> int:
+    """Of a step: gate, up and down of every expert, read twice and their gradients written."""
+    return 3 * 3 * shape.experts * shape.width * shape.hidden * 2
+
+
+def copy_timer() -> Callable[[], float]:
+    """µs of a copy that reads and writes COPY_BYTES in all."""
+    import torch
+
+    x = torch.randn(COPY_BYTES // 4, device="cuda", dtype=torch.bfloat16)
+    out = torch.empty_like(x)
+    return lambda: 1e3 * milliseconds(lambda: out.copy_(x), 10)
+
+
+def run_job(series: str, struck: set[str], args: argparse.Namespace) -> None:
+    import torch
+
+    device = "cuda" if on_gpu() else "cpu"
+    timers: dict[str, Callable[[], float]] = {"copy": copy_timer()} if on_gpu() else {}
+    tiles: dict[int, int] = {}
+    for shape in points(series, args.toy):
+        problem = Problem(shape, random_ids(shape, device), device=device)
+        load = torch.bincount(problem.ids.flatten(), minlength=shape.experts)
+        point = getattr(shape, series)
+        tiles[point] = int(((load + TILE - 1) // TILE).sum())
+        for impl in args.candidates.split(","):
+            name = f"{impl} {point}"
+            if f"{series}/{name}" not in struck:
+                # an impl's step at one point keeps its operands until all are timed, the truth need not stay
+                timers |= timers_of(series, problem, name, problem.ours()[impl], graph=True)[0]
+        problem.forget_truth()
+    emit(series=series, tiles=tiles, times=interleave(timers, args.rounds))
+
+
+def microseconds(record: dict[str, Any], impl: str, shape: Shape, how: str) -> float | None:
+    times = record["times"].get(f"{how}/{impl} {getattr(shape, record['series'])}")
+    return median(times) if times else None
+
+
+def rows_of(record: dict[str, Any], impl: str, toy: bool) -> list[dict[str, Any]]:
+    """By point: µs eager and as a graph; ns a token, or what the model predicts for the graph."""
+    shapes = points(record["series"], toy)
+    copy = record["times"].get("copy")
+    first, rows = shapes[0], []
+    for shape in shapes:
+        graph = microseconds(record, impl, shape, "graph")
+        row: dict[str, Any] = {
+            "tokens": shape.tokens, "experts": shape.experts, "eager_us": microseconds(record, impl, shape, "eager"),
+            "graph_us": graph, "ns_per_token": None if graph is None else 1e3 * graph / shape.tokens,
+            "weight_bytes": weight_bytes(shape),
+        }  # fmt: skip
+        base = microseconds(record, impl, first, "graph")
+        if record["series"] == "experts" and copy and base:
+            tiles = record["tiles"]  # JSON's keys are strings
+            more_tiles = tiles[str(shape.experts)] / tiles[str(first.experts)]
+            bandwidth = COPY_BYTES / median(copy)  # bytes a µs
+            row["predicted_us"] = base * more_tiles + (weight_bytes(shape) - weight_bytes(first)) / bandwidth
+        rows.append(row)
+    return rows
+
+
+def flatness(rows: list[dict[str, Any]]) -> float | None:
+    """How far the time per token strays from FLAT_FROM's on the way up from there; None unless all were measured."""
+    far = [row["ns_per_token"] for row in rows if row["tokens"] >= FLAT_FROM]
+    return max(abs(ns / far[0] - 1) for ns in far) if far and None not in far else None
+
+
+def over_model(rows: list[dict[str, Any]]) -> float | None:
+    """The most that a measured time is above its prediction; None unless all were measured."""
+    pairs = [(row["graph_us"], row.get("predicted_us")) for row in rows]
+    return max(got / want - 1 for got, want in pairs) if all(got and want for got, want in pairs) else None
+
+
+def summarise(records: list[dict[str, Any]], gate: Gate, impls: list[str], toy: bool) -> dict[str, Any]:
+    """Print the curves. A red gate prints none."""
+    gate.report()
+    if not gate.green:
+        return {}
+    curves: dict[str, Any] = {}
+    for record in records:
+        for impl in impls:
+            rows = curves.setdefault(record["series"], {}).setdefault(impl, rows_of(record, impl, toy))
+            print(f"\n{impl} over {record['series']}: µs as a graph, eager; ns a token; predicted µs")
+            for row in rows:
+                shown = [row["graph_us"], row["eager_us"], row["ns_per_token"], row.get("predicted_us")]
+                print(
+                    f"  {row[record['series']]:7}" + "".join("        –" if v is None else f" {v:8.1f}" for v in shown)
+                )
+    reached = {"flatness": {}, "over_model": {}}
+    for impl in impls:
+        flat = flatness(curves.get("tokens", {}).get(impl, []))
+        over = over_model(curves["experts"][impl]) if "experts" in curves else None
+        reached["flatness"][impl], reached["over_model"][impl] = flat, over
+        for what, value in ((f"from {FLAT_FROM} tokens on, off by", flat), ("most above the weights' model", over)):
+            met = value is not None and value <= SLACK
+            shown = "not measured" if value is None else f"{value:.1%}"
+            print(f"{impl}: {what} {shown}; goal {SLACK:.0%}: {'met' if met else 'missed'}")
+    return {"curves": curves, **reached}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--series", default=",".join(SERIES))
+    parser.add_argument("--candidates", default="fused", help="mlp_impls")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=180.0, help="for everything")
+    parser.add_argument("--out", type=Path, help="default results/<gpu>/growth.json")
+    parser.add_argument("--toy", action="store_true", help="two small points a series, for a CPU")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    jobs, impls = args.series.split(","), args.candidates.split(",")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for series in jobs:
+            for shape in points(series, args.toy):
+                print(f"{series:7} T,H; I/E/K = {shape.label}, weights {weight_bytes(shape) / 1e9:.2f} GB a step")
+        return
+    if args.child:
+        run_child(args.child, lambda job: run_job(job, set(args.struck.split(",")), args))
+        return
+    flags = ["--rounds", str(args.rounds), "--candidates", args.candidates, *["--toy"] * args.toy]
+    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+    gate = Gate(lambda key: True)
+    try:
+        runner.run(jobs, quiet=60.0, budget=120.0)
+    finally:
+        runner.settle(jobs)
+        records = [record for record in runner.records if not gate.take(record)]
+        summary = summarise(records, gate, impls, args.toy)
+        out = args.out or result_path("growth", gpu_name())
+        write_result(out, "growth", gate=gate, summary=summary, records=records)
+
+
+if __name__ == "__main__":
+    main()

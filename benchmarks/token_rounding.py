@@ -1,0 +1,150 @@
+"""Token rounding beside plain top-k: forward and backward of the fused layer, and the rows that partial tiles waste.
+
+    python benchmarks/token_rounding.py [--rules nearest,…] [--out FILE.json]
+
+SwiGLU, bf16, random routing, router and rounding included. A product computes whole tiles of 128 rows: the last one of
+an expert is filled with rows that nobody asked for, but where the load is a multiple of 128. Rounding makes it one, by
+at most one tile an expert. In turn, in one process a shape: plain top-k and each rule, with their launches in the GPU's
+queue, from CUDA graphs, and called from Python; each compared with float32 under its own routing first. Tokens that
+rounding adds are computed and those that it drops are not, so `rows` differ: a step is compared, not a row.
+
+Goals, queued: 1.08 at 16384,1536; 1024/128/2 and 1.12 at 16384,4096; 1024/256/4, or plain top-k wastes less than that.
+Writes results/<gpu>/token_rounding.json. DRY_RUN=1 prints the cases.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from children import Runner, run_child
+from layer_candidates import Problem, labelled, random_ids
+from layer_timing import timers_of
+from measure import ROUNDS, Gate, emit, gpu_name, interleave, on_gpu, result_path, speed, write_result
+
+GOALS = {"16384,1536; 1024/128/2": 1.08, "16384,4096; 1024/256/4": 1.12}
+TOY = "512,32; 64/4/2"
+RULES = ("nearest", "balanced", "up", "down")
+"""Those that draw nothing, so that a layer and its truth route alike."""
+PLAIN = "plain"
+TILE = 128
+HOW = ("queued", "graph", "eager")
+
+
+def labels(toy: bool) -> list[str]:
+    return [TOY] if toy else list(GOALS)
+
+
+def loads(problem: Problem) -> tuple[Any, Any]:
+    """(E,) rows that each expert computes, and how many tokens chose it."""
+    metrics = problem.routing().metrics
+    return metrics.get("rounded_per_expert", metrics["tokens_per_expert"]), metrics["tokens_per_expert"]
+
+
+def wasted(load: Any) -> float:
+    """Share of the computed rows, whole tiles an expert, that hold no token."""
+    rows = int(((load + TILE - 1) // TILE * TILE).sum())
+    return 1 - int(load.sum()) / rows
+
+
+def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
+    shape, device = labelled(labels(args.toy)[int(job)]), "cuda" if on_gpu() else "cpu"
+    ids = random_ids(shape, device)
+    timers: dict[str, Callable[[], float]] = {}
+    rows: dict[str, dict[str, Any]] = {}
+    for rule in (PLAIN, *args.rules.split(",")):
+        name = f"fused {rule}"
+        if f"{job}/{name}" in struck:
+            continue
+        settings = {} if rule == PLAIN else {"token_rounding": rule, "token_rounding_tile": TILE}
+        problem = Problem(shape, ids, device=device, **settings)
+        mine, memory = timers_of(job, problem, name, problem.ours()["fused"], graph=True, queued=True)
+        problem.forget_truth()
+        if mine:
+            timers |= mine
+            load, chosen = loads(problem)
+            rows[rule] = {"rows": int(load.sum()), "wasted": wasted(load), **memory}
+            rows[rule]["deviation"] = int((load - chosen).abs().max())
+    emit(shape=shape.label, times=interleave(timers, args.rounds), rules=rows)
+
+
+def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
+    """Print the table. A red gate prints no speed-up."""
+    gate.report()
+    if not gate.green:
+        return {}
+    shapes: dict[str, Any] = {}
+    print(
+        "\nµs queued, as a graph, eager; speed over plain top-k of each; rows computed, of them wasted in partial tiles"
+    )
+    for r in records:
+        print(r["shape"])
+        rows = shapes.setdefault(r["shape"], {})
+        for rule, of_rule in r["rules"].items():
+            row = rows[rule] = dict(of_rule)
+            shown = []
+            for how in HOW:
+                name = f"{how}/fused {rule}"
+                row[f"{how}_us"] = median(r["times"][name]) if name in r["times"] else None
+                row[f"{how}_speed"] = speed(r["times"], name, f"{how}/fused {PLAIN}")
+                shown.append("       –        –" if row[f"{how}_us"] is None
+                             else f"{row[f'{how}_us']:8.0f} {row[f'{how}_speed']:7.3f}×")  # fmt: skip
+            print(f"  {rule:9s}{''.join(shown)}  {row['rows']:8d} rows, {row['wasted']:6.1%} wasted, an expert off by "
+                  f"at most {row['deviation']}")  # fmt: skip
+    short = shortfalls(shapes)
+    print(f"goals: {'met' if not short else '; '.join(short)}")
+    return {"shapes": shapes, "missed": short}
+
+
+def shortfalls(shapes: dict[str, Any], rule: str = "nearest") -> list[str]:
+    """Where `rule` falls short of its goal although plain top-k wastes enough to reach it."""
+    short = []
+    for label, goal in GOALS.items():
+        rows = shapes.get(label, {})
+        got = rows.get(rule, {}).get("queued_speed")
+        enough = PLAIN in rows and 1 / (1 - rows[PLAIN]["wasted"]) >= goal
+        if got is None or (got < goal and enough):
+            short.append(f"{label} {'not measured' if got is None else f'{got:.3f}'}")
+    return short
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rules", default="nearest", help="of nearest, balanced, up, down;")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for everything")
+    parser.add_argument("--out", type=Path, help="default results/<gpu>/token_rounding.json")
+    parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
+    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    jobs = [str(i) for i in range(len(labels(args.toy)))]
+    if unknown := set(args.rules.split(",")) - set(RULES):
+        parser.error(f"--rules={args.rules}: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for job in jobs:
+            print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}: {PLAIN}, {args.rules}")
+        return
+    if args.child:
+        run_child(args.child, lambda job: run_job(job, set(args.struck.split(",")), args))
+        return
+    flags = ["--rounds", str(args.rounds), "--rules", args.rules, *["--toy"] * args.toy]
+    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+    gate = Gate(lambda key: True)
+    try:
+        runner.run(jobs, quiet=60.0, budget=90.0)
+    finally:
+        runner.settle(jobs)
+        records = [record for record in runner.records if not gate.take(record)]
+        summary = summarise(records, gate)
+        out = args.out or result_path("token_rounding", gpu_name())
+        write_result(out, "token_rounding", gate=gate, summary=summary, records=records)
+
+
+if __name__ == "__main__":
+    main()
