@@ -179,7 +179,7 @@ def grouped_hopper(device: torch.device) -> Step:
     offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
     x, w = draw(T, 520).detach(), draw(E, 520, 264).detach()
     across = w.mT.contiguous().mT
-    shapes = ((128, 64, False), (264, 1024, True), (264, 4096, True))  # N, K, gathered
+    shapes = ((128, 64, False), (128, 512, False), (264, 1024, True), (264, 4096, True))  # N, K, gathered
     tiles = [hopper.choose_m(*shape) for shape in shapes]
 
     dy = draw(T, 264).detach()

@@ -137,6 +137,7 @@ TILES = {
     "four-parts": hopper.Tile(64, 256, 4, out_parts=4, out_buffers=2),
     "square": hopper.Tile(128, 128, 4),
     "pingpong": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4),
+    "pingpong-two-stores": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2),
     "wide": hopper.Tile(64, 256, 5, pingpong=True, out_parts=4),
 }
 

@@ -11,7 +11,7 @@ tile is chosen by N, K and whether rows are gathered. Both can be captured in a 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -110,10 +110,14 @@ class _Plan(Tile):
 
 # Each consumer a tile of its own: its epilogue hides under the other's products, but it reads the most per product.
 _TALL = Tile(128, 128, 6, pingpong=True, out_parts=4)
+# With four steps a tile the stores decide: two in flight.
+_TALL_SHORT = replace(_TALL, out_buffers=2)
 # Half the rows by twice the columns.
 _WIDE = Tile(64, 256, 5, pingpong=True, out_parts=4)
 # Both consumers on one tile reads the least, which tells when many steps follow each other at the limit of power.
 _SHARED = Tile(64, 256, 4, group_m=8)
+# For ragged_k: where an expert has few rows, its stores decide.
+_SHARED_K = Tile(64, 256, 4, out_parts=4, out_buffers=2)
 
 
 def choose_m(N: int, K: int, gather: bool) -> Tile:
@@ -122,6 +126,8 @@ def choose_m(N: int, K: int, gather: bool) -> Tile:
     Few rows an expert do not ask for a lower tile, which a new token count would have to compile: a value of w costs
     256/640e12 s of arithmetic in 128 rows, full or not, and 2/4.2e12 s to read, so the reading still bounds.
     """
+    if K <= 256 and not gather:
+        return _TALL_SHORT
     if N <= 128:
         return _TALL
     if gather and K > 512:  # a gathered row costs more than one by TMA: read it for 256 columns at once
@@ -131,7 +137,7 @@ def choose_m(N: int, K: int, gather: bool) -> Tile:
 
 def choose_k(M: int, N: int) -> Tile:
     """The tile of ragged_k."""
-    return _SHARED if N > 128 else Tile(128 if M > 128 else 64, 128, 4)
+    return _SHARED_K if N > 128 else Tile(128 if M > 128 else 64, 128, 4)
 
 
 @functools.lru_cache(1024)

@@ -50,6 +50,7 @@ def _store_block(part, i: gl.constexpr, bufs, desc, e, row, col, WG: gl.constexp
 @gluon.jit
 def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     shape: gl.constexpr = [c.rows, c.BN]
+    HALF: gl.constexpr = c.BK // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     tiles = experts * (c.m_tiles * c.n_tiles)
     start = gl.program_id(0)
@@ -58,12 +59,15 @@ def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, expert
     e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
-        steps = (end - first + (c.BK - 1)) // c.BK
+        rows = end - first
+        steps = (rows + (c.BK - 1)) // c.BK
+        # Of a last step that holds at most HALF rows only these are multiplied; the others read as zero.
+        short = ((rows % c.BK > 0) & (rows % c.BK <= HALF)).to(gl.int32)
         row = m0 + WG * c.rows
         col = n0
         e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
         acc = gl.zeros(shape, gl.float32, layout)
-        for k in range(steps):
+        for k in range(steps - short):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             if c.gather:
@@ -73,7 +77,19 @@ def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, expert
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
             it += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        if short > 0:
+            s = it % c.stages
+            mbarrier.wait(full.index(s), (it // c.stages) & 1)
+            if c.gather:
+                fence_async_shared()
+            a = a_bufs.index(s * 2 + WG).slice(0, HALF)
+            b = b_bufs.index(s).slice(0, HALF)
+            acc = warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=steps > 1, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 1)
+            it += 1
+        else:
+            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         # The predicate is also what keeps `first` and `end` alive: Triton 3.6 and 3.7 take a value that is carried
         # around a loop and only bounds an inner one for dead. Then the first tile's steps stand for every tile, the
         # producer's differ, and the kernel hangs.

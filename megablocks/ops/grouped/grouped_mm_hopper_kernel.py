@@ -217,8 +217,12 @@ def _m_producer(
         row = m0
         col = n0
         if c.gather:
+            # Nothing is copied for rows past the expert's last. Row 0 would do in their place, as the store clips them,
+            # but then all programs queue for that row.
+            live = (m0 + i < end)[:, None]
             src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
             if c.row_parts == 2:
+                live2 = (m0 + c.rows + i < end)[:, None]
                 src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
         e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if c.gather:
@@ -243,14 +247,14 @@ def _m_producer(
                 _load_w(w_desc, expert, k0, col, bar, w_buf, c)
             if c.gather:
                 if c.K % c.BK == 0:
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live)
                     if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2)
                 else:
                     inside = (cols + k0 < c.K)[None, :]
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live & inside)
                     if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2 & inside)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             elif not c.summed:
                 _load_x(x_desc, row, k0, bar, x_bufs, s, c)
