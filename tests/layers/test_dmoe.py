@@ -325,7 +325,7 @@ def test_what_the_layer_refuses():
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("impl", ["grouped", "sparse", "auto"])
+@pytest.mark.parametrize("impl", ["grouped", "sparse", "scatter", "fused", "auto"])
 def test_N9_compile_a_whole_layer(impl):
     """Router, experts and losses in one graph, equal to eager."""
     config = config_of("sparse", mlp_impl=impl)

@@ -114,6 +114,37 @@ def test_ragged_k_twin(loads: list[int], gathered: str, dtype: torch.dtype) -> N
     assert bool((o[[e for e, load in enumerate(loads) if load == 0]] == 0).all())
 
 
+def adds_to_what_is_there(ragged_k, loads: list[int], m: int, n: int, dtype: torch.dtype, device: str, shift: int = 0):
+    """An expert with rows gets its sums, unrounded; one without keeps its bits. `shift`: values past 16 bytes."""
+    offsets, rows = make(loads, 3, device)
+    gather = gather_of(rows, 11, device)
+    a = fill(rows, m, dtype=dtype, device=device, seed=1, poison_from=sum(loads))
+    b = fill(11, n, dtype=dtype, device=device, seed=2)
+    total = fill(len(loads) * m * n + shift, dtype=torch.float32, device=device, seed=3)[shift:].view(len(loads), m, n)
+    before, truth = total.clone(), total.double() + blocks_ref(a, b, offsets, gather)
+    assert ragged_k(a, b, offsets, gather, add_to=total) is total
+    empty = offsets[1:] == offsets[:-1]
+    assert_near(total, truth, max(loads))
+    assert torch.equal(total[empty], before[empty])
+    for order in (gather, None):
+        again = [before.clone() for _ in range(2)]
+        other = b if order is not None else fill(rows, n, dtype=dtype, device=device, seed=2)
+        for t in again:
+            ragged_k(a, other, offsets, order, add_to=t)
+        assert torch.equal(*again), "the same sums, other bits"
+        assert_near(again[0], before.double() + blocks_ref(a, other, offsets, order), max(loads))
+        assert order is None or torch.equal(again[0], total)
+    nothing = torch.empty(0, m, dtype=dtype, device=device)
+    assert torch.equal(ragged_k(nothing, b[:0], torch.zeros_like(offsets), add_to=again[0]), again[1])
+
+
+@needs_interpreter_or_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
+def test_N6_twin_adds_to_what_is_there(loads: list[int], dtype: torch.dtype) -> None:
+    adds_to_what_is_there(twin.ragged_k, loads, 18, 21, dtype, DEVICE)
+
+
 @needs_interpreter_or_gpu
 def test_N4_twin_takes_rows_past_two_to_the_31_elements() -> None:
     """Row · stride overflows int32 at row 2."""
@@ -184,6 +215,15 @@ def test_ragged_k_hopper(
         o = hopper.ragged_k(a, b, offsets, gather, tile=tile)
     assert_near(o, blocks_ref(a, b, offsets, gather), max(loads))
     assert bool((o[offsets[1:] == offsets[:-1]] == 0).all())
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype: torch.dtype, shift: int) -> None:
+    adds_to_what_is_there(hopper.ragged_k, loads, m, n, dtype, "cuda", shift)
 
 
 @pytest.mark.gpu
