@@ -192,6 +192,7 @@ def _gradient_equals_its_reference(ends, inner, activation, approximate):
     assert (got[3][pair[used:].long()] == 0).all()
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("activation", [*UNARY, *GATED])
 def test_N10_mlp_gradient_kernel_equals_its_reference(activation, approximate):
@@ -208,6 +209,7 @@ def test_N9_mlp_gradient_opcheck(gated):
     torch.library.opcheck(mlp_gradient_op.definition, (*args, "swiglu" if gated else "gelu", "none"))
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("ends", [[0, 0, 21], [0, 4, 4, 17], [0, 0, 5, 5], [0, 0, 0]])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
@@ -284,6 +286,7 @@ def test_N5_fused_mlp_backward_under_autocast():
     assert all(torch.equal(inside[name], grad) for name, grad in outside.items())
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
@@ -292,6 +295,7 @@ def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, ac
     _up_equals_a_loop(values, d, activation)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
     ids = torch.tensor([[1, -1], [3, 3], [-1, -1], [1, 3], [3, -1]])
@@ -299,6 +303,7 @@ def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
     _up_equals_a_loop(values, d, activation)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
     from megablocks.ops.fused.up_triton import up

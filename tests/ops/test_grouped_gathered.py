@@ -227,12 +227,6 @@ def test_N1_weight_gradients_added_to_what_is_there(name: str, dtype: torch.dtyp
     torch.testing.assert_close(total.double().cpu(), truth, rtol=1e-5, atol=1e-4 if dtype != torch.float64 else 1e-9)
 
 
-def test_N9_opcheck_of_the_gradients_added() -> None:
-    _, d, _, x, _, grads = case("balanced", 6, 8, 4, torch.float32, "cpu")
-    indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
-    torch.library.opcheck(gathered_mm_dw_add_op.definition, (torch.zeros(3, 4, 8), grads[0], x, *indices))
-
-
 def test_bad_operands_are_named() -> None:
     _, d, _, x, weights, _ = case("balanced", 6, 8, 4, torch.float32, "cpu")
     w = weights[0].transpose(1, 2)

@@ -13,6 +13,7 @@ from megablocks.ops.grouped import grouped_mm_triton as twin
 from megablocks.testing.poison import poisoned_empty
 from ops.far_rows import far_rows
 
+pytestmark = pytest.mark.any_device
 HAS_GPU = torch.cuda.is_available()
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HAS_GPU and not twin.interpreted() else "cpu"
@@ -312,6 +313,27 @@ def test_N4_results_past_two_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.skipif(HAS_GPU and torch.cuda.mem_get_info()[0] < 2**34, reason="needs 16 GiB of free GPU memory")
+@pytest.mark.parametrize("ragged_k", [hopper.ragged_k, twin.ragged_k], ids=["hopper", "twin"])
+def test_N4_sums_added_past_two_to_the_31_elements(ragged_k) -> None:
+    """2³¹ values stand before expert 128; the experts on either side of it and the last one have rows."""
+    experts, size, having = 130, 4096, (127, 128, 129)
+    loads = [70 if e in having else 0 for e in range(experts)]
+    offsets, rows = make(loads, 0, "cuda")
+    a, b = (fill(rows, size, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
+    total = torch.ones(experts, size, size, device="cuda")
+    assert total.numel() > 2**31
+    gather = torch.arange(rows, dtype=torch.int32, device="cuda")
+    for i, index in enumerate((None, gather)):
+        ragged_k(a, b, offsets, index, add_to=total)
+        for j, e in enumerate(having):
+            part = slice(70 * j, 70 * (j + 1))
+            assert_near(total[e], 1 + (i + 1) * (a[part].double().T @ b[part].double()), 140)
+    assert bool((total[: having[0]] == 1).all())
+
+
+@pytest.mark.gpu
+@hopper_only
 def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
     offsets, rows = make([300, 0, 100, 7], 200, "cuda")
     x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
@@ -323,6 +345,7 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
             hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets),
             hopper.ragged_m_sum(x, w, x, w, offsets),
             hopper.ragged_k(x, x, offsets), hopper.ragged_k(x, x, offsets, gather),
+            hopper.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
         ]  # fmt: skip
 
     run()
