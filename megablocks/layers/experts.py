@@ -41,7 +41,8 @@ from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.parallel.all_to_all import scale_gradient
 
 logger = logging.getLogger(__name__)
-_WHOLE = ("scatter", "fused")  # implementations that gather tokens and weigh and sum rows themselves
+# Implementations that gather tokens and weigh and sum rows themselves.
+_WHOLE = {"scatter": scatter_mlp, "fused": fused_experts}
 _logged: set[str] = set()
 
 InitFn = Callable[[Tensor], Any]
@@ -270,9 +271,8 @@ class Experts(nn.Module):
     def _whole(
         self, impl: str, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None
     ) -> Tensor:
-        if impl == "scatter":
-            return scatter_mlp(weights, x, dispatch, weight, self.config)
-        return fused_experts(weights, x, dispatch, weight, self.config, self._main_grads(x.dtype))
+        more = (self._main_grads(x.dtype),) if impl == "fused" else ()
+        return _WHOLE[impl](weights, x, dispatch, weight, self.config, *more)
 
     def _main_grads(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""

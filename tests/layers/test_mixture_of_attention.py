@@ -245,18 +245,22 @@ def test_a_small_model_learns_to_look_one_token_back():
         ({}, {"num_heads": 4, "rope_base": 0.0}, "rope_base=0.0: must be > 0 and the head size 6 even, or None"),
         ({}, {"num_heads": 4, "attention_dropout": -0.1}, "attention_dropout=-0.1: must be in [0, 1)"),
         *(
-            ({name: value, **also}, {"num_heads": 4}, f"{name}={value!r}: must be {needed!r} for a mixture of attention")
-            for name, value, needed, also in (
-                ("router_type", "expert_choice", "topk", {"normalize_top_k": None}),
-                ("token_rounding", "up", None, {}),
-                ("capacity_factor", 1.0, None, {}),
-                ("output_bias", True, False, {}),
-                ("shared_expert_hidden_size", 8, None, {}),
-                ("recompute_activation", True, False, {}),
-                ("quantize_inputs_num_bits", 8, -1, {}),
-                ("quantize_rematerialize_num_bits", 4, -1, {}),
-                ("quantize_scatter_num_bits", 8, -1, {}),
-                ("gradient_accumulation_fusion", True, False, {}),
+            (
+                {name: value, "normalize_top_k": None},
+                {"num_heads": 4},
+                f"{name}={value!r}: must be {needed!r} for a mixture of attention",
+            )
+            for name, value, needed in (
+                ("router_type", "expert_choice", "topk"),
+                ("token_rounding", "up", None),
+                ("capacity_factor", 1.0, None),
+                ("output_bias", True, False),
+                ("shared_expert_hidden_size", 8, None),
+                ("recompute_activation", True, False),
+                ("quantize_inputs_num_bits", 8, -1),
+                ("quantize_rematerialize_num_bits", 4, -1),
+                ("quantize_scatter_num_bits", 8, -1),
+                ("gradient_accumulation_fusion", True, False),
             )
         ),
     ],

@@ -94,7 +94,7 @@ def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]
 
 
 @pytest.mark.timeout(600)
-def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
+def test_R9_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
     """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes; what it takes is said."""
     load = _load(runs["token rounding"])
     assert (load[:, :-1].sum(1) == PAIRS).all()
@@ -102,7 +102,7 @@ def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) 
 
 
 @pytest.mark.timeout(600)
-def test_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
+def test_R9_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
     for name in ("capacity, megablocks", "capacity, tutel", "capacity, tutel, capped"):
         load = _load(runs[name])
         assert (load[:, :-1].sum(1) == PAIRS).all(), "the load is counted before the drop"

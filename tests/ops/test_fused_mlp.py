@@ -137,23 +137,27 @@ def test_N6_main_grads_of_the_fused_mlp_take_every_micro_batch(activation, recom
         torch.testing.assert_close(total, want[n], rtol=1e-9, atol=1e-9) if total is not None else None
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_fused_mlp_keeps_what_it_says(recompute):
-    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H."""
-    tokens, hidden, inner, k = 24, 16, 8, 2
+@pytest.mark.parametrize("recompute, pre_bits", [(False, -1), (True, -1), (False, 8), (False, 4)])
+def test_fused_mlp_keeps_what_it_says(recompute, pre_bits):
+    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H; quantised, 1.031 or
+    0.625 bytes in place of 2 of every pre-activation."""
+    tokens, hidden, inner, k = 24, 16, 128, 2
     values, dispatch, _, _ = _case(tokens, hidden, inner, 4, k, True, False, dtype=torch.bfloat16)
     leaves = {name: None if t is None else t.requires_grad_() for name, t in values.items()}
     kept = {}
 
     def pack(t):
-        kept[t.data_ptr()] = t.numel() * t.element_size() if t.dtype == torch.bfloat16 else 0
+        values = t.dtype in (torch.bfloat16, torch.uint8, torch.int16)  # as they are, or codes and scales
+        kept[t.data_ptr()] = t.numel() * t.element_size() if values else 0
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _fused(dispatch, "swiglu", recompute=recompute)(leaves)
+        _fused(dispatch, "swiglu", recompute=recompute, pre_bits=pre_bits)(leaves)
     for name in ("w1", "v1", "w2"):
         kept.pop(leaves[name].data_ptr())
-    assert sum(kept.values()) == 2 * tokens * hidden + (0 if recompute else 4 * tokens * k * inner)
+    bytes_a_value = {-1: 2, 8: 1 + 2 / 64, 4: 1 / 2 + 2 / 16}[pre_bits]
+    factors = 0 if recompute else 2 * tokens * k * inner * bytes_a_value
+    assert sum(kept.values()) == 2 * tokens * hidden + factors
 
 
 def test_N9_fused_mlp_opcheck():
