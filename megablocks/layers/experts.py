@@ -31,7 +31,9 @@ from megablocks.layers.expert_mlp import (
     sorted_dispatch,
     sparse_experts,
 )
+from megablocks.layers.main_grad import main_grad_of, to_main_grad
 from megablocks.layers.scatter_mlp import scatter_mlp
+from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.quant.saved import OFF
@@ -182,7 +184,7 @@ class Experts(nn.Module):
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
             if impl in _WHOLE:
-                return _WHOLE[impl](weights, x, dispatch, weight, self.config)
+                return self._whole(impl, weights, x, dispatch, weight)
             if impl == "grouped":
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
@@ -207,7 +209,7 @@ class Experts(nn.Module):
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
             if impl in _WHOLE:
                 identity = sorted_dispatch(expert_offsets, rows.shape[0])
-                return _WHOLE[impl](weights, rows, identity, None, self.config)
+                return self._whole(impl, weights, rows, identity, None)
             if impl == "reference":
                 return reference_mlp(weights, rows, expert_offsets, self.config)
             gathers = self.config.quantize_inputs_num_bits != OFF  # keeps its input once for both up-projections
@@ -266,11 +268,32 @@ class Experts(nn.Module):
         assert block_size is not None, "check_sparse_width refuses such a width, and auto does not pick it"
         return sparse_experts(weights, x, dispatch, weight, self.config, block_size)
 
+    def _whole(
+        self, impl: str, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None
+    ) -> Tensor:
+        more = (self._main_grads(x.dtype),) if impl == "fused" else ()
+        return _WHOLE[impl](weights, x, dispatch, weight, self.config, *more)
+
+    def _main_grads(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""
+
+        def of(parameter: nn.Parameter | None) -> Tensor | None:
+            main_grad = main_grad_of(parameter)
+            if main_grad is None or main_grad.dtype != accumulation_dtype(dtype) or not main_grad.is_contiguous():
+                return None
+            return self._per_expert(main_grad)
+
+        if not self.config.gradient_accumulation_fusion or self.grad_scale != 1.0:
+            return None, None, None
+        return of(self.w1), of(self.v1), of(self.w2)
+
     def _weights(self, dtype: torch.dtype) -> ExpertWeights:
         """The parameters as the MLP takes them: per expert, gradients scaled, in the dtype of the rows."""
 
-        def matrix(weight: Tensor) -> Tensor:
-            return scale_gradient(self._per_expert(weight), self.grad_scale).to(dtype)
+        def matrix(weight: nn.Parameter) -> Tensor:
+            # what is computed with the parameter adds to main_grad, or this does, whichever implementation it is
+            fused = to_main_grad(weight) if self.config.gradient_accumulation_fusion else weight
+            return scale_gradient(self._per_expert(fused), self.grad_scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
             return None if bias is None else scale_gradient(bias, self.grad_scale).to(dtype)

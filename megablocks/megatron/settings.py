@@ -30,7 +30,7 @@ ENV_PREFIX = "MEGABLOCKS_"
 
 _ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
 _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
-            "quantize_scatter_num_bits")  # fmt: skip
+            "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
 # What a layer that is not ours, or not all ours, never reads. Megatron weights the output of our experts itself.
 _NOT_READ = {
     "experts": (*_ROUTING, "capacity_factor", "quantize_scatter_num_bits"),
@@ -83,6 +83,11 @@ class MegaBlocksSettings:
     )
     quantize_scatter_num_bits: int = _option(
         -1, "bits of the experts' output kept for the router; -1: as it is", QUANTIZE_NUM_BITS
+    )
+    gradient_accumulation_fusion: bool | None = _option(
+        None,
+        "add the gradients of the experts' matrices to Megatron's main gradients as they are computed; "
+        "unset: as --no-gradient-accumulation-fusion and the lack of apex say",
     )
     attention: str = _option(
         "sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS

@@ -1,4 +1,4 @@
-"""Pictures of a run, drawn without a display: loss.png and expert_load.png."""
+"""Pictures of runs, drawn without a display: loss.png, expert_load.png, and runs.png of several."""
 
 from __future__ import annotations
 
@@ -39,6 +39,26 @@ def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = N
     axes.set(xlabel="iteration", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
+    _save(figure, path)
+
+
+def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
+    """Train losses (nats a token) of several runs over iterations; below, how far each is from the first one's."""
+    figure = _figure(7, 6.5)
+    losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    (first, base), *_ = runs.items()
+    reference = dict(zip(*base.series("train_loss"), strict=True))
+    for name, history in runs.items():
+        (line,) = losses.plot(*history.series("train_loss"), linewidth=1.2, label=name)
+        points = [(i, v - reference[i]) for i, v in zip(*history.series("train_loss"), strict=True) if i in reference]
+        if name != first and points:
+            apart.plot(*zip(*points, strict=True), color=line.get_color(), linewidth=1.0, label=f"{name} − {first}")
+    apart.axhline(0, color="0.4", linewidth=0.8)
+    losses.set(title=title, ylabel="train loss (nats per token)")
+    apart.set(xlabel="iteration", ylabel="difference")
+    for axes in (losses, apart):
+        axes.grid(alpha=0.3)
+        axes.legend()
     _save(figure, path)
 
 

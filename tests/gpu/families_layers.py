@@ -120,6 +120,9 @@ def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width:
             out += with_gradients(y, [x, weight, w1, w2])
             y = fused_mlp(x, None, d, w1, w2, v1=v1, activation="geglu", input_bits=8, pre_bits=4)
             out += with_gradients(y, [x, w1, v1, w2])
+            mains = [torch.ones_like(w, dtype=torch.float32) for w in (w1, v1, w2)]
+            y = fused_mlp(x, None, d, w1, w2, v1=v1, main_grads=tuple(mains))
+            out += with_gradients(y, [x]) + mains
         return out
 
     return step

@@ -9,11 +9,12 @@ from torch.utils.checkpoint import checkpoint
 from layers.harness import KINDS, TOLERANCE, assert_equals_oracle, batch, build, config_of, oracle, parameters_of
 from megablocks.config import ACTIVATIONS, ConfigError
 from megablocks.layers import Experts, dMoE
-from megablocks.ops.routing.dispatch import Routing
+from megablocks.ops.routing.capacity import apply_capacity
+from megablocks.ops.routing.dispatch import Routing, make_routing
 from megablocks.parallel.dispatcher import LocalDispatcher
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
-from megablocks.testing.routings import ragged
+from megablocks.testing.routings import ragged, zipf
 from megablocks.testing.tolerances import assert_as_exact_as
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -119,6 +120,38 @@ def test_R7_an_expert_twice_and_no_expert(impl):
         assert relative_error(actual.detach(), wanted.detach()) < TOLERANCE
     for name, p in experts.named_parameters():
         assert relative_error(p.grad, parameters[name].grad) < TOLERANCE, name
+
+
+@pytest.mark.parametrize("impl", KINDS[:-1])
+@pytest.mark.parametrize("capacity", [0, 1, 4])
+def test_R9_what_a_capacity_drops_reaches_no_expert(impl, capacity):
+    """An expert takes the earliest pairs; a dropped one, as padding, adds to no output and gives no gradient."""
+    config = config_of(impl)
+    routing = zipf(11, config.num_experts, config.top_k)
+    padding = torch.arange(11) % 4 == 1
+    ids = routing.expert.view(11, -1).masked_fill(padding.unsqueeze(1), -1)
+    taken, kept = [0] * config.num_experts, ids.flatten().tolist()
+    for i, e in enumerate(kept):
+        if e >= 0:
+            taken[e] += 1
+            kept[i] = e if taken[e] <= capacity else -1
+    weight = torch.rand(11, config.top_k, requires_grad=True)
+    dropped = apply_capacity(make_routing(routing.expert.view(11, -1), weight, 4, padding_mask=padding), capacity)
+    assert dropped.metrics["dropped"] == sum(max(0, t - capacity) for t in taken)
+    experts = build(impl, config).experts
+    x, dy = batch(config, 11)
+    y = LocalDispatcher().run(x.requires_grad_(), dropped, experts)
+    y.backward(dy)
+    wide = {n: p.detach().double().requires_grad_() for n, p in experts.named_parameters()}
+    wide_x, wide_weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    token = torch.arange(11).repeat_interleave(config.top_k)
+    truth = experts_oracle(wide_x, token, torch.tensor(kept), wide_weight.flatten(), wide, 4, config.activation)
+    truth = truth + 0 * sum(t.sum() for t in (wide_x, wide_weight, *wide.values()))
+    truth.backward(dy.double())
+    assert relative_error(y.detach(), truth.detach()) < TOLERANCE
+    for got, want in ((x, wide_x), (weight, wide_weight), *((p, wide[n]) for n, p in experts.named_parameters())):
+        assert relative_error(got.grad, want.grad) < TOLERANCE
+    assert not weight.grad.flatten()[torch.tensor(kept) < 0].any()
 
 
 @every_kind
@@ -325,7 +358,7 @@ def test_what_the_layer_refuses():
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("impl", ["grouped", "sparse", "auto"])
+@pytest.mark.parametrize("impl", ["grouped", "sparse", "scatter", "fused", "auto"])
 def test_N9_compile_a_whole_layer(impl):
     """Router, experts and losses in one graph, equal to eager."""
     config = config_of("sparse", mlp_impl=impl)

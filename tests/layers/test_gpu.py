@@ -4,6 +4,7 @@ import contextlib
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from layers.harness import build
 from megablocks.config import MoEConfig
@@ -114,6 +115,112 @@ def _step(layer, x, dy):
     y, aux = layer.forward_with_aux(x)
     total = (y * dy).sum() + sum(aux.losses.values())
     return [y.detach(), *aux.losses.values(), *torch.autograd.grad(total, [x, *layer.parameters()])]
+
+
+@every_impl
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("loads", ["spread", "one empty", "one full"])
+@pytest.mark.parametrize("hidden, width, tokens", [(60, 128, 129), (129, 192, 600), (13, 64, 1), (600, 64, 100)])
+def test_R1_R2_R6_float32_layer_equals_float64(impl, hidden, width, tokens, loads, recompute):
+    """Output, losses, dx and each parameter's gradient, the router's too, of layers that no tile divides."""
+    config = MoEConfig(
+        hidden_size=hidden, ffn_hidden_size=width, num_experts=5, top_k=1 if loads == "one full" else 2,
+        activation="swiglu", mlp_bias=True, recompute_activation=recompute, load_balancing_loss_weight=0.1,
+        z_loss_weight=0.01, init_std=0.1,
+    )  # fmt: skip
+    layer, truth = build(impl, config, device="cuda"), build("reference", config).double()
+    draw = torch.Generator().manual_seed(3)
+    x, dy = (torch.randn(tokens, hidden, generator=draw) for _ in range(2))
+    x[:, 0] = 1  # feature 0 carries a constant to the logits of experts 1 and 2
+    pull = {"spread": (0.0, 0.0), "one empty": (-60.0, 0.0), "one full": (0.0, 60.0)}[loads]
+    with torch.no_grad():
+        for module in (layer, truth):
+            module.router.layer.weight.mul_(0.1)
+            module.router.layer.weight[1:3, 0] = torch.tensor(pull)
+    results = []
+    for module, like in ((layer, x.cuda()), (truth, x.double())):
+        leaf = like.detach().requires_grad_()
+        with poisoned_empty():
+            y, aux = module.forward_with_aux(leaf)
+            ((y * dy.to(like)).sum() + sum(aux.losses.values())).backward()
+        named = {"y": y.detach(), "dx": leaf.grad} | {n: loss.detach() for n, loss in aux.losses.items()}
+        results.append((named | {n: p.grad for n, p in module.named_parameters()}, aux))
+    (got, aux), (want, _) = results
+    load = aux.metrics["tokens_per_expert"].tolist()
+    assert loads != "one empty" or load[1] == 0
+    assert loads != "one full" or load == [0, 0, tokens, 0, 0]
+    for name, value in want.items():
+        assert relative_error(got[name].cpu(), value) < 1e-5, name
+        if name.startswith("experts."):
+            empty = torch.tensor(load) == 0
+            assert not got[name].view(5, -1)[empty.cuda()].any(), name
+
+
+@every_impl
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_N5_activation_checkpointing_on_a_gpu(impl, reentrant):
+    plain, layer, (x, dy) = _layer(impl, "swiglu"), _layer(impl, "swiglu"), _batch(1000)
+
+    def run(inputs):
+        y, aux = layer.forward_with_aux(inputs)
+        return y, sum(aux.losses.values())
+
+    wanted = _step(plain, x, dy)
+    y, losses = checkpoint(run, x, use_reentrant=reentrant)
+    assert torch.equal(losses, sum(wanted[1:-1 - len(list(plain.parameters()))]))
+    x.grad = None
+    ((y * dy).sum() + losses).backward()
+    for got, want in zip((x, *layer.parameters()), wanted[-1 - len(list(plain.parameters())) :], strict=True):
+        assert torch.equal(got.grad, want)
+
+
+@every_impl
+def test_N5_two_backwards_and_frozen_parts_on_a_gpu(impl):
+    layer, (x, dy) = _layer(impl, "swiglu"), _batch(1000)
+    y, aux = layer.forward_with_aux(x)
+    total, named = (y * dy).sum() + sum(aux.losses.values()), dict(layer.named_parameters())
+    first = torch.autograd.grad(total, [x, *named.values()], retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(total, [x, *named.values()]), strict=True))
+    for frozen in ("experts", "router", "experts.w1", "experts.w2", "x"):
+        for name, p in named.items():
+            p.requires_grad_(not name.startswith(frozen))
+        leaf = x.detach().requires_grad_(frozen != "x")
+        leaves = {n: t for n, t in (("x", leaf), *named.items()) if t.requires_grad}
+        y, aux = layer.forward_with_aux(leaf)
+        grads = torch.autograd.grad((y * dy).sum() + sum(aux.losses.values()), list(leaves.values()))
+        for name, grad in zip(leaves, grads, strict=True):
+            assert torch.equal(grad, dict(zip(("x", *named), first, strict=True))[name]), (frozen, name)
+
+
+@every_impl
+def test_N5_autocast_on_a_gpu(impl):
+    config = _layer(impl, "swiglu").config
+    layer = build(impl, config, device="cuda", dtype=torch.float32)
+    x, dy = (t.detach().float() for t in _batch(1000))
+    wanted = _step(layer, x.requires_grad_(), dy)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y, aux = layer.forward_with_aux(x)
+    assert y.dtype == torch.bfloat16 and all(loss.dtype == torch.float32 for loss in aux.losses.values())
+    total = (y.float() * dy).sum() + sum(aux.losses.values())
+    grads = torch.autograd.grad(total, [x, *layer.parameters()])
+    for grad, want in zip(grads, wanted[-len(grads) :], strict=True):
+        assert grad.dtype == torch.float32 and relative_error(grad.cpu(), want.cpu()) < 0.05
+
+
+@every_impl
+def test_N9_a_layer_compiles_in_one_graph_on_a_gpu(impl):
+    plain, layer, (x, dy) = _layer(impl, "swiglu"), _layer(impl, "swiglu"), _batch(1000)
+    wanted = _step(plain, x, dy)
+
+    def run(x):
+        y, aux = layer.forward_with_aux(x)
+        return y, sum(aux.losses.values())
+
+    y, losses = torch.compile(run, fullgraph=True, backend="aot_eager")(x)
+    grads = torch.autograd.grad((y * dy).sum() + losses, [x, *layer.parameters()])
+    assert relative_error(y.detach().cpu(), wanted[0].cpu()) < 1e-3
+    for grad, want in zip(grads, wanted[-len(grads) :], strict=True):
+        assert relative_error(grad.cpu(), want.cpu()) < 0.01
 
 
 @every_impl

@@ -69,7 +69,7 @@ def dense(layer: MixtureOfAttention, parameters: dict[str, Tensor], x: Tensor) -
 @pytest.mark.parametrize("options", [
     {}, {"num_kv_heads": 2}, {"num_kv_heads": 1, "rope_base": None}, {"causal": False, "rope_base": 100.0},
 ], ids=str)  # fmt: skip
-def test_equals_dense_masked_attention(options):
+def test_N6_attention_equals_a_dense_masked_one(options):
     """Output, and gradients of the input and of every parameter."""
     layer = layer_of(**options)
     x, dy = torch.randn(B, S, H, dtype=torch.float64, requires_grad=True), torch.randn(B, S, H, dtype=torch.float64)
@@ -87,7 +87,7 @@ def test_equals_dense_masked_attention(options):
 
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
-def test_equals_dense_masked_attention_through_the_kernels(monkeypatch):
+def test_N6_attention_equals_a_dense_masked_one_through_the_kernels(monkeypatch):
     monkeypatch.setattr(products, "runs_triton", lambda t: True)
     layer = layer_of(torch.float32, num_kv_heads=2)
     x = torch.randn(B, S, H, requires_grad=True)
@@ -97,6 +97,49 @@ def test_equals_dense_masked_attention_through_the_kernels(monkeypatch):
     got = torch.autograd.grad(y.sin().sum(), list(layer.parameters()))
     for name, a, b in zip(wide, got, torch.autograd.grad(expected.sin().sum(), list(wide.values())), strict=True):
         assert relative_error(a, b) < 1e-4, name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-4), (torch.bfloat16, 0.04)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2}, {"causal": False, "num_kv_heads": 1}], ids=str)
+def test_N6_attention_equals_a_dense_masked_one_on_a_gpu(options, dtype, tolerance):
+    """Output, dx and every parameter's gradient, against float64 on the CPU."""
+    layer = layer_of(dtype, **options)
+    x, dy = (torch.randn(B, S, H).to(dtype) for _ in range(2))
+    wide = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
+    wide_x = x.double().requires_grad_()
+    expected = dense(layer, wide, wide_x)
+    expected.backward(dy.double())
+    layer.cuda()
+    x = x.cuda().requires_grad_()
+    ids = (wide_x @ wide["router.layer.weight"].t()).topk(K, dim=-1).indices.view(-1, K)
+    assert torch.equal(layer.router(x.flatten(0, 1)).expert.view(-1, K).sort(1)[0].cpu().long(), ids.sort(1)[0])
+    with poisoned_empty():
+        y = layer(x)
+        y.backward(dy.cuda())
+    assert relative_error(y.detach().cpu(), expected.detach()) < tolerance
+    assert relative_error(x.grad.cpu(), wide_x.grad) < tolerance
+    for name, p in layer.named_parameters():
+        assert relative_error(p.grad.cpu(), wide[name].grad) < tolerance, name
+
+
+def test_N6_attention_trains_as_a_dense_masked_one():
+    """Ten steps of both from the same weights: losses and weights stay together, and the loss falls."""
+    ours, theirs = layer_of(num_kv_heads=2), layer_of(num_kv_heads=2)
+    parameters = dict(theirs.named_parameters())
+    steps = [torch.optim.Adam(m.parameters(), lr=1e-2) for m in (ours, theirs)]
+    x = torch.randn(B, S, H, dtype=torch.float64)
+    target, losses = x.roll(1, dims=1), []
+    for _ in range(10):
+        for y, optimizer in ((ours(x), steps[0]), (dense(theirs, parameters, x), steps[1])):
+            losses.append(F.mse_loss(y, target))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-2].item() == pytest.approx(losses[-1].item(), rel=1e-5)
+    assert losses[-1] < 0.7 * losses[0]
+    for name, p in ours.named_parameters():
+        assert relative_error(p.detach(), parameters[name].detach()) < 1e-3, name
 
 
 def test_a_token_does_not_see_those_after_it():
@@ -197,15 +240,28 @@ def test_a_small_model_learns_to_look_one_token_back():
         ({}, {"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3: must divide num_heads=4"),
         ({}, {"num_heads": 8}, "rope_base=10000.0: must be > 0 and the head size 3 even, or None"),
         ({}, {"num_heads": 4, "attention_dropout": 1.0}, "attention_dropout=1.0: must be in [0, 1)"),
-        (
-            {"token_rounding": "up"},
-            {"num_heads": 4},
-            "token_rounding='up': must be None for a mixture of attention",
-        ),
-        (
-            {"quantize_inputs_num_bits": 8},
-            {"num_heads": 4},
-            "quantize_inputs_num_bits=8: must be -1 for a mixture of attention",
+        ({}, {"num_heads": 0}, "num_heads=0: must divide ffn_hidden_size=24, the width of an expert's queries"),
+        ({}, {"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0: must divide num_heads=4"),
+        ({}, {"num_heads": 4, "rope_base": 0.0}, "rope_base=0.0: must be > 0 and the head size 6 even, or None"),
+        ({}, {"num_heads": 4, "attention_dropout": -0.1}, "attention_dropout=-0.1: must be in [0, 1)"),
+        *(
+            (
+                {name: value, "normalize_top_k": None},
+                {"num_heads": 4},
+                f"{name}={value!r}: must be {needed!r} for a mixture of attention",
+            )
+            for name, value, needed in (
+                ("router_type", "expert_choice", "topk"),
+                ("token_rounding", "up", None),
+                ("capacity_factor", 1.0, None),
+                ("output_bias", True, False),
+                ("shared_expert_hidden_size", 8, None),
+                ("recompute_activation", True, False),
+                ("quantize_inputs_num_bits", 8, -1),
+                ("quantize_rematerialize_num_bits", 4, -1),
+                ("quantize_scatter_num_bits", 8, -1),
+                ("gradient_accumulation_fusion", True, False),
+            )
         ),
     ],
 )

@@ -19,6 +19,7 @@ from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.routings import ROUTINGS, ragged, zipf
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
 T, E, K, H, WIDTH = 13, 4, 2, 12, 20
 

@@ -95,6 +95,17 @@ def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path:
     assert f"tokens dropped: {total} | tokens/s" in run.text()
 
 
+def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, tmp_path: Path) -> None:
+    """A checkpoint knows nothing of them: a straight run without, and one that adds them in three steps of six."""
+    model = (*TINY, *EXPERTS, "--megablocks-mlp-impl", "fused", "--train-iters", "6", "--micro-batch-size", "1")
+    straight = driver.run(model=model).losses()
+    save = ("--save", tmp_path / "saved", "--save-interval", "3")
+    first = driver.run("--megablocks-gradient-accumulation-fusion", "--exit-interval", "3", *save, model=model).losses()
+    resumed = driver.run("--load", tmp_path / "saved", model=model).losses()
+    assert first == {step: straight[step] for step in (1, 2, 3)}
+    assert sorted(resumed) == [4, 5, 6] and resumed[4] == straight[4] and resumed[6] == straight[6]
+
+
 SLOW = pytest.mark.slow
 
 

@@ -78,7 +78,7 @@ def test_defaults_fit_the_machine_and_what_is_given_stays(parser: argparse.Argum
     assert "rerun_mode" not in args.megablocks_automatic
 
 
-def test_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:
+def test_L1_the_readmes_command_has_all_that_megatron_needs(parser: argparse.ArgumentParser, tiny_data: Path) -> None:
     """Megatron has no default for the interval between evaluations, and divides by it."""
     (command,) = re.findall(r"-m megablocks\.megatron\.pretrain_gpt (.+?)\n\n", (ROOT / "README.md").read_text(), re.S)
     flags = command.replace("\\\n", " ").replace("data/stdlib", str(tiny_data)).split()

@@ -28,6 +28,17 @@ LAYOUTS = {
     "bf16, sparse in megatron's layer": Layout(
         layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "sparse"), ("layer", "experts"))
     ),
+    "float32, fused into main gradients": Layout(
+        layers=2, settings=(("mlp_impl", "fused"), ("gradient_accumulation_fusion", True))
+    ),
+    "bf16, scatter": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "scatter"),)),
+    "bf16, fused": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "fused"),)),
+    "bf16, fused into main gradients": Layout(
+        layers=2,
+        dtype="bfloat16",
+        model=(*SWIGLU, *WIDE),
+        settings=(("mlp_impl", "fused"), ("gradient_accumulation_fusion", True)),
+    ),
     "bf16, capacity": Layout(layers=2, dtype="bfloat16", model=WIDE, settings=(("capacity_factor", 1.0),)),
     "bf16, expert choice": Layout(
         layers=2,
@@ -79,8 +90,17 @@ def test_gpu_trains_as_the_cpu_does(
     assert gpu.losses == pytest.approx(cpu.losses, rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["bf16, sparse", "bf16, sparse in megatron's layer"])
-def test_N6_block_sparse_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16, sparse",
+        "bf16, sparse in megatron's layer",
+        "bf16, scatter",
+        "bf16, fused",
+        "bf16, fused into main gradients",
+    ],
+)
+def test_N6_other_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
     assert on_gpu[name].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)
 
 

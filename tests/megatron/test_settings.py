@@ -63,6 +63,10 @@ def test_stored_settings_come_before_the_environment(monkeypatch: pytest.MonkeyP
         ("QUANTIZE_INPUTS_NUM_BITS", "5", "quantize_inputs_num_bits=5: must be one of -1, 4, 8"),
         ("QUANTIZE_SCATTER_NUM_BITS", "4.0", "MEGABLOCKS_QUANTIZE_SCATTER_NUM_BITS='4.0': must be an integer"),
         ("TOKEN_ROUNDING_TILE", "half", "MEGABLOCKS_TOKEN_ROUNDING_TILE='half': must be an integer"),
+        (
+            "GRADIENT_ACCUMULATION_FUSION", "often",
+            "MEGABLOCKS_GRADIENT_ACCUMULATION_FUSION='often': must be 0, 1, true or false",
+        ),
         ("LAYER", "mine", "layer='mine': must be one of megablocks, experts, megatron, tutel"),
         ("CAPACITY_FACTOR", "-1", r"capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
     ],
@@ -82,12 +86,24 @@ def test_quantizers_reach_the_layers_config() -> None:
     assert config.quantize_scatter_num_bits == -1
 
 
+def test_main_gradients_follow_megatrons_flag_until_ours_is_given() -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    cases = (None, True, True), (None, False, False), ("0", True, False), ("1", False, True)
+    for given, megatrons, expected in cases:
+        environ = {} if given is None else {"MEGABLOCKS_GRADIENT_ACCUMULATION_FUSION": given}
+        config = moe_config(_config(gradient_accumulation_fusion=megatrons), MegaBlocksSettings.from_env(environ))
+        assert config.gradient_accumulation_fusion is expected
+
+
 @pytest.mark.parametrize(
     "layer, name, value",
     [
         ("experts", "QUANTIZE_SCATTER_NUM_BITS", "8"),  # Megatron weights the experts' output
         ("experts", "NORMALIZE_TOP_K", "1"),
         ("megatron", "RECOMPUTE_ACTIVATION", "1"),
+        ("megatron", "GRADIENT_ACCUMULATION_FUSION", "0"),
+        ("tutel", "GRADIENT_ACCUMULATION_FUSION", "1"),
         ("megatron", "CAPACITY_FACTOR", "1.25"),
         ("tutel", "ROUTER_TYPE", "expert_choice"),
     ],

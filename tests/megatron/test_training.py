@@ -14,6 +14,9 @@ BASE = Layout(ep=2, layers=2)
 STEPS = 12
 PAIRS = STEPS * harness.GLOBAL_BATCH * harness.SEQ * 2  # (token, expert) pairs of a layer, top-2
 BLOCK = (("moe_ffn_hidden_size", 64),)
+FUSED = (("mlp_impl", "fused"),)
+MAIN_GRADS = (("gradient_accumulation_fusion", True),)
+OVERLAP = BASE.but(overlap=True, distributed_optimizer=True)
 NO_AUX = (("moe_aux_loss_coeff", 0.0),)
 LAYOUTS = {
     "dropless": BASE,
@@ -40,6 +43,17 @@ LAYOUTS = {
     "grouped, a block wide": BASE.but(model=BLOCK, settings=(("mlp_impl", "grouped"),)),
     "sparse": BASE.but(model=BLOCK, settings=(("mlp_impl", "sparse"),)),
     "sparse in megatron's layer": BASE.but(model=BLOCK, settings=(("mlp_impl", "sparse"), ("layer", "experts"))),
+    "fused": BASE.but(settings=FUSED),
+    "scatter": BASE.but(settings=(("mlp_impl", "scatter"),)),
+    "fused into main gradients": BASE.but(settings=(*FUSED, *MAIN_GRADS)),
+    "scatter with main gradients": BASE.but(settings=(("mlp_impl", "scatter"), *MAIN_GRADS)),
+    "recomputed into main gradients": BASE.but(settings=(*FUSED, *MAIN_GRADS), recompute="full"),
+    "fused in megatron's layer into main gradients": BASE.but(settings=(*FUSED, *MAIN_GRADS, ("layer", "experts"))),
+    "overlapped": OVERLAP.but(settings=FUSED),
+    "overlapped into main gradients": OVERLAP.but(settings=(*FUSED, *MAIN_GRADS)),
+    "bf16 into main gradients": BASE.but(
+        dtype="bfloat16", distributed_optimizer=True, settings=(*FUSED, *MAIN_GRADS)
+    ),
     "dense": BASE.but(
         ep=1,
         tp=2,
@@ -80,7 +94,7 @@ def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]
 
 
 @pytest.mark.timeout(600)
-def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
+def test_R9_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
     """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes; what it takes is said."""
     load = _load(runs["token rounding"])
     assert (load[:, :-1].sum(1) == PAIRS).all()
@@ -88,7 +102,7 @@ def test_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) 
 
 
 @pytest.mark.timeout(600)
-def test_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
+def test_R9_capacity_drops_and_says_how_many(runs: dict[str, Trained]) -> None:
     for name in ("capacity, megablocks", "capacity, tutel", "capacity, tutel, capped"):
         load = _load(runs[name])
         assert (load[:, :-1].sum(1) == PAIRS).all(), "the load is counted before the drop"
@@ -129,10 +143,37 @@ def test_N6_block_sparse_experts_train_as_grouped_ones(runs: dict[str, Trained],
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["fused", "scatter"])
+def test_N6_fused_and_scattered_experts_train_as_grouped_ones(runs: dict[str, Trained], name: str) -> None:
+    assert runs[name].losses == pytest.approx(runs["dropless"].losses, rel=1e-5)
+    assert runs[name].norms == pytest.approx(runs["dropless"].norms, rel=1e-4)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("fused into main gradients", "fused"),
+        ("scatter with main gradients", "scatter"),
+        ("recomputed into main gradients", "fused"),
+        ("fused in megatron's layer into main gradients", "fused"),
+        ("overlapped into main gradients", "overlapped"),
+    ],
+)
+def test_N6_gradients_added_by_the_experts_are_those_that_the_hook_adds(
+    runs: dict[str, Trained], name: str, plain: str
+) -> None:
+    """Two micro-batches a step. The first adds to zeros and the second to the first in either way, in float32."""
+    assert runs[name].losses == pytest.approx(runs[plain].losses, rel=1e-6)
+    assert runs[name].norms == pytest.approx(runs[plain].norms, rel=1e-5)
+
+
+@pytest.mark.timeout(600)
 def test_recomputed_activation_changes_nothing(runs: dict[str, Trained]) -> None:
     assert runs["recomputed activation"].losses == pytest.approx(runs["dropless"].losses, rel=1e-6)
 
 
 @pytest.mark.timeout(600)
-def test_bf16_follows_float32(runs: dict[str, Trained]) -> None:
-    assert runs["bf16"].losses == pytest.approx(runs["dropless"].losses, rel=0.03)
+@pytest.mark.parametrize("name", ["bf16", "bf16 into main gradients"])
+def test_bf16_follows_float32(runs: dict[str, Trained], name: str) -> None:
+    assert runs[name].losses == pytest.approx(runs["dropless"].losses, rel=0.03)

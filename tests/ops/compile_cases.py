@@ -140,6 +140,7 @@ def grouped() -> None:
             ragged_m(x, w.mT.contiguous().mT, offsets, order)
             ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order)
             ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, gather_a=order is not None)
+            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, add_to=torch.zeros(32, 256, n))
 
 
 @family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
@@ -164,6 +165,7 @@ def grouped_hopper_dw() -> None:
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
+            ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
 
 
 @family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")

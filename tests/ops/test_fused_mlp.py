@@ -109,22 +109,55 @@ def test_R7_no_expert_and_one_twice_in_the_fused_mlp():
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_fused_mlp_keeps_what_it_says(recompute):
-    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H."""
-    tokens, hidden, inner, k = 24, 16, 8, 2
+@pytest.mark.parametrize("activation", ["relu2", "swiglu"])
+def test_N6_main_grads_of_the_fused_mlp_take_every_micro_batch(activation, recompute):
+    """Two batches forward, then both backward, as a pipeline runs them; what stood in the buffers stays in the sum."""
+    gated = activation in GATED
+    cases = [_case(13, 12, 10, 5, 2, gated, True, seed) for seed in (0, 1)]
+    weights = {n: cases[0][0][n] for n in ("w1", "v1", "w2")}
+    main = {n: None if t is None else torch.randn_like(t) for n, t in weights.items()}
+    want = {n: None if t is None else t.clone() for n, t in main.items()}
+    outs = []
+    for values, dispatch, ids, dy in cases:
+        values |= weights
+        grads = _with_gradients(lambda v, ids=ids: _loop(v, ids, activation), values, dy)[1]
+        for n in weights:
+            want[n] = None if want[n] is None else want[n] + grads.pop(n)
+        leaves = {k: None if t is None else t.detach().clone().requires_grad_() for k, t in values.items()}
+        run = _fused(dispatch, activation, recompute=recompute, main_grads=tuple(main.values()))
+        with poisoned_empty():
+            outs.append((run(leaves), dy, leaves, grads))
+    for y, dy, leaves, grads in outs:
+        with poisoned_empty():
+            y.backward(dy)
+        for name, grad in grads.items():
+            torch.testing.assert_close(leaves[name].grad, grad, rtol=1e-9, atol=1e-9)
+        assert all(leaves[n] is None or leaves[n].grad is None for n in weights)
+    for n, total in main.items():
+        torch.testing.assert_close(total, want[n], rtol=1e-9, atol=1e-9) if total is not None else None
+
+
+@pytest.mark.parametrize("recompute, pre_bits", [(False, -1), (True, -1), (False, 8), (False, 4)])
+def test_fused_mlp_keeps_what_it_says(recompute, pre_bits):
+    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H; quantised, 1.031 or
+    0.625 bytes in place of 2 of every pre-activation."""
+    tokens, hidden, inner, k = 24, 16, 128, 2
     values, dispatch, _, _ = _case(tokens, hidden, inner, 4, k, True, False, dtype=torch.bfloat16)
     leaves = {name: None if t is None else t.requires_grad_() for name, t in values.items()}
     kept = {}
 
     def pack(t):
-        kept[t.data_ptr()] = t.numel() * t.element_size() if t.dtype == torch.bfloat16 else 0
+        values = t.dtype in (torch.bfloat16, torch.uint8, torch.int16)  # as they are, or codes and scales
+        kept[t.data_ptr()] = t.numel() * t.element_size() if values else 0
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        _fused(dispatch, "swiglu", recompute=recompute)(leaves)
+        _fused(dispatch, "swiglu", recompute=recompute, pre_bits=pre_bits)(leaves)
     for name in ("w1", "v1", "w2"):
         kept.pop(leaves[name].data_ptr())
-    assert sum(kept.values()) == 2 * tokens * hidden + (0 if recompute else 4 * tokens * k * inner)
+    bytes_a_value = {-1: 2, 8: 1 + 2 / 64, 4: 1 / 2 + 2 / 16}[pre_bits]
+    factors = 0 if recompute else 2 * tokens * k * inner * bytes_a_value
+    assert sum(kept.values()) == 2 * tokens * hidden + factors
 
 
 def test_N9_fused_mlp_opcheck():
@@ -163,6 +196,7 @@ def _gradient_equals_its_reference(ends, inner, activation, approximate):
     assert (got[3][pair[used:].long()] == 0).all()
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("activation", [*UNARY, *GATED])
 def test_N10_mlp_gradient_kernel_equals_its_reference(activation, approximate):
@@ -179,6 +213,7 @@ def test_N9_mlp_gradient_opcheck(gated):
     torch.library.opcheck(mlp_gradient_op.definition, (*args, "swiglu" if gated else "gelu", "none"))
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("ends", [[0, 0, 21], [0, 4, 4, 17], [0, 0, 5, 5], [0, 0, 0]])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
@@ -197,6 +232,16 @@ def test_fused_mlp_names_what_does_not_fit():
         )
     with pytest.raises(ValueError, match=r"x is \(5, 8\)"):
         fused_mlp(values["x"][:5], values["weight"], dispatch, values["w1"], values["w2"], v1=values["v1"])
+    plain = values["x"], values["weight"], dispatch, values["w1"], values["w2"]
+    shape, must = (3, 4, 8), r"must be \(3, 4, 8\) torch.float32, contiguous"
+    for mains, message in (
+        ((torch.zeros(3, 8, 4), None, None), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),
+        ((None, None, torch.zeros(shape).half()), r"main_grads of w2 is .* torch.float16, contiguous: " + must),
+        ((torch.zeros(3, 8, 4).mT, None, None), r"main_grads of w1 is .*, of strides \(32, 1, 4\): " + must),
+        ((None, torch.zeros(shape), None), "main_grads has a tensor for v1, which is None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fused_mlp(*plain, activation="silu", main_grads=mains)
 
 
 def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
@@ -245,6 +290,7 @@ def test_N5_fused_mlp_backward_under_autocast():
     assert all(torch.equal(inside[name], grad) for name, grad in outside.items())
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
@@ -253,6 +299,7 @@ def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, ac
     _up_equals_a_loop(values, d, activation)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
     ids = torch.tensor([[1, -1], [3, 3], [-1, -1], [1, 3], [3, -1]])
@@ -260,6 +307,7 @@ def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
     _up_equals_a_loop(values, d, activation)
 
 
+@pytest.mark.any_device
 @pytest.mark.parametrize("activation", ["relu", "swiglu"])
 def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
     from megablocks.ops.fused.up_triton import up
@@ -351,6 +399,34 @@ def test_R1_R2_R7_fused_mlp_in_bf16(chosen, tokens):
     for name in ("w1", "v1", "w2", "b1", "c1", "b2"):
         for e in set(range(5)) - used:
             assert not got[1][name][e].any(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("hidden,inner", [(136, 264), (60, 67)])
+def test_N6_main_grads_are_more_exact_than_a_sum_of_rounded_gradients(hidden, inner, switch, monkeypatch):
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", switch)
+    mains, sums, truth = [], [], []
+    for seed in range(4):
+        values, dispatch, ids, dy = _case(500, hidden, inner, 5, 2, True, False, seed, torch.bfloat16)
+        if not mains:
+            weights = {n: values[n].cuda() for n in ("w1", "v1", "w2")}
+            mains, sums = ([torch.zeros_like(w, dtype=torch.float32) for w in weights.values()] for _ in range(2))
+            truth = [torch.zeros_like(w, dtype=torch.float64) for w in weights.values()]
+        moved = {n: None if t is None else t.cuda() for n, t in values.items()} | weights
+        on_gpu, dy, ids = Dispatch(*(t.cuda() for t in dispatch)), dy.cuda(), ids.cuda()
+        with poisoned_empty():
+            got = _with_gradients(_fused(on_gpu, "swiglu", main_grads=tuple(mains)), moved, dy)[1]
+        assert all(got[n] is None for n in weights)
+        wide = {n: None if t is None else t.double() for n, t in moved.items()}
+        plain = _with_gradients(_fused(on_gpu, "swiglu"), moved, dy)[1]
+        loop = _with_gradients(lambda v, ids=ids: _loop(v, ids, "swiglu"), wide, dy.double())[1]
+        for total, exact, n in zip(sums, truth, weights, strict=True):
+            total += plain[n]
+            exact += loop[n]
+    for main, total, exact in zip(mains, sums, truth, strict=True):
+        assert main.isfinite().all()
+        assert relative_error(main.cpu(), exact.cpu()) < relative_error(total.cpu(), exact.cpu())
 
 
 @pytest.mark.gpu

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
+from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_add_op, gathered_mm_pair
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, make_routing
@@ -211,6 +211,20 @@ def test_N2_ten_reruns_are_bit_identical(poison: None) -> None:
             for s, t in zip(a, b, strict=True):
                 rows = used if s.shape[0] == grads[0].shape[0] else s.shape[0]
                 assert torch.equal(s[:rows], t[:rows])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ROUTINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_N1_weight_gradients_added_to_what_is_there(name: str, dtype: torch.dtype, device: str, poison: None) -> None:
+    """In float32 the sums of two calls; of bfloat16 operands, too, which a gradient in bfloat16 would round."""
+    routing, d, _, x, weights, grads = case(name, 67, 72, 40, dtype, device, experts=5)
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    total = torch.full((5, 40, 72), 0.25, dtype=acc, device=device)
+    for _ in range(2):
+        gathered_mm_dw_add_op(total, grads[0], x, d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets)
+    truth = 0.25 + 2 * truth_of(x, weights[:1], grads[:1], routing)[2][0]
+    torch.testing.assert_close(total.double().cpu(), truth, rtol=1e-5, atol=1e-4 if dtype != torch.float64 else 1e-9)
 
 
 def test_bad_operands_are_named() -> None:

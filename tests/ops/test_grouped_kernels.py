@@ -13,6 +13,7 @@ from megablocks.ops.grouped import grouped_mm_triton as twin
 from megablocks.testing.poison import poisoned_empty
 from ops.far_rows import far_rows
 
+pytestmark = pytest.mark.any_device
 HAS_GPU = torch.cuda.is_available()
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 DEVICE = "cuda" if HAS_GPU and not twin.interpreted() else "cpu"
@@ -114,6 +115,37 @@ def test_ragged_k_twin(loads: list[int], gathered: str, dtype: torch.dtype) -> N
     assert bool((o[[e for e, load in enumerate(loads) if load == 0]] == 0).all())
 
 
+def adds_to_what_is_there(ragged_k, loads: list[int], m: int, n: int, dtype: torch.dtype, device: str, shift: int = 0):
+    """An expert with rows gets its sums, unrounded; one without keeps its bits. `shift`: values past 16 bytes."""
+    offsets, rows = make(loads, 3, device)
+    gather = gather_of(rows, 11, device)
+    a = fill(rows, m, dtype=dtype, device=device, seed=1, poison_from=sum(loads))
+    b = fill(11, n, dtype=dtype, device=device, seed=2)
+    total = fill(len(loads) * m * n + shift, dtype=torch.float32, device=device, seed=3)[shift:].view(len(loads), m, n)
+    before, truth = total.clone(), total.double() + blocks_ref(a, b, offsets, gather)
+    assert ragged_k(a, b, offsets, gather, add_to=total) is total
+    empty = offsets[1:] == offsets[:-1]
+    assert_near(total, truth, max(loads))
+    assert torch.equal(total[empty], before[empty])
+    for order in (gather, None):
+        again = [before.clone() for _ in range(2)]
+        other = b if order is not None else fill(rows, n, dtype=dtype, device=device, seed=2)
+        for t in again:
+            ragged_k(a, other, offsets, order, add_to=t)
+        assert torch.equal(*again), "the same sums, other bits"
+        assert_near(again[0], before.double() + blocks_ref(a, other, offsets, order), max(loads))
+        assert order is None or torch.equal(again[0], total)
+    nothing = torch.empty(0, m, dtype=dtype, device=device)
+    assert torch.equal(ragged_k(nothing, b[:0], torch.zeros_like(offsets), add_to=again[0]), again[1])
+
+
+@needs_interpreter_or_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
+def test_N6_twin_adds_to_what_is_there(loads: list[int], dtype: torch.dtype) -> None:
+    adds_to_what_is_there(twin.ragged_k, loads, 18, 21, dtype, DEVICE)
+
+
 @needs_interpreter_or_gpu
 def test_N4_twin_takes_rows_past_two_to_the_31_elements() -> None:
     """Row · stride overflows int32 at row 2."""
@@ -185,6 +217,15 @@ def test_ragged_k_hopper(
         o = hopper.ragged_k(a, b, offsets, gather, tile=tile)
     assert_near(o, blocks_ref(a, b, offsets, gather), max(loads))
     assert bool((o[offsets[1:] == offsets[:-1]] == 0).all())
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype: torch.dtype, shift: int) -> None:
+    adds_to_what_is_there(hopper.ragged_k, loads, m, n, dtype, "cuda", shift)
 
 
 @pytest.mark.gpu
@@ -273,6 +314,27 @@ def test_N4_results_past_two_to_the_31_elements() -> None:
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.skipif(HAS_GPU and torch.cuda.mem_get_info()[0] < 2**34, reason="needs 16 GiB of free GPU memory")
+@pytest.mark.parametrize("ragged_k", [hopper.ragged_k, twin.ragged_k], ids=["hopper", "twin"])
+def test_N4_sums_added_past_two_to_the_31_elements(ragged_k) -> None:
+    """2³¹ values stand before expert 128; the experts on either side of it and the last one have rows."""
+    experts, size, having = 130, 4096, (127, 128, 129)
+    loads = [70 if e in having else 0 for e in range(experts)]
+    offsets, rows = make(loads, 0, "cuda")
+    a, b = (fill(rows, size, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in (1, 2))
+    total = torch.ones(experts, size, size, device="cuda")
+    assert total.numel() > 2**31
+    gather = torch.arange(rows, dtype=torch.int32, device="cuda")
+    for i, index in enumerate((None, gather)):
+        ragged_k(a, b, offsets, index, add_to=total)
+        for j, e in enumerate(having):
+            part = slice(70 * j, 70 * (j + 1))
+            assert_near(total[e], 1 + (i + 1) * (a[part].double().T @ b[part].double()), 140)
+    assert bool((total[: having[0]] == 1).all())
+
+
+@pytest.mark.gpu
+@hopper_only
 def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> None:
     offsets, rows = make([300, 0, 100, 7], 200, "cuda")
     x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
@@ -284,6 +346,7 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
             hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets),
             hopper.ragged_m_sum(x, w, x, w, offsets),
             hopper.ragged_k(x, x, offsets), hopper.ragged_k(x, x, offsets, gather),
+            hopper.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
         ]  # fmt: skip
 
     run()

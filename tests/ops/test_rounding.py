@@ -10,6 +10,7 @@ from megablocks.ops.routing import rounding, rounding_triton
 from megablocks.ops.routing.rounding import select_tokens
 from megablocks.testing.poison import poisoned_empty
 
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() and not interpreted() else "cpu"
 
 

@@ -18,6 +18,7 @@ from megablocks.testing.tolerances import assert_as_exact_as
 from ops.far_rows import far_rows
 
 HAS_GPU = torch.cuda.is_available()
+pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if HAS_GPU and not interpreted() else "cpu"
 E, K, IN, OUT = 5, 3, 20, 18
 NAN = float("nan")

@@ -178,19 +178,22 @@ def test_N8_a_scale_of_one_leaves_the_sum_over_ranks():
     _compare("grouped", config_of(), (5, 5), expert_scale=2.0, expert_grad_scale=1.0)
 
 
-@pytest.mark.parametrize("kind", ["grouped", "batched"])
+every_kind = pytest.mark.parametrize("kind", ["grouped", "sparse", "scatter", "fused", "batched"])
+
+
+@every_kind
 def test_R3_a_layer_without_tokens_on_one_rank(kind):
-    _compare(kind, config_of(), (0, 6))
+    _compare(kind, config_of(kind), (0, 6))
 
 
-@pytest.mark.parametrize("kind", ["grouped", "batched"])
+@every_kind
 def test_R3_a_layer_without_tokens_on_all_ranks(kind):
-    _compare(kind, config_of(), (0, 0))
+    _compare(kind, config_of(kind), (0, 0))
 
 
-@pytest.mark.parametrize("kind", ["grouped", "batched"])
+@every_kind
 def test_R4_a_layer_with_unequal_token_counts(kind):
-    _compare(kind, config_of(), (3, 11))
+    _compare(kind, config_of(kind), (3, 11))
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ x and the factors also quantised (`ops.quant`). Neither a nor anything of size R
     dW2 = (s·a)ᵀ · dY[token]        db2[e] = Σ s · dY[token]
     dX  = Σ over t's pairs of d_z · w1 + d_u · v1       dW1 = d_zᵀ · x[token], dV1 = d_uᵀ · x[token]
 
+The weights' gradients may go to float32 buffers of the caller's instead (`main_grads`), each added as it is computed.
+
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
@@ -27,7 +29,12 @@ from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.fused.gradient import mlp_gradient_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
-from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
+from megablocks.ops.grouped.gathered_mm import (
+    gathered_mm_dw_add_op,
+    gathered_mm_dw_op,
+    gathered_mm_op,
+    grouped_mm_sum_op,
+)
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
@@ -41,7 +48,8 @@ _WIDTH = 8  # columns of the narrowest product that every kernel takes
 def fused_mlp_op(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
+    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int, main_w1: Tensor | None = None,
+    main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
     z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
@@ -58,14 +66,17 @@ def fused_mlp_op(
 def _(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int,
+    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int, main_w1: Tensor | None = None,
+    main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
     return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute, input_bits, pre_bits = inputs
+    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-5]
+    # Not saved: other micro-batches add to these before this one's backward, which is no mistake here.
+    input_bits, pre_bits, *ctx.main_grads = inputs[-5:]
     _, z, u = output
     ctx.mark_non_differentiable(z, u)
     ctx.set_materialize_grads(False)
@@ -78,11 +89,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
     pair, gather, _, _, offsets = indices
+    main_w1, main_v1, main_w2 = ctx.main_grads
     x, z, u = unpack(ctx.packed_x, x, x_scales), unpack(ctx.packed_z, z, z_scales), unpack(ctx.packed_u, u, u_scales)
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
     if dy is None:
-        return (None,) * 18
+        return (None,) * 21
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
     if ctx.recompute:
         z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
@@ -94,7 +106,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         )
         del d_act, z, u
         if need_w2:
-            dw2 = gathered_mm_dw_op(scaled, dy, *indices)
+            dw2 = _weight_gradient(main_w2, scaled, dy, indices)
         del scaled
         if need_x:
             if v1 is None:
@@ -103,8 +115,8 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
                 rows = grouped_mm_sum_op(d_z, w1, d_u, v1, offsets)
             dx = combine_op(rows, None, *indices[:4])
             del rows
-        dw1 = gathered_mm_dw_op(d_z, x, *indices) if need_w1 else None
-        dv1 = gathered_mm_dw_op(d_u, x, *indices) if need_v1 else None
+        dw1 = _weight_gradient(main_w1, d_z, x, indices) if need_w1 else None
+        dv1 = _weight_gradient(main_v1, d_u, x, indices) if need_v1 else None
         db1 = expert_sum_op(d_z, offsets).to(b1.dtype) if need_b1 else None
         dc1 = expert_sum_op(d_u, offsets).to(c1.dtype) if need_c1 else None
     if need_weight and b2 is not None:
@@ -116,7 +128,17 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
         db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
     d_weight = d_weight if need_weight else None
-    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 10
+    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 13
+
+
+def _weight_gradient(
+    main_grad: Tensor | None, left: Tensor, right: Tensor | None, indices: list[Tensor]
+) -> Tensor | None:
+    """leftᵀ · right[token] of each expert (E, I, H), or None once it is added to main_grad."""
+    if main_grad is None:
+        return gathered_mm_dw_op(left, right, *indices)
+    gathered_mm_dw_add_op(main_grad, left, right, *indices)
+    return None
 
 
 def _bias_gradient_of_weight(
@@ -142,6 +164,7 @@ def fused_mlp(
     x: Tensor, weight: Tensor | None, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
     b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
     approximate: str = "tanh", recompute: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
+    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
     """Each token's experts and their weighted sum.
 
@@ -154,6 +177,8 @@ def fused_mlp(
         activation, approximate: as in `activate`.
         recompute: keep x and weight alone, and compute the up-projection again in backward.
         input_bits, pre_bits: 4 or 8 keep x, or the pre-activations, quantised (`ops.quant`); -1 as they are.
+        main_grads: for w1, v1 and w2 a contiguous float32 tensor (float64 for float64) of its shape, or None. Backward
+            adds the weight's gradient to it and gives the weight none.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.
@@ -184,10 +209,23 @@ def fused_mlp(
     for what, t in (("w1", w1), ("v1", v1), ("w2", w2)):
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{what} is {t.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
+    for what, t, main in zip(("w1", "v1", "w2"), (w1, v1, w2), main_grads, strict=True):
+        if main is not None:
+            _check_main_grad(what, t, main)
     check_activation(w1, v1, activation, approximate)
     biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
     indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
     if weight is None:
         weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
     options = activation, approximate, recompute, input_bits, pre_bits
-    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options)[0]
+    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads)[0]
+
+
+def _check_main_grad(what: str, weight: Tensor | None, main: Tensor) -> None:
+    if weight is None:
+        raise ValueError(f"main_grads has a tensor for {what}, which is None: must be None there too")
+    dtype = accumulation_dtype(weight.dtype)
+    if main.shape != weight.shape or main.dtype != dtype or not main.is_contiguous():
+        strides = "contiguous" if main.is_contiguous() else f"of strides {main.stride()}"
+        given = f"{tuple(main.shape)} {main.dtype}, {strides}"
+        raise ValueError(f"main_grads of {what} is {given}: must be {tuple(weight.shape)} {dtype}, contiguous")

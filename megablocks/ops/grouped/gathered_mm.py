@@ -25,6 +25,7 @@ from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_dw_op,
+    grouped_mm_dw_ref,
     grouped_mm_op,
     grouped_mm_ref,
     has_torch_kernel,
@@ -78,6 +79,34 @@ def _(
     dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor
 ) -> Tensor:
     return x.new_empty(offsets.shape[0] - 1, dy.shape[1], x.shape[1])
+
+
+@custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",))
+def gathered_mm_dw_add_op(
+    total: Tensor, dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor,
+    offsets: Tensor,
+) -> None:  # fmt: skip
+    """Add what gathered_mm_dw_op returns, before it is rounded, to total (E, N, H), float32 and contiguous.
+
+    torch's kernel rounds what it returns, so that the plain Triton one runs where Hopper's does not.
+    """
+    if gather.shape[0] == 0:
+        return
+    if (hopper := hopper_kernels(x)) and hopper.supports_k(dy, x, offsets):
+        hopper.ragged_k(dy, x, offsets, gather, add_to=total)
+    elif twin := twin_kernels(x):
+        twin.ragged_k(dy, x, offsets, gather, add_to=total)
+    else:
+        rows = gather_op(x, pair, gather, scatter, token_offsets)
+        total += grouped_mm_dw_ref(dy.to(total.dtype), rows.to(total.dtype), offsets)
+
+
+@gathered_mm_dw_add_op.register_fake
+def _(
+    total: Tensor, dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor,
+    offsets: Tensor,
+) -> None:  # fmt: skip
+    return None
 
 
 @custom_op("megablocks::gathered_mm", mutates_args=())

@@ -63,6 +63,7 @@ class _Plan(Tile):
     gather: bool = False
     w_k_major: bool = False
     summed: bool = False
+    add: bool = False
 
     @property
     def m_tiles(self) -> int:
@@ -148,8 +149,8 @@ def _plan_m(tile: Tile | None, experts: int, N: int, K: int, gather: bool, w_k_m
 
 
 @functools.lru_cache(1024)
-def _plan_k(tile: Tile | None, M: int, N: int, gather: bool) -> _Plan:
-    return _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather)
+def _plan_k(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> _Plan:
+    return _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
 
 
 def _lanes(experts: int) -> int:
@@ -262,8 +263,9 @@ def _launch_m(
 
 
 def ragged_k(
-    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
     """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
 
     Args:
@@ -271,22 +273,24 @@ def ragged_k(
         b: (R, N), or (S, N) with gather.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
         gather: (R,) int32 in [0, S).
+        add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k_kernel
 
     assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device)
+    o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if add_to is None else add_to
     if a.shape[0] == 0 or b.shape[0] == 0:
-        return o.zero_()
-    c = _plan_k(tile, M, N, gather is not None)
+        return o.zero_() if add_to is None else o
+    c = _plan_k(tile, M, N, gather is not None, add_to is not None)
     a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
     ragged_k_kernel[(multiprocessors(a.device.index),)](
         descriptor(a, a_box),
         ragged_rows(a, a_box),
         None if c.gather else descriptor(b, b_box),
         None if c.gather else ragged_rows(b, b_box),
-        descriptor(o, [1, c.rows, c.out_cols]),
+        None if c.add else descriptor(o, [1, c.rows, c.out_cols]),
+        o if c.add else None,
         b if c.gather else None,
         b.stride(0) // 8 if c.gather else 0,
         gather,

@@ -7,6 +7,9 @@ more per product, and with steps as many as an expert has rows / BK there is lit
 
 Rows from an expert's end on are another expert's, or were never written: the TMA unit reads zeros there through the
 ragged descriptors of the launcher, cp.async through its mask, so that neither operand's NaN meets the other's zero.
+
+With `add` the sums are added to o in float32 instead. A tile has one writer, so this takes no atomics; threads load and
+store what they hold of it, four neighbours 32 bytes, and nothing is staged.
 """
 
 # mypy: allow-untyped-defs
@@ -42,13 +45,23 @@ def _find_block(tile, offsets_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _store_block(part, i: gl.constexpr, bufs, desc, e, row, col, WG: gl.constexpr, c: gl.constexpr):
-    buf = stage_out(part, i, bufs, WG, c)
-    tma.async_copy_shared_to_global(desc, [e, row, col + i * c.out_cols], buf.reshape([1, c.rows, c.out_cols]))
+def _store_block(part, i: gl.constexpr, bufs, desc, o_ptr, e, row, col, steps, WG: gl.constexpr, c: gl.constexpr):
+    if c.add:
+        layout: gl.constexpr = part.type.layout
+        rows = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
+        cols = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
+        at = o_ptr + (e.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
+        inside = ((rows < c.M) & (steps > 0))[:, None] & (cols < c.N)[None, :]
+        gl.store(at, gl.load(at, mask=inside) + part, mask=inside)
+    else:
+        buf = stage_out(part, i, bufs, WG, c)
+        tma.async_copy_shared_to_global(desc, [e, row, col + i * c.out_cols], buf.reshape([1, c.rows, c.out_cols]))
 
 
 @gluon.jit
-def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+def _k_consumer(
+    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
     shape: gl.constexpr = [c.rows, c.BN]
     HALF: gl.constexpr = c.BK // 2
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
@@ -96,16 +109,16 @@ def _k_consumer(a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, expert
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
         if c.out_parts == 2:
             p0, p1 = halves(acc, c.rows, c.BN)
-            _store_block(p0, 0, o_bufs, o_desc, expert, row, col, WG, c)
-            _store_block(p1, 1, o_bufs, o_desc, expert, row, col, WG, c)
+            _store_block(p0, 0, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+            _store_block(p1, 1, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
         else:
             h0, h1 = halves(acc, c.rows, c.BN)
             p0, p1 = halves(h0, c.rows, c.BN // 2)
             p2, p3 = halves(h1, c.rows, c.BN // 2)
-            _store_block(p0, 0, o_bufs, o_desc, expert, row, col, WG, c)
-            _store_block(p1, 1, o_bufs, o_desc, expert, row, col, WG, c)
-            _store_block(p2, 2, o_bufs, o_desc, expert, row, col, WG, c)
-            _store_block(p3, 3, o_bufs, o_desc, expert, row, col, WG, c)
+            _store_block(p0, 0, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+            _store_block(p1, 1, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+            _store_block(p2, 2, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+            _store_block(p3, 3, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
     tma.store_wait(0)
 
 
@@ -174,22 +187,25 @@ def _k_producer(
 
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_k_kernel(
-    a_desc, a_tail, b_desc, b_tail, o_desc, b_ptr, b_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
+    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
     num_warps: gl.constexpr,
 ):  # fmt: skip
-    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc (E, M, N)."""
+    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N)."""
     dtype: gl.constexpr = a_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(
         dtype, [c.stages, c.BK, c.BN], gl.NVMMASharedLayout.get_default_for([c.BK, c.BN], dtype)
     )
-    o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
-    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
+    if c.add:
+        o_bufs: gl.constexpr = None
+    else:
+        o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
+        o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
     full, empty, _ = barriers(c)
     gl.warp_specialize(
         [
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, 0, c)),
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, offsets_ptr, experts, 1, c)),
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 0, c)),
+            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 1, c)),
             (
                 _k_producer,
                 (

@@ -1,7 +1,7 @@
 """Grouped GEMMs in plain Triton, on every GPU, for any size and stride, and interpreted.
 
     ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N), offsets (E+1,)   → y (R, N)
-    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R|S, M), b (R|S, N), offsets (E+1,)    → o (E, M, N)
+    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R|S, M), b (R|S, N), offsets (E+1,)    → o (E, M, N), or added to one
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. The
 number of tiles an expert needs is counted on the device: no host synchronisation, no tile map.
@@ -132,6 +132,7 @@ def _ragged_k_kernel(
     N: tl.constexpr,
     GATHER_A: tl.constexpr,
     GATHER_B: tl.constexpr,
+    ADD: tl.constexpr,
     UPCAST: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -167,7 +168,11 @@ def _ragged_k_kernel(
         else:
             acc = tl.dot(a, b, acc, input_precision="ieee")
     o_ptrs = o_ptr + (e.to(tl.int64) * M + m[:, None]) * N + n[None, :]
-    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:  # by the tile's only writer: no atomics, and the same bits again
+        mask = mask & (start < end)
+        acc += tl.load(o_ptrs, mask=mask, other=0.0)
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask)
 
 
 @functools.cache
@@ -211,6 +216,7 @@ def ragged_k(
     *,
     gather_a: bool = False,
     out_dtype: torch.dtype | None = None,
+    add_to: Tensor | None = None,
     config: Config | None = None,
 ) -> Tensor:
     """o (E, M, N): o[e] = Σ a[r]ᵀ b[r] over the rows r of expert e; exactly zero where it has none.
@@ -220,17 +226,18 @@ def ragged_k(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
         gather: (R,) int32; then b is (S, N) and its row gather[r] stands for b[r], or a (S, M) with gather_a.
         out_dtype: default a.dtype.
+        add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device)
+    o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device) if add_to is None else add_to
     rows = a.shape[0] if gather is None else gather.shape[0]
     if rows == 0 or o.numel() == 0:
-        return o.zero_()
+        return o.zero_() if add_to is None else o
     config = config or choose(N, a)
     tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
     _ragged_k_kernel[(tiles,)](
         a, b, o, gather if gather is not None else offsets, offsets, *a.stride(), *b.stride(),
         M=M, N=N, GATHER_A=gather is not None and gather_a, GATHER_B=gather is not None and not gather_a,
-        UPCAST=interpreted(), **asdict(config),
+        ADD=add_to is not None, UPCAST=interpreted(), **asdict(config),
     )  # fmt: skip
     return o

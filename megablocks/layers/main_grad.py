@@ -1,0 +1,57 @@
+"""Megatron's gradient accumulation fusion: a parameter's gradients are added to its `main_grad` while backward runs.
+
+Megatron's DistributedDataParallel gives each parameter `main_grad`, a view of its gradient buffer, in float32 by
+default, and `grad_added_to_main_grad`. Where a layer sets the latter, the hook behind the parameter adds nothing more;
+the gradient that autograd then passes on is a placeholder, there for the hook alone.
+Source: LinearWithGradAccumulationAndAsyncCommunication in megatron.core.tensor_parallel.layers, 0.19.2.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
+    """Where the parameter's gradients are to be added, None if it asks for nothing of the kind.
+
+    A compiled layer leaves its gradients to autograd, and so to Megatron's hook; Megatron's FSDP always has them from
+    there, since it makes main_grad only when they are complete.
+    """
+    if parameter is None or not parameter.requires_grad or hasattr(parameter, "__fsdp_param__"):
+        return None
+    if torch.compiler.is_compiling():
+        return None
+    return getattr(parameter, "main_grad", None)
+
+
+class _ToMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: nn.Parameter, main_grad: Tensor) -> Tensor:
+        # Not saved: other micro-batches add to main_grad before this one's backward, which is no mistake here.
+        ctx.parameter, ctx.main_grad = parameter, main_grad
+        ctx.set_materialize_grads(False)
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None]:
+        (grad,), parameter = grads, ctx.parameter
+        if grad is not None:
+            ctx.main_grad.add_(grad)
+        if not hasattr(parameter, "grad_added_to_main_grad"):
+            return None, None
+        parameter.grad_added_to_main_grad = True
+        # Megatron adds the placeholder of a parameter that has its gradient from several places.
+        allocate = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+        return allocate(parameter), None
+
+
+def to_main_grad(parameter: nn.Parameter) -> Tensor:
+    """The parameter, whose gradient is added to its main_grad where it has one.
+
+    An op that adds it there itself returns None for it.
+    """
+    main_grad = main_grad_of(parameter)
+    return parameter if main_grad is None else _ToMainGrad.apply(parameter, main_grad)

@@ -1,0 +1,108 @@
+"""Runs compared: the distances and what is said of them, the launches, and a real comparison at toy size."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megablocks.monitor import compare
+from megablocks.monitor.history import LOSS_COLUMNS, History
+
+ROOT = Path(__file__).parents[2]
+
+
+def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0) -> None:
+    history = History(folder / "loss.csv", LOSS_COLUMNS)
+    for i, loss in enumerate(losses):
+        history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
+    history.save()
+
+
+def _curve(offset: float = 0.0, wobble: float = 0.0) -> list[float]:
+    return [5 - 0.1 * i + offset + wobble * (-1) ** i for i in range(20)]
+
+
+def test_distance_is_over_the_iterations_of_both(tmp_path: Path) -> None:
+    _run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])
+    _run(tmp_path / "b", [4.3, 2.6, 2.0])
+    a, b = compare._read(tmp_path / "a"), compare._read(tmp_path / "b")
+    rms, largest = compare.distance(a, b)
+    assert rms == pytest.approx(math.sqrt((0.09 + 0.16) / 3)) and largest == pytest.approx(0.4)
+    _run(tmp_path / "nan", [4.0, math.nan, 2.0])
+    _run(tmp_path / "later", [4.0], every=100)
+    for name in ("nan", "later"):
+        assert compare.distance(a, compare._read(tmp_path / name)) == (math.inf, math.inf)
+
+
+@pytest.mark.parametrize("offset, status", [(0.01, 0), (0.2, 1), (math.nan, 1)])
+def test_runs_within_and_beyond_the_noise(
+    offset: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _run(tmp_path / "sparse", _curve(), rate=1000)
+    _run(tmp_path / "fused", _curve(offset), rate=1500)
+    _run(tmp_path / "sparse-seed8", _curve(wobble=0.05))
+    assert compare.main([str(tmp_path), "--steps", "20", "--seeds", "7", "8"]) == status
+    text = capsys.readouterr().out
+    assert ("NOT within" in text) == bool(status)
+    assert "two seeds of sparse: rms 0.05000, largest 0.05000" in text
+    lines = {line.split()[0]: line.split()[-1] for line in text.splitlines()[1:4]}
+    assert lines == {"sparse": "1,000", "fused": "1,500", "sparse-seed8": "1,000"}
+    assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("sparse", "fused"):
+        _run(tmp_path / name, _curve())
+    _run(tmp_path / "sparse-seed1235", _curve()[:10])  # stopped half way
+    assert compare.main([str(tmp_path), "--steps", "20", "--only", "sparse"]) == 2
+    assert capsys.readouterr().out.strip().endswith("still to run: sparse-seed1235")
+
+
+def test_L2_a_comparison_of_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
+        with pytest.raises(SystemExit) as stop:
+            compare.main([str(tmp_path), *flags])
+        assert stop.value.code == 2
+    assert "--only grouped: must be one of sparse, fused, sparse-seed1235" in capsys.readouterr().err
+
+
+def test_L1_dry_run_prints_launches_that_differ_in_one_thing(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "scripts/compare_runs.py"), str(tmp_path / "out")]
+    environment = {**os.environ, "DRY_RUN": "1", "FLAGS": "--bf16"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and not (tmp_path / "out").exists(), done.stderr
+    flags = "--megablocks-mlp-impl {} --seed {} --log-interval 10 --no-save-optim --bf16"
+    launch = f"bash {ROOT}/exp/dmoe/dmoe_46m_8gpu.sh {tmp_path}/out/"
+    assert done.stdout.splitlines() == [
+        f"FLAGS='{flags.format(impl, seed)}' {launch}{name} 500"
+        for name, impl, seed in (("sparse", "sparse", 1234), ("fused", "fused", 1234),
+                                 ("sparse-seed1235", "sparse", 1235))
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_comparison_at_toy_size(tmp_path: Path) -> None:
+    """Fused and block-sparse experts of one seed stay together on a CPU; two seeds do not."""
+    command = [sys.executable, str(ROOT / "scripts/compare_runs.py"), str(tmp_path / "out"), "--steps", "12"]
+    command += ["--experiment", str(ROOT / "exp/smoke/dmoe.sh")]
+    flags = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64 --eval-iters 1 --eval-interval 50"
+    environment = {**os.environ, "PYTHON": sys.executable, "NGPU": "1", "DATA_PREFIX": str(_data(tmp_path))}
+    environment["FLAGS"] = flags
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("fused against sparse: "))
+    rms, noise = (float(part.split("rms ")[1].split(",")[0]) for part in line.split(";"))
+    assert rms < 1e-4 < noise
+
+
+def _data(tmp_path: Path) -> Path:
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(tmp_path / "set")]
+    prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
+    subprocess.run(prepare, check=True, capture_output=True, timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return tmp_path / "set"
