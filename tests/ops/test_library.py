@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import megablocks.ops
+from megablocks.ops import library
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.gradient import mlp_gradient_op
@@ -313,6 +314,24 @@ def test_N11_an_op_runs_with_the_device_of_its_tensors_current(current, monkeypa
         assert isinstance(chosen, torch.cuda.device) and chosen.idx == 0
     for args in ((torch.empty(2), on_first), (1, "a")):
         assert isinstance(_device_of(args), contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_N11_an_eager_call_makes_the_device_of_its_tensors_current(current, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(library, "_PLAIN", (FakeTensor,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_first = torch.empty(2, device="cuda:0")
+    op = Op(activation_op.definition, lambda n, t: list(entered), "")
+    assert op(1, on_first) == [torch.device("cuda:0")] * current
 
 
 @pytest.fixture(params=DEVICES)
