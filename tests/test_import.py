@@ -70,10 +70,15 @@ def test_L4_layers_leave_cuda_alone() -> None:
 
 
 def test_L4_each_public_name_resolves() -> None:
-    import megablocks
+    import megablocks.layers
+    import megablocks.ops
 
     for name in megablocks.__all__:
         assert getattr(megablocks, name) is not None
         assert name in dir(megablocks)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         megablocks.nonsense  # noqa: B018
+    for module in (megablocks.ops, megablocks.layers):
+        for name in module.__all__:
+            assert getattr(module, name).__name__ == name
+            assert name in dir(module)

@@ -8,6 +8,7 @@ from typing import Any
 _PUBLIC = {
     "Arguments": "megablocks.layers.arguments",
     "Experts": "megablocks.layers.experts",
+    "MixtureOfAttention": "megablocks.layers.mixture_of_attention",
     "MoE": "megablocks.layers.moe",
     "SharedExpert": "megablocks.layers.shared_expert",
     "dMoE": "megablocks.layers.dmoe",

@@ -185,7 +185,7 @@ class MoEBase(nn.Module):
         """x (..., H) → y (..., H), complete with its bias, and the losses to add to the training loss, and metrics."""
         self._check(x)
         x = cast_if_autocast_enabled(x)  # before rows are copied, to move half the bytes
-        tokens = x.reshape(-1, x.shape[-1])
+        tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view is a node of autograd
         routing = self.router.route(self.router.logits(tokens))
         compute = self._compute if self.arguments is None else self.experts.compute
         try:
@@ -197,7 +197,7 @@ class MoEBase(nn.Module):
             y = shared + y if self.arguments is None else self.shared_expert.add_experts_sharedexpert(shared, y)
         bias = self.output_bias if self.arguments is None else self.experts.bias
         y = y if bias is None else y + bias.to(y.dtype)
-        return y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+        return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
 
     def _check(self, x: Tensor) -> None:
         hidden = self.config.hidden_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -19,3 +22,9 @@ def cast_if_autocast_enabled(tensor: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(kind) or tensor.dtype == torch.float64:
         return tensor
     return tensor.to(torch.get_autocast_dtype(kind))
+
+
+def without_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A block in which autocast is off for the tensor's device; nothing where it is off already, which is cheaper."""
+    kind = tensor.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()

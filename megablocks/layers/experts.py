@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig, check_sparse_width
 from megablocks.layers import mlp_choice
-from megablocks.layers.common import cast_if_autocast_enabled
+from megablocks.layers.common import cast_if_autocast_enabled, without_autocast
 from megablocks.layers.expert_mlp import (
     ExpertWeights,
     batched_mlp,
@@ -179,7 +179,7 @@ class Experts(nn.Module):
         """
         x = self._prepare(x)
         impl = self._impl_of(x, dispatch.pair.shape[0])
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
@@ -203,7 +203,7 @@ class Experts(nn.Module):
         """
         rows = self._prepare(rows)
         impl = self._impl_of(rows, rows.shape[0])
-        with torch.autocast(rows.device.type, enabled=False):
+        with without_autocast(rows):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
@@ -226,7 +226,7 @@ class Experts(nn.Module):
             (E, C, H).
         """
         bins, config = self._prepare(bins), self.config
-        with torch.autocast(bins.device.type, enabled=False):
+        with without_autocast(bins):
             weights = self._weights(bins.dtype)
             rows = bins.flatten(0, 1)
             if config.mlp_impl == "reference":

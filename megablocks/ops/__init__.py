@@ -23,6 +23,7 @@ _PUBLIC = {
     "route_topk": "megablocks.ops.routing.router",
     "apply_capacity": "megablocks.ops.routing.capacity",
     "capacity_of": "megablocks.ops.routing.capacity",
+    "select_tokens": "megablocks.ops.routing.rounding",
     "activate": "megablocks.ops.activation",
     "combine": "megablocks.ops.permute.combine",
     "pad_dispatch": "megablocks.ops.permute.padded",
@@ -32,6 +33,12 @@ _PUBLIC = {
     "add_expert_bias": "megablocks.ops.grouped.bias",
     "fused_mlp": "megablocks.ops.fused.mlp",
     "activate_and_project": "megablocks.ops.fused.down",
+    "flatten_sort_count": "megablocks.ops.scattered.parallel_linear",
+    "parallel_linear": "megablocks.ops.scattered.parallel_linear",
+    "gathered_linear": "megablocks.ops.scattered.dispatched",
+    "linear_combine": "megablocks.ops.scattered.dispatched",
+    "quantize": "megablocks.ops.quant.quant",
+    "dequantize": "megablocks.ops.quant.quant",
 }
 
 # The functions of megablocks 0.10, by the module that held them there.

@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation import GATED
+from megablocks.ops.launch import cdiv, quick
 
 _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half precision, two loads an operand
 
@@ -46,6 +47,7 @@ def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr):
     return value, slope
 
 
+@quick
 @triton.jit
 def _forward_kernel(
     pre_ptr, gate_ptr, out_ptr, n, NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
@@ -58,6 +60,7 @@ def _forward_kernel(
     tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
+@quick
 @triton.jit
 def _backward_kernel(
     grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, n,
@@ -79,7 +82,7 @@ def activation_launch(pre: Tensor, gate_pre: Tensor | None, name: str, approxima
     gate = None if gate_pre is None else gate_pre.contiguous()
     out = torch.empty_like(pre)
     if out.numel():
-        _forward_kernel[(triton.cdiv(out.numel(), _BLOCK),)](
+        _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
             pre, gate, out, out.numel(), NAME=GATED.get(name, name), EXACT=approximate == "none",
             GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
@@ -95,7 +98,7 @@ def activation_backward_launch(
     d_pre = torch.empty_like(pre)
     d_gate = None if gate is None else torch.empty_like(pre)
     if d_pre.numel():
-        _backward_kernel[(triton.cdiv(d_pre.numel(), _BLOCK),)](
+        _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
             grad, pre, gate, d_pre, d_gate, d_pre.numel(), NAME=GATED.get(name, name), EXACT=approximate == "none",
             GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip

@@ -57,8 +57,13 @@ def aligned(t: Tensor, major: int = -1) -> bool:
 
     Rows may not overlap: a stride below the contiguous dimension's length (0 of an expanded gradient) is refused.
     """
-    shape, strides, unit = t.shape, t.stride(), 16 // t.element_size()
-    if strides[major] != 1 or t.data_ptr() % 16:
+    shape, unit = t.shape, 16 // t.element_size()
+    if t.data_ptr() % 16:
+        return False
+    if major == -1 and shape[-1] % unit == 0 and t.is_contiguous():
+        return True
+    strides = t.stride()
+    if strides[major] != 1:
         return False
     for d in range(len(shape)):
         other = d != major % len(shape) and shape[d] > 1

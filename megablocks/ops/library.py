@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
@@ -31,10 +32,11 @@ class Op:
     definition: as torch knows it, for `torch.library.opcheck`.
     """
 
-    def __init__(self, definition: CustomOpDef, implementation: Callable[..., Any]) -> None:
+    def __init__(self, definition: CustomOpDef, implementation: Callable[..., Any], schema: str) -> None:
         functools.update_wrapper(self, implementation)
         self.definition = definition
         self._implementation = implementation
+        self._has_lists = "Tensor[]" in schema
         self._defaults = [p.default for p in inspect.signature(implementation).parameters.values()]
         self._function: type[torch.autograd.Function] | None = None
 
@@ -54,39 +56,43 @@ class Op:
 
         def backward_of_lists(ctx: Any, *grads: Any) -> Any:
             given = backward(ctx, *grads)
-            if not isinstance(given, tuple):
-                return given
             assert not any(isinstance(g, list) and any(t is not None for t in g) for g in given), "lists are indices"
             return tuple(None if isinstance(g, list) else g for g in given)
 
-        members = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_lists)}
+        backward_of_function = backward_of_lists if self._has_lists else backward
+        members = {"forward": staticmethod(forward), "backward": staticmethod(backward_of_function)}
         self._function = type(self.definition._name, (torch.autograd.Function,), members)
 
     def __call__(self, *args: Any) -> Any:
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or not _are_plain(args):
+        if torch.compiler.is_compiling():
             return self.definition(*args)
-        if torch.is_grad_enabled() and _need_gradients(args):
+        if forward_ad._current_level >= 0:
+            _refuse_tangents(self.definition, args)
+        if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+            return self.definition(*args)
+        first, wants_gradient = None, False
+        for a in args:  # one loop over all that is asked of the tensors: three took longer than a launch
+            if isinstance(a, Tensor):
+                if type(a) not in _PLAIN:  # a subclass may want to see the op
+                    return self.definition(*args)
+                wants_gradient = wants_gradient or a.requires_grad
+                first = a if first is None else first
+        call = self._implementation
+        if wants_gradient and torch.is_grad_enabled():
             if self._function is None:  # torch's op raises where a kernel's result would pass for a constant
                 return self.definition(*args)
-            return self._function.apply(*args, *self._defaults[len(args) :])
-        return self._implementation(*args)
+            call, args = self._function.apply, (*args, *self._defaults[len(args) :])
+        if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+            return call(*args)
+        with torch.cuda.device(first.device):
+            return call(*args)
 
 
-def _are_plain(args: Iterable[Any]) -> bool:
-    """Whether no argument is of a subclass of Tensor, which may want to see the op, and no torch.func is at work."""
-    if torch._C._are_functorch_transforms_active():
-        return False
-    for a in args:  # a loop, as in the next one: a generator takes longer than what it looks at
-        if isinstance(a, Tensor) and type(a) not in _PLAIN:
-            return False
-    return True
-
-
-def _need_gradients(args: Iterable[Any]) -> bool:
+def _refuse_tangents(op: CustomOpDef, args: Iterable[Any]) -> None:
+    """Raise for an input of forward-mode AD: kernels, and torch's own custom ops, lose its tangent without a word."""
     for a in args:
-        if isinstance(a, Tensor) and a.requires_grad:
-            return True
-    return False
+        if isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None:
+            raise RuntimeError(f"{op._qualname}: an input has a tangent, and no forward-mode derivative is known")
 
 
 def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
@@ -107,6 +113,6 @@ def custom_op(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[.
 
         schema = torch.library.infer_schema(implementation, mutates_args=tuple(mutates_args))
         definition = torch.library.custom_op(name, on_its_device, mutates_args=tuple(mutates_args), schema=schema)
-        return Op(definition, on_its_device)
+        return Op(definition, implementation, schema)
 
     return register

@@ -51,7 +51,7 @@ class _Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., H) → (T, E) in the weight's dtype, with jitter in training."""
-        x = x.reshape(-1, x.shape[-1])
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if self.training and self.config.jitter_eps is not None:
             low, high = 1.0 - self.config.jitter_eps, 1.0 + self.config.jitter_eps
             x = x * (low + torch.rand_like(x) * (high - low))

@@ -68,8 +68,8 @@ def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
             mock.patch.object(JITFunction, "run", compile_instead),
             mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
             mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
-            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
-            mock.patch.object(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=0)),
+            mock.patch.object(torch.cuda, "current_device", lambda: -1),  # what a CPU tensor's get_device() is
+            mock.patch("megablocks.ops.sparse.hopper._counter", lambda device: torch.zeros(4, dtype=torch.int32)),
         ):
             yield compiled
     finally:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 import megablocks.ops
+from megablocks.ops import library
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.gradient import mlp_gradient_op
@@ -262,6 +264,20 @@ def test_N5_a_second_derivative_is_refused_where_it_would_be_lost():
         slope.square().sum().backward()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("trained", [False, True])
+def test_N5_forward_mode_is_refused_where_tangents_would_be_lost(trained, device):
+    """torch's own custom op drops them where no input wants a gradient."""
+    x = torch.randn(4, 3, device=device, requires_grad=trained)
+    want = "megablocks::activation: an input has a tangent"
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match=want):
+            activate(forward_ad.make_dual(x, torch.ones_like(x)), None, "gelu")
+        assert torch.equal(activate(x, None, "gelu"), activate(x.detach(), None, "gelu"))  # no tangent, no complaint
+    with pytest.raises(RuntimeError, match=want):
+        torch.func.jvp(lambda t: activate(t, None, "gelu"), (x,), (torch.ones_like(x),))
+
+
 def test_who_looks_at_the_dispatcher_sees_an_op():
     seen = []
 
@@ -306,6 +322,24 @@ def test_N11_an_op_runs_with_the_device_of_its_tensors_current(current, monkeypa
         assert isinstance(chosen, torch.cuda.device) and chosen.idx == 0
     for args in ((torch.empty(2), on_first), (1, "a")):
         assert isinstance(_device_of(args), contextlib.nullcontext)
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_N11_an_eager_call_makes_the_device_of_its_tensors_current(current, monkeypatch):
+    entered = []
+
+    @contextlib.contextmanager
+    def enter(device):
+        entered.append(device)
+        yield
+
+    monkeypatch.setattr(library, "_PLAIN", (FakeTensor,))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "device", enter)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        on_first = torch.empty(2, device="cuda:0")
+    op = Op(activation_op.definition, lambda n, t: list(entered), "")
+    assert op(1, on_first) == [torch.device("cuda:0")] * current
 
 
 @pytest.fixture(params=DEVICES)
@@ -371,18 +405,22 @@ def test_N9_compile_router_and_replicate():
 def test_N9_compile_block_sparse_mlp(backend, device):
     """Pattern, products and their gradients in one graph, equal to eager."""
     torch.manual_seed(0)
-    inputs = [torch.randn(*shape, requires_grad=True) for shape in ((256, H), (H, 256), (256, H))]
+    # sums of 256 products stay near 1, where sin() has a slope; a compiler may add them in another order
+    inputs = [(torch.randn(*shape) / 8).requires_grad_() for shape in ((256, H), (H, 256), (256, H))]
     offsets = torch.tensor([0, 70, 100], dtype=torch.int32)
 
     def mlp(x, w1, w2, offsets):
         pattern = topology(offsets, 128, max_rows=200, block_size=64, block_rows=4).pattern
         hidden = sdd(x, w1, pattern)
         y = dsd(hidden.with_data(hidden.data.relu()), w2)
-        return y + dds(y.t(), hidden).t().sum(0, keepdim=True).sum() + dsd(hidden.t(), x).sum()
+        return y + dds(y.t(), hidden).sum() / 256 + dsd(hidden.t(), x).sum() / 256
+
+    def check(got, want):
+        assert want.norm() > 1e-3 and (got - want).norm() < 1e-5 * want.norm()
 
     eager = mlp(*inputs, offsets)
     compiled = torch.compile(mlp, fullgraph=True, backend=backend)(*inputs, offsets)
-    assert torch.allclose(compiled, eager, rtol=1e-4)
+    check(compiled, eager)
     expected = torch.autograd.grad(eager.sin().sum(), inputs)
     for got, want in zip(torch.autograd.grad(compiled.sin().sum(), inputs), expected, strict=True):
-        assert torch.allclose(got, want, rtol=1e-3, atol=1e-2)
+        check(got, want)

@@ -292,6 +292,50 @@ def test_tiles_drawn_from_a_counter_are_all_computed_once() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not hopper.is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
+def test_N2_counters_lie_in_no_pool_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile runs a function in the memory of its graphs before it captures it, and gives that away later."""
+    monkeypatch.setattr(hopper, "_counters", {})
+    pool = torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        other = torch.empty(1, device="cuda")
+        counter = hopper._counter(torch.device("cuda", torch.cuda.current_device()))
+    segments = [(s["address"], s["address"] + s["total_size"]) for s in pool.snapshot()]
+    inside = [any(start <= t.data_ptr() < end for start, end in segments) for t in (other, counter)]
+    assert inside == [True, False]
+    assert int(counter[0]) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_N2_products_replayed_by_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """mode="reduce-overhead": other routings than the captured one, two shapes in turn, forward and backward."""
+    monkeypatch.setattr(hopper, "_counters", {})
+    generator = torch.Generator().manual_seed(0)
+
+    def step(x: Tensor, w: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        p = topology(offsets, 256, max_rows=3000, block_rows=x.shape[0] // 128).pattern
+        s = sdd(x, w.t(), p)
+        return dsd(s, w), dsd(s.t(), x)
+
+    compiled = torch.compile(step, mode="reduce-overhead", fullgraph=True, dynamic=False)
+    for i in range(8):
+        counts = (torch.rand(20, generator=generator) ** 4 * 400).int()
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().cuda()
+        x = torch.randn((5120, 6144)[i % 2], 1096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        w = torch.randn(20 * 256, 1096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        grads, results = None, []
+        for function in (step, compiled):
+            torch.compiler.cudagraph_mark_step_begin()
+            outs = function(x, w, offsets)
+            grads = grads or [torch.randn_like(o) for o in outs]
+            results.append([t.clone() for t in (*outs, *torch.autograd.grad(outs, (x, w), grads))])
+        for got, want in zip(results[1], results[0], strict=True):
+            assert want.norm() > 0 and (got - want).norm() < 1e-2 * want.norm()
+        assert all(torch.equal(got, want) for got, want in zip(results[1][:2], results[0][:2], strict=True))
+
+
+@pytest.mark.gpu
 def test_products_and_topology_in_a_cuda_graph() -> None:
     counts = torch.tensor([200, 0, 129, 3])
     offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int().cuda()

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from megablocks.ops.activation import GATED
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
 
+@quick
 @triton.jit
 def _mlp_gradient_kernel(
     d_act_ptr, pre_ptr, gate_ptr, weight_ptr, pair_ptr, offsets_ptr, d_pre_ptr, d_gate_ptr, scaled_ptr, d_weight_ptr,
@@ -58,9 +60,9 @@ def mlp_gradient_launch(
     d_gate = None if gate is None else torch.empty_like(pre)
     d_weight = torch.zeros_like(weight)  # unused pairs keep the zero
     if pre.numel():
-        block = min(triton.next_power_of_2(inner), 1024)
+        block = min(next_power_of_2(inner), 1024)
         per_program = max(1, 1024 // block)
-        _mlp_gradient_kernel[(triton.cdiv(rows, per_program),)](
+        _mlp_gradient_kernel[(cdiv(rows, per_program),)](
             d_act, pre, gate, weight, pair, offsets, d_pre, d_gate, scaled, d_weight, offsets.shape[0] - 1, inner,
             NAME=GATED.get(name, name), EXACT=approximate == "none", GATED=gate is not None,
             ROWS=per_program, BLOCK=block, num_warps=4,

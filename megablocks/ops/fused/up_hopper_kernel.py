@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import _find_tile, _tile_ends, barriers, halves, store_rows
+from megablocks.ops.launch import quick
 
 _unary = gluon.jit(unary.fn)
 
@@ -141,6 +142,7 @@ def _producer(
             it += 1
 
 
+@quick
 @gluon.jit(do_not_specialize=["experts"])
 def up_kernel(
     w_desc, v_desc, z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr, x_ptr, x_row, gather_ptr,

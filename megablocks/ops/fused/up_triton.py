@@ -18,8 +18,10 @@ from torch import Tensor
 from megablocks.ops.activation import GATED
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpreted
+from megablocks.ops.launch import next_power_of_2, quick
 
 
+@quick
 @triton.jit
 def _up_kernel(
     x_ptr, w_ptr, v_ptr, b_ptr, c_ptr, z_ptr, u_ptr, a_ptr, gather_ptr, offsets_ptr,
@@ -100,7 +102,7 @@ def up(
         config = replace(config, BN=max(config.BN // 2, 32))
     _up_kernel[(_programs(x.device),)](
         x, w1, v1, b1, c1, z, u, a, gather, offsets, *x.stride(), *w1.stride(),
-        N=inner, K=hidden, E=experts, LANES=triton.next_power_of_2(experts), NAME=GATED.get(name, name),
+        N=inner, K=hidden, E=experts, LANES=next_power_of_2(experts), NAME=GATED.get(name, name),
         EXACT=approximate == "none", IS_GATED=v1 is not None, HAS_BIAS=b1 is not None, UPCAST=interpreted(),
         **asdict(config),
     )  # fmt: skip

@@ -14,7 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
+
+@quick
 @triton.jit
 def _add_bias_kernel(
     rows_ptr, bias_ptr, y_ptr, offsets_ptr, experts, num_rows, N, row_stride, bias_stride,
@@ -31,6 +34,7 @@ def _add_bias_kernel(
     tl.store(y_ptr + row[:, None] * N + n[None, :], value.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _expert_sum_kernel(rows_ptr, out_ptr, offsets_ptr, N, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     expert = tl.program_id(0)
@@ -52,10 +56,10 @@ def add_expert_bias_launch(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tenso
     (num_rows, width), experts = rows.shape, bias.shape[0]
     y = rows.new_empty(num_rows, width)
     if y.numel():
-        block = min(triton.next_power_of_2(width), 256)
-        _add_bias_kernel[(triton.cdiv(num_rows, 16), triton.cdiv(width, block))](
+        block = min(next_power_of_2(width), 256)
+        _add_bias_kernel[(cdiv(num_rows, 16), cdiv(width, block))](
             rows, bias, y, offsets, experts, num_rows, width, rows.stride(0), bias.stride(0),
-            LANES=triton.next_power_of_2(experts), ROWS=16, BLOCK=block, num_warps=4,
+            LANES=next_power_of_2(experts), ROWS=16, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return y
 
@@ -66,7 +70,7 @@ def expert_sum_launch(rows: Tensor, offsets: Tensor) -> Tensor:
     width, experts = rows.shape[1], offsets.shape[0] - 1
     out = torch.empty(experts, width, dtype=torch.float32, device=rows.device)
     if out.numel():
-        _expert_sum_kernel[(experts, triton.cdiv(width, 64))](
+        _expert_sum_kernel[(experts, cdiv(width, 64))](
             rows, out, offsets, width, rows.stride(0), ROWS=64, BLOCK=64, num_warps=4
         )
     return out

@@ -159,9 +159,11 @@ def _lanes(experts: int) -> int:
 
 def _supports(offsets: Tensor, *operands: Tensor) -> bool:
     first = operands[0]
+    for t in operands:
+        if t.dtype != first.dtype or t.numel() == 0:
+            return False
     return (
         runs_hopper(first)
-        and all(t.dtype == first.dtype and t.numel() > 0 for t in operands)
         and offsets.numel() <= MAX_EXPERTS + 1
         and offsets.is_contiguous()
         and first.shape[0] < _ROW_BOUND

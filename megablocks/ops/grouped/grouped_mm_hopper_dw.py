@@ -27,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND, barriers, halves, stage_out
+from megablocks.ops.launch import quick
 
 
 @gluon.jit
@@ -185,6 +186,7 @@ def _k_producer(
             ids = next_ids
 
 
+@quick
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_k_kernel(
     a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,

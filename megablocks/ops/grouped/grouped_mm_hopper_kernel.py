@@ -28,6 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from megablocks.ops.launch import quick
+
 # Row coordinates of a descriptor made by ragged_rows count up to this bound; beyond it the hardware clips.
 ROW_BOUND = gl.constexpr(2**30)
 
@@ -261,6 +263,7 @@ def _m_producer(
             it += 1
 
 
+@quick
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_m_kernel(
     x_desc, w_desc, x2_desc, w2_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
+
 
 @dataclass(frozen=True)
 class Config:
@@ -59,6 +61,7 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@quick
 @triton.jit
 def _ragged_m_kernel(
     x_ptr,
@@ -117,6 +120,7 @@ def _ragged_m_kernel(
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < N)[None, :])
 
 
+@quick
 @triton.jit
 def _ragged_k_kernel(
     a_ptr,
@@ -202,7 +206,7 @@ def ragged_m(
     config = config or choose(N, x)
     _ragged_m_kernel[(_programs(x.device),)](
         x, w, y, gather if gather is not None else offsets, offsets, *x.stride(), *w.stride(), y.stride(0),
-        N=N, K=K, E=experts, LANES=triton.next_power_of_2(experts), GATHER=gather is not None, UPCAST=interpreted(),
+        N=N, K=K, E=experts, LANES=next_power_of_2(experts), GATHER=gather is not None, UPCAST=interpreted(),
         **asdict(config),
     )  # fmt: skip
     return y
@@ -234,7 +238,7 @@ def ragged_k(
     if rows == 0 or o.numel() == 0:
         return o.zero_() if add_to is None else o
     config = config or choose(N, a)
-    tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
+    tiles = experts * cdiv(M, config.BM) * cdiv(N, config.BN)
     _ragged_k_kernel[(tiles,)](
         a, b, o, gather if gather is not None else offsets, offsets, *a.stride(), *b.stride(),
         M=M, N=N, GATHER_A=gather is not None and gather_a, GATHER_B=gather is not None and not gather_a,

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, quick
+
 _BLOCK = 256
 
 
@@ -35,6 +37,7 @@ def _start(ends_ptr, e, E):
     return tl.load(ends_ptr + e - 1, mask=(e > 0) & (e <= E), other=0)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows", "num_pairs", "num_tokens", "capacity"])
 def _pad_kernel(
     ends_ptr, padded_ends_ptr, gather_ptr, scatter_ptr, pair_ptr,
@@ -102,7 +105,7 @@ def pad_launch(
     token_offsets = pair.new_empty(num_tokens + 1 if plain else 0)
     gather_out, pair_out, scatter_out = pair.new_empty(num_rows), pair.new_empty(num_rows), pair.new_empty(num_pairs)
     most = max(num_rows, num_pairs, num_tokens + 1)
-    _pad_kernel[(triton.cdiv(most, _BLOCK),)](
+    _pad_kernel[(cdiv(most, _BLOCK),)](
         ends, padded_ends, gather, scatter, pair, token_offsets, gather_out, scatter_out, pair_out,
         num_rows, num_pairs, num_tokens, num_experts, max(capacity, 1), top_k,
         BINNED=padded_ends is None, PLAIN=plain, STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
@@ -110,6 +113,7 @@ def pad_launch(
     return token_offsets, gather_out, scatter_out, pair_out
 
 
+@quick
 @triton.jit(do_not_specialize=["num_places"])
 def _replicate_kernel(x_ptr, ends_ptr, y_ptr, num_places, E, STEPS: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(1).to(tl.int64)
@@ -119,6 +123,7 @@ def _replicate_kernel(x_ptr, ends_ptr, y_ptr, num_places, E, STEPS: tl.constexpr
     tl.store(y_ptr + row * num_places + i, y, mask=i < num_places)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_places"])
 def _bin_sum_kernel(dy_ptr, ends_ptr, out_ptr, num_places, E, BLOCK: tl.constexpr):
     e = tl.program_id(0)
@@ -138,7 +143,7 @@ def replicate_launch(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     rows, num_bins = x.shape
     y = x.new_empty(rows, num_places)
     if y.numel():
-        grid = (triton.cdiv(num_places, _BLOCK), rows)
+        grid = (cdiv(num_places, _BLOCK), rows)
         _replicate_kernel[grid](x, ends, y, num_places, num_bins, STEPS=num_bins.bit_length(), BLOCK=_BLOCK)
     return y
 

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
+
 
 @triton.jit
 def _tokens(token_offsets_ptr, program, num_tokens, TOKENS: tl.constexpr):
@@ -76,6 +78,7 @@ def _zero_padding(
             tl.store(rows_ptr + at, zeros, mask=padding[:, None] & (h < H)[None, :])
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "per_token", "fill_programs"])
 def _expand_kernel(
     x_ptr, rows_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
@@ -120,6 +123,7 @@ def _add_rows(
     return acc
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "per_token"])
 def _combine_kernel(
     rows_ptr, weight_ptr, y_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, num_tokens, num_pairs, per_token, H,
@@ -167,6 +171,7 @@ def _give(
     tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_rows", "num_pairs", "per_token", "fill_programs"])
 def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
@@ -225,7 +230,7 @@ _FILL = 64  # rows that a program looks through for padding: one load, and mostl
 def _blocks(hidden: int) -> dict[str, int]:
     """1024 features a one-warp program: narrow rows share one, wide ones are cut. Two or four warps a program, or half
     as many features, were nowhere faster by more than 5 % and often slower by 20 % (benchmarks/NOTES.md)."""
-    block = min(triton.next_power_of_2(max(hidden, 256)), 1024)
+    block = min(next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
@@ -237,12 +242,12 @@ def _exact_blocks(hidden: int) -> dict[str, int]:
 
 def _whole_rows(hidden: int) -> dict[str, int]:
     """Whole rows, so that dy is read once, at 1024 features a warp: with 512 and 256, up to 9 and 25 % slower."""
-    block = min(triton.next_power_of_2(max(hidden, 256)), 4096)
+    block = min(next_power_of_2(max(hidden, 256)), 4096)
     return {"TOKENS": max(1, 1024 // block), "BLOCK": block, "num_warps": max(1, block // 1024)}
 
 
 def _fill_programs(padded: bool, num_rows: int) -> int:
-    return triton.cdiv(num_rows, _FILL) if padded else 0
+    return cdiv(num_rows, _FILL) if padded else 0
 
 
 def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tensor, padded: bool = False) -> Tensor:
@@ -252,9 +257,9 @@ def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tenso
     rows = x.new_empty(num_rows, hidden)
     blocks = _blocks(hidden)
     fill = _fill_programs(padded, num_rows)
-    programs = fill + triton.cdiv(num_tokens, blocks["TOKENS"])
+    programs = fill + cdiv(num_tokens, blocks["TOKENS"])
     if rows.numel() and programs:
-        _expand_kernel[(programs, triton.cdiv(hidden, blocks["BLOCK"]))](
+        _expand_kernel[(programs, cdiv(hidden, blocks["BLOCK"]))](
             x, rows, token_offsets, scatter, pair,
             num_tokens, num_rows, scatter.shape[0] // max(num_tokens, 1), fill, hidden, x.stride(0),
             PADDED=padded, FILL=_FILL, **blocks,
@@ -272,8 +277,8 @@ def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: T
     # idle lanes cost where a token has one row: 0.92 of copy speed against 0.88 at 32768 × 768, K = 1, and 0.93 against
     # 1.00 at 40960 × 768, K = 8
     blocks = _exact_blocks(hidden) if num_pairs <= num_tokens else _blocks(hidden)
-    grid = (triton.cdiv(num_tokens, blocks["TOKENS"]), triton.cdiv(hidden, blocks["BLOCK"]))
-    unroll = min(4, triton.next_power_of_2(triton.cdiv(max(num_pairs, 1), max(num_tokens, 1))))
+    grid = (cdiv(num_tokens, blocks["TOKENS"]), cdiv(hidden, blocks["BLOCK"]))
+    unroll = min(4, next_power_of_2(cdiv(max(num_pairs, 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
             rows, weight, y, token_offsets, scatter, pair, num_tokens, num_pairs, num_pairs // num_tokens, hidden,
@@ -303,7 +308,7 @@ def combine_backward_launch(
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
     blocks = _whole_rows(hidden)
     fill = _fill_programs(padded, num_rows)
-    programs = fill + triton.cdiv(num_tokens, blocks["TOKENS"])
+    programs = fill + cdiv(num_tokens, blocks["TOKENS"])
     if d_rows.numel() and programs:
         _combine_backward_kernel[(programs,)](
             rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.quant.quant import CURVE, GROUP, SLACK, TINY, largest_scale
 
 
@@ -68,6 +69,7 @@ def _encode(
     return code, k, tl.sum(lost * lost, 2)
 
 
+@quick
 @triton.jit
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, width, x_stride, codes_width, num_groups,
@@ -120,6 +122,7 @@ def _quantize_kernel(
     tl.store(codes_ptr + at, out.to(tl.uint8), mask=live & (b < codes_width)[None, :])
 
 
+@quick
 @triton.jit
 def _dequantize_kernel(
     codes_ptr, scales_ptr, out_ptr, num_rows, width, codes_width, num_groups,
@@ -150,7 +153,7 @@ def _dequantize_kernel(
 
 
 def _blocks(num_bits: int, width: int) -> dict[str, Any]:
-    block = min(max(triton.next_power_of_2(width), GROUP[num_bits]), 1024)
+    block = min(max(next_power_of_2(width), GROUP[num_bits]), 1024)
     sizes = {"ROWS": 2048 // block, "BLOCK": block, "num_warps": 4}
     return sizes | {"BITS": num_bits, "GROUP": GROUP[num_bits], "CURVE": CURVE}
 
@@ -158,12 +161,12 @@ def _blocks(num_bits: int, width: int) -> dict[str, Any]:
 def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """x (R, H) → codes, scales; one launch."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, width), groups = x.shape, triton.cdiv(x.shape[1], GROUP[num_bits])
-    codes = x.new_empty(rows, width if num_bits == 8 else triton.cdiv(width, 2), dtype=torch.uint8)
+    (rows, width), groups = x.shape, cdiv(x.shape[1], GROUP[num_bits])
+    codes = x.new_empty(rows, width if num_bits == 8 else cdiv(width, 2), dtype=torch.uint8)
     scales = x.new_empty(rows, groups, dtype=torch.int16)
     blocks = _blocks(num_bits, max(width, 1))
     if codes.numel():
-        _quantize_kernel[(triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(width, blocks["BLOCK"]))](
+        _quantize_kernel[(cdiv(rows, blocks["ROWS"]), cdiv(width, blocks["BLOCK"]))](
             x,
             codes,
             scales,
@@ -186,7 +189,7 @@ def dequantize_launch(codes: Tensor, scales: Tensor, num_bits: int, width: int, 
     out = codes.new_empty(rows, width, dtype=dtype)
     blocks = _blocks(num_bits, max(width, 1))
     if out.numel():
-        _dequantize_kernel[(triton.cdiv(rows, blocks["ROWS"]), triton.cdiv(width, blocks["BLOCK"]))](
+        _dequantize_kernel[(cdiv(rows, blocks["ROWS"]), cdiv(width, blocks["BLOCK"]))](
             codes, scales, out, rows, width, codes.shape[1], scales.shape[1], **blocks
         )
     return out

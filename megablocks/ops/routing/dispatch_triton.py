@@ -21,6 +21,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
+
 # Pairs a program. Sorting 1024 on chip takes longer than twice 512; with 256 the scan gets long (benchmarks/NOTES.md).
 _CHUNK = 512
 
@@ -32,6 +34,7 @@ def _key(expert, inside, E):
     return tl.where(inside, tl.where(valid, expert, E), E + 1).to(tl.int32)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_pairs"])
 def _count_kernel(expert_ptr, counts_ptr, num_pairs, E, CHUNK: tl.constexpr, BINS: tl.constexpr):
     chunk = tl.program_id(0)
@@ -41,6 +44,7 @@ def _count_kernel(expert_ptr, counts_ptr, num_pairs, E, CHUNK: tl.constexpr, BIN
     tl.store(counts_ptr + chunk.to(tl.int64) * (E + 1) + b, tl.histogram(key, BINS), mask=b <= E)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_chunks"])
 def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, ROWS: tl.constexpr, COLS: tl.constexpr):
     col = tl.program_id(0) * COLS + tl.arange(0, COLS)
@@ -55,6 +59,7 @@ def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, ROWS: tl.constexpr, COLS
     tl.store(totals_ptr + col, carry, mask=col <= E)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_pairs", "num_tokens"])
 def _place_kernel(
     token_ptr, expert_ptr, before_ptr, totals_ptr,
@@ -118,9 +123,9 @@ def _place_kernel(
 def count_launch(expert: Tensor, num_experts: int) -> Tensor:
     """expert (R,) → (chunks, E+1) int32: each chunk's pairs of each expert, and last those without; one launch."""
     expert, num_pairs = expert.contiguous(), expert.shape[0]
-    chunks = triton.cdiv(num_pairs, _CHUNK)
+    chunks = cdiv(num_pairs, _CHUNK)
     counts = torch.empty(chunks, num_experts + 1, dtype=torch.int32, device=expert.device)
-    bins = triton.next_power_of_2(num_experts + 2)
+    bins = next_power_of_2(num_experts + 2)
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
     return counts
 
@@ -131,15 +136,15 @@ def dispatch_launch(
     """The five index tensors of `Dispatch`; three launches, no host synchronisation. R must be at least 1."""
     device, num_pairs = expert.device, expert.shape[0]
     token, expert = token.contiguous(), expert.contiguous()
-    chunks = triton.cdiv(num_pairs, _CHUNK)
-    bins = triton.next_power_of_2(num_experts + 2)
+    chunks = cdiv(num_pairs, _CHUNK)
+    bins = next_power_of_2(num_experts + 2)
     gather, scatter, pair = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(3))
     token_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     # the totals first, so that where the counts begin, and with it what gets compiled, hangs on E alone
     totals, counts = torch.empty(chunks + 1, num_experts + 1, dtype=torch.int32, device=device).split([1, chunks])
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
-    _scan_kernel[(triton.cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)
+    _scan_kernel[(cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)
     _place_kernel[(chunks,)](
         token, expert, counts, totals, expert_offsets, token_offsets, gather, scatter, pair,
         num_pairs, num_tokens, num_experts, TOP_K=top_k or 0, CHUNK=_CHUNK, BINS=bins,

@@ -19,10 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
+
 _LOWEST = tl.constexpr(-(2**31))
 _BLOCK = 4096  # keys that a program of 16 warps looks at together
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _keys_kernel(
     weights_ptr, ids_ptr, padding_ptr, keys_ptr, num_tokens, stride_t,
@@ -47,6 +50,7 @@ def _keys_kernel(
     tl.store(keys_ptr + at, keys, mask=mask)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _select_kernel(keys_ptr, loads_ptr, keep_ptr, num_tokens, E, BLOCK: tl.constexpr):
     e = tl.program_id(0)
@@ -85,6 +89,7 @@ def _select_kernel(keys_ptr, loads_ptr, keep_ptr, num_tokens, E, BLOCK: tl.const
         tl.store(keep_ptr + t.to(tl.int64) * E + e, keep.to(tl.int8), mask=live)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "token_programs"])
 def _place_kernel(
     keep_ptr, ends_ptr, token_ptr, expert_ptr, source_ptr, num_tokens, num_pairs, token_programs,
@@ -117,8 +122,8 @@ def select_launch(
     (tokens, experts), device = weights.shape, weights.device
     weights = weights if weights.stride(1) == 1 else weights.contiguous()
     keys = torch.empty(experts, tokens, dtype=torch.int32, device=device)
-    block = min(64, triton.next_power_of_2(experts))
-    _keys_kernel[(triton.cdiv(tokens, 64), triton.cdiv(experts, block))](
+    block = min(64, next_power_of_2(experts))
+    _keys_kernel[(cdiv(tokens, 64), cdiv(experts, block))](
         weights, ids.contiguous(), None if padding_mask is None else padding_mask.contiguous().view(torch.uint8), keys,
         tokens, weights.stride(0), E=experts, K=ids.shape[1], TOKENS=64, EXPERTS=block, num_warps=4,
     )  # fmt: skip
@@ -127,10 +132,10 @@ def select_launch(
     ends = keep.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
     token, expert = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
     source = torch.empty(num_pairs, dtype=torch.int64, device=device)
-    lanes = triton.next_power_of_2(experts)
+    lanes = next_power_of_2(experts)
     rows = max(1, 2048 // lanes)
-    programs = triton.cdiv(tokens, rows)
-    _place_kernel[(programs + triton.cdiv(num_pairs, rows * lanes),)](
+    programs = cdiv(tokens, rows)
+    _place_kernel[(programs + cdiv(num_pairs, rows * lanes),)](
         keep, ends, token, expert, source, tokens, num_pairs, programs,
         E=experts, TOKENS=rows, LANES=lanes, num_warps=4,
     )  # fmt: skip

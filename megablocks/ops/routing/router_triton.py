@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
+
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
 _WARPS = 8
@@ -63,6 +65,7 @@ def _keys(value, inside):
     return tl.where(inside, key, _TAKEN)
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _route_kernel(
     logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, partial_ptr, count_ptr,
@@ -133,6 +136,7 @@ def _route_kernel(
     tl.store(count_ptr + row * (E + 2) + E + 1, tl.sum(living, 0))
 
 
+@quick
 @triton.jit(do_not_specialize=["num_partials"])
 def _finish_kernel(
     partial_ptr, count_ptr, sums_ptr, load_ptr, stats_ptr, balance_ptr, z_ptr,
@@ -164,6 +168,7 @@ def _finish_kernel(
     tl.store(z_ptr, z_weight * (squares / count))
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward_kernel(
     logits_ptr, mask_ptr, expert_ptr, load_ptr, stats_ptr, d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
@@ -257,8 +262,8 @@ def _route_backward_kernel(
 
 
 def _tile(num_experts: int, top_k: int) -> dict[str, int]:
-    block = max(triton.next_power_of_2(num_experts), 16)
-    return {"TOKENS": max(_TILE // block, 4), "BLOCK": block, "K": top_k, "KPAD": triton.next_power_of_2(top_k)}
+    block = max(next_power_of_2(num_experts), 16)
+    return {"TOKENS": max(_TILE // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
 
 
 def route_launch(
@@ -278,7 +283,7 @@ def route_launch(
     bias, padding_mask = (None if t is None else t.contiguous() for t in (bias, padding_mask))
     (num_tokens, num_experts), device = logits.shape, logits.device
     sizes = _tile(num_experts, top_k)
-    tiles = triton.cdiv(num_tokens, sizes["TOKENS"])
+    tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -295,7 +300,7 @@ def route_launch(
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, sums, load, stats, balance, z, programs, num_experts, balance_weight, z_weight,
-        K=top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=triton.next_power_of_2(_PROGRAMS),
+        K=top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS),
         num_warps=16,
     )  # fmt: skip
     return weight, balance, z, sums, expert, token, load, stats
@@ -326,7 +331,7 @@ def route_backward_launch(
     out = torch.empty_like(logits)
     sizes = _tile(num_experts, top_k)
     if out.numel():
-        _route_backward_kernel[(triton.cdiv(num_tokens, sizes["TOKENS"]),)](
+        _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
             logits, padding_mask, expert, load, stats, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, scaling, balance_weight, z_weight,
             SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpreted
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
 
 @triton.jit
@@ -35,6 +36,7 @@ def _at(index_ptr, p, mask, FAN: tl.constexpr):
     return row
 
 
+@quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _rows_kernel(
     x_ptr,
@@ -124,6 +126,7 @@ def _rows_kernel(
         tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _weights_kernel(
     a_ptr,
@@ -217,7 +220,7 @@ def rows_launch(
     config = choose(N, x)
     if other is not None:  # the tile of `other` in registers beside the sums: 128 × 256 would spill
         config = replace(config, BN=min(config.BN, 128))
-    n_tiles = triton.cdiv(N, config.BN)
+    n_tiles = cdiv(N, config.BN)
     dots = None
     if other is not None:
         other = other if other.stride(1) == 1 else other.contiguous()
@@ -225,13 +228,13 @@ def rows_launch(
         dots = allocate(n_tiles, num_rows, dtype=torch.float32, device=x.device)
     if num_rows == 0 or N == 0:
         return y, None if dots is None else dots.sum(0)
-    programs = min(_programs(x.device), (triton.cdiv(num_rows, config.BM) + experts + 1) * n_tiles)
+    programs = min(_programs(x.device), (cdiv(num_rows, config.BM) + experts + 1) * n_tiles)
     _rows_kernel[(programs,)](
         x, w, y, *map(_dense, (ends, in_index, out_index, bias, gate, pair)),
         other, _dense(other_index), _dense(dot_bias), dots, num_rows, *x.stride(), *w.stride(),
         0 if other is None else other.stride(0),
         N=N, K=K, E=experts, IN_FAN=in_fan, OTHER_FAN=other_fan, TAIL=zero_tail,
-        LANES=triton.next_power_of_2(experts + 1), UPCAST=interpreted(), **asdict(config),
+        LANES=next_power_of_2(experts + 1), UPCAST=interpreted(), **asdict(config),
     )  # fmt: skip
     return y, None if dots is None else dots.sum(0)
 
@@ -256,7 +259,7 @@ def weights_launch(
     if o.numel() == 0:
         return o, None if sums is None else sums.zero_()
     config = choose(N, a)
-    tiles = experts * triton.cdiv(M, config.BM) * triton.cdiv(N, config.BN)
+    tiles = experts * cdiv(M, config.BM) * cdiv(N, config.BN)
     _weights_kernel[(tiles,)](
         a, b, o, sums, *map(_dense, (ends, a_index, b_index, gate, pair)), *a.stride(), *b.stride(), *o.stride(),
         M=M, N=N, A_FAN=a_fan, B_FAN=b_fan, UPCAST=interpreted(), **asdict(config),

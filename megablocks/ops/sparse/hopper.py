@@ -6,6 +6,7 @@ All can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,27 +156,49 @@ def sdd(
     return out
 
 
-_counters: dict[tuple[int, int], Tensor] = {}
-_captured: dict[int, list[Tensor]] = {}
+@dataclass(frozen=True)
+class _Counters:
+    """A device's zeros, for good: `free` are handed out one by one, `of_stream` to those that come back."""
+
+    zeros: Tensor
+    filled: torch.cuda.Event
+    free: list[Tensor]
+    of_stream: dict[int, Tensor]
+
+
+_counters: dict[int, _Counters] = {}
+
+
+def _make_counters(device: torch.device) -> _Counters:
+    zeros = torch.zeros(4 * 8192, dtype=torch.int32, device=device)
+    filled = torch.cuda.Event()
+    filled.record(torch.cuda.current_stream(device))
+    # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
+    return _Counters(zeros, filled, list(zeros.split(4)), {})
 
 
 def _counter(device: torch.device) -> Tensor:
     """An int32 that is zero before a launch and after it, and from which no other launch draws meanwhile.
 
     A stream has one, since its launches follow each other. A launch in a CUDA graph gets its own for good: the graph
-    may be replayed on any stream. Where none is left, a fill in the graph makes one.
+    may be replayed on any stream. Where none is left, a fill makes one.
     """
     index = device.index
+    mine = _counters.get(index)
     if torch.cuda.is_current_stream_capturing():
-        left = _captured.get(index)
-        return left.pop() if left else torch.zeros(1, dtype=torch.int32, device=device)
-    stream = torch.cuda.current_stream(device).cuda_stream
-    counter = _counters.get((index, stream))
+        return mine.free.pop() if mine and mine.free else torch.zeros(1, dtype=torch.int32, device=device)
+    if mine is None:
+        # By another thread: before it captures a function, torch.compile runs it with this thread's allocations in the
+        # pool of its graphs, whose memory it gives to other tensors later.
+        with ThreadPoolExecutor(1) as pool:
+            mine = _counters[index] = pool.submit(_make_counters, device).result()
+    stream = torch._C._cuda_getCurrentRawStream(index)  # the object around it takes a quarter of a launch to make
+    counter = mine.of_stream.get(stream)
     if counter is None:
-        counter = _counters[index, stream] = torch.zeros(1, dtype=torch.int32, device=device)
-        if index not in _captured:
-            # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
-            _captured[index] = list(torch.zeros(4 * 4096, dtype=torch.int32, device=device).split(4))
+        if not mine.free:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        torch.cuda.current_stream(device).wait_event(mine.filled)
+        counter = mine.of_stream[stream] = mine.free.pop()
     return counter
 
 

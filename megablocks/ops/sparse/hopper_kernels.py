@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.launch import quick
 from megablocks.ops.sparse.hopper_schedule import (
     announce,
     announced,
@@ -325,6 +326,7 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
     return a_bufs, b_bufs, o_bufs, full, empty, turn
 
 
+@quick
 @gluon.jit(do_not_specialize=["last", "k_steps"])
 def sdd_kernel(
     a_desc, b_desc, o_desc, act_desc, extra_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr,
@@ -356,6 +358,7 @@ def sdd_kernel(
     )
 
 
+@quick
 @gluon.jit(do_not_specialize=["tiles", "dense_tiles", "entries"])
 def spmm_kernel(
     a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries, c: gl.constexpr,

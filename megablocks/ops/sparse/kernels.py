@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
 from .epilogue import NONE, Epilogue
 
@@ -36,6 +37,7 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     return tl.dot(a, b, acc, input_precision=PRECISION)
 
 
+@quick
 @triton.jit(do_not_specialize=["last"])
 def _sdd_kernel(
     a_ptr, b_ptr, out_ptr, rows_ptr, cols_ptr, offsets_ptr, bias_ptr, pre_ptr, act_ptr, last, k_size,
@@ -76,6 +78,7 @@ def _sdd_kernel(
     tl.store(out_ptr + at, acc.to(out_ptr.dtype.element_ty))
 
 
+@quick
 @triton.jit(do_not_specialize=["dense_tiles"])
 def _spmm_kernel(
     data_ptr, dense_ptr, out_ptr, work_ptr, index_ptr, block_ptr, size, dense_tiles, dense_k, dense_d, out_l, out_d,
@@ -137,6 +140,7 @@ def _spmm_kernel(
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=in_dense[:, None])
 
 
+@quick
 @triton.jit(do_not_specialize=["block_rows"])
 def _topology_kernel(
     expert_offsets, padded_offsets, row_indices, column_indices, offsets, column_indices_t, offsets_t, block_offsets_t,
@@ -206,7 +210,7 @@ def fill_topology(
     _topology_kernel[(block_rows + experts,)](
         expert_offsets, *parts, block_rows,
         E=experts, F=blocks_per_row, B=block_size,
-        E_POW2=triton.next_power_of_2(experts), F_POW2=triton.next_power_of_2(blocks_per_row), num_warps=1,
+        E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
     )  # fmt: skip
 
 
@@ -249,7 +253,7 @@ def spmm(
     if out.numel():
         settings = _settings(data, block_size)
         tile = 64 if size <= 64 else 128
-        dense_tiles = triton.cdiv(size, tile)
+        dense_tiles = cdiv(size, tile)
         _spmm_kernel[(lines * (block_size // settings["T"]) * dense_tiles,)](
             data, dense, out, work, index, index if block_offsets is None else block_offsets, size, dense_tiles,
             *(dense.stride() if sparse_left else dense.stride()[::-1]),
