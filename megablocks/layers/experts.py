@@ -42,7 +42,7 @@ from megablocks.parallel.all_to_all import scale_gradient
 
 logger = logging.getLogger(__name__)
 # Implementations that gather tokens and weigh and sum rows themselves.
-_WHOLE = {"scatter": scatter_mlp, "fused": fused_experts}
+_WHOLE: dict[str, Callable[..., Tensor]] = {"scatter": scatter_mlp, "fused": fused_experts}
 _logged: set[str] = set()
 
 InitFn = Callable[[Tensor], Any]
@@ -209,7 +209,7 @@ class Experts(nn.Module):
                 return self._sparse(weights, rows, sorted_dispatch(expert_offsets, rows.shape[0]), None)
             if impl in _WHOLE:
                 identity = sorted_dispatch(expert_offsets, rows.shape[0])
-                return self._whole(impl, weights, rows, identity, None)
+                return self._whole(impl, weights, rows, identity, None, in_order=True)
             if impl == "reference":
                 return reference_mlp(weights, rows, expert_offsets, self.config)
             gathers = self.config.quantize_inputs_num_bits != OFF  # keeps its input once for both up-projections
@@ -247,13 +247,17 @@ class Experts(nn.Module):
         """
         if self.config.mlp_impl != "auto":
             return self.config.mlp_impl
+        config = self.config
+        bits = config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits, config.quantize_scatter_num_bits
         return mlp_choice.choose_mlp_impl(
             on_hopper=mlp_choice.hopper_kernels_run(self.w1.device if device is None else device),
             dtype=self.w1.dtype if dtype is None else dtype,
-            gated=self.config.is_gated,
-            biased=self.config.mlp_bias,
+            gated=config.is_gated,
+            biased=config.mlp_bias,
+            keeps_less=config.recompute_activation or any(b != OFF for b in bits),
             rows=rows,
             num_experts=self.num_local_experts,
+            hidden_size=config.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
         )
 
@@ -269,10 +273,11 @@ class Experts(nn.Module):
         return sparse_experts(weights, x, dispatch, weight, self.config, block_size)
 
     def _whole(
-        self, impl: str, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None
-    ) -> Tensor:
-        more = (self._main_grads(x.dtype),) if impl == "fused" else ()
-        return _WHOLE[impl](weights, x, dispatch, weight, self.config, *more)
+        self, impl: str, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None,
+        *, in_order: bool = False,
+    ) -> Tensor:  # fmt: skip
+        more = {"main_grads": self._main_grads(x.dtype), "in_order": in_order} if impl == "fused" else {}
+        return _WHOLE[impl](weights, x, dispatch, weight, self.config, **more)
 
     def _main_grads(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""

@@ -3,7 +3,8 @@
 Legend: R rows (pairs), E local experts, I expert width here.
 
 "sparse" pads every expert's rows to whole blocks and fuses bias and activation into its products; "grouped" pads
-nothing, gathers while it multiplies and runs on any width. All sizes that the rule reads are known on the host, so it
+nothing, gathers while it multiplies and runs on any width; "fused" also does the activation and its gradient within the
+products, but adds biases' gradients by passes of their own. All sizes that the rule reads are known on the host, so it
 never waits for a GPU; under expert parallelism R changes every step and the choice may too.
 """
 
@@ -16,6 +17,9 @@ from megablocks.ops.sparse import hopper
 
 BLOCK = 128
 """Rows and columns of a block where the block-sparse kernels are fastest."""
+
+MAX_EXPERTS = 512
+"""Of the kernels that "fused" is faster by."""
 
 SPARSE_FROM_ROWS: dict[str, int | None] = {"plain": None, "plain, biased": 512, "gated": None}
 """Mean rows an expert from which "sparse" is taken on Hopper, None for never; by kind of expert.
@@ -35,21 +39,26 @@ def hopper_kernels_run(device: torch.device) -> bool:
 
 
 def choose_mlp_impl(
-    *, on_hopper: bool, dtype: torch.dtype, gated: bool, biased: bool, rows: int, num_experts: int, ffn_hidden_size: int
-) -> str:
-    """ "grouped" or "sparse"; needs no GPU.
+    *, on_hopper: bool, dtype: torch.dtype, gated: bool, biased: bool, keeps_less: bool, rows: int, num_experts: int,
+    hidden_size: int, ffn_hidden_size: int,
+) -> str:  # fmt: skip
+    """ "grouped", "sparse" or "fused"; needs no GPU.
 
     Args:
         on_hopper: whether the Hopper kernels run where the layer does, see `hopper_kernels_run`. Elsewhere nothing was
             measured and "grouped" has torch's kernels to fall back on.
         dtype: in which the experts compute.
         gated, biased: whether the activation is, and whether the experts have biases.
-        rows, num_experts, ffn_hidden_size: R, E, I.
+        keeps_less: whether anything is recomputed or quantised for backward, for which "fused" was not measured.
+        rows, num_experts, hidden_size, ffn_hidden_size: R, E, H, I.
     """
-    fewest = fewest_rows(gated, biased)
-    if not on_hopper or dtype not in (torch.bfloat16, torch.float16) or fewest is None:
+    if not on_hopper or dtype not in (torch.bfloat16, torch.float16):
         return "grouped"
-    return "sparse" if ffn_hidden_size % BLOCK == 0 and rows >= fewest * num_experts else "grouped"
+    fewest = fewest_rows(gated, biased)
+    if fewest is not None and ffn_hidden_size % BLOCK == 0 and rows >= fewest * num_experts:
+        return "sparse"
+    fits = hidden_size % 8 == ffn_hidden_size % 8 == 0 and num_experts <= MAX_EXPERTS
+    return "fused" if fits and not biased and not keeps_less else "grouped"
 
 
 def fewest_rows(gated: bool, biased: bool) -> int | None:

@@ -21,8 +21,11 @@ _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half
 
 
 @triton.jit
-def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """The activation NAME (gelu, silu, relu, relu2) of float32 z, and its derivative; EXACT for gelu's erf form."""
+def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr = tl.sigmoid):
+    """The activation NAME (gelu, silu, relu, relu2) of float32 z, and its derivative; EXACT for gelu's erf form.
+
+    SIGMOID: a kernel's own, where it has a cheaper one.
+    """
     if NAME == "gelu":
         if EXACT:
             phi = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
@@ -30,11 +33,11 @@ def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr):
             slope = phi + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
         else:
             # 0.5·(1 + tanh(u)) is σ(2u)
-            half = tl.sigmoid(1.5957691216057308 * z * (1 + 0.044715 * z * z))
+            half = SIGMOID(1.5957691216057308 * z * (1 + 0.044715 * z * z))
             value = z * half
             slope = half + z * half * (1 - half) * 1.5957691216057308 * (1 + 0.134145 * z * z)
     elif NAME == "silu":
-        sigma = tl.sigmoid(z)
+        sigma = SIGMOID(z)
         value = z * sigma
         slope = sigma * (1 + z * (1 - sigma))
     elif NAME == "relu":

@@ -106,7 +106,6 @@ def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width:
     draw = draws(device, dtype)
     x, w1, v1, w2 = draw(T, hidden), *(draw(E, width, hidden) for _ in range(3))
     b1, c1, b2 = draw(E, width), draw(E, width), draw(E, hidden)
-    # 80 and 120 rows an expert reach either tile of the fused up-projection
     routes = [(chosen(device, k), draws(device, torch.float32)(T, k)) for k in (2, 3)]
 
     def step() -> list[Tensor]:
@@ -131,6 +130,7 @@ def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width:
 @family
 def fused(device: torch.device) -> Step:
     steps = [fused_step(device, dtype) for dtype in (torch.bfloat16, torch.float16)]
+    steps.append(fused_step(device, torch.bfloat16, 2056, 264))  # the other tile of the gradient through the activation
     return lambda: [t for one in steps for t in one()]
 
 

@@ -110,13 +110,16 @@ def test_what_is_kept_for_backward(impl, recompute, activation):
     assert kept == 4 * (weights + of_inputs + of_width * rows * width + rows * hidden)
 
 
+PAPER = dict(on_hopper=True, dtype=torch.float16, gated=False, biased=True, keeps_less=False, num_experts=64)
+PAPER |= dict(hidden_size=512, ffn_hidden_size=2048)
+
+
 @pytest.mark.parametrize(
     "rows, expected", [(0, "grouped"), (64 * 512 - 1, "grouped"), (64 * 512, "sparse"), (65536, "sparse")]
 )
 def test_auto_weighs_padding(rows, expected):
     """With biases the paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
-    paper = dict(on_hopper=True, dtype=torch.bfloat16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
-    assert choose_mlp_impl(**paper, rows=rows) == expected
+    assert choose_mlp_impl(**PAPER, rows=rows) == expected
 
 
 @pytest.mark.parametrize(
@@ -126,17 +129,35 @@ def test_auto_weighs_padding(rows, expected):
         dict(dtype=torch.float32),
         dict(dtype=torch.float64),
         dict(gated=True),
-        dict(biased=False),
         dict(ffn_hidden_size=2048 + 64),
         dict(num_experts=256),
     ],
     ids=str,
 )
 def test_auto_groups_what_blocks_do_not_suit(changes):
-    paper = dict(on_hopper=True, dtype=torch.float16, gated=False, biased=True, num_experts=64, ffn_hidden_size=2048)
-    paper |= dict(rows=65536)
+    paper = PAPER | dict(rows=65536)
     assert choose_mlp_impl(**paper) == "sparse"
-    assert choose_mlp_impl(**{**paper, **changes}) == "grouped"
+    assert choose_mlp_impl(**paper | changes) == "grouped"
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(on_hopper=False),
+        dict(dtype=torch.float32),
+        dict(biased=True, ffn_hidden_size=2040),
+        dict(keeps_less=True),
+        dict(hidden_size=516),
+        dict(ffn_hidden_size=2044),
+        dict(num_experts=513),
+    ],
+    ids=str,
+)
+def test_auto_fuses_what_its_kernels_take(changes, gated):
+    plain = PAPER | dict(biased=False, gated=gated)
+    assert choose_mlp_impl(**plain, rows=8192) == "fused"
+    assert choose_mlp_impl(**plain | changes, rows=8192) == "grouped"
 
 
 def test_auto_takes_hoppers_kernels_for_off_when_they_are(monkeypatch):
@@ -161,6 +182,11 @@ def test_auto_on_this_device_and_in_words(monkeypatch):
     assert experts.mlp_impl_for(2**20) == "sparse"
     assert experts.mlp_impl_for(2**20, dtype=torch.float32) == "grouped"
     assert "mlp_impl=auto (grouped below 2048 rows, else sparse)" in repr(experts)
+    config = config.replace(mlp_bias=False, hidden_size=16)
+    assert Experts(config, dtype=torch.bfloat16).mlp_impl_for(1) == "fused"
+    for kept in ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits"):
+        assert Experts(config.replace(**{kept: 8}), dtype=torch.bfloat16).mlp_impl_for(1) == "grouped", kept
+    assert Experts(config.replace(recompute_activation=True), dtype=torch.bfloat16).mlp_impl_for(1) == "grouped"
 
 
 @pytest.mark.parametrize(

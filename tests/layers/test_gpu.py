@@ -277,11 +277,12 @@ OWN = {
     "grouped": ("ragged_m_kernel",),
     "sparse": ("sdd_kernel", "spmm_kernel", "topology_kernel"),
     "scatter": ("_rows_kernel", "_weights_kernel"),
-    "fused": ("_mlp_gradient_kernel", "ragged_"),
+    "fused": ("ragged_",),
 }
-HOPPER = {"fused": ("up_kernel",)}
+HOPPER = {"fused": ("up_kernel", "down_gradient_kernel")}
+ELSEWHERE = {"fused": ("_mlp_gradient_kernel",)}
 GROUPED = ("ragged_", "GroupProblemShape", "grouped")
-ONLY_FUSED = ("up_kernel", "_mlp_gradient_kernel")
+ONLY_FUSED = ("up_kernel", "down_gradient_kernel", "_mlp_gradient_kernel")
 FOREIGN = {
     "grouped": (*OWN["sparse"], *OWN["scatter"], *ONLY_FUSED),
     "sparse": (*GROUPED, *OWN["scatter"], *ONLY_FUSED),
@@ -297,9 +298,8 @@ def test_each_mlp_impl_launches_its_own_kernels(impl, activation):
     """By kernel name: what each path must show, and nothing of the others'."""
     config = _layer("sparse", activation).config
     launched = _kernels(build(impl, config, device="cuda", dtype=torch.bfloat16))
-    own = OWN.get(impl, ())
-    if torch.cuda.get_device_capability() == (9, 0):
-        own += HOPPER.get(impl, ())
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    own = OWN.get(impl, ()) + (HOPPER if on_hopper else ELSEWHERE).get(impl, ())
     for kernel in own:
         assert any(kernel in name for name in launched), f"{impl} did not launch {kernel}: {sorted(launched)}"
     for kernel in FOREIGN[impl]:

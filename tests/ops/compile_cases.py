@@ -188,6 +188,19 @@ def fused_gradient() -> None:
         mlp_gradient_launch(z, z, gate, torch.zeros(8), ints(8), ints(5), name, "tanh")
 
 
+@family("fused.gradient_hopper_kernel", "down_gradient_kernel", architectures=(90,))
+def fused_gradient_hopper() -> None:
+    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.fused.gradient_hopper import down_gradient
+
+    rows = 256
+    for name, hidden in (*product((*UNARY, *GATED), (200,)), ("gelu", 4096), ("swiglu", 4096)):  # each tile
+        dy, w2 = torch.zeros(64, hidden, dtype=torch.bfloat16), torch.zeros(16, 96, hidden, dtype=torch.bfloat16)
+        z = torch.zeros(rows, 96, dtype=torch.bfloat16)
+        rest = torch.zeros(rows), ints(rows), ints(rows), ints(17), name, "none" if hidden == 200 else "tanh"
+        down_gradient(dy, w2, z, z if name in GATED else None, *rest)
+
+
 @family("fused.up_triton", "_up_kernel")
 def fused_up_twin() -> None:
     from megablocks.ops.activation import GATED, UNARY

@@ -16,7 +16,7 @@ import megablocks.ops
 from megablocks.ops import library
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
-from megablocks.ops.fused.gradient import mlp_gradient_op
+from megablocks.ops.fused.gradient import down_gradient_op
 from megablocks.ops.fused.mlp import fused_mlp_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
@@ -179,20 +179,20 @@ def _samples():
         "fused_mlp": (
             fused_mlp_op,
             (t(T, H), weight.clone().requires_grad_(), t(E, F, H), t(E, F, H), t(E, F, H), t(E, F), t(E, F), t(E, H))
-            + (*moves, offsets, "swiglu", "tanh", False, -1, 8),
+            + (*moves, offsets, "swiglu", "tanh", False, False, -1, 8),
         ),
         "fused_mlp_plain": (
             fused_mlp_op,
             (t(T, H), weight.clone().requires_grad_(), t(E, F, H), None, t(E, F, H), None, None, None)
-            + (*moves, offsets, "gelu", "tanh", True, -1, -1),
+            + (*moves, offsets, "gelu", "tanh", True, False, -1, -1),
         ),
         "fused_up": (
             fused_up_op,
             (const(T, H), const(E, F, H), const(E, F, H), None, const(E, F), *moves, offsets, "geglu", "none"),
         ),
-        "mlp_gradient": (
-            mlp_gradient_op,
-            (const(R, F), const(R, F), const(R, F), weight, d.pair, offsets, "swiglu", "tanh"),
+        "down_gradient": (
+            down_gradient_op,
+            (const(T, H), const(E, F, H), const(R, F), const(R, F), weight, *moves, offsets, "swiglu", "tanh"),
         ),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),

@@ -56,7 +56,7 @@ def test_mlp_draws_what_the_dropless_experts_draw():
 @pytest.mark.parametrize("kind", [GroupedMLP, GroupedGLU])
 def test_N6_grouped_experts_compute_as_mlp_impl_names(kind, impl, monkeypatch):
     called, whole = [], experts._WHOLE[impl]
-    monkeypatch.setitem(experts._WHOLE, impl, lambda *a: called.append(impl) or whole(*a))
+    monkeypatch.setitem(experts._WHOLE, impl, lambda *a, **k: called.append(impl) or whole(*a, **k))
     x, counts = torch.randn(9, H), torch.tensor([5, 0, 4])
     torch.manual_seed(0)
     got = kind(args_of(mlp_impl=impl))(x, counts)

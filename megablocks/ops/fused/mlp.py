@@ -26,15 +26,10 @@ from torch import Tensor
 
 from megablocks.ops.activation import GATED, check_activation
 from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.fused.gradient import mlp_gradient_op
+from megablocks.ops.fused.gradient import down_gradient_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
-from megablocks.ops.grouped.gathered_mm import (
-    gathered_mm_dw_add_op,
-    gathered_mm_dw_op,
-    gathered_mm_op,
-    grouped_mm_sum_op,
-)
+from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_add_op, gathered_mm_dw_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
@@ -48,8 +43,8 @@ _WIDTH = 8  # columns of the narrowest product that every kernel takes
 def fused_mlp_op(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int, main_w1: Tensor | None = None,
-    main_v1: Tensor | None = None, main_w2: Tensor | None = None,
+    name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
+    main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
     z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
@@ -59,24 +54,25 @@ def fused_mlp_op(
     del a
     if b2 is not None:
         rows = add_expert_bias_op(rows, b2, offsets)
-    return combine_op(rows, weight, pair, gather, scatter, token_offsets), z, u
+    y = rows if in_order else combine_op(rows, weight, pair, gather, scatter, token_offsets)
+    return y, z, u
 
 
 @fused_mlp_op.register_fake
 def _(
     x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, input_bits: int, pre_bits: int, main_w1: Tensor | None = None,
-    main_v1: Tensor | None = None, main_w2: Tensor | None = None,
+    name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
+    main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
     return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-5]
+    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-6]
     # Not saved: other micro-batches add to these before this one's backward, which is no mistake here.
-    input_bits, pre_bits, *ctx.main_grads = inputs[-5:]
+    ctx.in_order, input_bits, pre_bits, *ctx.main_grads = inputs[-6:]
     _, z, u = output
     ctx.mark_non_differentiable(z, u)
     ctx.set_materialize_grads(False)
@@ -94,17 +90,16 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
     if dy is None:
-        return (None,) * 21
+        return (None,) * 22
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
     if ctx.recompute:
         z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
     below_act = need_x or need_w1 or need_v1 or need_b1 or need_c1
     if below_act or need_weight or need_w2:
-        d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, *indices)
-        d_z, d_u, scaled, d_weight = mlp_gradient_op(
-            d_act, z, None if v1 is None else u, weight, pair, offsets, ctx.name, ctx.approximate
+        d_z, d_u, scaled, d_weight = down_gradient_op(
+            dy, w2, z, None if v1 is None else u, weight, *indices, ctx.name, ctx.approximate
         )
-        del d_act, z, u
+        del z, u
         if need_w2:
             dw2 = _weight_gradient(main_w2, scaled, dy, indices)
         del scaled
@@ -113,7 +108,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
                 rows = grouped_mm_op(d_z, w1, offsets)
             else:
                 rows = grouped_mm_sum_op(d_z, w1, d_u, v1, offsets)
-            dx = combine_op(rows, None, *indices[:4])
+            dx = rows if ctx.in_order else combine_op(rows, None, *indices[:4])
             del rows
         dw1 = _weight_gradient(main_w1, d_z, x, indices) if need_w1 else None
         dv1 = _weight_gradient(main_v1, d_u, x, indices) if need_v1 else None
@@ -128,7 +123,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
         db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
     d_weight = d_weight if need_weight else None
-    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 13
+    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 14
 
 
 def _weight_gradient(
@@ -163,8 +158,8 @@ fused_mlp_op.register_autograd(_backward, setup_context=_save)
 def fused_mlp(
     x: Tensor, weight: Tensor | None, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
     b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
-    approximate: str = "tanh", recompute: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
-    main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    approximate: str = "tanh", recompute: bool = False, in_order: bool = False, input_bits: int = OFF,
+    pre_bits: int = OFF, main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:  # fmt: skip
     """Each token's experts and their weighted sum.
 
@@ -176,6 +171,8 @@ def fused_mlp(
         b1, c1: (E, I), c1 only when gated; b2: (E, H).
         activation, approximate: as in `activate`.
         recompute: keep x and weight alone, and compute the up-projection again in backward.
+        in_order: the dispatch's rows are its tokens as they stand, and weight is None: nothing is summed, and rows of
+            the result and of x's gradient beyond the last expert's are unspecified.
         input_bits, pre_bits: 4 or 8 keep x, or the pre-activations, quantised (`ops.quant`); -1 as they are.
         main_grads: for w1, v1 and w2 a contiguous float32 tensor (float64 for float64) of its shape, or None. Backward
             adds the weight's gradient to it and gives the weight none.
@@ -215,9 +212,11 @@ def fused_mlp(
     check_activation(w1, v1, activation, approximate)
     biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
     indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
+    if in_order and (weight is not None or num_tokens != num_pairs):
+        raise ValueError(f"in_order: wants weight=None and as many tokens as rows, not {num_tokens} and {num_pairs}")
     if weight is None:
         weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
-    options = activation, approximate, recompute, input_bits, pre_bits
+    options = activation, approximate, recompute, in_order, input_bits, pre_bits
     return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads)[0]
 
 

@@ -3,7 +3,7 @@
     z[r] = x[token(r)] · w1[e]ᵀ + b1[e],  a[r] = act(z[r])
     gated:  u[r] = x[token(r)] · v1[e]ᵀ + c1[e],  a[r] = act(z[r]) ⊙ u[r]
 
-The skeleton is that of grouped_mm_hopper_kernel.py, both consumers on one tile. A gated tile holds BN/2 columns of W1
+The skeleton is that of grouped_mm_hopper_kernel.py. A gated tile holds BN/2 columns of W1
 beside the same columns of V1, so one wgmma yields both, and a pair's product never leaves a thread's registers.
 """
 
@@ -20,38 +20,38 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megablocks.ops.activation_triton import unary
+from megablocks.ops.activation_gluon import unary
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import _find_tile, _tile_ends, barriers, halves, store_rows
 from megablocks.ops.launch import quick
 
-_unary = gluon.jit(unary.fn)
-
 
 @gluon.jit
-def _finish(z, u, i: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.constexpr, c: gl.constexpr):
-    """Activate and write one column part: z, and u where gated, (rows, out_cols)."""
+def _finish(z, u, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """Activate and write one column part from col on, (rows, out_cols): z, u where gated, and a, from slot on."""
     z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr = outs
-    n0 = col + i * c.out_cols
     NAME: gl.constexpr = c.act
     EXACT: gl.constexpr = c.exact
-    COPIES: gl.constexpr = 3 if c.gated else 2
     j = gl.arange(0, c.out_cols, gl.SliceLayout(0, z.type.layout))
     if c.has_bias:
-        z += gl.load(b1_ptr + e * c.I + n0 + j, mask=n0 + j < c.I, other=0).to(gl.float32)[None, :]
+        z += gl.load(b1_ptr + e * c.I + col + j, mask=col + j < c.I, other=0).to(gl.float32)[None, :]
     zr = z.to(bufs.dtype)
-    store_rows(zr, COPIES * i, bufs, z_desc, z_tail, row, end, n0, WG, c)
-    value, _ = _unary(zr.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+    store_rows(zr, slot, bufs, z_desc, z_tail, row, end, col, WG, c)
+    value, _ = unary(zr.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
     if c.gated:
         if c.has_bias:
-            u += gl.load(c1_ptr + e * c.I + n0 + j, mask=n0 + j < c.I, other=0).to(gl.float32)[None, :]
+            u += gl.load(c1_ptr + e * c.I + col + j, mask=col + j < c.I, other=0).to(gl.float32)[None, :]
         ur = u.to(bufs.dtype)
-        store_rows(ur, COPIES * i + 1, bufs, u_desc, u_tail, row, end, n0, WG, c)
+        store_rows(ur, slot + 1, bufs, u_desc, u_tail, row, end, col, WG, c)
         value *= ur.to(gl.float32)
-    store_rows(value.to(bufs.dtype), COPIES * i + COPIES - 1, bufs, a_desc, a_tail, row, end, n0, WG, c)
+        store_rows(value.to(bufs.dtype), slot + 2, bufs, a_desc, a_tail, row, end, col, WG, c)
+    else:
+        store_rows(value.to(bufs.dtype), slot + 1, bufs, a_desc, a_tail, row, end, col, WG, c)
 
 
 @gluon.jit
-def _consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+def _consumer(
+    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     ends = _tile_ends(offsets_ptr, experts, c, 4)
@@ -59,6 +59,11 @@ def _consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, W
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    if c.pingpong:
+        start += WG * step
+        step *= 2
+        it += WG * c.k_steps
     e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
@@ -67,29 +72,44 @@ def _consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, W
         col = n0 // 2 if c.gated else n0
         e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         acc = gl.zeros(shape, gl.float32, layout)
+        if c.pingpong:
+            # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
+            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
         for k in range(c.k_steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             fence_async_shared()  # rows came by cp.async
-            a = x_bufs.index(s * 2 + WG)
+            if c.pingpong:
+                a = x_bufs.index(s)
+            else:
+                a = x_bufs.index(s * 2 + WG)
             acc = warpgroup_mma(a, w_bufs.index(s).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
             mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
             it += 1
+        if c.pingpong:
+            mbarrier.arrive(turn.index(1 - WG), count=1)
+            phase ^= 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
-        row += WG * c.rows
+        if c.pingpong:
+            it += c.k_steps
+        else:
+            row += WG * c.rows
         h0, h1 = halves(acc, c.rows, c.BN)
         p0, p1 = halves(h0, c.rows, c.BN // 2)
         p2, p3 = halves(h1, c.rows, c.BN // 2)
         if c.gated:  # the lower half is z, the upper one u
             _finish(p0, p2, 0, o_bufs, outs, expert, row, last, col, WG, c)
-            _finish(p1, p3, 1, o_bufs, outs, expert, row, last, col, WG, c)
+            _finish(p1, p3, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
         else:
-            _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col, WG, c)
-            _finish(p1, p1, 1, o_bufs, outs, expert, row, last, col, WG, c)
-            _finish(p2, p2, 2, o_bufs, outs, expert, row, last, col, WG, c)
-            _finish(p3, p3, 3, o_bufs, outs, expert, row, last, col, WG, c)
+            # A loop, though it moves the parts through registers: written out for both consumers, four parts' code
+            # leaves the instruction cache.
+            for i in range(4):
+                _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col + i * c.out_cols, WG, c)
+                p0 = p1
+                p1 = p2
+                p2 = p3
     tma.store_wait(0)
 
 
@@ -109,16 +129,19 @@ def _producer(
     i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
     cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
     ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
-    ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+    if c.row_parts == 2:
+        ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
     for tile in range(start, tiles, step):
         # Rows of the next expert's weights are multiplied too where a tile is wider than what is left of this one's;
         # the store clips their columns.
         w_row = e * c.I + (n0 // 2 if c.gated else n0)
         src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
-        src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
+        if c.row_parts == 2:
+            src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
         e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
-        ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+        if c.row_parts == 2:
+            ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
         for k in range(c.k_steps):
             s = it % c.stages
             bar = full.index(s)
@@ -132,12 +155,14 @@ def _producer(
             else:
                 tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
             if c.K % c.BK == 0:
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * 2), src + k0)
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                if c.row_parts == 2:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
             else:
                 inside = (cols + k0 < c.K)[None, :]
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * 2), src + k0, mask=inside)
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                if c.row_parts == 2:
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
 
@@ -151,18 +176,18 @@ def up_kernel(
     """w_desc, v_desc (E·I, K); z, u and a (R, I), each with its ragged twin."""
     dtype: gl.constexpr = w_desc.dtype
     x_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages * 2, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
+        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
     )
     w_bufs = gl.allocate_shared_memory(
         dtype, [c.stages, c.BN, c.BK], gl.NVMMASharedLayout.get_default_for([c.BN, c.BK], dtype)
     )
     o_bufs = gl.allocate_shared_memory(dtype, [2 * c.out_buffers, c.rows, c.out_cols], z_desc.layout)
-    full, empty, _ = barriers(c)
+    full, empty, turn = barriers(c)
     outs = (z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr)
     gl.warp_specialize(
         [
-            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, 0, c)),
-            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, 1, c)),
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
             (
                 _producer,
                 (
