@@ -135,8 +135,11 @@ def _producer(
         # Rows of the next expert's weights are multiplied too where a tile is wider than what is left of this one's;
         # the store clips their columns.
         w_row = e * c.I + (n0 // 2 if c.gated else n0)
+        # Nothing is copied for rows past the expert's last, which all programs would queue for.
+        live = (m0 + i < end)[:, None]
         src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
         if c.row_parts == 2:
+            live2 = (m0 + c.rows + i < end)[:, None]
             src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
         e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
@@ -155,14 +158,14 @@ def _producer(
             else:
                 tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
             if c.K % c.BK == 0:
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0)
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live)
                 if c.row_parts == 2:
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0)
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2)
             else:
                 inside = (cols + k0 < c.K)[None, :]
-                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=inside)
+                async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live & inside)
                 if c.row_parts == 2:
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=inside)
+                    async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2 & inside)
             async_copy.mbarrier_arrive(bar, increment_count=False)
             it += 1
 
