@@ -2,14 +2,14 @@
 
 Runs of one seed see the same weights and data, so that they part by rounding alone; what that may amount to is measured
 by the first one again under another seed. A run is a launch of a script of exp/ into a folder of its own; one whose
-loss.csv has reached the last step is not run again, so that runs may be spread over calls or machines (`--only`). The
-environment is that of exp/common.sh: NGPU, DATA_PREFIX, FLAGS (for every run), DRY_RUN=1, ….
+loss.csv has reached the last step is not run again, so that runs may be spread over calls or machines (`--only`). One
+that stopped before begins anew in an empty folder, since no optimizer state is kept. The environment is that of
+exp/common.sh: NGPU, DATA_PREFIX, FLAGS (for every run), DRY_RUN=1, ….
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import os
 import shlex
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megablocks.config import MLP_IMPLS
 from megablocks.monitor.history import LOSS_COLUMNS, History
 from megablocks.monitor.plots import plot_runs
 
@@ -66,7 +67,7 @@ def verdict(runs: dict[str, History], noise: Distance) -> tuple[str, bool]:
     lines, within = [], True
     for name, history in others:
         apart = distance(history, base)
-        fits = apart.rms <= noise.rms and math.isfinite(apart.rms)
+        fits = apart.rms <= noise.rms and math.isfinite(noise.rms)  # inf where a run or its yardstick is no number
         within &= fits
         lines.append(
             f"{name} against {first}: rms {apart.rms:.5f}, largest {apart.largest:.5f} nats; two seeds of {first}: "
@@ -77,7 +78,8 @@ def verdict(runs: dict[str, History], noise: Distance) -> tuple[str, bool]:
 
 def _command(experiment: Path, folder: Path, steps: int, impl: str, seed: int) -> tuple[list[str], str]:
     """The launch, and the FLAGS for its environment: those that are there stand behind ours."""
-    ours = f"--megablocks-mlp-impl {impl} --seed {seed} --log-interval {max(1, steps // 50)} --no-save-optim"
+    every = next(n for n in range(max(1, steps // 50), 0, -1) if steps % n == 0)  # so that the last step is logged
+    ours = f"--megablocks-mlp-impl {impl} --seed {seed} --log-interval {every} --no-save-optim"
     return ["bash", str(experiment), str(folder), str(steps)], f"{ours} {os.environ.get('FLAGS', '')}".strip()
 
 
@@ -87,19 +89,21 @@ def _read(folder: Path) -> History:
     return history
 
 
-def _is_done(folder: Path, steps: int) -> bool:
-    path = folder / "loss.csv"
-    if not path.is_file():
+def _is_done(folder: Path, steps: int, flags: str) -> bool:
+    """Whether a run of these FLAGS, which end its command, has reached its last step there."""
+    command, given = folder / "command.txt", flags.split()
+    if not command.is_file() or shlex.split(command.read_text())[-len(given) :] != given:
         return False
-    with open(path, newline="") as file:
-        return any(row["iteration"] == str(steps) for row in csv.DictReader(file))
+    return max(_read(folder).rows, default=0) == steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """0: every run is within the noise; 1: one is not, or a launch failed; 2: runs are missing that --only left out."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("out", type=Path, help="a folder: one subfolder a run, runs.png")
-    parser.add_argument("--impls", nargs="+", default=["sparse", "fused"], help="the first is what the others meet")
+    parser.add_argument(
+        "--impls", nargs="+", choices=MLP_IMPLS, default=["sparse", "fused"], help="the first is what the others meet"
+    )
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", nargs=2, type=int, default=[1234, 1235], help="of the comparison, and of the noise")
     parser.add_argument("--experiment", type=Path, default=EXPERIMENT, help="a script of exp/ (default: dMoE-XS)")
@@ -112,19 +116,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = {impl: (impl, seed) for impl in options.impls} | {yardstick: (first, other_seed)}
     if options.only is not None and options.only not in plan:
         parser.error(f"--only {options.only}: must be one of {', '.join(plan)}")
+    missing = []
     for name, (impl, of_seed) in plan.items():
         folder = options.out / name
         command, flags = _command(options.experiment, folder, options.steps, impl, of_seed)
         if os.environ.get("DRY_RUN") == "1":
             print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
-        elif options.only in (None, name) and not _is_done(folder, options.steps):
-            done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
-            if done.returncode:
-                print(f"{name}: the launch ended with {done.returncode}", file=sys.stderr)
+        elif _is_done(folder, options.steps, flags):
+            continue
+        elif options.only in (None, name):
+            if folder.is_dir() and any(folder.iterdir()):
+                print(f"{folder}: holds another run, or one that stopped: remove it or choose another", file=sys.stderr)
                 return 1
+            done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
+            if done.returncode or not _is_done(folder, options.steps, flags):
+                print(f"{name}: ended with {done.returncode} before step {options.steps}", file=sys.stderr)
+                return 1
+        else:
+            missing.append(name)
     if os.environ.get("DRY_RUN") == "1":
         return 0
-    missing = [name for name in plan if not _is_done(options.out / name, options.steps)]
     if missing:
         print(f"{options.out}: still to run: {', '.join(missing)}")
         return 2

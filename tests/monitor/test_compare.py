@@ -16,11 +16,14 @@ from megablocks.monitor.history import LOSS_COLUMNS, History
 ROOT = Path(__file__).parents[2]
 
 
-def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0) -> None:
+def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0, seed: int = 1234) -> None:
+    """A folder as a launch leaves it, named after its mlp_impl."""
     history = History(folder / "loss.csv", LOSS_COLUMNS)
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
+    _, flags = compare._command(compare.EXPERIMENT, folder, 20, folder.name.split("-")[0], seed)
+    (folder / "command.txt").write_text(f"'-m' 'a driver' '--train-iters' '20' {flags}\n")
 
 
 def _curve(offset: float = 0.0, wobble: float = 0.0) -> list[float]:
@@ -43,9 +46,9 @@ def test_distance_is_over_the_iterations_of_both(tmp_path: Path) -> None:
 def test_runs_within_and_beyond_the_noise(
     offset: float, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _run(tmp_path / "sparse", _curve(), rate=1000)
-    _run(tmp_path / "fused", _curve(offset), rate=1500)
-    _run(tmp_path / "sparse-seed8", _curve(wobble=0.05))
+    _run(tmp_path / "sparse", _curve(), rate=1000, seed=7)
+    _run(tmp_path / "fused", _curve(offset), rate=1500, seed=7)
+    _run(tmp_path / "sparse-seed8", _curve(wobble=0.05), seed=8)
     assert compare.main([str(tmp_path), "--steps", "20", "--seeds", "7", "8"]) == status
     text = capsys.readouterr().out
     assert ("NOT within" in text) == bool(status)
@@ -55,13 +58,43 @@ def test_runs_within_and_beyond_the_noise(
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("broken", ["sparse", "fused", "sparse-seed1235"])
+def test_a_run_that_is_no_number_is_not_within_the_noise(broken: str, tmp_path: Path) -> None:
+    for name in ("sparse", "fused", "sparse-seed1235"):
+        _run(tmp_path / name, _curve(math.nan if name == broken else 0.0), seed=1235 if "seed" in name else 1234)
+    assert compare.main([str(tmp_path), "--steps", "20"]) == 1
+
+
 def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("sparse", "fused"):
         _run(tmp_path / name, _curve())
-    _run(tmp_path / "sparse-seed1235", _curve()[:10])  # stopped half way
+    _run(tmp_path / "sparse-seed1235", _curve()[:10], seed=1235)  # stopped half way
     assert compare.main([str(tmp_path), "--steps", "20", "--only", "sparse"]) == 2
     assert capsys.readouterr().out.strip().endswith("still to run: sparse-seed1235")
 
+
+@pytest.mark.parametrize("what", ["stopped", "of another seed", "of other flags"])
+def test_L2_a_run_that_stopped_or_is_another_is_not_taken(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _run(tmp_path / "sparse", _curve()[: 10 if what == "stopped" else 20], seed=9 if "seed" in what else 1234)
+    if "flags" in what:
+        monkeypatch.setenv("FLAGS", "--lr 1e-3")
+    assert compare.main([str(tmp_path), "--steps", "20"]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"{tmp_path}/sparse: holds another run, or one that stopped") and said.count("\n") == 1
+
+
+def test_the_last_step_is_a_logged_one() -> None:
+    for steps, every in ((500, 10), (12, 1), (515, 5), (101, 1)):
+        assert f" --log-interval {every} " in compare._command(compare.EXPERIMENT, Path(), steps, "fused", 1)[1]
+
+
+def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment = tmp_path / "exp.sh"
+    experiment.write_text("exit 0\n")  # as a driver does that was told to stop
+    assert compare.main([str(tmp_path / "out"), "--steps", "20", "--experiment", str(experiment)]) == 1
+    assert capsys.readouterr().err == "sparse: ended with 0 before step 20\n"
 
 def test_L2_a_comparison_of_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
