@@ -13,11 +13,12 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-import gpu
 from measure import Gate, write_result
 
 CASES = ((24576, 128, 8), (65536, 64, 1), (32768, 256, 16), (16384, 512, 10))
@@ -64,6 +65,49 @@ def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[
         return *d, offsets, *pattern, d.token_offsets, *rows
 
     return {"indices": (plain, plain_ref), "with topology and padded rows": (padded, padded_ref)}
+
+
+def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
+    """(name, µs) of what one call runs on the device, in order: kernels, copies and fills, by the profiler.
+
+    Raises:
+        RuntimeError: the call waits for the device (checked by torch's synchronisation guard in another call).
+    """
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    fn()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        fn()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
+        for _ in range(calls):
+            fn()
+        torch.cuda.synchronize()
+    events = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    events.sort(key=lambda e: e.time_range.start)
+    events = [e for e in events if "Sync" not in e.name]
+    each = len(events) // calls
+    assert each * calls == len(events), f"{len(events)} launches in {calls} equal calls"
+    by_place = [[events[c * each + i] for c in range(calls)] for i in range(each)]
+    return [(group[0].name, median(e.time_range.elapsed_us() for e in group)) for group in by_place]
+
+
+def host_microseconds(fn: Callable[[], Any], calls: int = 200) -> float:
+    """Median wall time of a call on the host alone: the device works off what was queued between the rounds."""
+    import torch
+
+    times = []
+    for _ in range(calls):
+        start = time.perf_counter()
+        fn()
+        times.append(time.perf_counter() - start)
+        if len(times) % 20 == 0:
+            torch.cuda.synchronize()
+    return 1e6 * median(times)
 
 
 def check(name: str, call: Callable[[], Any], reference: Callable[[], Any]) -> None:
@@ -136,8 +180,8 @@ def main() -> int:
     gate = Gate(lambda key: True)
 
     def note(shape: tuple[int, int, int], name: str, call: Callable[[], Any]) -> dict[str, Any]:
-        kernels = gpu.launches(call)
-        spent, host = sum(us for _, us in kernels), gpu.host_microseconds(call)
+        kernels = launches(call)
+        spent, host = sum(us for _, us in kernels), host_microseconds(call)
         print(f"  {name:32} {len(kernels):3d} launches, {spent:7.1f} us of kernels, {host:6.0f} us host", flush=True)
         record = {"shape": shape, "name": name, "launches": len(kernels), "us": spent, "host_us": host}
         by_name: dict[str, list[float]] = {}
@@ -157,7 +201,7 @@ def main() -> int:
             how = "fused" if fused else "unfused"
             note(shape, f"router forward, {how}", forward)
             note(shape, f"router forward + backward, {how}", both)
-            host = gpu.host_microseconds(many, calls=40) / STEPS
+            host = host_microseconds(many, calls=40) / STEPS
             print(f"  {STEPS} routers and one backward: {host:.0f} us host a router")
             records[-1]["host_us_of_many"] = host
     goal = records[0]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import shlex
 import sys
 import time
@@ -116,11 +117,15 @@ def calls_for(fn: Callable[[], Any], round_ms: float = ROUND_MS) -> int:
 def interleave(
     timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Times of every candidate in each round; each round starts with another candidate, the first ones are dropped."""
-    names = list(timers)
-    times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(-warm_up, rounds) if names else ():
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    """Times of every candidate in each round, the first ones dropped.
+
+    Each round has an order of its own, the same in every run: at the limit of power a candidate's time depends on who
+    ran before it, and in rounds that only start elsewhere that is always the same one.
+    """
+    order = random.Random(0)
+    times: dict[str, list[float]] = {name: [] for name in timers}
+    for i in range(-warm_up, rounds):
+        for name in order.sample(list(timers), len(timers)):
             spent = timers[name]()
             if i >= 0:
                 times[name].append(spent)

@@ -11,13 +11,14 @@ between forward and backward.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from measure import Gate, relative_error, write_result
+from measure import Gate, graph_of, interleave, milliseconds, relative_error, write_result
 
 
 class Case(NamedTuple):
@@ -63,7 +64,7 @@ def main() -> None:
     options = parser.parse_args()
     names, impls = options.only, options.impls.split(",")
     cases = [case for case in CASES if not names or case.name in names.split(",")]
-    if os.environ.get("DRY_RUN"):
+    if os.environ.get("DRY_RUN", "0") == "1":
         print(*cases, sep="\n")
         return
     print(f"ms as a graph (eager), kept MB, of {', '.join(impls)}; what auto takes")
@@ -107,26 +108,18 @@ def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
 
         return step
 
-    eager: dict[str, Callable[[], list[Any]]] = {}
-    graphs: dict[str, Any] = {}
+    timers: dict[str, Callable[[], float]] = {}
     kept, results = {}, {}
     for impl in impls:
         layer = build(case, impl)
-        eager[impl] = step_of(layer)
-        results[impl] = eager[impl]()
+        step = step_of(layer)
+        results[impl] = step()
         before = torch.cuda.memory_allocated()
         held = layer.forward_with_aux(x)
         kept[impl] = (torch.cuda.memory_allocated() - before) >> 20
         del held
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            eager[impl]()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = eager[impl]()
-        graphs[impl] = graph, captured  # a graph keeps neither its results nor its operands alive
+        timers[f"eager/{impl}"] = functools.partial(milliseconds, step, REPEATS)  # keeps what the graph reads
+        timers[f"graph/{impl}"] = functools.partial(milliseconds, graph_of(step), REPEATS)
     right = True
     for impl in impls[1:]:
         error = max(relative_error(a, b) for a, b in zip(results[impl], results[impls[0]], strict=True))
@@ -138,24 +131,12 @@ def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
     if not right:
         return None
 
-    times = {}
-    for kind, runs in (("eager", eager), ("graph", {impl: graph.replay for impl, (graph, _) in graphs.items()})):
-        samples: dict[str, list[float]] = {impl: [] for impl in impls}
-        for _ in range(ROUNDS):
-            for impl, run in runs.items():
-                run()
-                pairs = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-                for start, end in pairs:
-                    start.record()
-                    run()
-                    end.record()
-                torch.cuda.synchronize()
-                samples[impl] += [start.elapsed_time(end) for start, end in pairs]
-        times[kind] = {impl: median(samples[impl]) for impl in impls}
+    times = interleave(timers, ROUNDS)
     auto = build(case, "auto").experts.mlp_impl_for(case.tokens * case.top_k)
-    shown = [f"{times['graph'][i]:7.3f} ({times['eager'][i]:7.3f}) {kept[i]:5}" for i in impls]
+    graph, eager = ({impl: median(times[f"{how}/{impl}"]) for impl in impls} for how in ("graph", "eager"))
+    shown = [f"{graph[i]:7.3f} ({eager[i]:7.3f}) {kept[i]:5}" for i in impls]
     print(f"{case.name:14}{'   '.join(shown)}   {auto}", flush=True)
-    return {"case": case.name, "auto": auto, "graph_ms": times["graph"], "eager_ms": times["eager"], "kept_mib": kept}
+    return {"case": case.name, "auto": auto, "graph_ms": graph, "eager_ms": eager, "kept_mib": kept, "times": times}
 
 
 if __name__ == "__main__":
