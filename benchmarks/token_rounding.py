@@ -108,7 +108,7 @@ def shortfalls(shapes: dict[str, Any], rule: str = "nearest") -> list[str]:
         rows = shapes.get(label, {})
         got = rows.get(rule, {}).get("queued_speed")
         enough = PLAIN in rows and 1 / (1 - rows[PLAIN]["wasted"]) >= goal
-        if got is None or (got < goal and enough):
+        if got is None or (not got >= goal and enough):  # NaN too
             short.append(f"{label} {'not measured' if got is None else f'{got:.3f}'}")
     return short
 

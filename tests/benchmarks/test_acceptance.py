@@ -3,6 +3,7 @@
 import copy
 import importlib
 import json
+import math
 import sys
 
 import pytest
@@ -29,32 +30,41 @@ def quantised():
     ]  # fmt: skip
 
 
+def seven():
+    """A record of which no more is read than the number of its rounds."""
+    return [{"times": {"auto": [1.0] * 7}}]
+
+
 def good():
     """name → (summary, records) that reach every goal."""
     over = {"quack-pp192": 1.0, "bmm": 1.05, "torch": 0.5, "torch-take": 0.6}
-    first = {"first_s": 5.0, "impl": "auto", "activation": "gelu", "new_counts": {"5": []}}
+    first = {"first_s": 5.0, "impl": "auto", "activation": "gelu", "new_counts": {"5": []}, "compiled": ["_up"],
+             "from_disk": 1}  # fmt: skip
+    rounds = {"rounds": 7}
+    auto = {"case": "XS", "auto": "fused", "graph_ms": {"fused": 1.0, "sparse": 1.2}}
+    auto["times"] = {"graph/fused": [1.0] * 7, "graph/sparse": [1.2] * 7}
     return {
         "bookkeeping": ({}, [{"shape": [24576, 128, 8], "name": "indices", "us": 15.0, "launches": 3}]),
-        "permutation": ({}, [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
-        "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, []),
-        "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), []),
-        "layers_off": (over_padding(("XS", "Medium"), (2.0,)), []),
+        "permutation": (dict(rounds), [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
+        "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, seven()),
+        "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), seven()),
+        "layers_off": (over_padding(("XS", "Medium"), (2.0,)), seven()),
         "quant": ({}, quantised()),
-        "grouped_gemm": ({}, [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
+        "grouped_gemm": (rounds, [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
                               for op in ("up", "down", "dx", "dw1", "dw2", "layer")]),
         "first_call": ({}, [first | {"cache": "cold"}, first | {"cache": "warm"}]),
-        "mlp_impls": ({"missing": []}, [{"case": "XS", "auto": "fused", "graph_ms": {"fused": 1.0, "sparse": 1.2}}]),
+        "mlp_impls": ({"missing": []}, [auto]),
         **{name: ({}, [peers_record(shape) for shape in acceptance.PAPER[3 * i : 3 * i + 3]])
            for i, name in enumerate(("peers_1b", "peers_7b", "peers_30b", "peers_120b"))},
-        "token_rounding": ({"shapes": rounded()}, []),
-        "growth": ({"flatness": {"fused": 0.05}, "over_model": {"fused": -0.02}}, []),
+        "token_rounding": ({"shapes": rounded()}, seven()),
+        "growth": ({"flatness": {"fused": 0.05}, "over_model": {"fused": -0.02}}, seven()),
         "first_step": ({}, copy.deepcopy([first | {"cache": "cold"}, first | {"cache": "warm", "first_s": 0.9}])),
     }  # fmt: skip
 
 
 def peers_record(shape):
     names = ("fused", "sonicmoe", "sonicmoe compiled", "scattermoe")
-    times = {f"{how}/{name}": [us] for how in ("queued", "eager", "forward")
+    times = {f"{how}/{name}": [us] * 7 for how in ("queued", "eager", "forward")
              for name, us in zip(names, (1.0, 1.3, 1.2, 2.1), strict=True)}  # fmt: skip
     held = {"fused": 90, "fused recompute": 30, "fused 8 bits": 60, "sonicmoe": 100, "sonicmoe compiled": 120}
     return {"shape": shape, "flops": 1e9, "times": times, "memory": {name: {"held": n} for name, n in held.items()}}
@@ -101,6 +111,7 @@ def test_every_line_can_be_met(tmp_path):
         ({"void": ["sonicmoe forward at S1"]}, "void: sonicmoe", "green"),
         ({"environment": {"gpu": None}}, "measured on None", "green"),
         ({"environment": {"gpu": "NVIDIA H100"}}, "measured on NVIDIA H100", "green"),
+        ({"environment": {"gpu": "NVIDIA H200 NVL"}}, "measured on NVIDIA H200 NVL", "green"),
         ({"format": 0}, "not a result of format 1", "–"),
         ({"summary": {}, "records": []}, "", "green"),
     ],
@@ -154,18 +165,27 @@ def without_quack(summary, records):
         ("grouped_gemm", lambda s, r: r[-1]["time_of_ours_over"].update({"torch": 0.99}), 0),  # 8 experts
         ("grouped_gemm", lambda s, r: r.pop(2), 1),
         ("grouped_gemm", without_quack, 0),
+        ("grouped_gemm", lambda s, r: without_quack(s, r[2:3]), 1),  # dx at one shape
+        ("grouped_gemm", lambda s, r: s.update(rounds=5), 4),
+        ("permutation", lambda s, r: s.clear(), 1),
+        ("layers", lambda s, r: r[0]["times"].update(auto=[1.0] * 6), 4),
         ("first_call", lambda s, r: r[0].update(first_s=10.5), 1),
         ("first_call", lambda s, r: r[1]["new_counts"].update({"7": ["_up"]}), 1),
+        ("first_call", lambda s, r: r[0].update(compiled=[], from_disk=0), 1),  # nothing was counted at all
         ("mlp_impls", lambda s, r: r[0].update(auto="sparse"), 1),
+        ("mlp_impls", lambda s, r: r[0].update(auto="scatter"), 1),  # not measured
         ("mlp_impls", lambda s, r: s.update(missing=["Small"]), 1),
-        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [1.25]}), 1),  # the mean stays
-        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [9.0]}), 2),
-        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [float("nan")]}), 2),
+        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [1.25] * 7}), 1),  # the mean stays
+        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [9.0] * 7}), 2),
+        ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [float("nan")] * 7}), 2),
         ("peers_30b", lambda s, r: r.pop(), 5),
+        ("peers_30b", lambda s, r: r[1]["times"].pop("queued/sonicmoe"), 0),  # which the figure says
+        ("peers_30b", lambda s, r: r[1].update(times={n: t[:5] for n, t in r[1]["times"].items()}), 6),
         ("peers_30b", lambda s, r: r[1]["memory"]["fused"].update(held=101), 1),
-        ("peers_7b", lambda s, r: r[0]["times"].update({"queued/scattermoe": [1.9]}), 1),
+        ("peers_7b", lambda s, r: r[0]["times"].update({"queued/scattermoe": [1.9] * 7}), 1),
         ("peers_7b", lambda s, r: r[0]["times"].pop("queued/scattermoe"), 1),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(queued_speed=1.0), 1),
+        ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(queued_speed=math.nan), 1),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(deviation=129), 1),
         ("token_rounding", lambda s, r: s["shapes"].popitem(), 2),
         ("growth", lambda s, r: s["flatness"].update(fused=0.11), 1),
@@ -178,6 +198,14 @@ def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, 
     write(tmp_path, worse(good(), name, change))
     short = [row for row in rows(tmp_path).values() if row.verdict != "met"]
     assert len(short) == missed, short
+
+
+def test_a_missing_candidate_of_sonicmoe_is_told(tmp_path):
+    results = good()
+    results["peers_30b"][1][1]["times"].pop("queued/sonicmoe compiled")
+    write(tmp_path, results)
+    told = [row.name for row in rows(tmp_path).values() if "one SonicMoE alone at 1 shapes" in row.measured]
+    assert len(told) == 2 and all(name.startswith("fused over SonicMoE") for name in told)
 
 
 def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, capsys):
