@@ -5,27 +5,28 @@
 The tensors are small, so that the GPU is never waited for; 64 experts, top-1, bf16. "step" leaves backward to
 autograd's own thread, as training does; "one thread" runs it in the caller's, for which there is
 `torch.autograd.set_multithreading_enabled(False)`: the difference is what changing threads takes. µs a step, the
-fastest and the median round of 100 steps.
+fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Callable
 from statistics import median
-
-import torch
-from torch import Tensor
-
-from megablocks.config import MoEConfig
-from megablocks.layers.dmoe import dMoE
+from typing import Any
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, STEPS = 512, 256, 512, 64, 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused")]
 
 
-def make(impl: str, activation: str) -> tuple[dMoE, Tensor, Tensor]:
+def make(impl: str, activation: str) -> tuple[Any, Any, Any]:
+    """(layer, x, dy)."""
+    import torch
+
+    from megablocks import MoEConfig, dMoE
+
     config = MoEConfig(
         hidden_size=HIDDEN, ffn_hidden_size=WIDTH, num_experts=EXPERTS, top_k=1, activation=activation, mlp_impl=impl,
         load_balancing_loss_weight=0.0,
@@ -34,7 +35,7 @@ def make(impl: str, activation: str) -> tuple[dMoE, Tensor, Tensor]:
     return dMoE(config, dtype=torch.bfloat16, device="cuda"), x, torch.randn_like(x)
 
 
-def step(layer: dMoE, x: Tensor, dy: Tensor) -> None:
+def step(layer: Any, x: Any, dy: Any) -> None:
     y, _ = layer.forward_with_aux(x)
     y.backward(dy)
     x.grad = None
@@ -43,6 +44,8 @@ def step(layer: dMoE, x: Tensor, dy: Tensor) -> None:
 
 
 def microseconds(fn: Callable[[], object]) -> float:
+    import torch
+
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(STEPS):
@@ -51,9 +54,15 @@ def microseconds(fn: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    import torch
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
+    if os.environ.get("DRY_RUN", "0") == "1":
+        for impl, activation in LAYERS:
+            print(f"{impl:8} {activation:7} T, H, I, E = {TOKENS}, {HIDDEN}, {WIDTH}, {EXPERTS}")
+        return
     layers = {names: make(*names) for names in LAYERS}
     times: dict[tuple[str, ...], list[float]] = {}
     for args in layers.values():
@@ -62,10 +71,10 @@ def main() -> None:
     for _ in range(rounds):
         for names, args in layers.items():
 
-            def one_step(args: tuple[dMoE, Tensor, Tensor] = args) -> None:
+            def one_step(args: tuple[Any, Any, Any] = args) -> None:
                 step(*args)
 
-            def forward(args: tuple[dMoE, Tensor, Tensor] = args) -> None:
+            def forward(args: tuple[Any, Any, Any] = args) -> None:
                 args[0].forward_with_aux(args[1])
 
             times.setdefault((*names, "step"), []).append(microseconds(one_step))
