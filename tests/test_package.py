@@ -161,7 +161,7 @@ def test_image_base_is_an_argument_with_a_pinned_tag() -> None:
 
 def test_third_party_is_pinned_by_commit_and_not_vendored(tmp_path: Path) -> None:
     pins = [line.split() for line in (ROOT / "third_party/pins.txt").read_text().splitlines() if line[0] != "#"]
-    assert {name for name, *_ in pins} == {"Megatron-LM", "Tutel"}
+    assert {name for name, *_ in pins} == {"Megatron-LM", "Tutel", "SonicMoE", "QuACK", "ScatterMoE"}
     assert all(re.fullmatch(r"[0-9a-f]{40}", commit) for _, _, commit, _ in pins)
     tracked = subprocess.run(["git", "ls-files", "third_party"], cwd=ROOT, capture_output=True, text=True).stdout
     assert set(tracked.split()) <= {"third_party/pins.txt", "third_party/fetch.sh"}
