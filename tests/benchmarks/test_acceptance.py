@@ -67,7 +67,8 @@ def peers_record(shape):
     times = {f"{how}/{name}": [us] * 7 for how in ("queued", "eager", "forward")
              for name, us in zip(names, (1.0, 1.3, 1.2, 2.1), strict=True)}  # fmt: skip
     held = {"fused": 90, "fused recompute": 30, "fused 8 bits": 60, "sonicmoe": 100, "sonicmoe compiled": 120}
-    return {"shape": shape, "flops": 1e9, "times": times, "memory": {name: {"held": n} for name, n in held.items()}}
+    memory = {name: {"held": n} for name, n in held.items()}
+    return {"shape": shape, "flops": 1e9, "commit": "0123abc", "times": times, "memory": memory}
 
 
 def rounded():
@@ -200,11 +201,13 @@ def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, 
     assert len(short) == missed, short
 
 
-def test_a_missing_candidate_of_sonicmoe_is_told(tmp_path):
+def test_a_missing_candidate_of_sonicmoe_and_other_commits_are_told(tmp_path):
     results = good()
     results["peers_30b"][1][1]["times"].pop("queued/sonicmoe compiled")
+    results["peers_7b"][1][0]["commit"] = "another"
     write(tmp_path, results)
-    told = [row.name for row in rows(tmp_path).values() if "one SonicMoE alone at 1 shapes" in row.measured]
+    caveats = "one SonicMoE alone at 1 shapes, of 2 commits"
+    told = [row.name for row in rows(tmp_path).values() if row.measured.endswith(caveats)]
     assert len(told) == 2 and all(name.startswith("fused over SonicMoE") for name in told)
 
 
