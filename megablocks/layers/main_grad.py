@@ -17,12 +17,15 @@ from torch import Tensor, nn
 def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
     """Where the parameter's gradients are to be added, None if it asks for nothing of the kind.
 
-    A compiled layer leaves its gradients to autograd, and so to Megatron's hook; Megatron's FSDP always has them from
-    there, since it makes main_grad only when they are complete.
+    A compiled layer leaves its gradients to autograd, and so to Megatron's hook, which zero_out_wgrad tells to add them
+    even where another micro-batch of the step ran eagerly, as some do once torch.compile has compiled often enough.
+    Megatron's FSDP always has them from autograd, since it makes main_grad only when they are complete.
     """
     if parameter is None or not parameter.requires_grad or hasattr(parameter, "__fsdp_param__"):
         return None
     if torch.compiler.is_compiling():
+        if hasattr(parameter, "main_grad"):
+            parameter.zero_out_wgrad = True  # type: ignore[attr-defined]
         return None
     return getattr(parameter, "main_grad", None)
 

@@ -187,3 +187,19 @@ def test_a_compiled_layer_leaves_main_grads_to_the_hook():
         compiled, eager = layer.get_parameter(name), other.get_parameter(name)
         assert not compiled.grad_added_to_main_grad
         assert relative_error(compiled.main_grad, eager.main_grad) < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["grouped", "fused"])
+@pytest.mark.parametrize("compiled", [(True, False, True), (False, True, False)])
+def test_N6_main_grad_of_compiled_and_eager_micro_batches_of_a_step(kind, compiled, poison):
+    def run_of(layer):
+        def run(x):
+            return layer.forward_with_aux(x)[0]
+
+        runs = {False: run, True: torch.compile(run, backend="aot_eager", fullgraph=True)}
+        following = iter(compiled)
+        return lambda x: runs[next(following)](x)
+
+    (_, fused), (_, plain) = _both(kind, run_of)
+    for name, grad in plain.items():
+        assert relative_error(fused[name], grad) < 1e-6, name
