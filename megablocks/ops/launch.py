@@ -3,8 +3,8 @@
 `kernel[grid](…)` of Triton describes every argument in a string, hashes all and looks the compiled kernel up, at each
 launch: of the 23 µs of a launch of four arguments and the 51 µs of one with four TMA descriptors on an H200's host, 9
 and 27 µs. What the compiled form hangs on is little: dtypes, which pointers and sizes are multiples of 16, sizes of 1,
-and the compile-time values. `quick` keeps the compiled kernels by that, and calls them as Triton offers:
-`kernel[grid](…)` returns the compiled kernel, and `compiled[grid](…)` launches it.
+the compile-time values, and Triton's switches for debugging and profiling. `quick` keeps the compiled kernels by that,
+and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and `compiled[grid](…)` launches it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 import triton
 from packaging.version import Version
 from torch import Tensor
+from triton import knobs
 
 _RELEASES = Version("3.6"), Version("3.8")  # whose rules of specialization these are
 _MOST = 1024  # compiled forms kept a kernel
@@ -69,11 +70,16 @@ class QuickLaunch:
         if places is None:
             self._kernel[grid](*args, **options)
             return
-        key: list[Any] = [torch.cuda.current_device(), types, *options, *options.values()]
+        # 1, 1.0 and True are equal, and compile differently
+        key: list[Any] = [torch.cuda.current_device(), types, *options, *map(type, options.values()), *options.values()]
+        key += knobs.runtime.debug, knobs.compilation.instrumentation_mode
         values = list(args)
         misaligned = 0
         for i in places.tensors:
             a = args[i]
+            if not a.is_cuda:  # Triton refuses it by name; as an address it would be read all the same
+                self._kernel[grid](*args, **options)
+                return
             # by its address: of a tensor the launcher asks it, and the driver where that is
             values[i] = address = a.data_ptr()
             key.append(a.dtype)
@@ -93,7 +99,8 @@ class QuickLaunch:
         found = self._compiled.get(made_of := tuple(key))
         if found is None:
             compiled = self._kernel[grid](*args, **options)
-            if compiled is not None:
+            # an AsyncCompileMode of the caller's returns a promise of it, which cannot be launched
+            if compiled is not None and not hasattr(compiled, "result"):
                 if len(self._compiled) >= _MOST:
                     self._compiled.clear()
                 # with the layouts, so that no other one is given the id of one in a key
@@ -117,4 +124,4 @@ def quick(kernel: Any) -> Any:
     """Decorates a `triton.jit` or `gluon.jit` function whose compile-time parameters come last and by keyword."""
     first, beyond = _RELEASES
     ours = first <= Version(triton.__version__) < beyond and torch.version.hip is None  # AMD's rules differ
-    return QuickLaunch(kernel) if ours and not triton.knobs.runtime.interpret else kernel
+    return QuickLaunch(kernel) if ours and not knobs.runtime.interpret else kernel

@@ -37,6 +37,8 @@ class Op:
         self.definition = definition
         self._implementation = implementation
         self._has_lists = "Tensor[]" in schema
+        arguments = definition._opoverload._schema.arguments
+        self._written = [i for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
         self._defaults = [p.default for p in inspect.signature(implementation).parameters.values()]
         self._function: type[torch.autograd.Function] | None = None
 
@@ -77,6 +79,8 @@ class Op:
                     return self.definition(*args)
                 wants_gradient = wants_gradient or a.requires_grad
                 first = a if first is None else first
+        for i in self._written:  # as torch's op does: or autograd would use it, saved before, as if it were unchanged
+            torch.autograd.graph.increment_version(args[i])
         call = self._implementation
         if wants_gradient and torch.is_grad_enabled():
             if self._function is None:  # torch's op raises where a kernel's result would pass for a constant

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megablocks.ops.activation import GATED, UNARY, activation_ref
-from megablocks.ops.fused import gradient_hopper, up
+from megablocks.ops.fused import gradient_hopper, up, up_hopper
 from megablocks.ops.fused.gradient import down_gradient_op, mlp_gradient_ref
 from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.grouped import grouped_mm_hopper
@@ -405,6 +405,17 @@ def test_R6_fused_mlp_of_any_size(hidden, inner, tokens, activation, bias):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens", [129, 1000])
+def test_R6_fused_mlp_by_few_programs(tokens, activation, monkeypatch):
+    """One program a multiprocessor leaves sizes like these with a tile a program: no second one, no turns to take."""
+    for module in (up_hopper, gradient_hopper, grouped_mm_hopper):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
+    got, _, want = _on_gpu(tokens, 600, 264, activation, torch.bfloat16)
+    _near(got, want, 0.02)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype,tolerance", [(torch.float16, 0.004), (torch.float32, 1e-5)], ids=["fp16", "fp32"])
 @pytest.mark.parametrize("hidden,inner", [(72, 136), (60, 67)])
 def test_N1_fused_mlp_in_other_dtypes(hidden, inner, dtype, tolerance):
@@ -488,11 +499,13 @@ def test_N5_fused_mlp_frozen_inputs_and_two_backwards():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tile", ["_WIDE", "_SHARED"])
 @pytest.mark.parametrize("activation", [*UNARY, *GATED])
+@pytest.mark.parametrize("programs", [132, 3])
 @pytest.mark.parametrize("tokens,hidden,inner", [(7, 64, 128), (300, 72, 136), (1000, 200, 600)])
-def test_R6_down_gradient_kernel_equals_float64(tokens, hidden, inner, activation, tile):
+def test_R6_down_gradient_kernel_equals_float64(tokens, hidden, inner, programs, activation, tile, monkeypatch):
     """In either tile: an expert without rows, pairs without an expert, and NaN behind the last row; twice the same."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU: the kernel is for no other")
+    monkeypatch.setattr(gradient_hopper, "multiprocessors", lambda device: programs)  # 3: many tiles for each
     t = torch.arange(tokens)
     ids = torch.stack([t % 5 % 3, torch.where(t % 5 == 0, 4, -1)], 1)  # none to expert 3
     values, d, _, dy = _case(tokens, hidden, inner, 5, 2, activation in GATED, False, 0, torch.bfloat16, ids)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 
 import megablocks.ops
 from megablocks.ops.launch import QuickLaunch, cdiv, next_power_of_2
@@ -43,6 +44,7 @@ class Compiled:
 @pytest.fixture
 def kernel(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     return Kernel()
 
 
@@ -91,6 +93,7 @@ def test_N9_what_compiles_differently_is_kept_apart(kernel, monkeypatch):
     args = DIFFERENT["size 3"]
     calls += [(args, OPTIONS | changed) for changed in ({"NAME": "b"}, {"BLOCK": 32}, {"num_warps": 8})]
     calls.append((args, {"num_warps": 64, "NAME": "a", "BLOCK": 4}))
+    calls += [(args, OPTIONS | {"BLOCK": one}) for one in (1, True, 1.0)]
     for args, options in calls + calls:
         quick[(1,)](*args, **options)
     assert kernel.looked_up == len(calls)
@@ -98,6 +101,72 @@ def test_N9_what_compiles_differently_is_kept_apart(kernel, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     quick[(1,)](*DIFFERENT["size 3"], **OPTIONS)
     assert kernel.looked_up == len(calls) + 1
+
+
+@pytest.mark.parametrize("place", ["runtime.debug", "compilation.instrumentation_mode"])
+def test_N9_a_switch_of_triton_that_changes_the_compiled_form_does_so_at_the_next_launch(place, kernel, monkeypatch):
+    quick, (group, name) = QuickLaunch(kernel), place.split(".")
+    for value in (getattr(getattr(triton.knobs, group), name), "on"):
+        monkeypatch.setattr(getattr(triton.knobs, group), name, value)
+        for _ in range(2):
+            quick[(1,)](X, Y, 5, 3, 1.0, **OPTIONS)
+    assert kernel.looked_up == 2
+
+
+def _specialized():
+    from megablocks.ops.hopper import descriptor
+
+    sizes = (-17, -16, -1, 0, 1, 2, 15, 16, 17, 2**31 - 1, 2**31, -(2**31), -(2**31) - 1, 2**40, 2**63)
+    values = [*sizes, None, True, False, 0.0, 1.0, 16.0]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64, torch.uint8, torch.bool):
+        room = torch.zeros(4096, dtype=dtype)
+        values += [room, room[1:], room[16:], torch.empty(0, dtype=dtype)]
+        if dtype in (torch.bfloat16, torch.float16):
+            values += [descriptor(room.view(64, 64), box) for box in ([64, 64], [64, 32], [32, 64], [16, 16])]
+            values.append(descriptor(room.view(1, 64, 64), [1, 64, 64]))
+    return values
+
+
+@pytest.mark.parametrize("specialize", [True, False])
+def test_N9_equal_keys_are_equal_specializations_to_triton(specialize, monkeypatch):
+    """Of every two arguments of which the second is launched as the first was, Triton's own rules say the same."""
+    native, backends = pytest.importorskip("triton._C.libtriton"), pytest.importorskip("triton.backends.compiler")
+    nvidia = pytest.importorskip("triton.backends.nvidia.compiler")
+    backend = nvidia.CUDABackend(backends.GPUTarget("cuda", 90, 32))
+    values, shared = _specialized(), 0
+    rules = [native.native_specialize_impl(backend, v, False, specialize, True) for v in values]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    for i, first in enumerate(values):
+        for j, second in enumerate(values):
+            kernel = Kernel()
+            kernel.params[3].do_not_specialize = not specialize
+            quick = QuickLaunch(kernel)
+            quick[(1,)](X, Y, 5, first, 1.0, **OPTIONS)
+            quick[(1,)](X, Y, 5, second, 1.0, **OPTIONS)
+            if kernel.looked_up == 1:
+                assert rules[i] == rules[j], f"{first} and {second}"
+                shared += i != j
+    assert shared > len(values)  # and it does share
+
+
+def test_a_tensor_of_the_cpu_is_left_to_triton_to_refuse(kernel, monkeypatch):
+    quick = QuickLaunch(kernel)
+    quick[(1,)](X, Y, 5, 3, 1.0, **OPTIONS)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", False)
+    quick[(1,)](X, Y, 5, 3, 1.0, **OPTIONS)
+    assert kernel.looked_up == 2 and not kernel.launched
+
+
+def test_a_kernel_that_is_still_compiled_elsewhere_is_not_kept(kernel, monkeypatch):
+    """Within triton's AsyncCompileMode a launch returns what stands for the kernel."""
+    quick = QuickLaunch(kernel)
+    with monkeypatch.context() as compiling:
+        compiling.setattr(Compiled, "result", None, raising=False)
+        quick[(1,)](X, Y, 5, 3, 1.0, **OPTIONS)
+    for _ in range(2):
+        quick[(1,)](X, Y, 5, 3, 1.0, **OPTIONS)
+    assert kernel.looked_up == 2 and len(kernel.launched) == 1
 
 
 @pytest.mark.parametrize("size", [2**31, -(2**31) - 1, True])

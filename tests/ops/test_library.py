@@ -264,6 +264,17 @@ def test_N5_a_second_derivative_is_refused_where_it_would_be_lost():
         slope.square().sum().backward()
 
 
+def test_N5_autograd_refuses_a_saved_tensor_that_an_eager_call_has_written_to():
+    definition, total = gathered_mm_dw_add_op.definition, torch.zeros(3)
+    op = Op(definition, lambda total, *_: total.numpy().fill(1), "")  # as a kernel writes: past torch
+    scale = torch.ones((), requires_grad=True)
+    loss = (scale * total).sum()
+    op(total)
+    assert total.eq(1).all()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("trained", [False, True])
 def test_N5_forward_mode_is_refused_where_tangents_would_be_lost(trained, device):

@@ -99,6 +99,7 @@ def up(
     u = None if v1 is None else x.new_empty(rows, inner)
     if rows == 0:
         return z, u, a
+    assert tile is None or tile.out_buffers <= 2, "parts alternate between two buffers"
     c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
     box = [c.rows, c.out_cols]
     second = z if u is None else u

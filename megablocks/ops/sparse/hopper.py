@@ -191,7 +191,8 @@ def _counter(device: torch.device) -> Tensor:
         # By another thread: before it captures a function, torch.compile runs it with this thread's allocations in the
         # pool of its graphs, whose memory it gives to other tensors later.
         with ThreadPoolExecutor(1) as pool:
-            mine = _counters[index] = pool.submit(_make_counters, device).result()
+            made = pool.submit(_make_counters, device).result()
+        mine = _counters.setdefault(index, made)  # another thread's, where that was quicker
     stream = torch._C._cuda_getCurrentRawStream(index)  # the object around it takes a quarter of a launch to make
     counter = mine.of_stream.get(stream)
     if counter is None:
