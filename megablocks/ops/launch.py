@@ -36,6 +36,7 @@ class QuickLaunch:
     def __init__(self, kernel: Any) -> None:
         constexprs = [p.is_constexpr for p in kernel.params]
         assert constexprs == sorted(constexprs), f"{kernel.fn.__name__}: compile-time parameters must come last"
+        assert not any(p.has_default for p in kernel.params), f"{kernel.fn.__name__}: parameters must have no default"
         self._kernel = kernel
         self._specialized = [not p.do_not_specialize for p in kernel.params if not p.is_constexpr]
         self._constexprs = [p.name for p in kernel.params if p.is_constexpr]

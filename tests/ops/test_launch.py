@@ -20,8 +20,10 @@ class Kernel:
 
     def __init__(self):
         self.fn = SimpleNamespace(__name__="k")
-        runtime = [SimpleNamespace(name=n, is_constexpr=False, do_not_specialize=n == "n") for n in "xynms"]
-        static = [SimpleNamespace(name=n, is_constexpr=True, do_not_specialize=False) for n in ("BLOCK", "NAME")]
+        plain = {"do_not_specialize": False, "has_default": False}
+        runtime = [SimpleNamespace(name=n, is_constexpr=False, **plain) for n in "xynms"]
+        runtime[2].do_not_specialize = True
+        static = [SimpleNamespace(name=n, is_constexpr=True, **plain) for n in ("BLOCK", "NAME")]
         self.params = runtime + static
         self.looked_up, self.launched, self.compiles = 0, [], True
 
@@ -199,6 +201,14 @@ def test_compile_time_parameters_come_last():
         QuickLaunch(kernel)
 
 
+def test_parameters_have_no_defaults():
+    """What a call leaves out is not among the options that the second launch is given."""
+    kernel = Kernel()
+    kernel.params[-1].has_default = True
+    with pytest.raises(AssertionError, match="k: parameters must have no default"):
+        QuickLaunch(kernel)
+
+
 def test_every_kernel_is_launched_so():
     plain = []
     for path in Path(megablocks.ops.__path__[0]).rglob("*.py"):
@@ -208,6 +218,23 @@ def test_every_kernel_is_launched_so():
                 if any("jit" in d for d in decorators) and decorators[0] != "quick":
                     plain.append(f"{path.name}: {node.name}")
     assert not plain
+
+
+COUNTS = {"tokens", "num_tokens", "rows", "num_rows", "pairs", "num_pairs", "ids", "num_ids", "total", "capacity"}
+
+
+def test_no_kernel_is_specialized_on_a_count_of_tokens():
+    """Triton would compile anew for a count of 1 and for multiples of 16."""
+    counts, specialized = 0, []
+    for path in Path(megablocks.ops.__path__[0]).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel"):
+                jit = ast.unparse(node.decorator_list[-1])
+                for a in node.args.args:
+                    counts += (is_count := a.arg in COUNTS and a.annotation is None)
+                    if is_count and f"'{a.arg}'" not in jit:
+                        specialized.append(f"{path.name}: {node.name}({a.arg})")
+    assert counts > 10 and not specialized
 
 
 def test_sizes():

@@ -18,7 +18,7 @@ from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _add_bias_kernel(
     rows_ptr, bias_ptr, y_ptr, offsets_ptr, experts, num_rows, N, row_stride, bias_stride,
     LANES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -70,7 +70,7 @@ def _encode(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _quantize_kernel(
     x_ptr, codes_ptr, scales_ptr, num_rows, width, x_stride, codes_width, num_groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, TINY: tl.constexpr, SLACK: tl.constexpr,
@@ -123,7 +123,7 @@ def _quantize_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _dequantize_kernel(
     codes_ptr, scales_ptr, out_ptr, num_rows, width, codes_width, num_groups,
     BITS: tl.constexpr, GROUP: tl.constexpr, CURVE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,

@@ -161,7 +161,6 @@ class _Counters:
     """A device's zeros, for good: `free` are handed out one by one, `of_stream` to those that come back."""
 
     zeros: Tensor
-    filled: torch.cuda.Event
     free: list[Tensor]
     of_stream: dict[int, Tensor]
 
@@ -170,11 +169,12 @@ _counters: dict[int, _Counters] = {}
 
 
 def _make_counters(device: torch.device) -> _Counters:
-    zeros = torch.zeros(4 * 8192, dtype=torch.int32, device=device)
-    filled = torch.cuda.Event()
-    filled.record(torch.cuda.current_stream(device))
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        zeros = torch.zeros(4 * 8192, dtype=torch.int32, device=device)
+    stream.synchronize()  # once a device, so that no launch, nor any graph, has to wait for the fill
     # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
-    return _Counters(zeros, filled, list(zeros.split(4)), {})
+    return _Counters(zeros, list(zeros.split(4)), {})
 
 
 def _counter(device: torch.device) -> Tensor:
@@ -198,7 +198,6 @@ def _counter(device: torch.device) -> Tensor:
     if counter is None:
         if not mine.free:
             return torch.zeros(1, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).wait_event(mine.filled)
         counter = mine.of_stream[stream] = mine.free.pop()
     return counter
 
