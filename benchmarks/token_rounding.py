@@ -27,12 +27,13 @@ from layer_candidates import Problem, labelled, random_ids
 from layer_timing import timers_of
 from measure import ROUNDS, Gate, emit, gpu_name, interleave, on_gpu, result_path, speed, write_result
 
+from megablocks.ops.grouped import TILE_ROWS as TILE
+
 GOALS = {"16384,1536; 1024/128/2": 1.08, "16384,4096; 1024/256/4": 1.12}
 TOY = "512,32; 64/4/2"
 RULES = ("nearest", "balanced", "up", "down")
 """Those that draw nothing, so that a layer and its truth route alike."""
 PLAIN = "plain"
-TILE = 128
 HOW = ("queued", "graph", "eager")
 
 
@@ -61,7 +62,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
         name = f"fused {rule}"
         if f"{job}/{name}" in struck:
             continue
-        settings = {} if rule == PLAIN else {"token_rounding": rule, "token_rounding_tile": TILE}
+        settings = {} if rule == PLAIN else {"token_rounding": rule}
         problem = Problem(shape, ids, device=device, **settings)
         mine, memory = timers_of(job, problem, name, problem.ours()["fused"], graph=True, queued=True)
         problem.forget_truth()

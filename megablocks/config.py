@@ -92,7 +92,8 @@ class MoEConfig:
         expert_score_bias_rate: step by which that buffer moves towards balance at each update.
         uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
         token_rounding: in training, round each expert's load to a multiple of token_rounding_tile rows by one of
-            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.routers.token_rounding`.
+            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.routers.token_rounding`. The tile None is the
+            grouped products' own, `megablocks.ops.grouped.TILE_ROWS`.
     Losses (float32, returned with the output)
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
         load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
@@ -136,7 +137,7 @@ class MoEConfig:
     expert_score_bias_rate: float = 1e-3
     uniform_assignment: bool = False
     token_rounding: str | None = None
-    token_rounding_tile: int = 128
+    token_rounding_tile: int | None = None
 
     load_balancing_loss_weight: float = 0.0
     load_balancing_scope: str = "local"
@@ -149,9 +150,9 @@ class MoEConfig:
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k", "token_rounding_tile"):
+        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
             self._check_int(name, minimum=1)
-        for name in ("shared_expert_hidden_size", "num_groups", "group_top_k"):
+        for name in ("shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k"):
             if getattr(self, name) is not None:
                 self._check_int(name, minimum=1)
         if self.top_k > self.num_experts:

@@ -65,7 +65,7 @@ class MegaBlocksSettings:
         None, "in training, round each expert's load to a multiple of a tile by this rule; unset: plain top-k",
         TOKEN_ROUNDINGS,
     )  # fmt: skip
-    token_rounding_tile: int = _option(128, "that tile, in rows of the experts' product")
+    token_rounding_tile: int | None = _option(None, "that tile in rows; unset: the experts' products' own")
     normalize_top_k: float | None = _option(
         None, "p of the p-norm that divides a token's weights (softmax before top-k only); Megatron's own rule if unset"
     )

@@ -21,6 +21,7 @@ _PUBLIC = {
     "make_routing": "megablocks.ops.routing.dispatch",
     "check_routing": "megablocks.ops.routing.dispatch",
     "route_topk": "megablocks.ops.routing.router",
+    "route_rounded": "megablocks.ops.routing.rounded_router",
     "apply_capacity": "megablocks.ops.routing.capacity",
     "capacity_of": "megablocks.ops.routing.capacity",
     "select_tokens": "megablocks.ops.routing.rounding",

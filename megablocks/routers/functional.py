@@ -10,6 +10,7 @@ infinite logits, and a loss that is on becomes NaN: a fault is contained, never 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,10 @@ from torch import Tensor
 
 from megablocks.config import MoEConfig
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
-from megablocks.ops.routing.router import route_topk, router_kernel_takes, score_shares
+from megablocks.ops.routing.rounded_router import RoundedOutput, route_rounded
+from megablocks.ops.routing.router import RouterOutput, route_topk, router_kernel_takes, score_shares
 from megablocks.ops.routing.topk import router_scores, topk_weights
 from megablocks.routers.losses import balance_loss_over_ranks, load_balancing_loss, z_loss
 from megablocks.routers.token_rounding import round_tokens
@@ -54,8 +57,7 @@ def route(
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
     if padding_mask is not None and padding_mask.shape != (num_tokens,):
         raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
-    rounds = training and config.token_rounding is not None
-    if (config.router_type == "topk" and not rounds) and router_kernel_takes(
+    if config.router_type == "topk" and router_kernel_takes(
         logits, config.top_k, num_groups=config.num_groups, norm_p=config.normalize_top_k
     ):
         return _fused_token_choice(logits, config, score_bias, training, loss_group, padding_mask)
@@ -80,19 +82,25 @@ def _fused_token_choice(
     loss_group: dist.ProcessGroup | None,
     padding_mask: Tensor | None,
 ) -> Routing:
-    """`route` for top-k in one op: the same formulas, two launches forward and one backward."""
-    out = route_topk(
-        logits,
-        config.top_k,
-        score_function=config.score_function,
-        softmax_order=config.softmax_order,
-        bias=score_bias,
-        norm_p=config.normalize_top_k,
-        scaling=config.top_k_scaling,
-        balance_weight=config.load_balancing_loss_weight,
-        z_weight=config.z_loss_weight,
-        padding_mask=padding_mask,
-    )
+    """`route` for top-k in one op: the same formulas in a few launches forward and one backward."""
+    options: dict[str, Any] = {
+        "score_function": config.score_function,
+        "softmax_order": config.softmax_order,
+        "bias": score_bias,
+        "norm_p": config.normalize_top_k,
+        "scaling": config.top_k_scaling,
+        "balance_weight": config.load_balancing_loss_weight,
+        "z_weight": config.z_loss_weight,
+        "padding_mask": padding_mask,
+    }
+    metrics = {}
+    out: RouterOutput | RoundedOutput
+    if training and config.token_rounding is not None:
+        tile = config.token_rounding_tile or TILE_ROWS
+        out = route_rounded(logits, config.top_k, config.token_rounding, tile, **options)
+        metrics = {"rounded_per_expert": out.rounded, "dropped": out.dropped}
+    else:
+        out = route_topk(logits, config.top_k, **options)
     nonfinite, num_tokens, invalid = out.stats.unbind()
     routing = Routing(
         token=out.token,
@@ -100,8 +108,8 @@ def _fused_token_choice(
         weight=out.weight,
         num_tokens=logits.shape[0],
         num_experts=config.num_experts,
-        top_k=config.top_k,
-        metrics={"tokens_per_expert": out.load, "invalid": invalid},
+        top_k=None if metrics else config.top_k,
+        metrics={"tokens_per_expert": out.load, **metrics, "invalid": invalid},
     )
     if config.uniform_assignment:
         ids = _round_robin(out.expert.view(-1, config.top_k), config.num_experts)
@@ -135,7 +143,7 @@ def _token_choice(
     )
     if training and config.token_rounding is not None:
         scores = router_scores(logits, config.score_function) * config.top_k_scaling
-        rule, tile = config.token_rounding, config.token_rounding_tile
+        rule, tile = config.token_rounding, config.token_rounding_tile or TILE_ROWS
         return round_tokens(ids, weights, scores, rule, tile, padding_mask=padding_mask)
     if config.uniform_assignment:
         ids = _round_robin(ids, config.num_experts)

@@ -26,51 +26,9 @@ from __future__ import annotations
 import torch
 from torch import Generator, Tensor
 
-from megablocks.config import TOKEN_ROUNDINGS
-from megablocks.ops.routing.dispatch import Routing
-from megablocks.ops.routing.rounding import rank_order, select_tokens
-
-
-def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
-    """R: the most pairs that `rule` can leave, whatever the logits; T, E, K and the tile decide it, no device value.
-
-    At most min(E, T·K) experts have a choice, and each of these grows by less than a tile; `nearest` adds at most half
-    a tile to each, `balanced` half a tile to all together, `down` nothing. No expert takes more than T tokens.
-    """
-    loaded = min(num_experts, num_tokens * top_k)
-    growth = {"down": 0, "balanced": tile // 2, "nearest": loaded * (tile // 2)}.get(rule, loaded * (tile - 1))
-    return min(num_tokens * top_k + growth, num_tokens * num_experts)
-
-
-def rounded_loads(
-    counts: Tensor,
-    rule: str,
-    tile: int,
-    up_odds: tuple[Tensor, Tensor] | None = None,
-    generator: Generator | None = None,
-) -> Tensor:
-    """Loads (E,) int64 → multiples of `tile` (E,) int64, without a host synchronisation.
-
-    Args:
-        up_odds: a and b, each (E,), of "stochastic_score": up with probability a/b, never where b is 0.
-        generator: on the counts' device, for the stochastic rules; None is torch's own.
-    """
-    down = counts.div(tile, rounding_mode="floor") * tile
-    rest = counts - down
-    if rule == "balanced":
-        # Rounding the running total is the running accumulator in one pass: from the multiple before, at most tile/2
-        # off, the nearest one is ⌊f⌋ or ⌈f⌉ away. Ties go up always, or a load of whole tiles could change by one.
-        total = (counts.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
-        return total.diff(prepend=total.new_zeros(1))
-    if rule in ("up", "down"):
-        up = rest > 0 if rule == "up" else torch.zeros_like(rest, dtype=torch.bool)
-    elif rule == "nearest":
-        up = rest + tile // 2 >= tile
-    else:
-        a, b = (rest, torch.full_like(rest, tile)) if up_odds is None else up_odds
-        draw = torch.rand(counts.shape, generator=generator, device=counts.device)
-        up = draw * b < a
-    return down + up * tile
+from megablocks.ops.grouped import TILE_ROWS
+from megablocks.ops.routing.dispatch import Routing, count_valid
+from megablocks.ops.routing.rounding import STOCHASTIC, check_rounding, max_pairs, round_loads, select_tokens
 
 
 def round_tokens(
@@ -78,7 +36,7 @@ def round_tokens(
     weights: Tensor,
     scores: Tensor,
     rule: str = "nearest",
-    tile: int = 128,
+    tile: int = TILE_ROWS,
     *,
     padding_mask: Tensor | None = None,
     generator: Generator | None = None,
@@ -102,19 +60,17 @@ def round_tokens(
     Raises:
         ValueError: shapes that do not fit, an unknown rule, a tile below 1.
     """
-    _check(ids, weights, scores, rule, tile)
+    check_rounding(rule, tile)
+    _check(ids, weights, scores)
     (num_tokens, top_k), num_experts = ids.shape, scores.shape[1]
     num_pairs = max_pairs(rule, num_tokens, num_experts, top_k, tile)
     weight_of = scores.scatter(1, ids, weights)  # every pair's, chosen or not
     with torch.no_grad():
         values = weight_of.detach()
-        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, ids, True)
-        if padding_mask is not None:
-            chosen &= ~padding_mask.unsqueeze(1)
-        counts = chosen.sum(0)
-        odds = _odds_by_score(values, chosen, padding_mask, counts, tile) if rule == "stochastic_score" else None
-        available = num_tokens if padding_mask is None else (~padding_mask).sum()
-        rounded = rounded_loads(counts, rule, tile, odds, generator).clamp(max=available)
+        counted = ids if padding_mask is None else torch.where(padding_mask.unsqueeze(1), -1, ids)
+        counts = count_valid(counted.flatten(), num_experts)
+        draw = torch.rand(num_experts, generator=generator, device=ids.device) if rule in STOCHASTIC else None
+        rounded, dropped = round_loads(values, ids, counts, rule, tile, draw, padding_mask)
         token, expert, source = select_tokens(values, ids, rounded, num_pairs, padding_mask=padding_mask)
     return Routing(
         token=token,
@@ -126,31 +82,15 @@ def round_tokens(
         metrics={
             "tokens_per_expert": counts,
             "rounded_per_expert": rounded,
-            "dropped": (counts - rounded).clamp_min(0).sum(),
+            "dropped": dropped,
             "invalid": torch.zeros((), dtype=torch.int64, device=scores.device),
         },
     )
 
 
-def _odds_by_score(
-    values: Tensor, chosen: Tensor, padding_mask: Tensor | None, counts: Tensor, tile: int
-) -> tuple[Tensor, Tensor]:
-    """(E,), (E,): weights of the choices in each expert's last, partial tile, and of that tile filled up."""
-    order = rank_order(values, chosen, padding_mask)
-    ordered = torch.nan_to_num(values, nan=0.0).gather(0, order)
-    rank = torch.arange(values.shape[0], device=values.device).unsqueeze(1)
-    start = counts.div(tile, rounding_mode="floor") * tile
-    whole = torch.where((rank >= start) & (rank < start + tile), ordered, 0.0)
-    return torch.where(rank < counts, whole, 0.0).sum(0), whole.sum(0)
-
-
-def _check(ids: Tensor, weights: Tensor, scores: Tensor, rule: str, tile: int) -> None:
+def _check(ids: Tensor, weights: Tensor, scores: Tensor) -> None:
     if ids.dim() != 2 or weights.shape != ids.shape or scores.dim() != 2 or scores.shape[0] != ids.shape[0]:
         shapes = f"ids {tuple(ids.shape)}, weights {tuple(weights.shape)}, scores {tuple(scores.shape)}"
         raise ValueError(f"{shapes}: must be (T, K), (T, K) and (T, E)")
     if weights.dtype != scores.dtype or scores.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"weights are {weights.dtype}, scores {scores.dtype}: must both be float32 or both float64")
-    if rule not in TOKEN_ROUNDINGS:
-        raise ValueError(f"rule={rule!r}: must be one of {', '.join(TOKEN_ROUNDINGS)}")
-    if tile < 1:
-        raise ValueError(f"tile={tile}: must be at least 1")

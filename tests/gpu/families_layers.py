@@ -36,7 +36,8 @@ def router(device: torch.device) -> Step:
 
 @family
 def rounding(device: torch.device) -> Step:
-    from megablocks.ops.routing.rounding import select_tokens
+    from megablocks.ops.routing.rounded_router import route_rounded
+    from megablocks.ops.routing.rounding import ROUNDINGS, select_tokens
 
     mask = torch.arange(T, device=device) % 7 == 0
     inputs = []
@@ -46,8 +47,17 @@ def rounding(device: torch.device) -> Step:
         some = int(loads.sum()) + 9
         inputs.append((weights.to(device), weights.topk(k, dim=1).indices.to(device), loads.to(device), some))
 
+    logits = [(draws(device, dtype)(T, n), k) for dtype, n, k in ((torch.bfloat16, E, K), (torch.float32, 130, 8))]
+
     def step() -> list[Tensor]:
-        return [t for one in inputs for m in (mask, None) for t in select_tokens(*one, padding_mask=m)]
+        out = [t for one in inputs for m in (mask, None) for t in select_tokens(*one, padding_mask=m)]
+        for x, k in logits:
+            for rule in ROUNDINGS:
+                options = {"padding_mask": mask, "generator": torch.Generator(device).manual_seed(0)}
+                r = route_rounded(x, k, rule, 16, norm_p=1.0, balance_weight=0.1, z_weight=0.1, **options)
+                out += [r.expert, r.token, r.load, r.stats, r.rounded, r.dropped]
+                out += with_gradients([r.weight, r.balance, r.z, r.sums], [x])
+        return out
 
     return step
 

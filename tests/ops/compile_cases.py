@@ -53,13 +53,21 @@ def routing() -> None:
         dispatch_launch(ints(4096), ints(4096), 512, experts, top_k)
 
 
-@family("routing.rounding_triton", "_keys_kernel", "_select_kernel", "_place_kernel")
+@family(
+    "routing.rounding_triton",
+    *("_keys_kernel", "_odds_kernel", "_loads_kernel", "_select_kernel", "_count_kernel", "_place_kernel"),
+)
 def rounding() -> None:
-    from megablocks.ops.routing.rounding_triton import select_launch
+    from megablocks.ops.routing.rounding import ROUNDINGS, STOCHASTIC
+    from megablocks.ops.routing.rounding_triton import place_launch, round_launch, select_launch
 
     for experts, top_k, padding in ((8, 1, None), (128, 8, torch.zeros(512, dtype=torch.bool)), (600, 8, None)):
         ids = torch.zeros(512, top_k, dtype=torch.int64)
         select_launch(torch.zeros(512, experts), ids, torch.zeros(experts, dtype=torch.int64), padding, 2000)
+        place_launch(torch.zeros(experts, 512, dtype=torch.int8), ints(512), 2000, torch.zeros(512, experts))
+        for rule in ROUNDINGS:
+            draw = torch.zeros(experts) if rule in STOCHASTIC else None
+            round_launch(ints(experts, 512), ints(experts).long(), ints(3).long(), draw, rule, 128)
 
 
 @family("permute.permute_triton", "_expand_kernel", "_combine_kernel", "_combine_backward_kernel")
@@ -79,7 +87,7 @@ def permute() -> None:
 
 @family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel")
 def router() -> None:
-    from megablocks.ops.routing.router_triton import route_backward_launch, route_launch
+    from megablocks.ops.routing.router_triton import route_backward_launch, route_launch, score_launch
 
     for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (1000, 32))):
         logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
@@ -90,7 +98,11 @@ def router() -> None:
         ):
             route_launch(logits, bias, mask, *options)
             saved = (logits, mask, ints(64 * k), ints(experts).long(), ints(3).long())
-            route_backward_launch(*saved, torch.zeros(64 * k), one, one, torch.ones(experts), *options)
+            grads = (torch.zeros(64 * k), one, one, torch.ones(experts))
+            route_backward_launch(*saved, *grads, *options)
+            score_launch(logits, bias, mask, None, (torch.zeros(64, experts), ints(experts, 64)), *options)
+            kept = {"flags": torch.zeros(experts, 64, dtype=torch.int8), "ends": ints(64)}
+            route_backward_launch(logits, mask, None, *saved[3:], *grads, *options, **kept)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")

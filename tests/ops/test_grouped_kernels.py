@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megablocks.ops.fused import gradient_hopper, up_hopper
+from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped import grouped_mm_hopper as hopper
 from megablocks.ops.grouped import grouped_mm_triton as twin
 from megablocks.testing.poison import poisoned_empty
@@ -35,6 +37,20 @@ LARGE_LOADS = {
 def make(loads: list[int], spare: int, device: str) -> tuple[Tensor, int]:
     offsets = torch.tensor([0, *loads], dtype=torch.int64).cumsum(0).to(device, torch.int32)
     return offsets, sum(loads) + spare
+
+
+def test_no_tile_has_more_rows_than_token_rounding_takes_them_to_have(monkeypatch):
+    """Of an expert's rows; those of ragged_k are its steps. A load of whole TILE_ROWS fills lower tiles, too."""
+    sizes = (1, 64, 128, 129, 256, 257, 512, 513, 1024, 2048, 2049, 8192)
+    rows = {hopper.choose_m(n, k, gather).BM for n in sizes for k in sizes for gather in (False, True)}
+    rows |= {hopper.choose_k(m, n).BK for m in sizes for n in sizes}
+    rows |= {up_hopper._SHARED.BM, up_hopper._WIDE.BM} | {gradient_hopper._choose(n).BM for n in sizes}
+    monkeypatch.setattr(twin, "interpreted", lambda: False)
+    for shared in (99_000, 232_000):
+        monkeypatch.setattr(twin, "_shared_bytes", lambda device, shared=shared: shared)
+        chosen = [twin.choose(n, torch.empty(0, dtype=d)) for n in sizes for d in (torch.bfloat16, torch.float32)]
+        rows |= {c.BM for c in chosen} | {c.BK for c in chosen}
+    assert max(rows) == TILE_ROWS and all(TILE_ROWS % height == 0 for height in rows)
 
 
 def fill(*shape: int, dtype: torch.dtype, device: str, seed: int, poison_from: int | None = None) -> Tensor:

@@ -37,6 +37,12 @@ from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import build_dispatch, build_dispatch_op, make_routing
 from megablocks.ops.routing.histogram import histogram_op
+from megablocks.ops.routing.rounded_router import (
+    RoundedOutput,
+    rounded_router_backward_op,
+    rounded_router_op,
+    rounded_router_ref,
+)
 from megablocks.ops.routing.rounding import select_tokens_op
 from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_op, router_op, router_ref
 from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
@@ -78,6 +84,7 @@ def _samples():
     options, one = (K, False, True, 1, 2.0, 0.1, 0.2), torch.ones(())
     chosen = RouterOutput(*router_ref(logits, None, None, *options))
     saved = (chosen.expert, chosen.load, chosen.stats)
+    rounded = RoundedOutput(*rounded_router_ref(logits, None, None, None, "nearest", 2, R + 3, *options))
     return {
         "histogram": (histogram_op, (routing.expert, E)),
         "replicate": (replicate_op, (t(2, E), offsets[1:], R)),
@@ -85,6 +92,15 @@ def _samples():
         "router": (router_op, (t(T, E), const(E), mask, K, True, False, 2, 1.5, 0.1, 0.2)),
         "router_plain": (router_op, (t(T, E), None, None, *options)),
         "router_backward": (router_backward_op, (logits, None, *saved, d_weight, one, None, None, *options)),
+        "rounded_router": (
+            rounded_router_op,
+            (t(T, E), const(E), mask, const(E), "stochastic_score", 2, R + 3, *options),
+        ),
+        "rounded_router_plain": (rounded_router_op, (t(T, E), None, None, None, "nearest", 2, R + 3, *options)),
+        "rounded_router_backward": (
+            rounded_router_backward_op,
+            (logits, None, rounded.flags, rounded.ends, *saved[1:], const(R + 3), one, None, None, *options),
+        ),
         "build_dispatch": (build_dispatch_op, (routing.token, routing.expert, T, E)),
         "activation": (activation_op, (t(R, F), t(R, F), "swiglu", "tanh")),
         "activation_ungated": (activation_op, (t(R, F), None, "gelu", "none")),

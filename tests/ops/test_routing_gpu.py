@@ -10,7 +10,8 @@ import torch
 from megablocks.config import MoEConfig
 from megablocks.ops.permute.padded import bin_dispatch, pad_dispatch, padded_gather, padded_scatter
 from megablocks.ops.permute.permute_triton import _combine_backward_kernel, _combine_kernel, _expand_kernel
-from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, count_valid, make_routing
+from megablocks.ops.routing.rounded_router import route_rounded
 from megablocks.ops.routing.rounding import select_tokens, select_tokens_ref
 from megablocks.ops.routing.router import route_topk
 from megablocks.ops.sparse.topology import topology
@@ -249,6 +250,25 @@ def test_rounding_replays_from_a_graph():
     captured = replayed(run)
     for got, wanted in zip(captured, select_tokens_ref(weights, ids, loads, None, 16000), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("rule", ["nearest", "stochastic_score"])
+def test_rounded_router_replays_from_a_graph(rule):
+    """Forward and backward; a rule that draws does so by torch's generator, anew at each replay."""
+    logits = torch.randn(3000, 40, device="cuda", requires_grad=True)
+
+    def run():
+        out = route_rounded(logits, 3, rule, 64, norm_p=1.0, balance_weight=0.1)
+        (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance, logits)
+        return [out.rounded, out.expert, out.weight, grad]
+
+    with no_sync():
+        eager = run()
+    rounded, expert, weight, grad = replayed(run)
+    assert torch.equal(count_valid(expert, 40), rounded) and bool((rounded % 64 == 0).all())
+    assert weight.isfinite().all() and grad.isfinite().all()
+    if rule == "nearest":
+        assert all(torch.equal(a, b) for a, b in zip(eager, (rounded, expert, weight, grad), strict=True))
 
 
 @pytest.mark.skipif(

@@ -6,9 +6,12 @@ from torch.autograd import gradcheck
 
 from megablocks.config import TOKEN_ROUNDINGS, ConfigError, MoEConfig
 from megablocks.layers import dMoE
+from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.routing.dispatch import check_routing
+from megablocks.ops.routing.rounding import max_pairs, rounded_loads
+from megablocks.routers import functional
 from megablocks.routers.functional import route
-from megablocks.routers.token_rounding import max_pairs, round_tokens, rounded_loads
+from megablocks.routers.token_rounding import round_tokens
 from megablocks.testing.oracle import experts_oracle, relative_error
 
 NAN = float("nan")
@@ -102,8 +105,8 @@ def test_stochastic_rules_follow_their_odds_and_their_generator(rule):
     if rule == "stochastic_score":
         a, b = torch.tensor([1.0, 0.0, 0.0, 3.0, 0.5]), torch.tensor([4.0, 0.0, 0.0, 3.0, 2.0])
         odds, chance = (a.repeat(4000), b.repeat(4000)), torch.tensor([0.25, 0, 0, 1.0, 0.25])
-    loads = rounded_loads(counts, rule, 8, odds, torch.Generator().manual_seed(5))
-    again = rounded_loads(counts, rule, 8, odds, torch.Generator().manual_seed(5))
+    loads = rounded_loads(counts, rule, 8, torch.rand(20000, generator=torch.Generator().manual_seed(5)), odds)
+    again = rounded_loads(counts, rule, 8, torch.rand(20000, generator=torch.Generator().manual_seed(5)), odds)
     assert torch.equal(loads, again)
     ups = (loads > counts // 8 * 8).view(4000, 5).float().mean(0)
     assert ((ups - chance).abs() < 0.04).all(), ups  # five standard deviations
@@ -242,6 +245,12 @@ def test_balancing_loss_and_bias_see_the_choice_before_rounding():
     assert torch.equal(rounded.metrics["tokens_per_expert"], plain.metrics["tokens_per_expert"])
 
 
+def test_the_default_tile_is_the_grouped_products():
+    cfg, logits = config_of(token_rounding_tile=None, token_rounding="up"), logits_of(300)
+    loads = route(logits, cfg, training=True).metrics["rounded_per_expert"]
+    assert (loads % TILE_ROWS == 0).all() and loads.any()
+
+
 def test_small_weights_are_ranked_apart():
     """float32 weights of 1e-9 and 2e-9 are equal once 1 is taken from them; the larger must be the one added."""
     scores = torch.tensor([[0.9, 1e-9], [0.8, 3e-9], [0.7, 2e-9], [1e-10, 0.6]])
@@ -279,6 +288,32 @@ def test_R1_layer_computes_the_rounded_pairs(rule):
         assert relative_error(got, want) < 1e-10
     layer.eval()
     assert "rounded_per_expert" not in layer.forward_with_aux(x)[1].metrics
+
+
+@pytest.mark.parametrize("rule", TOKEN_ROUNDINGS)
+@pytest.mark.parametrize("score,norm", [("softmax", None), ("sigmoid", 1.0)])
+def test_one_op_routes_as_the_formulas_do(monkeypatch, rule, score, norm):
+    """What GPUs take instead: the same pairs, metrics, losses, gradient and draws."""
+    cfg = config_of(
+        token_rounding=rule, score_function=score, normalize_top_k=norm, top_k_scaling=2.5,
+        load_balancing_loss_weight=0.3, z_loss_weight=0.2,
+    )  # fmt: skip
+    padding, results = torch.arange(T) % 5 == 2, []
+    for one_op in (False, True):
+        monkeypatch.setattr(functional, "router_kernel_takes", lambda *args, one_op=one_op, **options: one_op)
+        logits = logits_of().requires_grad_()
+        torch.manual_seed(4)
+        routing = route(logits, cfg, training=True, padding_mask=padding)
+        (routing.weight.sin().sum() + sum(routing.losses.values())).backward()
+        results.append((routing, logits.grad))
+    (a, grad_a), (b, grad_b) = results
+    assert pairs_of(a).keys() == pairs_of(b).keys() and torch.equal(a.token, b.token) and a.top_k is b.top_k is None
+    assert a.metrics.keys() == b.metrics.keys() and all(torch.equal(a.metrics[k], b.metrics[k]) for k in a.metrics)
+    assert a.losses.keys() == b.losses.keys()
+    for x, y in [(a.weight, b.weight), (grad_a, grad_b), *((a.losses[k], b.losses[k]) for k in a.losses)]:
+        assert torch.allclose(x, y, rtol=1e-12, atol=1e-14)
+    evaluated = route(logits, cfg, training=False, padding_mask=padding)
+    assert evaluated.top_k == K and "rounded_per_expert" not in evaluated.metrics
 
 
 def test_N9_compiles_in_one_graph():

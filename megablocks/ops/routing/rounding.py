@@ -17,6 +17,9 @@ from torch import Tensor
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.library import custom_op
 
+STOCHASTIC = ("stochastic_frequency", "stochastic_score")  # the rules that draw
+ROUNDINGS = ("nearest", *STOCHASTIC, "balanced", "up", "down")
+
 
 def rank_order(weights: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
     """weights (T, E) ≥ 0, chosen (T, E) bool, padding_mask (T,) → (T, E) int64: every column's tokens in its order."""
@@ -26,6 +29,90 @@ def rank_order(weights: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> 
     if padding_mask is not None:
         keys = keys.masked_fill(padding_mask.unsqueeze(1), lowest)
     return keys.sort(dim=0, descending=True, stable=True).indices
+
+
+def check_rounding(rule: str, tile: int) -> None:
+    """Refuse a rule that is none of `ROUNDINGS`, and a tile below 1."""
+    if rule not in ROUNDINGS:
+        raise ValueError(f"rule={rule!r}: must be one of {', '.join(ROUNDINGS)}")
+    if tile < 1:
+        raise ValueError(f"tile={tile}: must be at least 1")
+
+
+def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
+    """R: the most pairs that `rule` can leave, whatever the logits; T, E, K and the tile decide it, no device value.
+
+    At most min(E, T·K) experts have a choice, and each of these grows by less than a tile; `nearest` adds at most half
+    a tile to each, `balanced` half a tile to all together, `down` nothing. No expert takes more than T tokens.
+    """
+    loaded = min(num_experts, num_tokens * top_k)
+    growth = {"down": 0, "balanced": tile // 2, "nearest": loaded * (tile // 2)}.get(rule, loaded * (tile - 1))
+    return min(num_tokens * top_k + growth, num_tokens * num_experts)
+
+
+def rounded_loads(
+    counts: Tensor,
+    rule: str,
+    tile: int,
+    draw: Tensor | None = None,
+    up_odds: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """Loads (E,) int64 → multiples of `tile` (E,) int64, without a host synchronisation.
+
+    Args:
+        draw: (E,) even in [0, 1), of the stochastic rules.
+        up_odds: a and b, each (E,), of "stochastic_score": up with probability a/b, never where b is 0.
+    """
+    down = counts.div(tile, rounding_mode="floor") * tile
+    rest = counts - down
+    if rule == "balanced":
+        # Rounding the running total is the running accumulator in one pass: from the multiple before, at most tile/2
+        # off, the nearest one is ⌊f⌋ or ⌈f⌉ away. Ties go up always, or a load of whole tiles could change by one.
+        total = (counts.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
+        return total.diff(prepend=total.new_zeros(1))
+    if rule in ("up", "down"):
+        up = rest > 0 if rule == "up" else torch.zeros_like(rest, dtype=torch.bool)
+    elif rule == "nearest":
+        up = rest + tile // 2 >= tile
+    else:
+        assert draw is not None, f"{rule} draws"
+        a, b = (rest, torch.full_like(rest, tile)) if up_odds is None else up_odds
+        up = draw * b < a
+    return down + up * tile
+
+
+def odds_by_score(
+    values: Tensor, chosen: Tensor, padding_mask: Tensor | None, counts: Tensor, tile: int
+) -> tuple[Tensor, Tensor]:
+    """(E,), (E,): weights of the choices in each expert's last, partial tile, and of that tile filled up."""
+    order = rank_order(values, chosen, padding_mask)
+    values = torch.nan_to_num(values, nan=0.0)
+    if padding_mask is not None:
+        values = values.masked_fill(padding_mask.unsqueeze(1), 0.0)
+    ordered = values.gather(0, order)
+    rank = torch.arange(values.shape[0], device=values.device).unsqueeze(1)
+    start = counts.div(tile, rounding_mode="floor") * tile
+    whole = torch.where((rank >= start) & (rank < start + tile), ordered, 0.0)
+    return torch.where(rank < counts, whole, 0.0).sum(0), whole.sum(0)
+
+
+def round_loads(
+    values: Tensor,
+    ids: Tensor,
+    counts: Tensor,
+    rule: str,
+    tile: int,
+    draw: Tensor | None,
+    padding_mask: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """values (T, E), ids (T, K), counts (E,) of tokens that are no padding → `rounded_loads` (E,), dropped ()."""
+    odds = None
+    if rule == "stochastic_score":
+        chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(1, ids, True)
+        odds = odds_by_score(values, chosen, padding_mask, counts, tile)
+    available = values.shape[0] if padding_mask is None else (~padding_mask).sum()
+    rounded = rounded_loads(counts, rule, tile, draw, odds).clamp(max=available)
+    return rounded, (counts - rounded).clamp_min(0).sum()
 
 
 def select_tokens_ref(

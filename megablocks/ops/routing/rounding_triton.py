@@ -1,12 +1,19 @@
-"""Triton kernels behind `select_tokens`: three launches and one scan of T counts, no sort.
+"""Triton kernels behind `select_tokens` and `route_rounded`: each expert's first tokens, without a sort.
 
-1. keys     (E, T) int32: the order of an expert's tokens as integers, transposed so that an expert's are contiguous
-2. select   a program an expert: its n-th largest key, two bits a pass over the T keys; then who is above it, and of
-            those at it the lowest tokens, as bytes (T, E)
-3. place    tokens write their pairs behind those of the tokens before; the programs behind them fill the unused rest
+Legend: T tokens, E experts, R pairs. The keys (E, T) int32 are the order of an expert's tokens as integers; transposed,
+so that an expert's are contiguous.
+
+1. keys     weights and ids → keys; a router's kernel writes them itself (router_triton.py)
+2. odds     a program an expert: the weights in its last, partial tile of choices, for one rule of rounding
+3. loads    one program: loads → rounded loads, by every rule
+4. select   a program an expert: its n-th largest key, two bits a pass over the T keys; then who is above it, and of
+            those at it the lowest tokens: flags (E, T) int8, KEPT and CHOSEN
+5. count    kept pairs of each token; torch's scan of these T counts gives where a token's pairs end
+6. place    tokens write their pairs behind those of the tokens before; the programs behind them fill the unused rest
 
 A sort of the columns would move each key through eight radix passes; the search reads 16 times 4·T bytes an expert, and
-from the second pass on they lie in the second-level cache. No float and no atomic takes part.
+from the second pass on they lie in the second-level cache. No atomic takes part, and floats only in the odds, the order
+of whose sums is fixed.
 """
 
 # mypy: allow-untyped-defs
@@ -21,8 +28,56 @@ from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
+KEPT, CHOSEN = tl.constexpr(1), tl.constexpr(2)  # bits of a flag: the pair is computed; the top-k chose it
 _LOWEST = tl.constexpr(-(2**31))
 _BLOCK = 4096  # keys that a program of 16 warps looks at together
+
+
+@triton.jit
+def order_keys(weight, chosen, alive):
+    """Integers in the order of `rank_order`: weight (tokens, experts) ≥ 0, chosen the same, alive (tokens,)."""
+    weight = tl.where(weight == weight, weight, 0.0)  # NaN ranks as 0
+    bits = weight.to(tl.int32, bitcast=True)
+    return tl.where(alive[:, None], tl.where(chosen, bits, bits + (_LOWEST + 1)), _LOWEST)
+
+
+@triton.jit
+def _weight_of(key):
+    """The weight in a key; 0 for padding's."""
+    bits = tl.where(key < 0, key - (_LOWEST + 1), key)
+    return tl.where(key == _LOWEST, 0, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_keys(keys_ptr, t, num_tokens):
+    """Keys as unsigned integers of the same order; 0, as padding's, past the end."""
+    key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST)
+    return key.to(tl.uint32, bitcast=True) ^ 0x80000000
+
+
+@triton.jit
+def _nth_key(keys_ptr, wanted, num_tokens, BLOCK: tl.constexpr):
+    """(the largest value that at least `wanted` keys reach, keys above it), as `_load_keys` gives them."""
+    lane = tl.arange(0, BLOCK)
+    found = tl.full((), 0, tl.uint32)
+    step = tl.full((), 1 << 30, tl.uint32)
+    for _ in range(16):
+        reach_1 = tl.zeros((BLOCK,), tl.int32)
+        reach_2 = tl.zeros((BLOCK,), tl.int32)
+        reach_3 = tl.zeros((BLOCK,), tl.int32)
+        for start in range(0, num_tokens, BLOCK):
+            key = _load_keys(keys_ptr, start + lane, num_tokens)
+            reach_1 += (key >= found + step).to(tl.int32)
+            reach_2 += (key >= found + 2 * step).to(tl.int32)
+            reach_3 += (key >= found + 3 * step).to(tl.int32)
+        digits = (tl.sum(reach_1, 0) >= wanted).to(tl.uint32)
+        digits += (tl.sum(reach_2, 0) >= wanted).to(tl.uint32) + (tl.sum(reach_3, 0) >= wanted).to(tl.uint32)
+        found += digits * step
+        step = step >> 2
+    above = tl.zeros((BLOCK,), tl.int32)
+    for start in range(0, num_tokens, BLOCK):
+        above += (_load_keys(keys_ptr, start + lane, num_tokens) > found).to(tl.int32)
+    return found, tl.sum(above, 0)
 
 
 @quick
@@ -36,107 +91,212 @@ def _keys_kernel(
     live = t < num_tokens
     mask = live[:, None] & (e < E)[None, :]
     weight = tl.load(weights_ptr + t.to(tl.int64)[:, None] * stride_t + e[None, :], mask=mask, other=0.0)
-    weight = tl.where(weight == weight, weight, 0.0)  # NaN ranks as 0
-    bits = weight.to(tl.int32, bitcast=True)
     chosen = tl.zeros((TOKENS, EXPERTS), dtype=tl.int1)
     for k in range(K):
         pick = tl.load(ids_ptr + t.to(tl.int64) * K + k, mask=live, other=-1).to(tl.int32)
         chosen = chosen | (pick[:, None] == e[None, :])
-    keys = tl.where(chosen, bits, bits + (_LOWEST + 1))
+    alive = live
     if padding_ptr is not None:
-        padding = tl.load(padding_ptr + t, mask=live, other=0)
-        keys = tl.where((padding != 0)[:, None], _LOWEST, keys)
+        alive = live & (tl.load(padding_ptr + t, mask=live, other=0) == 0)
     at = e.to(tl.int64)[None, :] * num_tokens + t[:, None]
-    tl.store(keys_ptr + at, keys, mask=mask)
+    tl.store(keys_ptr + at, order_keys(weight, chosen, alive), mask=mask)
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens"])
-def _select_kernel(keys_ptr, loads_ptr, keep_ptr, num_tokens, E, BLOCK: tl.constexpr):
-    e = tl.program_id(0)
-    keys_ptr += e.to(tl.int64) * num_tokens
-    wanted = tl.load(loads_ptr + e).to(tl.int32)
+def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.constexpr):
+    """Weights in the places [⌊load⌋, load) of an expert's order, and in [⌊load⌋, ⌊load⌋ + tile)."""
+    expert = tl.program_id(0)
+    keys_ptr += expert.to(tl.int64) * num_tokens
+    load = tl.load(load_ptr + expert).to(tl.int32)
+    first = load // tile * tile
+    upper, before = _nth_key(keys_ptr, first, num_tokens, BLOCK)
+    lower, beyond = _nth_key(keys_ptr, first + tile, num_tokens, BLOCK)
     lane = tl.arange(0, BLOCK)
-    # the largest value that at least `wanted` keys reach, two bits at a time; int64, for the steps pass 2^31
-    found = tl.full((), _LOWEST, tl.int64)
-    step = tl.full((), 1 << 30, tl.int64)
-    for _ in range(16):
-        reach_1 = tl.zeros((), tl.int32)
-        reach_2 = tl.zeros((), tl.int32)
-        reach_3 = tl.zeros((), tl.int32)
-        for start in range(0, num_tokens, BLOCK):
-            t = start + lane
-            key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST).to(tl.int64)
-            reach_1 += tl.sum((key >= found + step).to(tl.int32), 0)
-            reach_2 += tl.sum((key >= found + 2 * step).to(tl.int32), 0)
-            reach_3 += tl.sum((key >= found + 3 * step).to(tl.int32), 0)
-        digits = (reach_1 >= wanted).to(tl.int64) + (reach_2 >= wanted).to(tl.int64) + (reach_3 >= wanted).to(tl.int64)
-        found += digits * step
-        step = step >> 2
-    above = tl.zeros((), tl.int32)
+    a = tl.zeros((BLOCK,), tl.float32)
+    b = tl.zeros((BLOCK,), tl.float32)
+    place_upper = before
+    place_lower = beyond
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
-        key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST).to(tl.int64)
-        above += tl.sum((key > found).to(tl.int32), 0)
+        key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST)
+        order = key.to(tl.uint32, bitcast=True) ^ 0x80000000
+        # equal keys hold equal weights, so that any of them may stand for those inside the places
+        at_upper = (order == upper).to(tl.int32)
+        at_lower = ((order == lower) & (t < num_tokens)).to(tl.int32)
+        behind = (order < upper) | ((at_upper != 0) & (place_upper + tl.cumsum(at_upper, 0) > first))
+        within = (order > lower) | ((at_lower != 0) & (place_lower + tl.cumsum(at_lower, 0) <= first + tile))
+        place_upper += tl.sum(at_upper, 0)
+        place_lower += tl.sum(at_lower, 0)
+        weight = _weight_of(key)
+        a += tl.where(behind & (key >= 0), weight, 0.0)
+        b += tl.where(behind & within, weight, 0.0)
+    tl.store(a_ptr + expert, tl.sum(a, 0))
+    tl.store(b_ptr + expert, tl.sum(b, 0))
+
+
+@quick
+@triton.jit
+def _loads_kernel(
+    load_ptr, stats_ptr, draw_ptr, a_ptr, b_ptr, rounded_ptr, dropped_ptr, E, tile,
+    RULE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`rounded_loads`, at most the tokens that there are, and what they drop."""
+    e = tl.arange(0, BLOCK)
+    load = tl.load(load_ptr + e, mask=e < E, other=0)
+    down = load // tile * tile
+    rest = load - down
+    if RULE == "balanced":
+        total = tl.cumsum(load, 0)
+        rounded = (total + tile // 2) // tile * tile - (total - load + tile // 2) // tile * tile
+    else:
+        if RULE == "up":
+            up = rest > 0
+        elif RULE == "down":
+            up = rest < 0
+        elif RULE == "nearest":
+            up = rest + tile // 2 >= tile
+        else:
+            draw = tl.load(draw_ptr + e, mask=e < E, other=0)
+            if a_ptr is None:
+                up = draw * tile < rest.to(tl.float32)
+            else:
+                up = draw * tl.load(b_ptr + e, mask=e < E, other=0) < tl.load(a_ptr + e, mask=e < E, other=0)
+        rounded = down + tl.where(up, tile, 0)
+    rounded = tl.minimum(rounded, tl.load(stats_ptr + 1))
+    tl.store(rounded_ptr + e, rounded, mask=e < E)
+    tl.store(dropped_ptr, tl.sum(tl.maximum(load - rounded, 0), 0))
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"])
+def _select_kernel(keys_ptr, loads_ptr, flags_ptr, num_tokens, BLOCK: tl.constexpr):
+    e = tl.program_id(0)
+    keys_ptr += e.to(tl.int64) * num_tokens
+    flags_ptr += e.to(tl.int64) * num_tokens
+    wanted = tl.load(loads_ptr + e).to(tl.int32)
+    found, above = _nth_key(keys_ptr, wanted, num_tokens, BLOCK)
     left = wanted - above
+    lane = tl.arange(0, BLOCK)
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
         live = t < num_tokens
-        key = tl.load(keys_ptr + t, mask=live, other=_LOWEST).to(tl.int64)
+        key = _load_keys(keys_ptr, t, num_tokens)
         tie = ((key == found) & live).to(tl.int32)
         keep = (key > found) | ((tie != 0) & (tl.cumsum(tie, 0) <= left))
         left -= tl.sum(tie, 0)
-        tl.store(keep_ptr + t.to(tl.int64) * E + e, keep.to(tl.int8), mask=live)
+        flags = tl.where(keep, KEPT, 0) | tl.where(key >= 0x80000000, CHOSEN, 0)
+        tl.store(flags_ptr + t, flags.to(tl.int8), mask=live)
+
+
+@quick
+@triton.jit(do_not_specialize=["num_tokens"])
+def _count_kernel(flags_ptr, count_ptr, num_tokens, E, TOKENS: tl.constexpr, EXPERTS: tl.constexpr):
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    count = tl.zeros((EXPERTS, TOKENS), tl.int32)
+    for start in range(0, E, EXPERTS):
+        e = start + tl.arange(0, EXPERTS)
+        at = e.to(tl.int64)[:, None] * num_tokens + t[None, :]
+        flags = tl.load(flags_ptr + at, mask=(e < E)[:, None] & (t < num_tokens)[None, :], other=0)
+        count += flags.to(tl.int32) & KEPT
+    tl.store(count_ptr + t, tl.sum(count, 0), mask=t < num_tokens)
+
+
+@triton.jit
+def load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E):
+    """(kept, chosen, pair), each (tokens, experts): the first two bool, and the place of a kept pair among the R."""
+    live = t < num_tokens
+    at = e.to(tl.int64)[None, :] * num_tokens + t[:, None]
+    flags = tl.load(flags_ptr + at, mask=live[:, None] & (e < E)[None, :], other=0).to(tl.int32)
+    kept = flags & KEPT
+    end = tl.load(ends_ptr + t, mask=live, other=0)
+    pair = end[:, None] - tl.sum(kept, 1)[:, None] + tl.cumsum(kept, 1) - 1
+    return kept != 0, (flags & CHOSEN) != 0, pair
 
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "token_programs"])
 def _place_kernel(
-    keep_ptr, ends_ptr, token_ptr, expert_ptr, source_ptr, num_tokens, num_pairs, token_programs,
+    flags_ptr, ends_ptr, values_ptr, token_ptr, expert_ptr, weight_ptr, source_ptr,
+    num_tokens, num_pairs, token_programs,
     E: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     if program < token_programs:
         t = program * TOKENS + tl.arange(0, TOKENS)
         e = tl.arange(0, LANES)
-        live = t < num_tokens
+        kept, _, pair = load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E)
         at = t.to(tl.int64)[:, None] * E + e[None, :]
-        keep = tl.load(keep_ptr + at, mask=live[:, None] & (e < E)[None, :], other=0).to(tl.int32)
-        end = tl.load(ends_ptr + t, mask=live, other=0)
-        slot = end[:, None] - tl.sum(keep, 1)[:, None] + tl.cumsum(keep, 1) - 1
-        tl.store(token_ptr + slot, tl.broadcast_to(t[:, None], (TOKENS, LANES)), mask=keep != 0)
-        tl.store(expert_ptr + slot, tl.broadcast_to(e[None, :], (TOKENS, LANES)), mask=keep != 0)
-        tl.store(source_ptr + slot, at, mask=keep != 0)
+        tl.store(token_ptr + pair, tl.broadcast_to(t[:, None], (TOKENS, LANES)), mask=kept)
+        tl.store(expert_ptr + pair, tl.broadcast_to(e[None, :], (TOKENS, LANES)), mask=kept)
+        if weight_ptr is not None:
+            tl.store(weight_ptr + pair, tl.load(values_ptr + at, mask=kept, other=0), mask=kept)
+        if source_ptr is not None:
+            tl.store(source_ptr + pair, at, mask=kept)
     else:
         r = (program - token_programs) * TOKENS * LANES + tl.arange(0, TOKENS * LANES)
         unused = (r >= tl.load(ends_ptr + num_tokens - 1)) & (r < num_pairs)
         tl.store(token_ptr + r, tl.full((TOKENS * LANES,), num_tokens - 1, tl.int32), mask=unused)
         tl.store(expert_ptr + r, tl.full((TOKENS * LANES,), -1, tl.int32), mask=unused)
-        tl.store(source_ptr + r, r.to(tl.int64), mask=unused)
+        if weight_ptr is not None:
+            tl.store(weight_ptr + r, tl.zeros((TOKENS * LANES,), tl.float32), mask=unused)
+        if source_ptr is not None:
+            tl.store(source_ptr + r, r.to(tl.int64), mask=unused)
+
+
+def round_launch(
+    keys: Tensor, load: Tensor, stats: Tensor, draw: Tensor | None, rule: str, tile: int
+) -> tuple[Tensor, Tensor]:
+    """keys (E, T), load (E,), stats (3,) as of `router_op`, draw (E,) in [0, 1) → rounded loads (E,), dropped ()."""
+    experts, tokens = keys.shape
+    a = b = None
+    if rule == "stochastic_score":
+        a, b = (torch.empty(experts, dtype=torch.float32, device=keys.device) for _ in range(2))
+        _odds_kernel[(experts,)](keys, load, a, b, tokens, tile, BLOCK=_BLOCK, num_warps=16)
+    rounded, dropped = torch.empty_like(load), torch.empty((), dtype=torch.int64, device=keys.device)
+    _loads_kernel[(1,)](
+        load, stats, draw, a, b, rounded, dropped, experts, tile,
+        RULE=rule, BLOCK=next_power_of_2(experts), num_warps=4,
+    )  # fmt: skip
+    return rounded, dropped
+
+
+def flags_launch(keys: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
+    """keys (E, T), loads (E,) → flags (E, T) int8 and ends (T,) int32: the pairs up to and with each token's."""
+    experts, tokens = keys.shape
+    flags = torch.empty(experts, tokens, dtype=torch.int8, device=keys.device)
+    _select_kernel[(experts,)](keys, loads, flags, tokens, BLOCK=_BLOCK, num_warps=16)
+    count = torch.empty(tokens, dtype=torch.int32, device=keys.device)
+    _count_kernel[(cdiv(tokens, 128),)](flags, count, tokens, experts, TOKENS=128, EXPERTS=16, num_warps=4)
+    return flags, count.cumsum(0, dtype=torch.int32)
+
+
+def place_launch(flags: Tensor, ends: Tensor, num_pairs: int, values: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """token, expert (R,) int32, and of values (T, E) each pair's weight (R,), or without them its `source`."""
+    (experts, tokens), device = flags.shape, flags.device
+    token, expert = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
+    third = torch.empty(num_pairs, dtype=torch.int64 if values is None else torch.float32, device=device)
+    lanes = next_power_of_2(experts)
+    rows = max(1, 4096 // lanes)
+    programs = cdiv(tokens, rows)
+    _place_kernel[(programs + cdiv(num_pairs, rows * lanes),)](
+        flags, ends, values, token, expert, None if values is None else third, third if values is None else None,
+        tokens, num_pairs, programs, E=experts, TOKENS=rows, LANES=lanes, num_warps=8,
+    )  # fmt: skip
+    return token, expert, third
 
 
 def select_launch(
     weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `select_tokens_ref`, for float32 and at least one token and expert."""
-    (tokens, experts), device = weights.shape, weights.device
+    tokens, experts = weights.shape
     weights = weights if weights.stride(1) == 1 else weights.contiguous()
-    keys = torch.empty(experts, tokens, dtype=torch.int32, device=device)
+    keys = torch.empty(experts, tokens, dtype=torch.int32, device=weights.device)
     block = min(64, next_power_of_2(experts))
     _keys_kernel[(cdiv(tokens, 64), cdiv(experts, block))](
         weights, ids.contiguous(), None if padding_mask is None else padding_mask.contiguous().view(torch.uint8), keys,
         tokens, weights.stride(0), E=experts, K=ids.shape[1], TOKENS=64, EXPERTS=block, num_warps=4,
     )  # fmt: skip
-    keep = torch.empty(tokens, experts, dtype=torch.int8, device=device)
-    _select_kernel[(experts,)](keys, loads.contiguous(), keep, tokens, experts, BLOCK=_BLOCK, num_warps=16)
-    ends = keep.sum(1, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    token, expert = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
-    source = torch.empty(num_pairs, dtype=torch.int64, device=device)
-    lanes = next_power_of_2(experts)
-    rows = max(1, 2048 // lanes)
-    programs = cdiv(tokens, rows)
-    _place_kernel[(programs + cdiv(num_pairs, rows * lanes),)](
-        keep, ends, token, expert, source, tokens, num_pairs, programs,
-        E=experts, TOKENS=rows, LANES=lanes, num_warps=4,
-    )  # fmt: skip
-    return token, expert, source
+    flags, ends = flags_launch(keys, loads.contiguous())
+    return place_launch(flags, ends, num_pairs, None)

@@ -112,8 +112,9 @@ def router_backward_ref(
     scaling: float,
     balance_weight: float,
     z_weight: float,
+    d_scores: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits (T, E) from those of weight, balance, z and sums, None for no gradient."""
+    """The gradient of the logits (T, E) from those of weight, balance, z, sums and scores, None for no gradient."""
     acc, ids = accumulation_dtype(logits.dtype), expert.view(-1, top_k).clamp(min=0).long()
     wide = logits.to(acc)
     if padding_mask is not None:
@@ -121,7 +122,7 @@ def router_backward_ref(
     soft, count = wide.softmax(1), stats[1].clamp(min=1)
     scores = wide.sigmoid() if sigmoid else soft
     d_weight, d_balance, d_z, d_sums = grads
-    d_scores, d_logits = torch.zeros_like(wide), torch.zeros_like(wide)
+    d_scores, d_logits = torch.zeros_like(wide) if d_scores is None else d_scores.to(acc), torch.zeros_like(wide)
     if d_weight is not None:
         grad = d_weight.view(ids.shape).to(acc) * scaling
         weight = wide.gather(1, ids).softmax(1) if after else scores.gather(1, ids)
@@ -132,7 +133,7 @@ def router_backward_ref(
         if after:
             d_logits.scatter_add_(1, ids, weight * (grad - (grad * weight).sum(1, keepdim=True)))
         else:
-            d_scores.scatter_add_(1, ids, grad)
+            d_scores = d_scores.scatter_add(1, ids, grad)
     d_share = torch.zeros_like(wide[0]) if wide.shape[0] else wide.new_zeros(wide.shape[1])
     if d_sums is not None:
         d_share = d_share + d_sums.to(acc)
@@ -254,6 +255,33 @@ def router_kernel_takes(
     return plain and runs_triton(logits) and logits.shape[1] <= MAX_EXPERTS and top_k <= MAX_TOP_K
 
 
+def router_options(
+    logits: Tensor,
+    top_k: int,
+    score_function: str,
+    softmax_order: str,
+    bias: Tensor | None,
+    norm_p: float | None,
+    scaling: float,
+    padding_mask: Tensor | None,
+) -> tuple[int, bool, bool, int, float]:
+    """top_k, sigmoid, after, norm_p and scaling of `router_op`; raises as `route_topk`."""
+    if norm_p not in (None, 1.0, 2.0):
+        raise ValueError(f"norm_p={norm_p!r}: must be None, 1 or 2; topk_weights takes others")
+    if not 1 <= top_k <= logits.shape[1]:
+        raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {logits.shape[1]}")
+    for name, t, length in (("bias", bias, logits.shape[1]), ("padding_mask", padding_mask, logits.shape[0])):
+        if t is not None and t.shape != (length,):
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
+    if runs_triton(logits) and not router_kernel_takes(logits, top_k):
+        raise ValueError(
+            f"logits {tuple(logits.shape)}, top_k={top_k}: must be at most {MAX_EXPERTS} experts and top_k={MAX_TOP_K}"
+        )
+    after = score_function == "softmax" and softmax_order == "after_topk"
+    norm = 0 if norm_p is None else int(norm_p)
+    return top_k, score_function == "sigmoid", after, norm, float(scaling)
+
+
 def route_topk(
     logits: Tensor,
     top_k: int,
@@ -279,19 +307,6 @@ def route_topk(
         ValueError: another norm_p, a top_k outside [1, E], a bias or mask of another shape, or more experts or choices
             than the kernel holds.
     """
-    if norm_p not in (None, 1.0, 2.0):
-        raise ValueError(f"norm_p={norm_p!r}: must be None, 1 or 2; topk_weights takes others")
-    if not 1 <= top_k <= logits.shape[1]:
-        raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {logits.shape[1]}")
-    for name, t, length in (("bias", bias, logits.shape[1]), ("padding_mask", padding_mask, logits.shape[0])):
-        if t is not None and t.shape != (length,):
-            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
-    if runs_triton(logits) and not router_kernel_takes(logits, top_k):
-        raise ValueError(
-            f"logits {tuple(logits.shape)}, top_k={top_k}: must be at most {MAX_EXPERTS} experts and top_k={MAX_TOP_K}"
-        )
-    after = score_function == "softmax" and softmax_order == "after_topk"
-    norm = 0 if norm_p is None else int(norm_p)
     weights = (float(balance_weight), float(z_weight))
-    options = (top_k, score_function == "sigmoid", after, norm, float(scaling), *weights)
-    return RouterOutput(*router_op(logits, bias, padding_mask, *options))
+    options = router_options(logits, top_k, score_function, softmax_order, bias, norm_p, scaling, padding_mask)
+    return RouterOutput(*router_op(logits, bias, padding_mask, *options, *weights))

@@ -9,6 +9,9 @@ Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times 
 
 Bytes: logits once each way, the gradient of the logits once; scores are never stored.
 
+For token rounding the first kernel stores every pair's weight and key instead of each token's choices, and the last
+reads a pair's gradient where a flag says that it was kept (rounded_router_triton.py).
+
 The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
 since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
 and the smallest integer marks what was taken, so that ids are K different ones in [0, E) whatever the logits hold.
@@ -19,12 +22,15 @@ and the smallest integer marks what was taken, so that ids are K different ones 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.rounding_triton import load_flags, order_keys
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
@@ -65,10 +71,23 @@ def _keys(value, inside):
     return tl.where(inside, key, _TAKEN)
 
 
+@triton.jit
+def _choices(logits, scores, chosen, AFTER: tl.constexpr, NORM: tl.constexpr):
+    """(weights of the chosen before their norm, 0 elsewhere; their norm), all experts of a token in a row."""
+    if AFTER:
+        exp, _, total = _softmax(logits, chosen)
+        weight = exp / total[:, None]
+    else:
+        weight = tl.where(chosen, scores, 0.0)
+    if NORM == 2:
+        return weight, tl.sqrt(tl.sum(weight * weight, 1))
+    return weight, tl.sum(weight, 1)
+
+
 @quick
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _route_kernel(
-    logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, partial_ptr, count_ptr,
+    logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, values_ptr, keys_ptr, partial_ptr, count_ptr,
     num_tokens, num_tiles, E, scaling,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
     BIASED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -109,25 +128,36 @@ def _route_kernel(
             ids = tl.where((k == i)[None, :], expert[:, None], ids)
         load += (alive[:, None] & inside & (key == _TAKEN)).to(tl.int32)
 
-        live = (t < num_tokens)[:, None] & (k < K)[None, :]
-        chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
-            tl.float32
-        )
-        if SIGMOID:
-            weight = tl.sigmoid(chosen)
-        elif AFTER:
-            exp_k, _, total_k = _softmax(chosen, (k < K)[None, :])
-            weight = exp_k / total_k[:, None]
+        if keys_ptr is not None:  # every pair's weight, and the order of an expert's tokens
+            taken = inside & (key == _TAKEN)
+            value, norm = _choices(logits, scores, taken, AFTER, NORM)
+            if NORM > 0:
+                value = value / (norm + _TINY)[:, None]
+            value = tl.where(taken, value, scores) * scaling
+            stored = (t < num_tokens)[:, None] & inside
+            tl.store(values_ptr + t[:, None].to(tl.int64) * E + e[None, :], value, mask=stored)
+            at = e[None, :].to(tl.int64) * num_tokens + t[:, None]
+            tl.store(keys_ptr + at, order_keys(value, taken, alive), mask=stored)
         else:
-            weight = tl.exp(chosen - top[:, None]) / total[:, None]
-        if NORM == 1:
-            weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
-        elif NORM == 2:
-            weight = weight / (tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1)) + _TINY)[:, None]
-        at = t[:, None].to(tl.int64) * K + k[None, :]
-        tl.store(weight_ptr + at, weight * scaling, mask=live)
-        tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
-        tl.store(token_ptr + at, t[:, None] + ids * 0, mask=live)
+            live = (t < num_tokens)[:, None] & (k < K)[None, :]
+            chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
+                tl.float32
+            )
+            if SIGMOID:
+                weight = tl.sigmoid(chosen)
+            elif AFTER:
+                exp_k, _, total_k = _softmax(chosen, (k < K)[None, :])
+                weight = exp_k / total_k[:, None]
+            else:
+                weight = tl.exp(chosen - top[:, None]) / total[:, None]
+            if NORM == 1:
+                weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
+            elif NORM == 2:
+                weight = weight / (tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1)) + _TINY)[:, None]
+            at = t[:, None].to(tl.int64) * K + k[None, :]
+            tl.store(weight_ptr + at, weight * scaling, mask=live)
+            tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
+            tl.store(token_ptr + at, t[:, None] + ids * 0, mask=live)
     row = tl.program_id(0)
     tl.store(partial_ptr + row * (E + 1) + e, tl.sum(sums, 0), mask=e < E)
     tl.store(partial_ptr + row * (E + 1) + E, tl.sum(squares, 0))
@@ -171,7 +201,8 @@ def _finish_kernel(
 @quick
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_backward_kernel(
-    logits_ptr, mask_ptr, expert_ptr, load_ptr, stats_ptr, d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
+    logits_ptr, mask_ptr, expert_ptr, load_ptr, stats_ptr, flags_ptr, ends_ptr,
+    d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
     num_tokens, E, scaling, balance_weight, z_weight,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
     MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
@@ -187,7 +218,25 @@ def _route_backward_kernel(
     # d_scores: of the scores; d_logits: what does not pass through them
     d_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
     d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
-    if d_weight_ptr is not None:
+    if d_weight_ptr is not None and flags_ptr is not None:  # of the pairs that rounding kept
+        kept, taken, pair = load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E)
+        grad = tl.load(d_weight_ptr + pair, mask=kept, other=0).to(tl.float32) * scaling
+        weight, norm = _choices(logits, scores, taken, AFTER, NORM)
+        d_taken = tl.where(taken, grad, 0.0)
+        d_scores += grad - d_taken
+        if NORM > 0:
+            factor = 1.0 / (norm + _TINY)
+            pull = tl.sum(d_taken * weight, 1) * factor * factor
+            if NORM == 1:
+                slope = tl.where(weight > 0, 1.0, 0.0)
+            else:
+                slope = tl.where(norm == 0.0, 0.0, 1.0 / norm)[:, None] * weight
+            d_taken = tl.where(taken, d_taken * factor[:, None] - pull[:, None] * slope, 0.0)
+        if AFTER:
+            d_logits += weight * (d_taken - tl.sum(d_taken * weight, 1)[:, None])
+        else:
+            d_scores += d_taken
+    elif d_weight_ptr is not None:
         k = tl.arange(0, KPAD)
         live = alive[:, None] & (k < K)[None, :]
         row = t.to(tl.int64) * K
@@ -261,40 +310,38 @@ def _route_backward_kernel(
     tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside)
 
 
-def _tile(num_experts: int, top_k: int) -> dict[str, int]:
+def _tile(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
     block = max(next_power_of_2(num_experts), 16)
-    return {"TOKENS": max(_TILE // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
+    return {"TOKENS": max(values // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
 
 
-def route_launch(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Results as of `router_op`; two launches."""
+def score_launch(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None,
+    chosen: tuple[Tensor, Tensor, Tensor] | None, every: tuple[Tensor, Tensor] | None,
+    top_k: int, sigmoid: bool, after: bool, norm_p: int, scaling: float, balance_weight: float, z_weight: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """balance, z, sums, load, stats as of `router_op`; two launches.
+
+    chosen: expert, token and weight (T·K,), to be written; or every: values (T, E) and keys (E, T) of all pairs.
+    """
     logits = logits.contiguous()
     bias, padding_mask = (None if t is None else t.contiguous() for t in (bias, padding_mask))
     (num_tokens, num_experts), device = logits.shape, logits.device
-    sizes = _tile(num_experts, top_k)
+    # Addresses of every pair take registers: 214 a thread in a whole tile, 128 in half of one, so that two programs of
+    # 8 warps share a multiprocessor as they do without (118).
+    sizes = _tile(num_experts, top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
 
     def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    weight, sums, balance, z = make(num_tokens * top_k), make(num_experts), make(), make()
-    expert, token = (make(num_tokens * top_k, dtype=torch.int32) for _ in range(2))
+    sums, balance, z = make(num_experts), make(), make()
     load, stats = make(num_experts, dtype=torch.int64), make(3, dtype=torch.int64)
     partial, count = make(programs, num_experts + 1), make(programs, num_experts + 2, dtype=torch.int32)
+    outputs = (*(chosen or (None, None, None)), *(every or (None, None)), partial, count)
     _route_kernel[(programs,)](
-        logits, bias, padding_mask, expert, token, weight, partial, count, num_tokens, tiles, num_experts, scaling,
+        logits, bias, padding_mask, *outputs, num_tokens, tiles, num_experts, scaling,
         SIGMOID=sigmoid, AFTER=after, NORM=norm_p, BIASED=bias is not None, MASKED=padding_mask is not None,
         num_warps=_WARPS, **sizes,
     )  # fmt: skip
@@ -303,13 +350,24 @@ def route_launch(
         K=top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS),
         num_warps=16,
     )  # fmt: skip
-    return weight, balance, z, sums, expert, token, load, stats
+    return balance, z, sums, load, stats
+
+
+def route_launch(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, *options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Results as of `router_op`; two launches."""
+    pairs = logits.shape[0] * top_k
+    weight = torch.empty(pairs, dtype=torch.float32, device=logits.device)
+    expert, token = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
+    losses = score_launch(logits, bias, padding_mask, (expert, token, weight), None, top_k, *options)
+    return weight, *losses[:3], expert, token, *losses[3:]
 
 
 def route_backward_launch(
     logits: Tensor,
     padding_mask: Tensor | None,
-    expert: Tensor,
+    expert: Tensor | None,
     load: Tensor,
     stats: Tensor,
     d_weight: Tensor | None,
@@ -323,8 +381,10 @@ def route_backward_launch(
     scaling: float,
     balance_weight: float,
     z_weight: float,
+    flags: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), in their dtype; one launch."""
+    """The gradient of the logits (T, E), in their dtype; one launch. With flags and ends d_weight is of kept pairs."""
     logits = logits.contiguous()
     padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
     num_tokens, num_experts = logits.shape
@@ -332,7 +392,7 @@ def route_backward_launch(
     sizes = _tile(num_experts, top_k)
     if out.numel():
         _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            logits, padding_mask, expert, load, stats, d_weight, d_sums, d_balance, d_z, out,
+            logits, padding_mask, expert, load, stats, flags, ends, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, scaling, balance_weight, z_weight,
             SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
         )  # fmt: skip
