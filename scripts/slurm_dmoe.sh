@@ -11,7 +11,9 @@
 set -euo pipefail
 EXP_DIR=${1:?EXP_DIR, a folder that all machines see, is missing}
 export NNODES=$SLURM_NNODES NGPU=${NGPU:-8}
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Not "| head": it may leave before scontrol has written all, and pipefail makes of that a failed job.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
 # SLURM_NODEID is known on each machine only, so the variable is expanded there.
 # shellcheck disable=SC2016

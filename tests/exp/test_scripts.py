@@ -270,13 +270,15 @@ def test_L1_docker_mounts_the_parent_folder() -> None:
 
 
 def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> None:
-    for name, text in (("scontrol", "echo host0; echo host1"), ("srun", 'exec env SLURM_NODEID=1 "$@"')):
+    # The pause: a script that stops reading after the first name must not fail, however late the second comes.
+    for name, text in (("scontrol", "echo host0; sleep 0.1; echo host1"), ("srun", 'exec env SLURM_NODEID=1 "$@"')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "123456"}
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "DRY_RUN": "1", **slurm}
     script = ["bash", str(ROOT / "scripts/slurm_dmoe.sh"), "/shared/run"]
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
     got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
     assert got == ["2", "1", "host0", "23456"], done.stderr
