@@ -1,7 +1,7 @@
 """Triton kernels of the activations: one pass over memory forward, one backward, float32 inside.
 
-Legend: n elements. Bytes: forward 3·n values for a gated activation (2·n for a plain one), backward 5·n (3·n). The
-activation of one element and its derivative are device functions, which fused kernels share.
+Legend: n elements, in rows of I. Bytes: forward 3·n values for a gated activation (2·n for a plain one), backward 5·n
+(3·n). The activation of one element and its derivative are device functions, which fused kernels share.
 """
 
 # mypy: allow-untyped-defs
@@ -51,11 +51,12 @@ def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr = tl
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    pre_ptr, gate_ptr, out_ptr, n, NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr
-):
-    # n is a multiple of 16 whatever the rows where the width is one; as long as Triton knows, a mask leaves loads wide
+    pre_ptr, gate_ptr, out_ptr, num_rows, width,
+    NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = num_rows.to(tl.int64) * width  # known to be a multiple of 16 where the width is: such a mask leaves loads wide
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(pre_ptr + i, mask=i < n, other=0).to(tl.float32)
     value, _ = unary(z, NAME, EXACT)
@@ -65,11 +66,12 @@ def _forward_kernel(
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
-    grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, n,
+    grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, num_rows, width,
     NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    n = num_rows.to(tl.int64) * width
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     z = tl.load(pre_ptr + i, mask=i < n, other=0).to(tl.float32)
     grad = tl.load(grad_ptr + i, mask=i < n, other=0).to(tl.float32)
@@ -87,8 +89,8 @@ def activation_launch(pre: Tensor, gate_pre: Tensor | None, name: str, approxima
     out = torch.empty_like(pre)
     if out.numel():
         _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
-            pre, gate, out, out.numel(), NAME=GATED.get(name, name), EXACT=approximate == "none",
-            GATED=gate is not None, BLOCK=_BLOCK,
+            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], NAME=GATED.get(name, name),
+            EXACT=approximate == "none", GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
@@ -103,7 +105,7 @@ def activation_backward_launch(
     d_gate = None if gate is None else torch.empty_like(pre)
     if d_pre.numel():
         _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
-            grad, pre, gate, d_pre, d_gate, d_pre.numel(), NAME=GATED.get(name, name), EXACT=approximate == "none",
-            GATED=gate is not None, BLOCK=_BLOCK,
+            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], NAME=GATED.get(name, name),
+            EXACT=approximate == "none", GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return d_pre, d_gate

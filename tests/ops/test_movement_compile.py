@@ -1,4 +1,4 @@
-"""The routing and movement kernels compile once for all token counts.
+"""The kernels of routing, of movement and of activations compile once for all token counts.
 
 No GPU is needed: a process of its own compiles for a GPU that is not there. Shared memory: see test_compile.py.
 """
@@ -13,10 +13,11 @@ from pathlib import Path
 PROGRAM = """
 import torch
 from megablocks.testing.compile_only import compiling_for
+from megablocks.ops import activation_triton
 from megablocks.ops.permute import padded_triton, permute_triton
 from megablocks.ops.routing import dispatch_triton, router_triton
 
-MODULES = (padded_triton, permute_triton, dispatch_triton, router_triton)
+MODULES = (activation_triton, padded_triton, permute_triton, dispatch_triton, router_triton)
 KERNELS = [v for m in MODULES for n, v in vars(m).items() if n.endswith("_kernel")]
 
 def ints(*shape):
@@ -31,6 +32,9 @@ def launch(T, hidden, E, K, dtype):
         permute_triton.expand_launch(x, scatter, token_offsets, pair, padded)
         permute_triton.combine_backward_launch(x, rows, weight, pair, scatter, token_offsets, padded)
         permute_triton.combine_backward_launch(x, None, weight, pair, scatter, token_offsets, padded)
+    for gate in (rows, None):
+        activation_triton.activation_launch(rows, gate, "silu", "none")
+        activation_triton.activation_backward_launch(rows, rows, gate, "silu", "none")
     for w in (weight, None):
         permute_triton.combine_launch(rows, w, ints(N), scatter, token_offsets)
     padded_triton.pad_launch(ends, ints(E + 1)[1:], 0, N, ints(R), ints(R), scatter, 1)
