@@ -20,11 +20,9 @@ that the ops choose before any other tile is tried.
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -32,10 +30,11 @@ from statistics import mean, median
 from typing import Any
 
 from block_sparse_cases import FEW_TOKENS, PRODUCTS, SIZES, Case
-from children import Runner, candidate, guarded, run_child
-from measure import ROUNDS, Gate, calls_for, emit, graph_of, interleave, milliseconds, speed, write_result
+from children import Runner, candidate, chosen, guarded, parser_of, run_benchmark, run_child, struck_off
+from measure import Gate, calls_for, dry_run, emit, graph_of, interleave, milliseconds, need_gpu, speed
 
 ROUND_MS = 8.0
+COMPILE_S = 90.0
 # The paper's own figures, on its own GPU: what a run is held against.
 MEAN_GOAL, LEAST_GOAL, SKEW_GOAL = 0.986, 0.91, 0.90
 
@@ -52,16 +51,12 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     ready: dict[str, tuple[Callable[[], Any], Callable[[], None], int]] = {}
     cases: dict[str, Case] = {}
 
-    def is_struck(routing: str, name: str) -> bool:
-        left_out = args.candidates and name not in args.candidates.split(",")
-        return bool(left_out) or name in struck or f"{job}/{routing}/{name}" in struck
-
     for routing in ("uniform", "zipf"):
         case = cases[routing] = Case(product, FEW_TOKENS if args.compile_only else SIZES[size], routing)
         for name, make in case.candidates(args.sweep, args.stk).items():
-            if is_struck(routing, name):
-                continue
             key = f"{job}/{routing}/{name}"
+            if (args.candidates and name not in args.candidates.split(",")) or struck_off(key, struck):
+                continue
             with candidate(key):
                 fn = make()
                 with poisoned_empty():
@@ -147,8 +142,8 @@ def report(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = parser_of(__doc__, seconds=280.0)
     parser.add_argument("--sizes", default=",".join(SIZES))
     parser.add_argument("--products", default=",".join(PRODUCTS))
     parser.add_argument("--candidates", default="", help="time these alone, by name: ours,bmm,pp6,…")
@@ -156,61 +151,39 @@ def main() -> None:
         "--sweep", action="store_true", help="afterwards every tile, the Triton kernels and fused activations too"
     )
     parser.add_argument("--stk", action="store_true", help="time stanford-stk's kernels too")
-    parser.add_argument("--seconds", type=float, help="for everything; default 200, with --sweep 280")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    sizes, products = args.sizes.split(","), args.products.split(",")
-    if os.environ.get("DRY_RUN", "0") == "1":
+    sizes, products = (
+        chosen(parser, "--sizes", args.sizes, SIZES),
+        chosen(parser, "--products", args.products, PRODUCTS),
+    )
+    if dry_run():
         for size in sizes:
             for product in products:
                 print(f"{product:6} {size:7} T, H, F, E = {SIZES[size]}")
-        return
+        return 0
     if args.child:
-        run_child(args.child, lambda job: time_job(job, set(args.struck.split(",")), args))
-        return
-    began = time.monotonic()
-    end = began + (args.seconds or (280 if args.sweep else 200))
+        return run_child(args, time_job)
+    need_gpu()
     flags = ["--stk"] * args.stk + ["--rounds", str(args.rounds), "--candidates", args.candidates]
     sweep = ["--sweep"] * args.sweep
-
-    # Compile in parallel on few tokens; whatever fails here is tried again, and counted, at full size.
-    warm = [Runner(__file__, flags, min(end, began + 90)) for _ in products]
-    workers = [
-        threading.Thread(
-            target=runner.run,
-            args=([f"{product}/{sizes[0]}"], "--compile-only", *sweep),
-            kwargs={"quiet": 60.0, "budget": 90.0},
-        )
-        for runner, product in zip(warm, products, strict=True)
-    ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    for r in (r for runner in warm for r in runner.records if "bad" in r):
-        print(f"on few tokens: {r['bad']}: {r['why']}", flush=True)
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
     jobs = [f"{product}/{size}" for size in sizes for product in products]
-    runner = Runner(__file__, flags, end)
-    try:
+    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+
+    def run() -> None:
+        runner.compile([[f"{product}/{sizes[0]}"] for product in products], *sweep, seconds=COMPILE_S)
         runner.run(jobs)
-        print(f"products timed by {time.monotonic() - began:.0f} s", flush=True)
         if args.sweep:
             runner.run(jobs, *sweep)
-            print(f"sweep timed by {time.monotonic() - began:.0f} s", flush=True)
-    finally:
-        # A whole job that was lost is ours as well: something of it was not measured.
-        gate = Gate(lambda key: key.endswith("/ours") or key.count("/") < 3)
-        records = [record for record in runner.records if not gate.take(record)]
-        summary = report(records, gate)
-        if args.out:
-            write_result(args.out, "block_sparse", gate=gate, summary=summary, records=records)
-        sanitize(runner)
+
+    # A whole job that was lost is ours as well: something of it was not measured.
+    status = run_benchmark(
+        runner, "block_sparse", jobs, run, ours=lambda key: key.endswith("/ours") or key.count("/") < 3,
+        summarise=lambda records, gate: (report(records, gate), []), out=args.out,
+    )  # fmt: skip
+    sanitize(runner)
+    return status
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

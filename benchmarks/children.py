@@ -12,12 +12,16 @@ A job is a string. Its child (the same script with `--child JOB,JOB… --struck 
 KEY is JOB/…/NAME. When a child dies or says nothing for too long, the candidate that was running is struck off, by name
 everywhere after the second time, and the job starts again without it.
 
+A benchmark of jobs gets its options from `parser_of`; its process is a child's (`run_child`) or the parent's
+(`run_benchmark`), which writes the result after every job: what is cut off loses the job that was running.
+
 A child with `--wait` first compiles what its one job runs, says {"prepared": JOB} and waits for a line on its stdin.
 Compiling keeps one core busy, so the children of several jobs compile beside each other, and then run one by one.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,12 +31,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from measure import emit
+from measure import ROUNDS, Gate, emit, write_result
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3
@@ -40,6 +45,33 @@ MOST_DEATHS = 3
 
 LOST_CONTEXT = ("CUDA error", "illegal", "launch failure")
 """What an exception says after which no kernel runs in this process any more."""
+
+
+def parser_of(doc: str | None, *, seconds: float, rounds: int = ROUNDS) -> argparse.ArgumentParser:
+    """The options that every benchmark of jobs takes; `seconds` and `rounds` are defaults."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="environment, gate, summary and records")
+    for of_a_child in ("--child", "--struck"):
+        parser.add_argument(of_a_child, default="", help=argparse.SUPPRESS)
+    return parser
+
+
+def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Collection[str]) -> list[str]:
+    """The names that `option` was given, comma-separated, all of `known` for ""; an unknown one ends the program."""
+    names = given.split(",") if given else list(known)
+    if unknown := set(names) - set(known):
+        parser.error(f"{option}={given}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+    return names
+
+
+def struck_off(key: str, struck: Collection[str]) -> bool:
+    """In the child: whether `key` must not run. If that is for its name alone, the parent is told that it is lost."""
+    if key not in struck and key.rsplit("/", 1)[1] in struck:
+        emit(bad=key, why="struck off, having hung or died twice")
+        return True
+    return key in struck
 
 
 @contextlib.contextmanager
@@ -68,22 +100,30 @@ def guarded(key: str, timer: Callable[[], float]) -> Callable[[], float]:
     return run
 
 
-def run_child(jobs: str, run_job: Callable[[str], None], prepare: Callable[[str], None] | None = None) -> None:
-    """The child's main: `jobs` as --child gives them. prepare: for --wait, run before the parent is waited for."""
+def run_child(
+    args: argparse.Namespace,
+    run_job: Callable[[str, set[str], argparse.Namespace], None],
+    prepare: Callable[[str, argparse.Namespace], None] | None = None,
+) -> int:
+    """The child's main; returns its exit status.
+
+    run_job: of a job, what was struck off, and args. prepare: run before the parent says go.
+    """
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the truth here
     if prepare is not None:
-        prepare(jobs)
-        emit(prepared=jobs)
+        prepare(args.child, args)
+        emit(prepared=args.child)
         if not sys.stdin.readline():  # the parent is gone
-            return
-    for job in jobs.split(","):
+            return 0
+    for job in args.child.split(","):
         emit(job=job)
-        run_job(job)
+        run_job(job, set(args.struck.split(",")), args)
         emit(finished=job)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    return 0
 
 
 class Child:
@@ -128,7 +168,7 @@ class Child:
 class Runner:
     """Runs the jobs of `script` in child processes; remembers what broke over all of them.
 
-    end: time.monotonic() when everything must have ended. flags: of every child.
+    end: time.monotonic() when everything must have ended. flags: of every child. after_job: called when one is done.
     """
 
     script: str
@@ -139,6 +179,7 @@ class Runner:
     records: list[dict[str, Any]] = field(default_factory=list)
     finished: set[str] = field(default_factory=set)
     prepared: dict[str, Child] = field(default_factory=dict)
+    after_job: Callable[[], None] | None = None
 
     def start(self, jobs: list[str], *more: str) -> Child:
         job_flags = ["--child", ",".join(jobs), "--struck", ",".join(sorted(self.struck))]
@@ -160,6 +201,23 @@ class Runner:
 
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(work, jobs))
+
+    def compile(self, groups: Sequence[list[str]], *more: str, seconds: float) -> None:
+        """Run each group of jobs with --compile-only in a child of its own, beside each other, for so long at most.
+
+        What fails is told, and counts only when it is run again, at full size.
+        """
+        began = time.monotonic()
+
+        def work(jobs: list[str]) -> list[dict[str, Any]]:
+            warm = Runner(self.script, self.flags, min(self.end, began + seconds))
+            warm.run(jobs, "--compile-only", *more, quiet=60.0, budget=seconds)
+            return warm.records
+
+        with ThreadPoolExecutor(len(groups)) as pool:
+            for record in (record for records in pool.map(work, groups) for record in records if "bad" in record):
+                print(f"on few tokens: {record['bad']}: {record['why']}", flush=True)
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
 
     def run(self, jobs: list[str], *more: str, quiet: float = QUIET_S, budget: float = JOB_S) -> None:
         """Run `jobs` in one child after another. quiet: seconds a job may be silent; budget: seconds it may take."""
@@ -194,6 +252,8 @@ class Runner:
                 elif "finished" in record:
                     todo.remove(record["finished"])
                     self.finished.add(record["finished"])
+                    if self.after_job:
+                        self.after_job()
                 elif "start" in record:
                     running = record["start"]
                 else:  # what failed may have left the process unfit to go on, so it stays the suspect
@@ -217,9 +277,56 @@ class Runner:
                 self.records.append({"bad": job, "why": why})
                 todo.remove(job)
 
-    def settle(self, jobs: list[str]) -> None:
-        """Record those of `jobs` that were not reached as bad, so that a run cut short does not pass as whole."""
-        for child in self.prepared.values():
-            child.end()
+    def settled(self, jobs: list[str]) -> list[dict[str, Any]]:
+        """The records, and those of `jobs` that were not reached as bad: a run cut short does not pass as whole."""
         told = self.finished | {record["bad"] for record in self.records if "bad" in record}
-        self.records += [{"bad": job, "why": "no time left"} for job in jobs if job not in told]
+        return self.records + [{"bad": job, "why": "no time left"} for job in jobs if job not in told]
+
+    def end_prepared(self) -> None:
+        while self.prepared:
+            self.prepared.popitem()[1].end()
+
+
+def run_benchmark(
+    runner: Runner,
+    name: str,
+    jobs: list[str],
+    run: Callable[[], None],
+    *,
+    ours: Callable[[str], bool],
+    summarise: Callable[[list[dict[str, Any]], Gate], tuple[dict[str, Any], list[str]]],
+    out: Path | None,
+) -> int:
+    """The parent's main: `run` the jobs, then print their table and write their result; also when interrupted.
+
+    After each job what there is so far is written: without a summary, and red for the jobs that are missing.
+
+    Args:
+        ours: which keys fail the run, as in Gate.
+        summarise: (records, gate) to (summary, why the run is void); prints the table.
+        out: None writes nothing.
+
+    Returns:
+        The exit status: 1 if one of `ours` failed or was not measured, or the run is void.
+    """
+
+    def judged() -> tuple[Gate, list[dict[str, Any]]]:
+        gate = Gate(ours)
+        return gate, [record for record in runner.settled(jobs) if not gate.take(record)]
+
+    def write_so_far() -> None:
+        gate, records = judged()
+        if out:
+            write_result(out, name, gate=gate, summary={}, records=records)
+
+    runner.after_job = write_so_far
+    try:
+        run()
+    finally:
+        runner.end_prepared()
+        gate, records = judged()
+        summary, void = summarise(records, gate)
+        if out:
+            write_result(out, name, gate=gate, summary=summary, records=records, void=void)
+            print(f"wrote {out}")
+    return 0 if gate.green and not void else 1

@@ -8,8 +8,7 @@ the cache that the cold one left. Afterwards the same process runs other token c
 nothing may compile: the kernels that Triton makes ready are counted, those found in its disk cache too.
 
 Compiling keeps one core busy, so several cases run at once. Goals: cold at most 10 s; no kernel at a new token count.
-Writes results/<gpu>/first_call.json. DRY_RUN=1 prints the cases. Without a GPU there is nothing to compile, and the
-times are those of plain torch.
+Writes results/<gpu>/first_call.json, after each case. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from children import candidate
+from children import candidate, chosen
 from layer_candidates import OURS, SIZES, Shape, labelled, shape_of
-from measure import Gate, emit, gpu_name, on_gpu, result_path, write_result
+from measure import Gate, dry_run, emit, gpu_name, need_gpu, result_path, write_result
 
 COLD_GOAL_S = 10.0
 ACTIVATIONS = ("gelu", "swiglu")
@@ -49,10 +48,7 @@ def count_compilations() -> list[tuple[str, bool]]:
     tile plans are not.
     """
     ready: list[tuple[str, bool]] = []
-    try:
-        from triton import knobs
-    except ImportError:  # no Triton: nothing compiles
-        return ready
+    from triton import knobs
 
     def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
         ready.append((src.name, cache_hit))
@@ -68,19 +64,18 @@ def run_case(impl: str, activation: str, size: str) -> None:
     from megablocks import MoEConfig, dMoE
 
     shape = shape_named(size)
-    device = "cuda" if on_gpu() else "cpu"
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-4, fused=on_gpu())
+        return torch.optim.AdamW(parameters, lr=1e-4, fused=True)
 
-    a = torch.nn.Parameter(torch.randn(256, 256, device=device, dtype=torch.bfloat16))
+    a = torch.nn.Parameter(torch.randn(256, 256, device="cuda", dtype=torch.bfloat16))
     (a @ a).sum().backward()  # CUDA's, cuBLAS's and the optimizer's own start
     adamw([a]).step()
     float(a.sum())
     names = count_compilations()
     config = MoEConfig(hidden_size=shape.hidden, ffn_hidden_size=shape.width, num_experts=shape.experts,
                        top_k=shape.top_k, activation=activation, mlp_impl=impl)  # fmt: skip
-    tokens = {count: torch.randn(count, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    tokens = {count: torch.randn(count, shape.hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
               for count in [shape.tokens, *new_token_counts(shape.tokens)]}  # fmt: skip
 
     def step(count: int) -> float:
@@ -88,12 +83,11 @@ def run_case(impl: str, activation: str, size: str) -> None:
         optimizer.zero_grad()
         layer(tokens[count]).square().mean().backward()
         optimizer.step()
-        if on_gpu():
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
         return time.perf_counter() - start
 
     start = time.perf_counter()
-    layer = dMoE(config, device=device, dtype=torch.bfloat16, seed=0)
+    layer = dMoE(config, device="cuda", dtype=torch.bfloat16, seed=0)
     optimizer = adamw(layer.parameters())
     built = time.perf_counter() - start
     first, made = step(shape.tokens), list(names)
@@ -152,7 +146,7 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     return {"missed": short}
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--impls", default=",".join(OURS))
     parser.add_argument("--activations", default=",".join(ACTIVATIONS))
@@ -162,24 +156,33 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="default results/<gpu>/first_call.json")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    cases = [(impl, activation) for impl in args.impls.split(",") for activation in args.activations.split(",")]
-    if os.environ.get("DRY_RUN", "0") == "1":
+    impls = chosen(parser, "--impls", args.impls, OURS)
+    cases = [(impl, activation) for impl in impls for activation in args.activations.split(",")]
+    if dry_run():
         for impl, activation in cases:
             print(f"{impl:8} {activation:7} T,H; I/E/K = {shape_named(args.size).label}: cold, warm, new token counts "
                   f"{new_token_counts(shape_named(args.size).tokens)}")  # fmt: skip
-        return
+        return 0
     if args.child:
         impl, activation = args.child.split("/")
         with candidate(args.child):
             run_case(impl, activation, args.size)
-        return
-    gate = Gate(lambda key: True)
+        return 0
+    need_gpu()
+    gate, records = Gate(lambda key: True), []
+    out = args.out or result_path("first_call", gpu_name())
+    lost = {f"{impl}/{activation}": "no time left" for impl, activation in cases}
     with ThreadPoolExecutor(args.at_once) as pool:
-        found = list(pool.map(lambda case: run_cold_and_warm(*case, args), cases))
-    records = [record for said in found for record in said if not gate.take(record)]
-    write_result(args.out or result_path("first_call", gpu_name()), "first_call", gate=gate,
-                 summary=summarise(records, gate), records=records)  # fmt: skip
+        runs = {pool.submit(run_cold_and_warm, *case, args): "/".join(case) for case in cases}
+        for done in as_completed(runs):
+            records += [record for record in done.result() if not gate.take(record)]
+            del lost[runs[done]]
+            so_far = Gate(gate.ours, gate.errors, gate.failures | lost)  # red until all have run
+            write_result(out, "first_call", gate=so_far, summary={}, records=records)
+    write_result(out, "first_call", gate=gate, summary=summarise(records, gate), records=records)
+    print(f"wrote {out}")
+    return 0 if gate.green else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -29,17 +29,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import os
-import threading
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, candidate, guarded, run_child
+from children import Runner, candidate, chosen, guarded, parser_of, run_benchmark, run_child, struck_off
 from grouped_gemm_cases import OPS, SHAPES, Problem
-from measure import Gate, calls_for, emit, host_milliseconds, interleave, milliseconds, write_result
+from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds, need_gpu
 
 PEERS = ("bmm", "torch", "quack", "off")
 NOT_OURS = (*PEERS, "torch-take", "triton", "apart")
@@ -59,7 +57,7 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     timers: dict[str, Callable[[], float]] = {}
     for name, make in problem.all(shape, tuple(args.peers.split(","))).items():
         key = f"{job}/{name}"
-        if key in struck or name in struck:
+        if struck_off(key, struck):
             continue
         with candidate(key):
             fn = make()
@@ -109,17 +107,7 @@ def ours(key: str) -> bool:
     return key.count("/") < 2 or (name not in NOT_OURS and not name.startswith("quack"))
 
 
-def gate_of(records: list[dict[str, Any]]) -> tuple[Gate, list[dict[str, Any]]]:
-    """The gate, red for what was lost too, and the records of times."""
-    gate = Gate(ours)
-    timed = [record for record in records if not gate.take(record)]
-    for record in timed:
-        if "ours" not in record["times"]:
-            gate.failures.setdefault(f"{record['shape']}/{record['op']}/ours", "not timed")
-    return gate, timed
-
-
-def summary(record: dict[str, Any]) -> dict[str, Any]:
+def medians(record: dict[str, Any]) -> dict[str, Any]:
     """A record of rounds as medians: µs, TFLOP/s, and the medians over rounds of the time over each peer's."""
     times = record["times"]
     best = min((n for n in times if n.startswith("quack")), key=lambda n: median(times[n]), default=None)
@@ -138,56 +126,43 @@ def summary(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def summarise(records: list[dict[str, Any]], gate: Gate) -> tuple[dict[str, Any], list[str]]:
+    """Print the table. A red gate prints none."""
+    gate.report()
+    if not gate.green:
+        return {}, []
+    table(records)
+    return {"products": [medians(record) for record in records]}, []
+
+
+def main() -> int:
+    parser = parser_of(__doc__, seconds=330.0, rounds=ROUNDS)
     parser.add_argument("--shapes", default="S1,S2,S0,S3,S5,S4,S6")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=330, help="for everything")
-    parser.add_argument("--out", type=Path, help="JSON with environment, medians and quotients")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    shapes, ops, peers = args.shapes.split(","), args.ops.split(","), args.peers.split(",")
+    shapes, ops = chosen(parser, "--shapes", args.shapes, SHAPES), chosen(parser, "--ops", args.ops, OPS)
+    peers = chosen(parser, "--peers", args.peers, (*PEERS, "triton"))
     if importlib.util.find_spec("quack") is None:
         peers = [peer for peer in peers if peer != "quack"]
     jobs = [f"{shape}/{op}" for shape in shapes for op in ops]
-    if os.environ.get("DRY_RUN", "0") == "1":
+    if dry_run():
         for job in jobs:
             print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {', '.join(peers)}")
-        return
+        return 0
     if args.child:
-        run_child(args.child, lambda job: time_job(job, set(args.struck.split(",")), args))
-        return
-    began = time.monotonic()
-    end = began + args.seconds
+        return run_child(args, time_job)
+    need_gpu()
     flags = ["--peers", ",".join(peers), "--rounds", str(args.rounds)]
+    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
 
-    # Whatever fails here on few tokens is tried again, and counted, at full size.
-    def compile_op(op: str) -> None:
-        warm = Runner(__file__, flags, min(end, began + COMPILE_S))
-        warm.run([f"{shape}/{op}" for shape in shapes], "--compile-only", quiet=60.0, budget=COMPILE_S)
-
-    workers = [threading.Thread(target=compile_op, args=(op,)) for op in ops]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
-    runner = Runner(__file__, flags, end)
-    try:
+    def run() -> None:
+        runner.compile([[f"{shape}/{op}" for shape in shapes] for op in ops], seconds=COMPILE_S)
         runner.run(jobs, quiet=40.0, budget=60.0)
-    finally:
-        runner.settle(jobs)
-        gate, records = gate_of(runner.records)
-        table(records)
-        gate.report()
-        if args.out:
-            rows = [summary(record) for record in records]
-            write_result(args.out, "grouped_gemm", gate=gate, summary={"rounds": args.rounds}, records=rows)
+
+    return run_benchmark(runner, "grouped_gemm", jobs, run, ours=ours, summarise=summarise, out=args.out)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -20,17 +20,16 @@ Writes results/<gpu>/growth.json; plot.py draws it. DRY_RUN=1 prints the points.
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, run_child
-from layer_candidates import Problem, Shape, labelled, random_ids
+from children import Runner, chosen, parser_of, run_benchmark, run_child, struck_off
+from layer_candidates import OURS, Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
-from measure import ROUNDS, Gate, emit, gpu_name, interleave, milliseconds, on_gpu, result_path, write_result
+from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, need_gpu, on_gpu, result_path
 
 TOKENS = tuple(2**i for i in range(6, 19))
 EXPERTS = tuple(2**i for i in range(3, 10))
@@ -78,7 +77,7 @@ def run_job(series: str, struck: set[str], args: argparse.Namespace) -> None:
         tiles[point] = int(((load + TILE - 1) // TILE).sum())
         for impl in args.candidates.split(","):
             name = f"{impl} {point}"
-            if f"{series}/{name}" not in struck:
+            if not struck_off(f"{series}/{name}", struck):
                 # an impl's step at one point keeps its operands until all are timed, the truth need not stay
                 timers |= timers_of(series, problem, name, problem.ours()[impl], graph=True)[0]
         problem.forget_truth()
@@ -151,38 +150,30 @@ def summarise(records: list[dict[str, Any]], gate: Gate, impls: list[str], toy: 
     return {"curves": curves, **reached}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = parser_of(__doc__, seconds=180.0)
     parser.add_argument("--series", default=",".join(SERIES))
     parser.add_argument("--candidates", default="fused", help="mlp_impls")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=180.0, help="for everything")
-    parser.add_argument("--out", type=Path, help="default results/<gpu>/growth.json")
     parser.add_argument("--toy", action="store_true", help="two small points a series, for a CPU")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    jobs, impls = args.series.split(","), args.candidates.split(",")
-    if os.environ.get("DRY_RUN", "0") == "1":
+    jobs = chosen(parser, "--series", args.series, SERIES)
+    impls = chosen(parser, "--candidates", args.candidates, OURS)
+    if dry_run():
         for series in jobs:
             for shape in points(series, args.toy):
                 print(f"{series:7} T,H; I/E/K = {shape.label}, weights {weight_bytes(shape) / 1e9:.2f} GB a step")
-        return
+        return 0
     if args.child:
-        run_child(args.child, lambda job: run_job(job, set(args.struck.split(",")), args))
-        return
+        return run_child(args, run_job)
+    need_gpu(args.toy)
     flags = ["--rounds", str(args.rounds), "--candidates", args.candidates, *["--toy"] * args.toy]
     runner = Runner(__file__, flags, time.monotonic() + args.seconds)
-    gate = Gate(lambda key: True)
-    try:
-        runner.run(jobs, quiet=60.0, budget=120.0)
-    finally:
-        runner.settle(jobs)
-        records = [record for record in runner.records if not gate.take(record)]
-        summary = summarise(records, gate, impls, args.toy)
-        out = args.out or result_path("growth", gpu_name())
-        write_result(out, "growth", gate=gate, summary=summary, records=records)
+    return run_benchmark(
+        runner, "growth", jobs, lambda: runner.run(jobs, quiet=60.0, budget=120.0), ours=lambda key: True,
+        summarise=lambda records, gate: (summarise(records, gate, impls, args.toy), []),
+        out=args.out or result_path("growth", gpu_name()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

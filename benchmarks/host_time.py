@@ -11,11 +11,12 @@ fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
+
+from measure import dry_run, need_gpu
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, STEPS = 512, 256, 512, 64, 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused")]
@@ -54,15 +55,16 @@ def microseconds(fn: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    import torch
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
     rounds = parser.parse_args().rounds
-    if os.environ.get("DRY_RUN", "0") == "1":
+    if dry_run():
         for impl, activation in LAYERS:
             print(f"{impl:8} {activation:7} T, H, I, E = {TOKENS}, {HIDDEN}, {WIDTH}, {EXPERTS}")
         return
+    need_gpu()
+    import torch
+
     layers = {names: make(*names) for names in LAYERS}
     times: dict[tuple[str, ...], list[float]] = {}
     for args in layers.values():

@@ -22,6 +22,7 @@ from measure import relative_error
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 PEERS = ("torch", "scattermoe", "sonicmoe")
+PEER_LAYERS = (*PEERS, "sonicmoe compiled")
 FUSED_MODES = {
     "fused recompute": {"recompute_activation": True},
     "fused 8 bits": {"quantize_rematerialize_num_bits": 8},

@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import platform
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from measure import dry_run
 
 TOP_K, HIDDEN, WIDTH = 2, 256, 512
 TOKENS = (512, 1024, 2048, 4096)
@@ -134,7 +135,7 @@ def main() -> int:
     if options.repeats < 1:
         parser.error(f"--repeats={options.repeats}: must be >= 1")
     rows = cases()
-    if os.environ.get("DRY_RUN", "0") == "1":
+    if dry_run():
         for row in rows:
             print(f"{row.sweep:8} tokens={row.tokens} experts={row.experts} rows_per_expert={row.rows_per_expert}")
         return 0

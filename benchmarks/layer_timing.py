@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from statistics import median
 from typing import Any
 
-from children import candidate, guarded
+from children import candidate, guarded, struck_off
 from layer_candidates import PEERS, Problem, Step, kind
 from measure import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
 
@@ -77,7 +77,7 @@ def check_and_time(
     timers: dict[str, Callable[[], float]] = {}
     memory: dict[str, dict[str, int]] = {}
     for name, make in makers.items():
-        if f"{job}/{name}" in struck or name in struck:
+        if struck_off(f"{job}/{name}", struck):
             continue
         mine, kept = timers_of(job, problem, name, make, graph=name in graphs, queued=queued)
         if mine:

@@ -19,19 +19,20 @@ with float32 first. Writes results/<gpu>/layers.json; benchmarks/plot.py draws i
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, run_child
+from children import Runner, chosen, parser_of, run_benchmark, run_child
 from layer_candidates import (
     GOAL,
     GOAL_FROM,
     LEAST_AT_ONE,
     OURS,
+    PEER_LAYERS,
     PEERS,
     SIZES,
     Problem,
@@ -42,7 +43,7 @@ from layer_candidates import (
     shape_of,
 )
 from layer_timing import check_and_time, profile
-from measure import ROUNDS, Gate, emit, gpu_name, on_gpu, result_path, speed, write_result
+from measure import Gate, dry_run, emit, gpu_name, need_gpu, on_gpu, result_path, speed
 
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"
@@ -161,48 +162,41 @@ def shortfalls(sizes: dict[str, Any], name: str = "auto") -> list[str]:
     return short
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = parser_of(__doc__, seconds=300.0)
     parser.add_argument("--sizes", default="XS,Small,Medium", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--skews", default=",".join(f"{skew:g}" for skew in SKEWS))
     parser.add_argument("--candidates", default="", help="these alone, by name")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=300.0, help="for everything")
-    parser.add_argument("--out", type=Path, help="default results/<gpu>/layers.json")
     parser.add_argument("--profile", default="", metavar="SIZE/SKEW,…", help="kernel times of these cases instead")
     parser.add_argument("--rows", type=int, default=24, help="of a profile's table")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    jobs = [f"{size}/{skew}" for size in args.sizes.split(",") for skew in args.skews.split(",")]
-    if os.environ.get("DRY_RUN", "0") == "1":
+    sizes = chosen(parser, "--sizes", args.sizes, SIZES)
+    chosen(parser, "--candidates", args.candidates, (PADDED, KNOWN, *OURS, *PEER_LAYERS))
+    jobs = [f"{size}/{skew}" for size in sizes for skew in args.skews.split(",")]
+    if dry_run():
         for job in jobs:
             size, skew = job.split("/")
             print(f"{size:7} skew {skew:4} T, H, I, E = {SIZES[size]}")
-        return
+        return 0
     if args.child:
-        run_child(args.child, lambda job: run_job(job, set(args.struck.split(",")), args))
-        return
+        return run_child(args, run_job)
+    need_gpu(toy=sizes == ["toy"] and not args.profile)
     if args.profile:
         for job in args.profile.split(","):
             problem = problem_of(job)
             profile(job, makers(problem, float(job.split("/")[1]), args.candidates), args.rows)
-        return
+        return 0
     flags = ["--rounds", str(args.rounds), "--candidates", args.candidates]
     runner = Runner(__file__, flags, time.monotonic() + args.seconds)
-    # A lost job is ours as well: something of it was not measured.
-    gate = Gate(lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS)
-    records: list[dict[str, Any]] = []
-    try:
-        # quiet: a peer may build a CUDA extension on first use
-        runner.run(jobs, quiet=120.0, budget=240.0)
-    finally:
-        runner.settle(jobs)
-        records = [record for record in runner.records if not gate.take(record)]
-        summary = summarise(records, gate)
-        out = args.out or result_path("layers", gpu_name())
-        write_result(out, "layers", gate=gate, summary=summary, records=records)
+    return run_benchmark(
+        runner, "layers", jobs,
+        lambda: runner.run(jobs, quiet=120.0, budget=240.0),  # quiet: a peer may build a CUDA extension on first use
+        # A lost job is ours as well: something of it was not measured.
+        ours=lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS,
+        summarise=lambda records, gate: (summarise(records, gate), []),
+        out=args.out or result_path("layers", gpu_name()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

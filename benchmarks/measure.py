@@ -51,6 +51,18 @@ def on_gpu() -> bool:
     return torch.cuda.is_available()
 
 
+def need_gpu(toy: bool = False) -> None:
+    """End the program, with one line, where there is none; a toy run does without."""
+    if not toy and not on_gpu():
+        raise SystemExit(
+            f"{Path(sys.argv[0]).name}: torch sees no GPU; run it where there is one, DRY_RUN=1 prints the cases"
+        )
+
+
+def dry_run() -> bool:
+    return os.environ.get("DRY_RUN", "0") == "1"
+
+
 def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
     """Time of one of `calls` calls: by events on the GPU, by the clock elsewhere.
 
@@ -269,14 +281,15 @@ def write_result(
     summary: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
     void: Sequence[str] = (),
+    taken_on: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a run whole or not at all: to a neighbour, then renamed."""
+    """Write a run whole or not at all: to a neighbour, then renamed. taken_on: its `environment`, default this one."""
     from megablocks.monitor.history import write_atomically
 
     result = {
         "format": FORMAT,
         "benchmark": name,
-        "environment": environment(),
+        "environment": environment() if taken_on is None else dict(taken_on),
         "gate": gate.to_dict(),
         "void": list(void),
         "summary": dict(summary),
@@ -287,7 +300,6 @@ def write_result(
     head = json.dumps({key: value for key, value in result.items() if key != "records"}, indent=1)
     lines = ",\n".join(json.dumps(record) for record in records)
     write_atomically(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
-    print(f"wrote {path}")
 
 
 def read_result(path: Path) -> dict[str, Any]:

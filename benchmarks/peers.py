@@ -14,7 +14,8 @@ so that a slow host does not count; `eager` is the total without. Every result b
 
 SonicMoE counts as the faster of its two, on the total. The shapes' kernels are compiled beside each other before the
 first shape is timed. Shapes may be split over runs: --merge puts the files' shapes into one table, whose gate is green
-if theirs are and which is void if one of them is. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
+if theirs are and which is void if one of them is. It refuses runs of different commits, GPUs or versions; of a shape
+that several files have, the latest run counts. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from __future__ import annotations
 import argparse
 import functools
 import math
-import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, candidate, run_child
-from layer_candidates import FUSED_MODES, OURS, PEERS, Problem, Step, kind, labelled, random_ids, select
+from children import Runner, candidate, chosen, parser_of, run_benchmark, run_child
+from layer_candidates import FUSED_MODES, OURS, PEER_LAYERS, PEERS, Problem, Step, kind, labelled, random_ids, select
 from layer_timing import check_and_time
 from measure import (
-    ROUNDS,
     Gate,
+    dry_run,
     emit,
-    environment,
     gpu_name,
+    need_gpu,
     on_gpu,
     peer_figures,
     read_result,
@@ -62,6 +63,8 @@ TOY = "64,32; 64/8/2"
 SONICMOE = ("sonicmoe", "sonicmoe compiled")
 LEAST_GOAL, MEAN_GOAL = 0.98, 1.10
 """fused over SonicMoE: at every shape of the paper, and the geometric mean over them."""
+DIFFERS = ("command", "date", "processor")
+"""What the runs of one table may have of their own."""
 PREPARE_S, AT_ONCE = 200.0, 6
 """Compiling takes a shape's child a minute or two of one core and up to 20 GB of the GPU."""
 
@@ -95,9 +98,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     problem, made = load(labels(args.toy)[int(job)], args.candidates)
     times, memory = check_and_time(job, problem, made, struck, args.rounds, queued=True)
     if times:
-        ran = environment()
-        emit(shape=problem.shape.label, flops=problem.shape.forward_flops, memory=memory, times=times,
-             commit=ran["commit"], date=ran["date"])  # fmt: skip
+        emit(shape=problem.shape.label, flops=problem.shape.forward_flops, memory=memory, times=times)
     load.cache_clear()
 
 
@@ -196,76 +197,91 @@ def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> tuple[dict[st
     return {"shapes": shapes, "sonicmoe": compare(records)}, void
 
 
-def merged(results: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], Gate, list[str]]:
-    """Records, gate and reasons to be void of several runs of one GPU; a shape comes from the last run that has it.
+def taken_on(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What all of the runs, by file, were taken on; a package that only some had installed counts as theirs.
 
     Raises:
-        ValueError: runs of different GPUs.
+        ValueError: different commits, GPUs or versions; names the files.
     """
-    results = sorted(results, key=lambda result: result["environment"].get("date", ""))
-    gpus = {result["environment"]["gpu"] for result in results}
-    if len(gpus) > 1:
-        raise ValueError(f"results of {', '.join(sorted(map(str, gpus)))}: only those of one GPU can be merged")
+    common: dict[str, Any] = {}
+    for key in dict.fromkeys(key for result in results.values() for key in result["environment"]):
+        files: dict[Any, list[str]] = {}
+        for file, result in results.items():
+            files.setdefault(result["environment"].get(key), []).append(file)
+        if key not in ("commit", "gpu"):
+            files.pop(None, None)  # not installed
+        if len(files) > 1 and key not in DIFFERS:
+            told = (f"{value} in {', '.join(names)}" for value, names in sorted(files.items(), key=lambda f: len(f[1])))
+            raise ValueError(
+                f"{key} is {' but '.join(told)}: only runs of one commit, GPU and set of versions are merged"
+            )
+        common[key] = max(files, default=None)  # of the dates the last one
+    return common
+
+
+def merged(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Several runs, by file, as one: records, Gate, void, environment; a shape comes from the latest run that has it.
+
+    Raises:
+        ValueError: as `taken_on`.
+    """
+    common = taken_on(results)
     red: set[str] = set()
     gate, records, void = Gate(red.__contains__), {}, []
-    for i, result in enumerate(results):
+    for file, result in sorted(results.items(), key=lambda item: item[1]["environment"].get("date", "")):
         judged = result["gate"]
         if judged["green"]:
-            gate.take({"good": f"run {i}", "error": judged["largest_error"]})
+            gate.take({"good": file, "error": judged["largest_error"]})
         else:
-            red |= {f"run {i}: {key}" for key in judged["red"] or ("nothing checked",)}
+            red |= {f"{file}: {key}" for key in judged["red"] or ("nothing checked",)}
         gate.failures |= dict.fromkeys(red - set(gate.failures), "red")
-        gate.failures |= {f"run {i}: {key}": why for key, why in judged.get("failures", {}).items()}
+        gate.failures |= {f"{file}: {key}": why for key, why in judged.get("failures", {}).items()}
         records |= {record["shape"]: record for record in result["records"]}
         void += result["void"]
-    return list(records.values()), gate, void
+    return {"records": list(records.values()), "gate": gate, "void": void, "environment": common}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = parser_of(__doc__, seconds=590.0)
     parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default all")
     parser.add_argument("--candidates", default="", help="these alone, by name")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=590.0, help="for everything")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE.json", help="measure nothing")
-    parser.add_argument("--out", type=Path, help="default results/<gpu>/peers.json")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    jobs = args.shapes.split(",") if args.shapes else [str(i) for i in range(len(labels(args.toy)))]
-    if os.environ.get("DRY_RUN", "0") == "1":
+    jobs = chosen(parser, "--shapes", args.shapes, [str(i) for i in range(len(labels(args.toy)))])
+    chosen(parser, "--candidates", args.candidates, (*OURS, *FUSED_MODES, *PEER_LAYERS, "bmm"))
+    if dry_run():
         for job in jobs:
             print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}")
-        return
+        return 0
     if args.child:
-        struck = set(args.struck.split(","))
-        compile_ahead = functools.partial(prepare, args=args) if args.wait else None
-        run_child(args.child, lambda job: run_job(job, struck, args), compile_ahead)
-        return
+        return run_child(args, run_job, prepare if args.wait else None)
     if args.merge:
-        results = [read_result(path) for path in args.merge]
-        records, gate, void = merged(results)
-        summary, _ = summarise(records, gate) if not void else ({}, [])
-        out = args.out or result_path("peers", results[0]["environment"]["gpu"])
-        write_result(out, "peers", gate=gate, summary=summary, records=records, void=void)
-        return
+        try:
+            one = merged({str(path): read_result(path) for path in args.merge})
+        except (FileNotFoundError, ValueError) as e:
+            raise SystemExit(f"peers.py: {e}") from e
+        summary, _ = summarise(one["records"], one["gate"]) if not one["void"] else ({}, [])
+        out = args.out or result_path("peers", one["environment"]["gpu"])
+        write_result(out, "peers", gate=one["gate"], summary=summary, records=one["records"], void=one["void"],
+                     taken_on=one["environment"])  # fmt: skip
+        print(f"wrote {out}")
+        return 0 if one["gate"].green and not one["void"] else 1
+    need_gpu(args.toy)
     flags = ["--rounds", str(args.rounds), "--candidates", args.candidates, *["--toy"] * args.toy]
     runner = Runner(__file__, flags, time.monotonic() + args.seconds)
-    # A lost job is ours as well: something of it was not measured.
-    gate = Gate(lambda key: "/" not in key or kind(key.rsplit("/", 1)[1]) in OURS)
-    try:
+
+    def run() -> None:
         runner.prepare(jobs, seconds=PREPARE_S, at_once=AT_ONCE)
-        # quiet: a peer may build a CUDA extension on first use
-        runner.run(jobs, quiet=150.0, budget=300.0)
-    finally:
-        runner.settle(jobs)
-        records = [record for record in runner.records if not gate.take(record)]
-        summary, void = summarise(records, gate)
-        out = args.out or result_path("peers", gpu_name())
-        write_result(out, "peers", gate=gate, summary=summary, records=records, void=void)
+        runner.run(jobs, quiet=150.0, budget=300.0)  # quiet: a peer may build a CUDA extension on first use
+
+    # A lost job is ours as well: something of it was not measured.
+    return run_benchmark(
+        runner, "peers", jobs, run, ours=lambda key: "/" not in key or kind(key.rsplit("/", 1)[1]) in OURS,
+        summarise=summarise, out=args.out or result_path("peers", gpu_name()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

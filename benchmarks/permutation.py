@@ -13,14 +13,23 @@ tokens and routing, bf16, 128 experts, blocks of 128, bins of the mean load. DRY
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import Gate, calls_for, graph_of, interleave, milliseconds, relative_error, write_result
+from measure import (
+    Gate,
+    calls_for,
+    dry_run,
+    graph_of,
+    interleave,
+    milliseconds,
+    need_gpu,
+    relative_error,
+    write_result,
+)
 
 SHAPES = (
     (24576, 1536, 8), (40960, 768, 8), (32768, 4096, 8), (16384, 4096, 2),
@@ -170,10 +179,11 @@ def main() -> int:
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
     if any(len(shape) != 3 for shape in shapes):
         parser.error(f"--shapes={' '.join(options.shapes)}: each must be T,H,K")
-    if os.environ.get("DRY_RUN", "0") == "1":
+    if dry_run():
         for tokens, hidden, top_k in shapes:
             print(f"T={tokens} H={hidden} K={top_k} rows={tokens * top_k}")
         return 0
+    need_gpu()
 
     print("speed as a share of a copy of as many bytes | of the best copy, µs")
     records: list[dict[str, Any]] = []
@@ -183,12 +193,12 @@ def main() -> int:
         print(f"T,H,K = {shape}, best copy {found[0]['peak_gb_per_s']:.0f} GB/s")
         for r in found:
             print(f"  {r['op']:24} {r['of_copy']:.2f} | {r['of_peak']:.2f} {r['us']:8.1f}", flush=True)
-    least = min(records, key=lambda r: r["of_copy"])
-    met = least["of_copy"] >= GOAL
+        least = min(records, key=lambda r: r["of_copy"])
+        met = least["of_copy"] >= GOAL
+        if options.out:  # after each, so that a run cut short leaves what it has
+            summary = {"rounds": options.rounds, "goal": GOAL, "least": least["of_copy"], "met": met}
+            write_result(options.out / "permutation.json", "permutation", gate=gate, summary=summary, records=records)
     print(f"least: {least['of_copy']:.2f} ({least['op']}, {least['shape']}); goal {GOAL}: {'met' if met else 'missed'}")
-    if options.out:
-        summary = {"rounds": options.rounds, "goal": GOAL, "least": least["of_copy"], "met": met}
-        write_result(options.out / "permutation.json", "permutation", gate=gate, summary=summary, records=records)
     return 0
 
 

@@ -16,7 +16,6 @@ bound. Writes quant.json. DRY_RUN=1 prints the cases alone.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
 import time
@@ -24,7 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from measure import Gate, write_result
+from measure import Gate, dry_run, write_result
 
 QUANTIZERS = ("inputs", "rematerialize", "scatter")
 BOUND = {8: 1e-2, 4: 1e-1}
@@ -156,7 +155,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.repeats < 1 or (options.tokens is not None and options.tokens < 1):
         parser.error(f"--repeats={options.repeats}, --tokens={options.tokens}: must be >= 1")
-    if os.environ.get("DRY_RUN", "0") == "1":
+    if dry_run():
         for impl, activation, bits, names in cases():
             print(f"{impl:8} {activation:7} bits={bits} {'+'.join(names)}")
         return 0
@@ -167,6 +166,11 @@ def main() -> int:
     tokens = options.tokens or (65536 if device == "cuda" else 512)
     plain: dict[tuple[str, str], Any] = {}
     gate = Gate(lambda key: True)
+
+    def write(**summary: Any) -> None:
+        summary = {"tokens": tokens, **SIZES[device], "within_bounds": not failed, **summary}
+        write_result(options.out / "quant.json", "quant", gate=gate, summary=summary, records=rows)
+
     rows, failed = [], False
     print(f"{'impl':8} {'act':7} bits {'quantised':13} {'kept MB':>8} {'saved MB':>8} {'ms':>7} {'plain':>7}  errors")
     for impl, activation, bits, names in cases():
@@ -191,6 +195,7 @@ def main() -> int:
             f"{ms:7.2f} {ms_plain:7.2f}  {shown}",
             flush=True,
         )
+        write()  # after each, so that a run cut short leaves what it has
     kernels = []
     for width in (512, 2048) if device == "cuda" else ():
         kernels += measure_kernels(tokens, width, 50)
@@ -199,8 +204,7 @@ def main() -> int:
             f"{k['rows']} x {k['width']} at {k['bits']} bits: quantize {k['quantize_gb_s']:.0f} GB/s, "
             f"dequantize {k['dequantize_gb_s']:.0f}, copy {k['copy_gb_s']:.0f}"
         )
-    summary = {"tokens": tokens, **SIZES[device], "within_bounds": not failed, "kernels": kernels}
-    write_result(options.out / "quant.json", "quant", gate=gate, summary=summary, records=rows)
+    write(kernels=kernels)
     if failed:
         print("an error is BEYOND ITS BOUND")
     return 1 if failed else 0

@@ -15,17 +15,16 @@ Writes results/<gpu>/token_rounding.json. DRY_RUN=1 prints the cases.
 from __future__ import annotations
 
 import argparse
-import os
+import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, run_child
+from children import Runner, chosen, parser_of, run_benchmark, run_child, struck_off
 from layer_candidates import Problem, labelled, random_ids
 from layer_timing import timers_of
-from measure import ROUNDS, Gate, emit, gpu_name, interleave, on_gpu, result_path, speed, write_result
+from measure import Gate, dry_run, emit, gpu_name, interleave, need_gpu, on_gpu, result_path, speed
 
 from megablocks.ops.grouped import TILE_ROWS as TILE
 
@@ -60,7 +59,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     rows: dict[str, dict[str, Any]] = {}
     for rule in (PLAIN, *args.rules.split(",")):
         name = f"fused {rule}"
-        if f"{job}/{name}" in struck:
+        if struck_off(f"{job}/{name}", struck):
             continue
         settings = {} if rule == PLAIN else {"token_rounding": rule}
         problem = Problem(shape, ids, device=device, **settings)
@@ -114,38 +113,28 @@ def shortfalls(shapes: dict[str, Any], rule: str = "nearest") -> list[str]:
     return short
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rules", default="nearest", help="of nearest, balanced, up, down;")
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--seconds", type=float, default=120.0, help="for everything")
-    parser.add_argument("--out", type=Path, help="default results/<gpu>/token_rounding.json")
+def main() -> int:
+    parser = parser_of(__doc__, seconds=120.0)
+    parser.add_argument("--rules", default="nearest", help=f"of {', '.join(RULES)}")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--struck", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     jobs = [str(i) for i in range(len(labels(args.toy)))]
-    if unknown := set(args.rules.split(",")) - set(RULES):
-        parser.error(f"--rules={args.rules}: {', '.join(sorted(unknown))} is none of {', '.join(RULES)}")
-    if os.environ.get("DRY_RUN", "0") == "1":
+    chosen(parser, "--rules", args.rules, RULES)
+    if dry_run():
         for job in jobs:
             print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}: {PLAIN}, {args.rules}")
-        return
+        return 0
     if args.child:
-        run_child(args.child, lambda job: run_job(job, set(args.struck.split(",")), args))
-        return
+        return run_child(args, run_job)
+    need_gpu(args.toy)
     flags = ["--rounds", str(args.rounds), "--rules", args.rules, *["--toy"] * args.toy]
     runner = Runner(__file__, flags, time.monotonic() + args.seconds)
-    gate = Gate(lambda key: True)
-    try:
-        runner.run(jobs, quiet=60.0, budget=90.0)
-    finally:
-        runner.settle(jobs)
-        records = [record for record in runner.records if not gate.take(record)]
-        summary = summarise(records, gate)
-        out = args.out or result_path("token_rounding", gpu_name())
-        write_result(out, "token_rounding", gate=gate, summary=summary, records=records)
+    return run_benchmark(
+        runner, "token_rounding", jobs, lambda: runner.run(jobs, quiet=60.0, budget=90.0), ours=lambda key: True,
+        summarise=lambda records, gate: (summarise(records, gate), []),
+        out=args.out or result_path("token_rounding", gpu_name()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

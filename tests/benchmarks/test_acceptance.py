@@ -4,7 +4,10 @@ import copy
 import importlib
 import json
 import math
+import signal
+import subprocess
 import sys
+import time
 
 import pytest
 
@@ -40,18 +43,17 @@ def good():
     over = {"quack-pp192": 1.0, "bmm": 1.05, "torch": 0.5, "torch-take": 0.6}
     first = {"first_s": 5.0, "impl": "auto", "activation": "gelu", "new_counts": {"5": []}, "compiled": ["_up"],
              "from_disk": 1}  # fmt: skip
-    rounds = {"rounds": 7}
     auto = {"case": "XS", "auto": "fused", "graph_ms": {"fused": 1.0, "sparse": 1.2}}
     auto["times"] = {"graph/fused": [1.0] * 7, "graph/sparse": [1.2] * 7}
     return {
         "bookkeeping": ({}, [{"shape": [24576, 128, 8], "name": "indices", "us": 15.0, "launches": 3}]),
-        "permutation": (dict(rounds), [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
+        "permutation": ({"rounds": 7}, [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
         "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, seven()),
         "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), seven()),
         "layers_off": (over_padding(("XS", "Medium"), (2.0,)), seven()),
         "quant": ({}, quantised()),
-        "grouped_gemm": (rounds, [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
-                              for op in ("up", "down", "dx", "dw1", "dw2", "layer")]),
+        "grouped_gemm": ({"products": [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
+                                   for op in ("up", "down", "dx", "dw1", "dw2", "layer")]}, seven()),
         "first_call": ({}, [first | {"cache": "cold"}, first | {"cache": "warm"}]),
         "mlp_impls": ({"missing": []}, [auto]),
         **{name: ({}, [peers_record(shape) for shape in acceptance.PAPER[3 * i : 3 * i + 3]])
@@ -66,9 +68,10 @@ def peers_record(shape):
     names = ("fused", "sonicmoe", "sonicmoe compiled", "scattermoe")
     times = {f"{how}/{name}": [us] * 7 for how in ("queued", "eager", "forward")
              for name, us in zip(names, (1.0, 1.3, 1.2, 2.1), strict=True)}  # fmt: skip
-    held = {"fused": 90, "fused recompute": 30, "fused 8 bits": 60, "sonicmoe": 100, "sonicmoe compiled": 120}
+    held = {"fused": 90, "fused recompute": 30, "fused 8 bits": 60, "sonicmoe": 100, "sonicmoe compiled": 120,
+            "sparse": 150, "scattermoe": 200}  # fmt: skip
     memory = {name: {"held": n} for name, n in held.items()}
-    return {"shape": shape, "flops": 1e9, "commit": "0123abc", "times": times, "memory": memory}
+    return {"shape": shape, "flops": 1e9, "times": times, "memory": memory}
 
 
 def rounded():
@@ -82,7 +85,7 @@ def write(folder, results, changes=None):
     for name, (summary, records) in results.items():
         gate = {"green": True, "red": [], "failures": {}, "largest_error": 1e-3}
         result = {
-            "format": 1, "benchmark": name, "environment": {"gpu": "NVIDIA H200"}, "gate": gate,
+            "format": 1, "benchmark": name, "environment": {"gpu": "NVIDIA H200", "commit": "0123abc"}, "gate": gate,
             "void": [], "summary": summary, "records": records,
         }  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(result | (changes or {})))
@@ -100,7 +103,14 @@ def test_every_line_can_be_met(tmp_path):
     judged = {line.step for line in acceptance.LINES}
     assert {step.split("_")[0] if step.startswith("peers") else step for step in acceptance.STEPS} == judged
     assert set(acceptance.STEPS) == set(good())
-    assert f"{len(got)} of {len(got)} met" in acceptance.table(list(got.values()))
+    table = acceptance.table(list(got.values()))
+    assert f"{len(got)} met, 0 missed, 0 not run, of {len(got)}" in table
+    assert all(row.file == "peers_*.json" or (tmp_path / row.file).exists() for row in got.values())
+
+
+def test_what_is_told_to_be_elsewhere_is_there():
+    for what, where in acceptance.ELSEWHERE:
+        assert (BENCHMARKS.parent / where.split(",")[0]).exists() and what in acceptance.table([])
 
 
 @pytest.mark.parametrize(
@@ -120,12 +130,13 @@ def test_every_line_can_be_met(tmp_path):
 def test_a_result_that_does_not_count_is_missed(tmp_path, changes, said, gate):
     write(tmp_path, good(), changes)
     for row in rows(tmp_path).values():
-        assert row.verdict == "missed" and row.gate == gate, row
+        assert row.verdict in ("missed", "not run") and row.gate == gate, row
         assert all(part in row.measured for part in said.split(": ")), row  # of peers also which run
 
 
 def test_no_result_and_half_a_file_are_missed(tmp_path):
-    assert {(row.verdict, row.measured, row.gate) for row in rows(tmp_path).values()} == {("missed", "no result", "–")}
+    got = {(row.verdict, row.measured, row.gate) for row in rows(tmp_path).values()}
+    assert got == {("not run", "no result", "–")}
     write(tmp_path, good())
     for path in tmp_path.iterdir():
         path.write_text(path.read_text()[:-20])
@@ -137,8 +148,8 @@ def worse(results, name, change):
     return results
 
 
-def without_quack(summary, records):
-    for r in records:
+def without_quack(products):
+    for r in products:
         r["time_of_ours_over"] = {"bmm": 1.1, "torch": 0.5, "torch-take": 0.6}
 
 
@@ -160,14 +171,15 @@ def without_quack(summary, records):
         ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
         ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
         ("quant", lambda s, r: r[0].update(saved=98), 1),
-        ("quant", lambda s, r: r.pop(), 3),
-        ("grouped_gemm", lambda s, r: r[1]["time_of_ours_over"].update({"quack-pp192": 1.04}), 1),
-        ("grouped_gemm", lambda s, r: r[5]["time_of_ours_over"].update({"torch-take": 0.8}), 1),
-        ("grouped_gemm", lambda s, r: r[-1]["time_of_ours_over"].update({"torch": 0.99}), 0),  # 8 experts
-        ("grouped_gemm", lambda s, r: r.pop(2), 1),
-        ("grouped_gemm", without_quack, 0),
-        ("grouped_gemm", lambda s, r: without_quack(s, r[2:3]), 1),  # dx at one shape
-        ("grouped_gemm", lambda s, r: s.update(rounds=5), 4),
+        ("quant", lambda s, r: r.pop(), 4),
+        ("grouped_gemm", lambda s, r: s["products"][1]["time_of_ours_over"].update({"quack-pp192": 1.04}), 1),
+        ("grouped_gemm", lambda s, r: s["products"][5]["time_of_ours_over"].update({"torch-take": 0.8}), 1),
+        ("grouped_gemm", lambda s, r: s["products"][-1]["time_of_ours_over"].update({"torch": 0.99}), 0),  # 8 experts
+        ("grouped_gemm", lambda s, r: s["products"].pop(2), 1),
+        ("grouped_gemm", lambda s, r: s["products"].pop(0), 2),
+        ("grouped_gemm", lambda s, r: without_quack(s["products"]), 0),
+        ("grouped_gemm", lambda s, r: without_quack(s["products"][2:3]), 1),  # dx at one shape
+        ("grouped_gemm", lambda s, r: r[0]["times"].update(auto=[1.0] * 5), 5),
         ("permutation", lambda s, r: s.clear(), 1),
         ("layers", lambda s, r: r[0]["times"].update(auto=[1.0] * 6), 4),
         ("first_call", lambda s, r: r[0].update(first_s=10.5), 1),
@@ -181,10 +193,11 @@ def without_quack(summary, records):
         ("peers_30b", lambda s, r: r[1]["times"].update({"queued/fused": [float("nan")] * 7}), 2),
         ("peers_30b", lambda s, r: r.pop(), 5),
         ("peers_30b", lambda s, r: r[1]["times"].pop("queued/sonicmoe"), 0),  # which the figure says
-        ("peers_30b", lambda s, r: r[1].update(times={n: t[:5] for n, t in r[1]["times"].items()}), 6),
+        ("peers_30b", lambda s, r: r[1].update(times={n: t[:5] for n, t in r[1]["times"].items()}), 7),
         ("peers_30b", lambda s, r: r[1]["memory"]["fused"].update(held=101), 1),
         ("peers_7b", lambda s, r: r[0]["times"].update({"queued/scattermoe": [1.9] * 7}), 1),
         ("peers_7b", lambda s, r: r[0]["times"].pop("queued/scattermoe"), 1),
+        ("peers_7b", lambda s, r: r[0]["memory"].pop("sparse"), 1),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(queued_speed=1.0), 1),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(queued_speed=math.nan), 1),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(deviation=129), 1),
@@ -199,16 +212,24 @@ def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, 
     write(tmp_path, worse(good(), name, change))
     short = [row for row in rows(tmp_path).values() if row.verdict != "met"]
     assert len(short) == missed, short
+    assert all((row.verdict == "not run") == ("measured" in row.measured) for row in short), short
 
 
-def test_a_missing_candidate_of_sonicmoe_and_other_commits_are_told(tmp_path):
+def test_a_missing_candidate_of_sonicmoe_is_told(tmp_path):
     results = good()
     results["peers_30b"][1][1]["times"].pop("queued/sonicmoe compiled")
-    results["peers_7b"][1][0]["commit"] = "another"
     write(tmp_path, results)
-    caveats = "one SonicMoE alone at 1 shapes, of 2 commits"
-    told = [row.name for row in rows(tmp_path).values() if row.measured.endswith(caveats)]
+    told = [row.name for row in rows(tmp_path).values() if row.measured.endswith("one SonicMoE alone at 1 shapes")]
     assert len(told) == 2 and all(name.startswith("fused over SonicMoE") for name in told)
+
+
+def test_shapes_of_other_commits_are_not_put_into_one_mean(tmp_path):
+    write(tmp_path, good())
+    path = tmp_path / "peers_7b.json"
+    path.write_text(path.read_text().replace("0123abc", "4567def"))
+    told = [row for row in rows(tmp_path).values() if row.file == "peers_*.json"]
+    assert {row.verdict for row in told} == {"missed"}
+    assert all("4567def in peers_7b.json" in row.measured for row in told), told
 
 
 def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, capsys):
@@ -223,16 +244,19 @@ def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, c
         (tmp_path / f"{name}.py").write_text(text)
         (tmp_path / f"{name}.json").write_text("old")
     monkeypatch.setattr(acceptance, "HERE", tmp_path)
-    steps = {name: acceptance.Step(f"{name}.py {{out}}/{name}.json", 6) for name in scripts}
+    steps = {name: acceptance.Step(f"{name}.py {{out}}/{name}.json", 6, alone=name == "fails") for name in scripts}
     monkeypatch.setattr(acceptance, "STEPS", steps)
     monkeypatch.setattr(acceptance, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(acceptance, "need_gpu", lambda: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", str(tmp_path), "--seconds", "60"])
     assert acceptance.main() == 1
     said = capsys.readouterr().out
     assert "fails: exit 3" in said and said.count("stopped after 6 s") == 2
     assert not (tmp_path / "fails.json").exists() and not (tmp_path / "hangs.json").exists()
     assert (tmp_path / "yields.json").read_text() == "{}"
-    assert f"0 of {len(acceptance.LINES)} met" in (tmp_path / "acceptance.md").read_text()
+    lines = len(acceptance.LINES)
+    assert f"0 met, 0 missed, {lines} not run, of {lines}" in (tmp_path / "acceptance.md").read_text()
 
 
 def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
@@ -244,14 +268,30 @@ def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
                                                        for line in lines)  # fmt: skip
 
 
-def test_the_gate_of_the_grouped_products_is_red_for_what_is_lost():
-    right, timed = {"good": "S1/up/ours", "error": 1e-3}, {"shape": "S1", "op": "up", "times": {"ours": [1.0]}}
+def test_what_is_asked_to_end_stops_its_benchmark(tmp_path):
+    """Not waiting for it, and with what it had."""
+    (tmp_path / "slow.py").write_text("import time\nprint('began', flush=True)\ntry:\n    time.sleep(600)\n"
+                                      "except KeyboardInterrupt:\n    print('stopped')")  # fmt: skip
+    caller = (
+        f"import sys; sys.path[:0] = [{str(BENCHMARKS.parent)!r}, {str(BENCHMARKS)!r}]\n"
+        "from pathlib import Path\nimport acceptance\n"
+        f"acceptance.HERE, acceptance.need_gpu = Path({str(tmp_path)!r}), lambda: None\n"
+        "acceptance.STEPS = {'slow': acceptance.Step('slow.py', 600, alone=sys.argv.pop() == 'alone')}\n"
+        "acceptance.main()"
+    )
+    started = []
+    for how in ("alone", "beside"):
+        out = tmp_path / how
+        command = [sys.executable, "-c", caller, "--seconds", "600", "--out", str(out), how]
+        started.append((out / "slow.log", subprocess.Popen(command)))
+    for log, process in started:
+        while not (log.exists() and log.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 1 and log.read_text().split() == ["began", "stopped"]
 
-    def gate(*records):
-        return grouped_gemm.gate_of([right, timed, *records])[0]
 
-    assert gate().green and grouped_gemm.gate_of([right, timed])[1] == [timed]
-    assert gate({"bad": "S1/up/quack-pp192", "why": "x"}, {"bad": "S1/up/off", "why": "x"}).green
-    assert gate({"bad": "S1/down/ours", "why": "x"}).red == ["S1/down/ours"]
-    assert gate({"bad": "S1/down", "why": "no time left"}).red == ["S1/down"]
-    assert gate({"shape": "S1", "op": "dx", "times": {"bmm": [1.0]}}).red == ["S1/dx/ours"]
+def test_which_of_the_grouped_products_fail_the_run():
+    assert grouped_gemm.ours("S1/down/ours") and grouped_gemm.ours("S1/down")
+    assert not any(grouped_gemm.ours(f"S1/up/{peer}") for peer in ("quack-pp192", "off", "torch-take", "bmm"))

@@ -126,19 +126,43 @@ def test_fused_is_compared_with_the_faster_sonicmoe_and_the_one_that_keeps_less(
 
 
 def test_runs_are_merged_by_shape_and_stay_red_or_void(tmp_path):
-    def run(date, gpu="NVIDIA H200", void=(), failures=None, red=(), **times):
+    def run(date, gpu="NVIDIA H200", void=(), failures=None, red=(), versions=(), **times):
         gate = {"green": not red, "largest_error": 1e-3, "red": list(red), "failures": failures or {}}
         records = [{"shape": shape, "t": t} for shape, t in times.items()]
-        return {"environment": {"gpu": gpu, "date": date}, "gate": gate, "void": list(void), "records": records}
+        environment = {"gpu": gpu, "date": date, "commit": "0123abc", "scattermoe": None, **dict(versions)}
+        return {"environment": environment, "gate": gate, "void": list(void), "records": records}
 
     late, early = run("2", A=2, B=2), run("1", A=1, C=1, failures={"0/torch": "x"})
-    records, gate, void = peers.merged([late, early])
-    assert {r["shape"]: r["t"] for r in records} == {"A": 2, "B": 2, "C": 1} and gate.green and not void
-    assert gate.to_dict()["failures"] == {"run 0: 0/torch": "x"}
-    assert peers.merged([late, run("1", red=["0/fused"], A=1)])[1].red == ["run 0: 0/fused"]
-    assert peers.merged([late, run("1", void=["sonicmoe"], A=1)])[2] == ["sonicmoe"]
-    with pytest.raises(ValueError, match="only those of one GPU"):
-        peers.merged([late, run("1", gpu=None)])
+    one = peers.merged({"late": late, "early": early})
+    assert {r["shape"]: r["t"] for r in one["records"]} == {"A": 2, "B": 2, "C": 1}
+    assert one["gate"].green and not one["void"] and one["environment"] == late["environment"]
+    assert one["gate"].to_dict()["failures"] == {"early: 0/torch": "x"}
+    assert peers.merged({"late": late, "early": run("1", red=["0/fused"], A=1)})["gate"].red == ["early: 0/fused"]
+    assert peers.merged({"late": late, "early": run("1", void=["sonicmoe"], A=1)})["void"] == ["sonicmoe"]
+    # ScatterMoE stands beside in one of them only
+    one = peers.merged({"late": late, "early": run("1", versions={"scattermoe": "1.0", "processor": "x"}, A=1)})
+    assert one["environment"]["scattermoe"] == "1.0"
+
+
+@pytest.mark.parametrize(
+    "change", [{"gpu": None}, {"gpu": "NVIDIA H100"}, {"commit": "4567def"}, {"commit": None}, {"torch": "2.12"}]
+)
+def test_runs_of_different_code_or_machines_are_not_merged(change, tmp_path, monkeypatch):
+    of_all = {"gpu": "NVIDIA H200", "commit": "0123abc", "torch": "2.11"}
+    gate = {"green": True, "largest_error": 1e-3, "red": [], "failures": {}}
+    for name, of_one in (("a", {}), ("b", {}), ("odd", change)):
+        result = dict.fromkeys(measure.REQUIRED, []) | {"format": measure.FORMAT, "gate": gate}
+        (tmp_path / f"{name}.json").write_text(json.dumps(result | {"environment": {**of_all, **of_one}}))
+    files = [str(tmp_path / f"{name}.json") for name in ("a", "b", "odd")]
+    ((key, value),) = change.items()
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--merge", *files, "--out", str(out)])
+    with pytest.raises(SystemExit) as e:
+        peers.main()
+    assert e.value.code.startswith(
+        f"peers.py: {key} is {value} in {files[2]} but {of_all[key]} in {files[0]}, {files[1]}: only runs of one commit"
+    )
+    assert not out.exists()
 
 
 def test_waste_and_goals_of_token_rounding():
@@ -199,6 +223,20 @@ def test_toy_runs_are_right(module, name, jobs, tmp_path):
     if module is growth:
         pytest.importorskip("matplotlib")
         assert plot.draw(tmp_path / "r.json").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_candidate_that_was_struck_off_by_name_is_told_as_lost():
+    """Of every benchmark of layers; without it the tables would pass over the candidate in silence."""
+    for module, job, name, *flags in (
+        (growth, "tokens", "fused 16"),
+        (token_rounding, "0", "fused nearest"),
+        (layers, "toy/1", "auto", "--candidates", "auto"),
+    ):
+        toy = [] if module is layers else ["--toy"]
+        said = child_records(module, *toy, "--child", job, "--struck", f"x/{name},{name}", *flags)
+        assert [r["bad"] for r in said if "bad" in r] == [f"{job}/{name}"], module
+        timed = {key for r in said for key in r.get("times", {})}
+        assert not any(key.endswith(f"/{name}") for key in timed), module
 
 
 def case(skew, **speeds):

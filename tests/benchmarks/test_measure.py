@@ -2,8 +2,7 @@
 
 import importlib
 import json
-import os
-import subprocess
+import runpy
 import sys
 import time
 from itertools import pairwise
@@ -178,9 +177,86 @@ def test_what_hangs_or_dies_is_struck_off_and_the_rest_runs(tmp_path, capsys):
     # the second time it is struck off everywhere
     assert {"hangs", "dies"} <= runner.struck and "c/hangs" not in bad and "c/dies" not in bad
     assert "a/hangs silent" in capsys.readouterr().out
-    runner.settle(["a", "late"])
-    assert runner.records[-1] == {"bad": "late", "why": "no time left"}
-    assert not any(r.get("bad") == "a" for r in runner.records)
+    settled = runner.settled(["a", "late"])
+    assert settled[-1] == {"bad": "late", "why": "no time left"}
+    assert not any(r.get("bad") == "a" for r in settled)
+
+
+def test_what_was_struck_off_by_name_is_told_as_lost(capsys):
+    struck = {"a/hangs", "hangs"}
+    assert children.struck_off("a/hangs", struck) and not children.struck_off("b/ours", struck)
+    assert capsys.readouterr().out == ""  # the parent knows
+    assert children.struck_off("b/hangs", struck)
+    assert json.loads(capsys.readouterr().out)["bad"] == "b/hangs"
+
+
+LOOKS = """
+import json, pathlib, sys, time
+jobs, flags = sys.argv[sys.argv.index("--child") + 1].split(","), sys.argv[1:]
+path = pathlib.Path(flags[-1])
+say = lambda **r: print(json.dumps(r), flush=True)
+for job in jobs:
+    say(job=job)
+    if job == "b":  # what the parent wrote of a
+        while not path.exists():
+            time.sleep(0.01)
+        path.with_name("so_far.json").write_text(path.read_text())
+    say(start=f"{job}/ours")
+    say(**{"bad" if job in flags else "good": f"{job}/ours", "error": 0.0, "why": "wrong"})
+    say(times=job)
+    say(finished=job)
+"""
+
+
+@pytest.mark.parametrize("wrong, void, status", [("", [], 0), ("b", [], 1), ("", ["a peer is slow"], 1)])
+def test_a_result_is_written_after_each_job_and_fails_the_run_where_it_must(tmp_path, wrong, void, status):
+    script, out = tmp_path / "child.py", tmp_path / "out.json"
+    script.write_text(LOOKS)
+    runner = children.Runner(str(script), [wrong, str(out)], time.monotonic() + 60)
+    judged = []
+
+    def summarise(records, gate):
+        judged.append((len(records), gate.green))
+        return {"jobs": len(records)}, void
+
+    jobs = ["a", "b"]
+    ended = children.run_benchmark(
+        runner,
+        "sample",
+        jobs,
+        lambda: runner.run(jobs, quiet=20.0),
+        ours=lambda key: True,
+        summarise=summarise,
+        out=out,
+    )
+    assert ended == status and judged == [(2, not wrong)]
+    so_far, result = measure.read_result(tmp_path / "so_far.json"), measure.read_result(out)
+    assert so_far["records"] == [{"times": "a"}] and so_far["gate"]["red"] == ["b"] and so_far["summary"] == {}
+    assert result["summary"] == {"jobs": 2} and result["void"] == void
+    assert result["gate"]["red"] == ([f"{wrong}/ours"] if wrong else [])
+
+
+def test_an_interrupted_run_writes_what_it_has(tmp_path):
+    runner, out = children.Runner("none.py", [], time.monotonic() + 60), tmp_path / "out.json"
+
+    def run():
+        runner.records.append({"good": "a/ours", "error": 0.0})
+        runner.finished.add("a")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        children.run_benchmark(runner, "sample", ["a", "b"], run, ours=lambda key: True,
+                               summarise=lambda records, gate: ({}, []), out=out)  # fmt: skip
+    assert measure.read_result(out)["gate"]["red"] == ["b"]
+
+
+def test_names_that_no_option_takes_are_refused(capsys):
+    parser = children.parser_of("doc", seconds=1.0)
+    assert children.chosen(parser, "--ops", "b,a", ("a", "b", "c")) == ["b", "a"]
+    assert children.chosen(parser, "--ops", "", ("a", "b")) == ["a", "b"]
+    with pytest.raises(SystemExit):
+        children.chosen(parser, "--ops", "a,x", ("a", "b"))
+    assert "--ops=a,x: x is none of a, b" in capsys.readouterr().err
 
 
 PREPARED = """
@@ -215,25 +291,48 @@ def test_jobs_are_prepared_beside_each_other_and_run_one_by_one(tmp_path):
     assert {path.name for path in tmp_path.glob("*.anew")} == {"breaks.anew", "d.anew"}
     runner.prepare(["late"], seconds=20.0, at_once=1)
     child = runner.prepared["late"]
-    runner.settle(["late"])
-    assert child.process.poll() is not None and runner.records[-1]["why"] == "no time left"
+    runner.end_prepared()
+    assert child.process.poll() is not None and runner.settled(["late"])[-1]["why"] == "no time left"
 
 
 CASES = {
     "block_sparse": 18, "first_call": 10, "grouped_gemm": 49, "growth": 20, "layer_cost": 8, "layers": 15, "peers": 13,
     "token_rounding": 2,
 }  # fmt: skip
-SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "DRY_RUN" in path.read_text())
+SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "if dry_run()" in path.read_text())
+NO_GPU_NEEDED = {"layer_cost", "quant"}
+"""They have cases for a CPU."""
+
+
+def run_script(script, monkeypatch, *flags):
+    """As `python benchmarks/SCRIPT.py`, without another process; how it ended."""
+    path = str(BENCHMARKS / f"{script}.py")
+    monkeypatch.setattr(sys, "argv", [path, *flags])
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as e:
+        return e.code
+    return None
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_dry_run_prints_the_cases_and_runs_none(script):
-    env = {**os.environ, "DRY_RUN": "1"}
-    command = [sys.executable, BENCHMARKS / f"{script}.py"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True, timeout=60)
-    printed = len(done.stdout.splitlines())
-    assert printed == CASES.get(script, printed) and printed and not done.stderr
+def test_a_dry_run_prints_the_cases_and_runs_none(script, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert run_script(script, monkeypatch) in (None, 0)
+    said = capsys.readouterr()
+    printed = len(said.out.splitlines())
+    assert printed == CASES.get(script, printed) and printed and not said.err
+
+
+@pytest.mark.parametrize("script", sorted(set(SCRIPTS) - NO_GPU_NEEDED))
+def test_without_a_gpu_one_line_says_so(script, monkeypatch, capsys, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run_script(script, monkeypatch) == (
+        f"{script}.py: torch sees no GPU; run it where there is one, DRY_RUN=1 prints the cases"
+    )
+    assert capsys.readouterr().out == "" and not any(tmp_path.iterdir())
 
 
 def test_those_scripts_are_there():
-    assert set(CASES) <= set(SCRIPTS)
+    assert set(CASES) | NO_GPU_NEEDED <= set(SCRIPTS)
