@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import math
 import sys
 from unittest import mock
 
@@ -21,6 +22,7 @@ peers = importlib.import_module("peers")
 plot = importlib.import_module("plot")
 growth = importlib.import_module("growth")
 token_rounding = importlib.import_module("token_rounding")
+mlp_impls = importlib.import_module("mlp_impls")
 
 # by its path: `layers` is the name of a folder of tests as well
 spec = importlib.util.spec_from_file_location("layers_benchmark", BENCHMARKS / "layers.py")
@@ -237,6 +239,22 @@ def test_a_candidate_that_was_struck_off_by_name_is_told_as_lost():
         assert [r["bad"] for r in said if "bad" in r] == [f"{job}/{name}"], module
         timed = {key for r in said for key in r.get("times", {})}
         assert not any(key.endswith(f"/{name}") for key in timed), module
+
+
+@pytest.mark.parametrize("changes", [{}, {"bias": True}, {"activation": "swiglu"}])
+def test_the_ways_of_computing_experts_are_held_against_float32(changes):
+    case = mlp_impls.Case("toy", 96, 64, 128, 4, 2, **changes)
+    x, dy = (torch.randn(96, 64, generator=torch.Generator().manual_seed(3)).bfloat16() for _ in range(2))
+    x.requires_grad_()
+    truth = mlp_impls.truth_of(case, x, dy)
+    assert truth["y"].dtype == truth["experts.w1"].dtype == torch.float32
+    got = mlp_impls.step_of(mlp_impls.layer_of(case, "grouped", "cpu"), x, dy)()
+    assert 1e-3 < mlp_impls.error_of(got, truth) < 1e-2  # bf16's: the truth is not of its own kind
+    for name in truth:
+        with pytest.raises(ArithmeticError, match=f"^{name}: relative error"):
+            mlp_impls.error_of(got | {name: got[name] * 1.1}, truth)
+        with pytest.raises(ArithmeticError, match=f"^{name}: relative error"):
+            mlp_impls.error_of(got | {name: got[name] * math.nan}, truth)
 
 
 def case(skew, **speeds):
