@@ -21,6 +21,8 @@ from typing import Any
 from measure import Gate, dry_run, need_gpu, write_result
 
 CASES = ((24576, 128, 8), (65536, 64, 1), (32768, 256, 16), (16384, 512, 10))
+ROUNDED = ((16384, 128, 2), (16384, 256, 4))
+"""Shapes of token_rounding.py: the router alone, with the tokens of an expert rounded to the nearest tile."""
 WIDTH = 512
 STEPS = 10
 MOST_US, MOST_LAUNCHES = 25.0, 4
@@ -128,7 +130,9 @@ def check(name: str, call: Callable[[], Any], reference: Callable[[], Any]) -> N
             raise SystemExit(f"bookkeeping: {name} differs from its reference")
 
 
-def router_step(tokens: int, experts: int, top_k: int, fused: bool) -> tuple[Callable[[], Any], ...]:
+def router_step(
+    tokens: int, experts: int, top_k: int, fused: bool, rounding: str | None = None
+) -> tuple[Callable[[], Any], ...]:
     """(forward, forward and backward, STEPS forwards and one backward) from logits to a Routing with both losses."""
     from unittest import mock
 
@@ -139,7 +143,7 @@ def router_step(tokens: int, experts: int, top_k: int, fused: bool) -> tuple[Cal
 
     config = MoEConfig(
         hidden_size=64, ffn_hidden_size=64, num_experts=experts, top_k=top_k, normalize_top_k=1.0,
-        load_balancing_loss_weight=0.01, z_loss_weight=0.001,
+        load_balancing_loss_weight=0.01, z_loss_weight=0.001, token_rounding=rounding,
     )  # fmt: skip
     torch.manual_seed(0)
     logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16).requires_grad_()
@@ -173,6 +177,8 @@ def main() -> int:
     if dry_run():
         for tokens, experts, top_k in CASES:
             print(f"T={tokens} E={experts} K={top_k} ids={tokens * top_k}")
+        for tokens, experts, top_k in ROUNDED:
+            print(f"T={tokens} E={experts} K={top_k} router, plain and rounded")
         return 0
     need_gpu()
 
@@ -211,6 +217,13 @@ def main() -> int:
             records[-1]["host_us_of_many"] = host
         goal = records[0]
         met = goal["us"] <= MOST_US and goal["launches"] <= MOST_LAUNCHES
+        write()
+    for shape in ROUNDED:
+        print(f"T,E,K = {shape}")
+        for rule in (None, "nearest"):
+            forward, both, _ = router_step(*shape, True, rule)
+            note(shape, f"router forward, {rule or 'plain'}", forward)
+            note(shape, f"router forward + backward, {rule or 'plain'}", both)
         write()
     print(f"goal at {goal['shape']}: {MOST_US} us, {MOST_LAUNCHES} launches: {'met' if met else 'missed'}")
     return 0
