@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -106,10 +107,32 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
+def _with_fields_as_arguments(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`; where its last parameter is a NamedTuple, with a parameter for each field in its place."""
+    signature = inspect.signature(function, eval_str=True)
+    *others, last = signature.parameters.values()
+    options = last.annotation
+    if not hasattr(options, "_fields"):
+        return function
+    fields = [last.replace(name=name, annotation=kind) for name, kind in typing.get_type_hints(options).items()]
+
+    @functools.wraps(function)
+    def flat(*args: Any) -> Any:
+        return function(*args[: len(others)], options(*args[len(others) :]))
+
+    flat.__signature__ = signature.replace(parameters=[*others, *fields])  # type: ignore[attr-defined]
+    return flat
+
+
 def custom_op(name: str, *, mutates_args: Iterable[str]) -> Callable[[Callable[..., Any]], Op]:
-    """`torch.library.custom_op` whose implementation runs with the device of its first tensor argument current."""
+    """`torch.library.custom_op` whose implementation runs with the device of its first tensor argument current.
+
+    A NamedTuple as the implementation's last parameter is an argument for each field in the schema and in calls.
+    """
 
     def register(implementation: Callable[..., Any]) -> Op:
+        implementation = _with_fields_as_arguments(implementation)
+
         @functools.wraps(implementation)
         def on_its_device(*args: Any, **kwargs: Any) -> Any:
             with _device_of((*args, *kwargs.values())):

@@ -87,22 +87,23 @@ def permute() -> None:
 
 @family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel")
 def router() -> None:
+    from megablocks.ops.routing.router import RouterOptions
     from megablocks.ops.routing.router_triton import route_backward_launch, route_launch, score_launch
 
     for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (1000, 32))):
         logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
         for mask, bias, options in (
-            (None, None, (k, False, False, 0, 1.0, 0.1, 0.1)),
-            (torch.zeros(64, dtype=torch.bool), torch.zeros(experts), (k, True, False, 2, 2.5, 0.1, 0.1)),
-            (None, torch.zeros(experts), (k, False, True, 1, 1.0, 0.0, 0.0)),
+            (None, None, RouterOptions(k, False, False, 0, 1.0, 0.1, 0.1)),
+            (torch.zeros(64, dtype=torch.bool), torch.zeros(experts), RouterOptions(k, True, False, 2, 2.5, 0.1, 0.1)),
+            (None, torch.zeros(experts), RouterOptions(k, False, True, 1, 1.0, 0.0, 0.0)),
         ):
-            route_launch(logits, bias, mask, *options)
+            route_launch(logits, bias, mask, options)
             saved = (logits, mask, ints(64 * k), ints(experts).long(), ints(3).long())
             grads = (torch.zeros(64 * k), one, one, torch.ones(experts))
-            route_backward_launch(*saved, *grads, *options)
-            score_launch(logits, bias, mask, None, (torch.zeros(64, experts), ints(experts, 64)), *options)
+            route_backward_launch(*saved, grads, options)
+            score_launch(logits, bias, mask, None, (torch.zeros(64, experts), ints(experts, 64)), options)
             kept = {"flags": torch.zeros(experts, 64, dtype=torch.int8), "ends": ints(64)}
-            route_backward_launch(logits, mask, None, *saved[3:], *grads, *options, **kept)
+            route_backward_launch(logits, mask, None, *saved[3:], grads, options, **kept)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")

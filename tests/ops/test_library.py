@@ -44,7 +44,14 @@ from megablocks.ops.routing.rounded_router import (
     rounded_router_ref,
 )
 from megablocks.ops.routing.rounding import select_tokens_op
-from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_op, router_op, router_ref
+from megablocks.ops.routing.router import (
+    RouterOptions,
+    RouterOutput,
+    route_topk,
+    router_backward_op,
+    router_op,
+    router_ref,
+)
 from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear_op
 from megablocks.ops.scattered.products import scattered_rows_op, scattered_weights_op
@@ -81,10 +88,10 @@ def _samples():
     up, pattern = ((s.shape[0], H), (H, s.shape[1])), (list(s.indices), 64, 2, "gelu", "tanh")
     gated = (*pattern[:3], "swiglu", "tanh")
     logits, mask, d_weight = const(T, E), torch.arange(T) == 2, const(R)
-    options, one = (K, False, True, 1, 2.0, 0.1, 0.2), torch.ones(())
-    chosen = RouterOutput(*router_ref(logits, None, None, *options))
+    options, one = RouterOptions(K, False, True, 1, 2.0, 0.1, 0.2), torch.ones(())
+    chosen = RouterOutput(*router_ref(logits, None, None, options))
     saved = (chosen.expert, chosen.load, chosen.stats)
-    rounded = RoundedOutput(*rounded_router_ref(logits, None, None, None, "nearest", 2, R + 3, *options))
+    rounded = RoundedOutput(*rounded_router_ref(logits, None, None, None, "nearest", 2, R + 3, options))
     return {
         "histogram": (histogram_op, (routing.expert, E)),
         "replicate": (replicate_op, (t(2, E), offsets[1:], R)),
@@ -320,6 +327,18 @@ def test_who_looks_at_the_dispatcher_sees_an_op():
     with FakeTensorMode() as mode:
         fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args))
     assert isinstance(fake, FakeTensor)
+
+
+def test_each_option_of_a_router_is_an_argument_of_its_ops():
+    """By position and by name, though the implementations take them as one."""
+    named = "SymInt top_k, bool sigmoid, bool after, SymInt norm_p, float scaling, float balance_weight, float z_weight"
+    for op in (router_op, router_backward_op, rounded_router_op, rounded_router_backward_op):
+        assert f", {named}) -> " in str(op.definition._opoverload._schema)
+    logits, options = torch.randn(T, E), RouterOptions(K, True, False, 1, 2.0, 0.1, 0.2)
+    by_name = torch.ops.megablocks.router(logits=logits, bias=None, padding_mask=None, **options._asdict())
+    for results in (by_name, router_op(logits, None, None, *options)):
+        for got, expected in zip(results, router_ref(logits, None, None, options), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_every_op_has_a_sample():

@@ -16,6 +16,7 @@ from megablocks.testing.compile_only import compiling_for
 from megablocks.ops import activation_triton
 from megablocks.ops.permute import padded_triton, permute_triton
 from megablocks.ops.routing import dispatch_triton, router_triton
+from megablocks.ops.routing.router import RouterOptions
 
 MODULES = (activation_triton, padded_triton, permute_triton, dispatch_triton, router_triton)
 KERNELS = [v for m in MODULES for n, v in vars(m).items() if n.endswith("_kernel")]
@@ -45,13 +46,13 @@ def launch(T, hidden, E, K, dtype):
         dispatch_triton.dispatch_launch(ints(R), ints(R), T, E, top_k)
     one, logits = torch.ones(()), torch.empty(T, E, dtype=dtype)
     for mask, bias, options in (
-        (None, None, (K, False, False, 0, 1.0, 0.1, 0.1)),
-        (torch.zeros(T, dtype=torch.bool), torch.zeros(E), (K, True, False, 2, 2.5, 0.1, 0.1)),
-        (None, torch.zeros(E), (K, False, True, 1, 1.0, 0.1, 0.1)),
+        (None, None, RouterOptions(K, False, False, 0, 1.0, 0.1, 0.1)),
+        (torch.zeros(T, dtype=torch.bool), torch.zeros(E), RouterOptions(K, True, False, 2, 2.5, 0.1, 0.1)),
+        (None, torch.zeros(E), RouterOptions(K, False, True, 1, 1.0, 0.1, 0.1)),
     ):
-        router_triton.route_launch(logits, bias, mask, *options)
+        router_triton.route_launch(logits, bias, mask, options)
         saved = (logits, mask, ints(R), ints(E).long(), ints(3).long())
-        router_triton.route_backward_launch(*saved, weight, one, one, torch.ones(E), *options)
+        router_triton.route_backward_launch(*saved, (weight, one, one, torch.ones(E)), options)
 
 def kernels_made():
     return [sum(len(c[0]) for c in kernel.device_caches.values()) for kernel in KERNELS]

@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from megablocks.ops.routing.router import RouterOutput, route_topk, router_backward_ref, router_ref
+from megablocks.ops.routing.rounded_router import route_rounded
+from megablocks.ops.routing.router import RouterOptions, RouterOutput, route_topk, router_backward_ref, router_ref
 from megablocks.ops.routing.router_triton import route_backward_launch, route_launch
 from megablocks.ops.routing.topk import lowest_first_topk
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -31,8 +32,8 @@ def _case(num_tokens: int, num_experts: int, biased: bool, masked: bool, dtype: 
 
 def _compare(case, options, exact_ids=True):
     logits, bias, mask = case
-    got = RouterOutput(*route_launch(logits, bias, mask, *options))
-    expected = RouterOutput(*router_ref(logits, bias, mask, *options))
+    got = RouterOutput(*route_launch(logits, bias, mask, options))
+    expected = RouterOutput(*router_ref(logits, bias, mask, options))
     if exact_ids:
         assert torch.equal(got.expert, expected.expert)
         assert torch.equal(got.load, expected.load)
@@ -47,16 +48,16 @@ def _compare(case, options, exact_ids=True):
 
 def _by_autograd(logits, bias, mask, grads, options):
     leaf = logits.double().requires_grad_()
-    outputs = router_ref(leaf, bias, mask, *options)[:4]
+    outputs = router_ref(leaf, bias, mask, options)[:4]
     pairs = [(out, grad.double()) for out, grad in zip(outputs, grads, strict=True) if grad is not None]
     return torch.autograd.grad([out for out, _ in pairs], leaf, [grad for _, grad in pairs])[0]
 
 
 def _gradients(case, options, got, grads):
     logits, bias, mask = case
-    found = route_backward_launch(logits, mask, got.expert, got.load, got.stats, *grads, *options)
+    found = route_backward_launch(logits, mask, got.expert, got.load, got.stats, grads, options)
     expected = _by_autograd(logits, bias, mask, grads, options)
-    plain = router_backward_ref(logits.double(), mask, got.expert, got.load, got.stats, grads, *options)
+    plain = router_backward_ref(logits.double(), mask, got.expert, got.load, got.stats, grads, options)
     torch.testing.assert_close(plain, expected, rtol=1e-9, atol=1e-12)
     assert found.dtype == logits.dtype
     tolerance = {"rtol": 1e-4, "atol": 2e-6} if logits.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
@@ -68,7 +69,7 @@ def _gradients(case, options, got, grads):
 @pytest.mark.parametrize("norm_p", [0, 1, 2])
 @pytest.mark.parametrize(("biased", "masked"), [(False, False), (True, True)])
 def test_kernels_equal_reference(sigmoid, after, norm_p, biased, masked, poison):
-    options = (3, sigmoid, after, norm_p, 1.5, 0.3, 0.2)
+    options = RouterOptions(3, sigmoid, after, norm_p, 1.5, 0.3, 0.2)
     case = _case(21, 13, biased, masked)
     got = _compare(case, options)
     generator = torch.Generator().manual_seed(1)
@@ -85,7 +86,7 @@ def test_kernels_equal_reference(sigmoid, after, norm_p, biased, masked, poison)
     [(0, 4, 2), (1, 1, 1), (1, 5, 5), (70, 2, 1), (9, 64, 8), (5, 200, 32), (3, 512, 6), (2, 1000, 3)],
 )
 def test_R5_sizes(num_tokens, num_experts, top_k, poison):
-    case, options = _case(num_tokens, num_experts, False, False), (top_k, False, False, 1, 1.0, 0.1, 0.1)
+    case, options = _case(num_tokens, num_experts, False, False), RouterOptions(top_k, False, False, 1, 1.0, 0.1, 0.1)
     got = _compare(case, options)
     grads = (torch.randn(num_tokens * top_k, device=DEVICE), got.balance * 0 + 1, None, None)
     _gradients(case, options, got, grads)
@@ -97,18 +98,17 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
     spoilt = [[NAN] * 4, [0.0, NAN, 1.0, NAN], [-INF] * 4, [INF, -INF, NAN, 0.0], [-INF, 1.0, -INF, -INF], [INF] * 4]
     clean = torch.tensor([[0.5, -0.0, 0.0, 0.25]]).repeat(6, 1)
     logits = torch.cat([torch.tensor(spoilt), clean]).to(DEVICE)
-    options = (top_k, sigmoid, after, 1, 1.0, 0.1, 0.1)
-    got = RouterOutput(*route_launch(logits, None, None, *options))
-    expected = RouterOutput(*router_ref(logits, None, None, *options))
+    options = RouterOptions(top_k, sigmoid, after, 1, 1.0, 0.1, 0.1)
+    got = RouterOutput(*route_launch(logits, None, None, options))
+    expected = RouterOutput(*router_ref(logits, None, None, options))
     assert torch.equal(got.expert, expected.expert)  # ties and NaN included
     if top_k == 4:
         assert (got.expert.view(-1, 4).sort(dim=1).values == torch.arange(4, device=DEVICE)).all()
     assert torch.equal(got.weight.isnan(), expected.weight.isnan())
     assert got.stats.tolist() == [6, 12, 0]
     assert got.z.isnan()
-    grads = (torch.ones_like(got.weight), got.z * 0 + 1, got.z * 0 + 1, None)
-    grads = (grads[0], torch.ones_like(got.z), torch.ones_like(got.z), None)
-    found = route_backward_launch(logits, None, got.expert, got.load, got.stats, *grads, *options)
+    grads = (torch.ones_like(got.weight), torch.ones_like(got.z), torch.ones_like(got.z), None)
+    found = route_backward_launch(logits, None, got.expert, got.load, got.stats, grads, options)
     assert found[6:].isfinite().all()
     assert found[0].isnan().all()
 
@@ -116,17 +116,18 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
 @pytest.mark.parametrize("sigmoid", [False, True])
 def test_ties_go_to_the_lowest_id(sigmoid):
     logits = torch.randint(0, 3, (40, 31), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
-    got = RouterOutput(*route_launch(logits, None, None, 7, sigmoid, False, 0, 1.0, 0.0, 0.0))
+    options = RouterOptions(7, sigmoid, False, 0, 1.0, 0.0, 0.0)
+    got = RouterOutput(*route_launch(logits, None, None, options))
     assert torch.equal(got.expert.view(40, 7).long(), lowest_first_topk(logits, 7))
 
 
 @pytest.mark.parametrize(("sigmoid", "after"), KINDS)
 def test_N1_weights_are_as_exact_as_torch(sigmoid, after):
     logits = torch.randn(50, 24, generator=torch.Generator().manual_seed(3)).to(DEVICE)
-    case, options = (logits, None, None), (4, sigmoid, after, 1, 1.0, 0.1, 0.1)
-    got = RouterOutput(*route_launch(*case, *options))
-    plain = RouterOutput(*router_ref(*case, *options))
-    truth = RouterOutput(*router_ref(case[0].double(), None, None, *options))
+    case, options = (logits, None, None), RouterOptions(4, sigmoid, after, 1, 1.0, 0.1, 0.1)
+    got = RouterOutput(*route_launch(*case, options))
+    plain = RouterOutput(*router_ref(*case, options))
+    truth = RouterOutput(*router_ref(case[0].double(), None, None, options))
     for name in ("weight", "sums", "balance", "z"):
         # 4: exp and division in a kernel are within 2 ulp each, torch's within 1
         assert_as_exact_as(getattr(got, name), getattr(plain, name), getattr(truth, name), factor=4.0)
@@ -134,13 +135,13 @@ def test_N1_weights_are_as_exact_as_torch(sigmoid, after):
 
 def test_R8_strides():
     logits, *_ = _case(12, 10, False, False)
-    options = (3, False, False, 1, 1.0, 0.1, 0.1)
+    options = RouterOptions(3, False, False, 1, 1.0, 0.1, 0.1)
     wide = torch.stack([logits, logits], dim=2)[:, :, 0]
-    got, expected = (RouterOutput(*route_launch(t, None, None, *options)) for t in (wide, logits))
+    got, expected = (RouterOutput(*route_launch(t, None, None, options)) for t in (wide, logits))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     spread = torch.ones(1, device=DEVICE).expand(36)
     results = [
-        route_backward_launch(t, None, got.expert, got.load, got.stats, grad, None, None, None, *options)
+        route_backward_launch(t, None, got.expert, got.load, got.stats, (grad, None, None, None), options)
         for t, grad in itertools.product((wide, logits), (spread, spread.contiguous()))
     ]
     assert all(torch.equal(result, results[0]) for result in results)
@@ -148,21 +149,22 @@ def test_R8_strides():
 
 def test_R8_strided_bias_and_mask():
     logits, bias, mask = _case(12, 10, True, True)
-    options = (3, False, False, 1, 1.0, 0.1, 0.1)
+    options = RouterOptions(3, False, False, 1, 1.0, 0.1, 0.1)
     wide_bias, wide_mask = (torch.stack([t, ~t if t.dtype == torch.bool else -t], 1)[:, 0] for t in (bias, mask))
-    got, expected = (RouterOutput(*route_launch(logits, *t, *options)) for t in ((wide_bias, wide_mask), (bias, mask)))
+    got, expected = (RouterOutput(*route_launch(logits, *t, options)) for t in ((wide_bias, wide_mask), (bias, mask)))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     grad, saved = torch.ones(36, device=DEVICE), (got.expert, got.load, got.stats)
-    results = [route_backward_launch(logits, m, *saved, grad, None, None, None, *options) for m in (wide_mask, mask)]
+    results = [route_backward_launch(logits, m, *saved, (grad, None, None, None), options) for m in (wide_mask, mask)]
     assert torch.equal(*results)
 
 
 @pytest.mark.gpu
-def test_N2_ten_reruns_are_bit_identical():
+@pytest.mark.parametrize(("route", "rounding"), [(route_topk, ()), (route_rounded, ("nearest", 128))])
+def test_N2_ten_reruns_are_bit_identical(route, rounding):
     logits = torch.randn(20_001, 96, device="cuda", requires_grad=True)
     runs = []
     for _ in range(10):
-        out = route_topk(logits, 6, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+        out = route(logits, 6, *rounding, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
         (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance + out.z, logits)
         runs.append((*out, grad))
     for run in runs[1:]:
@@ -172,7 +174,8 @@ def test_N2_ten_reruns_are_bit_identical():
 @pytest.mark.gpu
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 1), (100, 5), (512, 10)])
 def test_bf16_logits_on_a_gpu(num_experts, top_k):
-    case, options = _case(3001, num_experts, False, False, torch.bfloat16), (top_k, False, False, 1, 1.0, 0.1, 0.1)
+    case = _case(3001, num_experts, False, False, torch.bfloat16)
+    options = RouterOptions(top_k, False, False, 1, 1.0, 0.1, 0.1)
     got = _compare(case, options)
     _gradients(case, options, got, (torch.randn(3001 * top_k, device="cuda"), got.balance * 0 + 1, None, None))
 

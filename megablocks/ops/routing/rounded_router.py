@@ -20,7 +20,14 @@ from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.library import custom_op
 from megablocks.ops.routing.rounding import STOCHASTIC, check_rounding, max_pairs, round_loads, select_tokens_ref
-from megablocks.ops.routing.router import RouterOutput, router_backward_ref, router_options, router_ref
+from megablocks.ops.routing.router import (
+    RouterOptions,
+    RouterOutput,
+    register_router_autograd,
+    router_backward_ref,
+    router_options,
+    router_ref,
+)
 from megablocks.ops.routing.topk import router_scores
 
 
@@ -48,30 +55,18 @@ class RoundedOutput(NamedTuple):
 
 
 def rounded_router_ref(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rule: str,
-    tile: int,
-    num_pairs: int,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> tuple[Tensor, ...]:
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
+    rule: str, tile: int, num_pairs: int, options: RouterOptions,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`rounded_router_op` in plain torch, differentiable by autograd."""
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
-    top = RouterOutput(*router_ref(logits, bias, padding_mask, *options))
+    top = RouterOutput(*router_ref(logits, bias, padding_mask, options))
     logits = logits.to(accumulation_dtype(logits.dtype))
     if padding_mask is not None:
         logits = logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
-    scores = router_scores(logits, "sigmoid" if sigmoid else "softmax") * scaling
-    picked = top.expert.view(-1, top_k).long()
-    ids = torch.where(picked < 0, torch.arange(top_k, device=picked.device), picked)  # padding's, which are not taken
+    scores = router_scores(logits, "sigmoid" if options.sigmoid else "softmax") * options.scaling
+    picked = top.expert.view(-1, options.top_k).long()
+    padding_ids = torch.arange(options.top_k, device=picked.device)  # which are not taken
+    ids = torch.where(picked < 0, padding_ids, picked)
     values = scores.scatter(1, ids, top.weight.view(ids.shape))
     with torch.no_grad():
         rounded, dropped = round_loads(values, ids, top.load, rule, tile, draw, padding_mask)
@@ -91,75 +86,42 @@ def rounded_router_ref(
 
 
 def rounded_router_backward_ref(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    flags: Tensor,
-    ends: Tensor,
-    load: Tensor,
-    stats: Tensor,
-    grads: tuple[Tensor | None, ...],
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> Tensor:
+    logits: Tensor, padding_mask: Tensor | None, flags: Tensor, ends: Tensor, load: Tensor, stats: Tensor,
+    grads: tuple[Tensor | None, ...], options: RouterOptions,
+) -> Tensor:  # fmt: skip
     """The gradient of the logits (T, E) from those of weight (R,), balance, z and sums, None for no gradient."""
     kept, chosen = (flags.t() & 1).long(), (flags.t() & 2) > 0
-    ids = chosen.int().sort(dim=1, descending=True, stable=True).indices[:, :top_k]  # in any order: none of padding's
+    # in any order: none of padding's
+    ids = chosen.int().sort(dim=1, descending=True, stable=True).indices[:, : options.top_k]
     d_weight, *others = grads
     d_choice = d_scores = None
     if d_weight is not None:
         pair = (ends.unsqueeze(1) - kept.sum(1, keepdim=True) + kept.cumsum(1) - 1).clamp(min=0)
         d_values = torch.where(kept > 0, d_weight[pair], 0.0) if d_weight.numel() else torch.zeros_like(logits)
         d_choice = d_values.gather(1, ids).flatten()
-        d_scores = torch.where(chosen, 0.0, d_values * scaling)
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
-    return router_backward_ref(
-        logits, padding_mask, ids.flatten(), load, stats, (d_choice, *others), *options, d_scores=d_scores
-    )
+        d_scores = torch.where(chosen, 0.0, d_values * options.scaling)
+    grads = (d_choice, *others)
+    return router_backward_ref(logits, padding_mask, ids.flatten(), load, stats, grads, options, d_scores)
 
 
 @custom_op("megablocks::rounded_router", mutates_args=())
 def rounded_router_op(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rule: str,
-    tile: int,
-    num_pairs: int,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rounding = (rule, tile, num_pairs)
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
+    rule: str, tile: int, num_pairs: int, options: RouterOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    args = (logits, bias, padding_mask, draw, rule, tile, num_pairs, options)
     if logits.shape[0] and runs_triton(logits):
         from megablocks.ops.routing.rounded_router_triton import rounded_route_launch
 
-        return RoundedOutput(*rounded_route_launch(logits, bias, padding_mask, draw, *rounding, *options))[:]
-    out = rounded_router_ref(logits, bias, padding_mask, draw, rule, tile, num_pairs, *options)
-    return RoundedOutput(*out)[:]
+        return RoundedOutput(*rounded_route_launch(*args))[:]
+    return RoundedOutput(*rounded_router_ref(*args))[:]
 
 
 @rounded_router_op.register_fake
 def _(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rule: str,
-    tile: int,
-    num_pairs: int,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
+    rule: str, tile: int, num_pairs: int, *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     (tokens, experts), acc = logits.shape, accumulation_dtype(logits.dtype)
 
     def make(*shape: int, dtype: torch.dtype = acc) -> Tensor:
@@ -174,55 +136,24 @@ def _(
 
 @custom_op("megablocks::rounded_router_backward", mutates_args=())
 def rounded_router_backward_op(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    flags: Tensor,
-    ends: Tensor,
-    load: Tensor,
-    stats: Tensor,
-    d_weight: Tensor | None,
-    d_balance: Tensor | None,
-    d_z: Tensor | None,
-    d_sums: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> Tensor:
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+    logits: Tensor, padding_mask: Tensor | None, flags: Tensor, ends: Tensor, load: Tensor, stats: Tensor,
+    d_weight: Tensor | None, d_balance: Tensor | None, d_z: Tensor | None, d_sums: Tensor | None,
+    options: RouterOptions,
+) -> Tensor:  # fmt: skip
+    grads = (d_weight, d_balance, d_z, d_sums)
     if runs_triton(logits):
         from megablocks.ops.routing.router_triton import route_backward_launch
 
-        return route_backward_launch(
-            logits, padding_mask, None, load, stats, d_weight, d_balance, d_z, d_sums, *options, flags=flags, ends=ends
-        )
-    grads = (d_weight, d_balance, d_z, d_sums)
-    return rounded_router_backward_ref(logits, padding_mask, flags, ends, load, stats, grads, *options)
+        return route_backward_launch(logits, padding_mask, None, load, stats, grads, options, flags, ends)
+    return rounded_router_backward_ref(logits, padding_mask, flags, ends, load, stats, grads, options)
 
 
-@rounded_router_backward_op.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def _saved(*results: Tensor) -> tuple[Tensor, ...]:
+    out = RoundedOutput(*results)
+    return out.flags, out.ends, out.load, out.stats
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, _, padding_mask, _, _, _, _, *ctx.options = inputs
-    ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
-    result = RoundedOutput(*output)
-    ctx.save_for_backward(logits, padding_mask, result.flags, result.ends, result.load, result.stats)
-
-
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * (6 + len(ctx.options))
-    if all(grad is None for grad in grads[:4]):
-        return None, *rest
-    return rounded_router_backward_op(*ctx.saved_tensors, *grads[:4], *ctx.options), *rest
-
-
-rounded_router_op.register_autograd(_backward, setup_context=_setup_context)
+register_router_autograd(rounded_router_op, rounded_router_backward_op, _saved)
 
 
 def route_rounded(
@@ -231,15 +162,10 @@ def route_rounded(
     rule: str,
     tile: int,
     *,
-    score_function: str = "softmax",
-    softmax_order: str = "before_topk",
     bias: Tensor | None = None,
-    norm_p: float | None = None,
-    scaling: float = 1.0,
-    balance_weight: float = 0.0,
-    z_weight: float = 0.0,
     padding_mask: Tensor | None = None,
     generator: Generator | None = None,
+    **others: Any,
 ) -> RoundedOutput:
     """Choose each token's experts and round their loads; no host synchronisation.
 
@@ -248,15 +174,14 @@ def route_rounded(
         rule: one of `ROUNDINGS`.
         tile: rows, at least 1.
         generator: of the stochastic rules, on the logits' device; None is torch's own.
-        The others are those of `route_topk`.
+        top_k, bias, padding_mask, others: those of `route_topk`, by their names.
 
     Raises:
         ValueError: as `route_topk`, an unknown rule, or a tile below 1.
     """
     check_rounding(rule, tile)
-    options = router_options(logits, top_k, score_function, softmax_order, bias, norm_p, scaling, padding_mask)
+    options = router_options(logits, top_k, bias, padding_mask, **others)
     (tokens, experts), device = logits.shape, logits.device
     draw = torch.rand(experts, generator=generator, device=device) if rule in STOCHASTIC else None
     rounding = (rule, tile, max_pairs(rule, tokens, experts, top_k, tile))
-    weights = (float(balance_weight), float(z_weight))
-    return RoundedOutput(*rounded_router_op(logits, bias, padding_mask, draw, *rounding, *options, *weights))
+    return RoundedOutput(*rounded_router_op(logits, bias, padding_mask, draw, *rounding, *options))

@@ -12,6 +12,7 @@ Padding (mask True) gets expert -1, is no load, enters no sum, and has a gradien
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,12 +20,32 @@ from torch import Tensor
 
 from megablocks.ops.backend import runs_triton
 from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import Op, custom_op
 from megablocks.ops.routing.dispatch import count_valid
 from megablocks.ops.routing.topk import router_scores, topk_weights
 
 MAX_EXPERTS, MAX_TOP_K = 1024, 32  # what a tile in registers holds
 _TINY = 1e-20  # as topk's: keeps 0/0 out where every sigmoid underflowed
+
+
+class RouterOptions(NamedTuple):
+    """What a router is asked for; an argument each in the ops' schemas.
+
+    top_k: K.
+    sigmoid: scores are the logits' sigmoids, else their softmax.
+    after: weights are the softmax of the chosen logits alone, as softmax_order "after_topk"; not with sigmoid.
+    norm_p: a token's weights are divided by their p-norm, p 1 or 2; 0 for no norm.
+    scaling: factor on the weights, last.
+    balance_weight, z_weight: factors on the losses.
+    """
+
+    top_k: int
+    sigmoid: bool
+    after: bool
+    norm_p: int
+    scaling: float
+    balance_weight: float
+    z_weight: float
 
 
 class RouterOutput(NamedTuple):
@@ -59,40 +80,31 @@ def score_shares(logits: Tensor, score_function: str) -> Tensor:
 
 
 def router_ref(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, ...]:
     """`router_op` in plain torch, differentiable by autograd."""
     num_tokens, num_experts = logits.shape
-    logits, function = logits.to(accumulation_dtype(logits.dtype)), "sigmoid" if sigmoid else "softmax"
+    logits, function = logits.to(accumulation_dtype(logits.dtype)), "sigmoid" if options.sigmoid else "softmax"
     living = torch.ones(num_tokens, dtype=torch.bool, device=logits.device)
     if padding_mask is not None:
         living = ~padding_mask
         logits = logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
     ids, weight = topk_weights(
         logits,
-        top_k,
+        options.top_k,
         score_function=function,
-        softmax_order="after_topk" if after else "before_topk",
+        softmax_order="after_topk" if options.after else "before_topk",
         bias=bias,
-        norm_p=float(norm_p) if norm_p else None,
-        scaling=scaling,
+        norm_p=float(options.norm_p) if options.norm_p else None,
+        scaling=options.scaling,
     )
     expert = torch.where(living.unsqueeze(1), ids, -1).flatten().int()
-    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device).repeat_interleave(top_k)
+    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device).repeat_interleave(options.top_k)
     load, count = count_valid(expert, num_experts), living.sum()
     sums = score_shares(logits, function).masked_fill(~living.unsqueeze(1), 0.0).sum(0)
     squares = torch.logsumexp(logits, dim=1).square().masked_fill(~living, 0.0).sum()
-    balance = balance_loss(sums, load, count, top_k, balance_weight)
-    z = z_weight * (squares / count.clamp(min=1))
+    balance = balance_loss(sums, load, count, options.top_k, options.balance_weight)
+    z = options.z_weight * (squares / count.clamp(min=1))
     broken = (~logits.detach().isfinite()).any(1).sum()
     stats = torch.stack([broken, count, torch.zeros_like(count)])
     return weight.flatten(), balance, z, sums, expert, token, load, stats
@@ -105,32 +117,26 @@ def router_backward_ref(
     load: Tensor,
     stats: Tensor,
     grads: tuple[Tensor | None, ...],
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
+    options: RouterOptions,
     d_scores: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the logits (T, E) from those of weight, balance, z, sums and scores, None for no gradient."""
-    acc, ids = accumulation_dtype(logits.dtype), expert.view(-1, top_k).clamp(min=0).long()
+    acc, ids = accumulation_dtype(logits.dtype), expert.view(-1, options.top_k).clamp(min=0).long()
     wide = logits.to(acc)
     if padding_mask is not None:
         wide = wide.masked_fill(padding_mask.unsqueeze(1), 0.0)
     soft, count = wide.softmax(1), stats[1].clamp(min=1)
-    scores = wide.sigmoid() if sigmoid else soft
+    scores = wide.sigmoid() if options.sigmoid else soft
     d_weight, d_balance, d_z, d_sums = grads
     d_scores, d_logits = torch.zeros_like(wide) if d_scores is None else d_scores.to(acc), torch.zeros_like(wide)
     if d_weight is not None:
-        grad = d_weight.view(ids.shape).to(acc) * scaling
-        weight = wide.gather(1, ids).softmax(1) if after else scores.gather(1, ids)
-        if norm_p:
-            norm = torch.linalg.vector_norm(weight, ord=norm_p, dim=1, keepdim=True)
-            slope = weight.sign() if norm_p == 1 else torch.where(norm == 0, 0.0, weight / norm)
+        grad = d_weight.view(ids.shape).to(acc) * options.scaling
+        weight = wide.gather(1, ids).softmax(1) if options.after else scores.gather(1, ids)
+        if options.norm_p:
+            norm = torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True)
+            slope = weight.sign() if options.norm_p == 1 else torch.where(norm == 0, 0.0, weight / norm)
             grad = grad / (norm + _TINY) - slope * (grad * weight).sum(1, keepdim=True) / (norm + _TINY).square()
-        if after:
+        if options.after:
             d_logits.scatter_add_(1, ids, weight * (grad - (grad * weight).sum(1, keepdim=True)))
         else:
             d_scores = d_scores.scatter_add(1, ids, grad)
@@ -138,8 +144,9 @@ def router_backward_ref(
     if d_sums is not None:
         d_share = d_share + d_sums.to(acc)
     if d_balance is not None:
-        d_share = d_share + d_balance.to(acc) * balance_weight * wide.shape[1] * load.to(acc) / (count * top_k) / count
-    if sigmoid:
+        scale = d_balance.to(acc) * options.balance_weight * wide.shape[1]
+        d_share = d_share + scale * load.to(acc) / (count * options.top_k) / count
+    if options.sigmoid:
         whole = scores.sum(1, keepdim=True) + _TINY
         d_scores = d_scores + (d_share - (scores * d_share).sum(1, keepdim=True) / whole) / whole
         d_logits = d_logits + d_scores * scores * (1 - scores)
@@ -147,7 +154,8 @@ def router_backward_ref(
         d_scores = d_scores + d_share
         d_logits = d_logits + scores * (d_scores - (d_scores * scores).sum(1, keepdim=True))
     if d_z is not None:
-        d_logits = d_logits + soft * (2 * z_weight * d_z.to(acc) / count * torch.logsumexp(wide, 1)).unsqueeze(1)
+        scale = 2 * options.z_weight * d_z.to(acc) / count
+        d_logits = d_logits + soft * (scale * torch.logsumexp(wide, 1)).unsqueeze(1)
     if padding_mask is not None:
         d_logits = d_logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
     return d_logits.to(logits.dtype)
@@ -155,38 +163,19 @@ def router_backward_ref(
 
 @custom_op("megablocks::router", mutates_args=())
 def router_op(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    options = (top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
     if runs_triton(logits):
         from megablocks.ops.routing.router_triton import route_launch
 
-        return route_launch(logits, bias, padding_mask, *options)
-    return RouterOutput(*router_ref(logits, bias, padding_mask, *options))[:]
+        return route_launch(logits, bias, padding_mask, options)
+    return RouterOutput(*router_ref(logits, bias, padding_mask, options))[:]
 
 
 @router_op.register_fake
 def _(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, *_: Any
+) -> tuple[Tensor, ...]:
     (num_tokens, num_experts), device = logits.shape, logits.device
     pairs, acc = num_tokens * top_k, accumulation_dtype(logits.dtype)
 
@@ -200,51 +189,48 @@ def _(
 
 @custom_op("megablocks::router_backward", mutates_args=())
 def router_backward_op(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    expert: Tensor,
-    load: Tensor,
-    stats: Tensor,
-    d_weight: Tensor | None,
-    d_balance: Tensor | None,
-    d_z: Tensor | None,
-    d_sums: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
-) -> Tensor:
+    logits: Tensor, padding_mask: Tensor | None, expert: Tensor, load: Tensor, stats: Tensor,
+    d_weight: Tensor | None, d_balance: Tensor | None, d_z: Tensor | None, d_sums: Tensor | None,
+    options: RouterOptions,
+) -> Tensor:  # fmt: skip
     saved, grads = (logits, padding_mask, expert, load, stats), (d_weight, d_balance, d_z, d_sums)
     if runs_triton(logits):
         from megablocks.ops.routing.router_triton import route_backward_launch
 
-        return route_backward_launch(*saved, *grads, top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
-    return router_backward_ref(*saved, grads, top_k, sigmoid, after, norm_p, scaling, balance_weight, z_weight)
+        return route_backward_launch(*saved, grads, options)
+    return router_backward_ref(*saved, grads, options)
 
 
-@router_backward_op.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+def register_router_autograd(op: Op, backward_op: Op, saved: Callable[..., tuple[Tensor, ...]]) -> None:
+    """Make `backward_op` the gradient of the logits, and of nothing else, of a router's `op`.
+
+    backward_op: takes logits, padding_mask, `saved(*results)`, the gradients of weight, balance, z and sums, options.
+    """
+
+    @backward_op.register_fake
+    def _(logits: Tensor, *_: Any) -> Tensor:
+        return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        logits, _, padding_mask, *settings = inputs
+        ctx.rest, ctx.options = (None,) * (len(inputs) - 1), settings[-len(RouterOptions._fields) :]
+        ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
+        ctx.save_for_backward(logits, padding_mask, *saved(*output))
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(grad is None for grad in grads[:4]):
+            return None, *ctx.rest
+        return backward_op(*ctx.saved_tensors, *grads[:4], *ctx.options), *ctx.rest
+
+    op.register_autograd(backward, setup_context=setup_context)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    logits, _, padding_mask, *ctx.options = inputs
-    ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
-    result = RouterOutput(*output)
-    ctx.save_for_backward(logits, padding_mask, result.expert, result.load, result.stats)
+def _saved(*results: Tensor) -> tuple[Tensor, ...]:
+    out = RouterOutput(*results)
+    return out.expert, out.load, out.stats
 
 
-def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    rest = (None,) * (2 + len(ctx.options))
-    if all(grad is None for grad in grads[:4]):
-        return None, *rest
-    return router_backward_op(*ctx.saved_tensors, *grads[:4], *ctx.options), *rest
-
-
-router_op.register_autograd(_backward, setup_context=_setup_context)
+register_router_autograd(router_op, router_backward_op, _saved)
 
 
 def router_kernel_takes(
@@ -258,14 +244,16 @@ def router_kernel_takes(
 def router_options(
     logits: Tensor,
     top_k: int,
-    score_function: str,
-    softmax_order: str,
     bias: Tensor | None,
-    norm_p: float | None,
-    scaling: float,
     padding_mask: Tensor | None,
-) -> tuple[int, bool, bool, int, float]:
-    """top_k, sigmoid, after, norm_p and scaling of `router_op`; raises as `route_topk`."""
+    score_function: str = "softmax",
+    softmax_order: str = "before_topk",
+    norm_p: float | None = None,
+    scaling: float = 1.0,
+    balance_weight: float = 0.0,
+    z_weight: float = 0.0,
+) -> RouterOptions:
+    """The options of `route_topk` as its op takes them; raises as `route_topk`."""
     if norm_p not in (None, 1.0, 2.0):
         raise ValueError(f"norm_p={norm_p!r}: must be None, 1 or 2; topk_weights takes others")
     if not 1 <= top_k <= logits.shape[1]:
@@ -279,7 +267,8 @@ def router_options(
         )
     after = score_function == "softmax" and softmax_order == "after_topk"
     norm = 0 if norm_p is None else int(norm_p)
-    return top_k, score_function == "sigmoid", after, norm, float(scaling)
+    weights = (float(balance_weight), float(z_weight))
+    return RouterOptions(top_k, score_function == "sigmoid", after, norm, float(scaling), *weights)
 
 
 def route_topk(
@@ -307,6 +296,6 @@ def route_topk(
         ValueError: another norm_p, a top_k outside [1, E], a bias or mask of another shape, or more experts or choices
             than the kernel holds.
     """
-    weights = (float(balance_weight), float(z_weight))
-    options = router_options(logits, top_k, score_function, softmax_order, bias, norm_p, scaling, padding_mask)
-    return RouterOutput(*router_op(logits, bias, padding_mask, *options, *weights))
+    factors = (scaling, balance_weight, z_weight)
+    options = router_options(logits, top_k, bias, padding_mask, score_function, softmax_order, norm_p, *factors)
+    return RouterOutput(*router_op(logits, bias, padding_mask, *options))

@@ -22,8 +22,6 @@ and the smallest integer marks what was taken, so that ids are K different ones 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -31,6 +29,7 @@ from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.routing.rounding_triton import load_flags, order_keys
+from megablocks.ops.routing.router import RouterOptions
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
@@ -82,6 +81,17 @@ def _choices(logits, scores, chosen, AFTER: tl.constexpr, NORM: tl.constexpr):
     if NORM == 2:
         return weight, tl.sqrt(tl.sum(weight * weight, 1))
     return weight, tl.sum(weight, 1)
+
+
+@triton.jit
+def _chosen_weights(chosen, top, total, k, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr):
+    """(weights of the chosen logits (TOKENS, KPAD) before their norm; the top and sum of the softmax they are of)."""
+    if SIGMOID:
+        return tl.sigmoid(chosen), top, total
+    if AFTER:
+        exp, top, total = _softmax(chosen, (k < K)[None, :])
+        return exp / total[:, None], top, total
+    return tl.exp(chosen - top[:, None]) / total[:, None], top, total
 
 
 @quick
@@ -143,13 +153,7 @@ def _route_kernel(
             chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
                 tl.float32
             )
-            if SIGMOID:
-                weight = tl.sigmoid(chosen)
-            elif AFTER:
-                exp_k, _, total_k = _softmax(chosen, (k < K)[None, :])
-                weight = exp_k / total_k[:, None]
-            else:
-                weight = tl.exp(chosen - top[:, None]) / total[:, None]
+            weight, _, _ = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
             if NORM == 1:
                 weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
             elif NORM == 2:
@@ -243,13 +247,7 @@ def _route_backward_kernel(
         ids = tl.load(expert_ptr + row[:, None] + k[None, :], mask=live, other=0)
         grad = tl.load(d_weight_ptr + row[:, None] + k[None, :], mask=live, other=0).to(tl.float32) * scaling
         chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live, other=0).to(tl.float32)
-        if SIGMOID:
-            weight = tl.sigmoid(chosen)
-        elif AFTER:
-            exp_k, top_k, total_k = _softmax(chosen, (k < K)[None, :])
-            weight = exp_k / total_k[:, None]
-        else:
-            weight = tl.exp(chosen - top[:, None]) / total[:, None]
+        weight, top_k, total_k = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
         weight = tl.where(live, weight, 0.0)
         # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
         factor = tl.full((TOKENS,), 1.0, tl.float32)
@@ -318,7 +316,7 @@ def _tile(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
 def score_launch(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None,
     chosen: tuple[Tensor, Tensor, Tensor] | None, every: tuple[Tensor, Tensor] | None,
-    top_k: int, sigmoid: bool, after: bool, norm_p: int, scaling: float, balance_weight: float, z_weight: float,
+    options: RouterOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """balance, z, sums, load, stats as of `router_op`; two launches.
 
@@ -329,7 +327,7 @@ def score_launch(
     (num_tokens, num_experts), device = logits.shape, logits.device
     # Addresses of every pair take registers: 214 a thread in a whole tile, 128 in half of one, so that two programs of
     # 8 warps share a multiprocessor as they do without (118).
-    sizes = _tile(num_experts, top_k, _TILE if every is None else _TILE // 2)
+    sizes = _tile(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
 
@@ -341,26 +339,26 @@ def score_launch(
     partial, count = make(programs, num_experts + 1), make(programs, num_experts + 2, dtype=torch.int32)
     outputs = (*(chosen or (None, None, None)), *(every or (None, None)), partial, count)
     _route_kernel[(programs,)](
-        logits, bias, padding_mask, *outputs, num_tokens, tiles, num_experts, scaling,
-        SIGMOID=sigmoid, AFTER=after, NORM=norm_p, BIASED=bias is not None, MASKED=padding_mask is not None,
-        num_warps=_WARPS, **sizes,
+        logits, bias, padding_mask, *outputs, num_tokens, tiles, num_experts, options.scaling,
+        SIGMOID=options.sigmoid, AFTER=options.after, NORM=options.norm_p, BIASED=bias is not None,
+        MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
-        partial, count, sums, load, stats, balance, z, programs, num_experts, balance_weight, z_weight,
-        K=top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS),
+        partial, count, sums, load, stats, balance, z, programs, num_experts, options.balance_weight, options.z_weight,
+        K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS),
         num_warps=16,
     )  # fmt: skip
     return balance, z, sums, load, stats
 
 
 def route_launch(
-    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, *options: Any
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Results as of `router_op`; two launches."""
-    pairs = logits.shape[0] * top_k
+    pairs = logits.shape[0] * options.top_k
     weight = torch.empty(pairs, dtype=torch.float32, device=logits.device)
     expert, token = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
-    losses = score_launch(logits, bias, padding_mask, (expert, token, weight), None, top_k, *options)
+    losses = score_launch(logits, bias, padding_mask, (expert, token, weight), None, options)
     return weight, *losses[:3], expert, token, *losses[3:]
 
 
@@ -370,30 +368,26 @@ def route_backward_launch(
     expert: Tensor | None,
     load: Tensor,
     stats: Tensor,
-    d_weight: Tensor | None,
-    d_balance: Tensor | None,
-    d_z: Tensor | None,
-    d_sums: Tensor | None,
-    top_k: int,
-    sigmoid: bool,
-    after: bool,
-    norm_p: int,
-    scaling: float,
-    balance_weight: float,
-    z_weight: float,
+    grads: tuple[Tensor | None, ...],
+    options: RouterOptions,
     flags: Tensor | None = None,
     ends: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of the logits (T, E), in their dtype; one launch. With flags and ends d_weight is of kept pairs."""
+    """The gradient of the logits (T, E), in their dtype, from those of weight, balance, z and sums; one launch.
+
+    flags, ends: of token rounding, and then the weights are of the pairs that it kept; expert is not read.
+    """
     logits = logits.contiguous()
+    d_weight, d_balance, d_z, d_sums = grads
     padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
     num_tokens, num_experts = logits.shape
     out = torch.empty_like(logits)
-    sizes = _tile(num_experts, top_k)
+    sizes = _tile(num_experts, options.top_k)
     if out.numel():
         _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
             logits, padding_mask, expert, load, stats, flags, ends, d_weight, d_sums, d_balance, d_z, out,
-            num_tokens, num_experts, scaling, balance_weight, z_weight,
-            SIGMOID=sigmoid, AFTER=after, NORM=norm_p, MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
+            num_tokens, num_experts, options.scaling, options.balance_weight, options.z_weight,
+            SIGMOID=options.sigmoid, AFTER=options.after, NORM=options.norm_p, MASKED=padding_mask is not None,
+            num_warps=_WARPS, **sizes,
         )  # fmt: skip
     return out
