@@ -18,7 +18,7 @@ from megablocks.ops.hopper import aligned, descriptor, multiprocessors
 
 
 @dataclass(frozen=True)
-class _Plan(grouped._Plan):
+class _Plan(grouped.Plan):
     """A grouped product's plan, with what the epilogue is to compute."""
 
     gated: bool = False
@@ -66,8 +66,8 @@ def pays(inner: int, hidden: int) -> bool:
 def _plan(tile: Tile | None, experts: int, inner: int, hidden: int, gated: bool, name: str, exact: bool) -> _Plan:
     """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     return _Plan(
-        **vars(tile or _choose(hidden)), lanes=grouped._lanes(experts), N=inner, K=hidden, gather=True, w_k_major=True,
-        gated=gated, act=GATED.get(name, name), exact=exact,
+        **vars(tile or _choose(hidden)), lanes=grouped.lanes_of(experts), N=inner, K=hidden, gather=True,
+        b_k_major=True, gated=gated, act=GATED.get(name, name), exact=exact,
     )  # fmt: skip
 
 
