@@ -97,15 +97,14 @@ def down_gradient(
     c = _plan(tile, experts, inner, hidden, u is not None, name, approximate == "none")
     dots = weight.new_zeros(c.n_tiles, pairs)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
-    gate, d_gate = (z, d_z) if u is None or d_u is None else (u, d_u)
     down_gradient_kernel[(multiprocessors(dy.device.index),)](
         descriptor(w2, [1, c.BN, c.BK]),
         descriptor(z, box),
-        descriptor(gate, box),
+        None if u is None else descriptor(u, box),
         descriptor(d_z, box),
         ragged_rows(d_z, box),
-        descriptor(d_gate, box),
-        ragged_rows(d_gate, box),
+        None if d_u is None else descriptor(d_u, box),
+        None if d_u is None else ragged_rows(d_u, box),
         descriptor(scaled, box),
         ragged_rows(scaled, box),
         dy,

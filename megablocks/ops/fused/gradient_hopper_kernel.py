@@ -155,7 +155,10 @@ def down_gradient_kernel(
     w_desc, z_desc, u_desc, dz_desc, dz_tail, du_desc, du_tail, a_desc, a_tail, dy_ptr, dy_row, gather_ptr, weight_ptr,
     pair_ptr, dots_ptr, pairs, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (column tiles, R)."""
+    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (column tiles, R).
+
+    None of u and d_u unless gated.
+    """
     dtype: gl.constexpr = w_desc.dtype
     RING: gl.constexpr = c.ring
     dy_bufs, w_bufs = operand_buffers(dtype, c)

@@ -74,16 +74,14 @@ def up(
     assert tile is None or tile.out_buffers <= 2, "parts alternate between two buffers"
     c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
     box = [c.rows, c.out_cols]
-    second = z if u is None else u
     weight_box = [c.columns, c.BK]
-    flat = w1.view(-1, hidden)
     up_kernel[(multiprocessors(x.device.index),)](
-        descriptor(flat, weight_box),
-        descriptor(flat if v1 is None else v1.view(-1, hidden), weight_box),
+        descriptor(w1.view(-1, hidden), weight_box),
+        None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
         descriptor(z, box),
         ragged_rows(z, box),
-        descriptor(second, box),
-        ragged_rows(second, box),
+        None if u is None else descriptor(u, box),
+        None if u is None else ragged_rows(u, box),
         descriptor(a, box),
         ragged_rows(a, box),
         b1,

@@ -122,7 +122,7 @@ def up_kernel(
     w_desc, v_desc, z_desc, z_tail, u_desc, u_tail, a_desc, a_tail, b1_ptr, c1_ptr, x_ptr, x_row, gather_ptr,
     offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """w_desc, v_desc (E·I, K); z, u and a (R, I), each with its ragged twin."""
+    """w_desc, v_desc (E·I, K); z, u and a (R, I), each with its ragged twin; None of v and u unless gated."""
     x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     o_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], z_desc.layout)
     full, empty, turn = barriers(c)
