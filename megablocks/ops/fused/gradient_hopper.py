@@ -78,6 +78,7 @@ def supports(dy: Tensor, w2: Tensor, z: Tensor, u: Tensor | None, weight: Tensor
         and w2.is_contiguous()
         and weight.dtype == torch.float32
         and z.numel() > 0
+        and z.shape[0] < grouped.ROW_BOUND
         and all(aligned(t) and t.dtype == dy.dtype for t in (z, u) if t is not None)
     )
 
