@@ -277,6 +277,16 @@ def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only(monkeypatch):
     assert [gradient_hopper.pays(i, h) for h, i in ((1536, 256), (4096, 512), (4096, 256))] == [True, True, False]
 
 
+def test_N4_the_down_gradient_kernel_is_given_rows_that_tma_can_count_only(monkeypatch):
+    monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: True)
+    dy, w = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    weight, offsets = torch.ones(4), torch.tensor([0, 2, 4], dtype=torch.int32)
+    for rows, taken in ((2**30 - 1, True), (2**30, False)):
+        z = torch.empty(rows, 8, dtype=torch.bfloat16, device="meta")
+        assert gradient_hopper.supports(dy, w, z, None, weight, offsets) == taken
+        assert gradient_hopper.supports(dy, w, z, z, weight, offsets) == taken
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_N6_fused_mlp_of_rows_in_order_equals_that_of_a_dispatch(activation, recompute):

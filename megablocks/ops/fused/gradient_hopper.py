@@ -18,7 +18,7 @@ from megablocks.ops.hopper import aligned, descriptor, multiprocessors
 
 
 @dataclass(frozen=True)
-class _Plan(grouped._Plan):
+class _Plan(grouped.Plan):
     """A grouped product's plan, with what the epilogue is to compute."""
 
     gated: bool = False
@@ -66,8 +66,8 @@ def pays(inner: int, hidden: int) -> bool:
 def _plan(tile: Tile | None, experts: int, inner: int, hidden: int, gated: bool, name: str, exact: bool) -> _Plan:
     """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     return _Plan(
-        **vars(tile or _choose(hidden)), lanes=grouped._lanes(experts), N=inner, K=hidden, gather=True, w_k_major=True,
-        gated=gated, act=GATED.get(name, name), exact=exact,
+        **vars(tile or _choose(hidden)), lanes=grouped.lanes_of(experts), N=inner, K=hidden, gather=True,
+        b_k_major=True, gated=gated, act=GATED.get(name, name), exact=exact,
     )  # fmt: skip
 
 
@@ -78,6 +78,7 @@ def supports(dy: Tensor, w2: Tensor, z: Tensor, u: Tensor | None, weight: Tensor
         and w2.is_contiguous()
         and weight.dtype == torch.float32
         and z.numel() > 0
+        and z.shape[0] < grouped.ROW_BOUND
         and all(aligned(t) and t.dtype == dy.dtype for t in (z, u) if t is not None)
     )
 
@@ -97,15 +98,14 @@ def down_gradient(
     c = _plan(tile, experts, inner, hidden, u is not None, name, approximate == "none")
     dots = weight.new_zeros(c.n_tiles, pairs)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
-    gate, d_gate = (z, d_z) if u is None or d_u is None else (u, d_u)
     down_gradient_kernel[(multiprocessors(dy.device.index),)](
         descriptor(w2, [1, c.BN, c.BK]),
         descriptor(z, box),
-        descriptor(gate, box),
+        None if u is None else descriptor(u, box),
         descriptor(d_z, box),
         ragged_rows(d_z, box),
-        descriptor(d_gate, box),
-        ragged_rows(d_gate, box),
+        None if d_u is None else descriptor(d_u, box),
+        None if d_u is None else ragged_rows(d_u, box),
         descriptor(scaled, box),
         ragged_rows(scaled, box),
         dy,

@@ -11,23 +11,18 @@ TMA into a ring of their own, ahead of the consumer that needs them.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megablocks.ops.activation_gluon import unary
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import (
     ROW_BOUND,
-    _find_tile,
-    _m_producer,
-    _tile_ends,
-    barriers,
-    halves,
+    consumer_walk,
+    find_tile,
+    m_producer,
+    operand_buffers,
+    tile_ends,
 )
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of
 from megablocks.ops.launch import quick
 
 
@@ -85,66 +80,35 @@ def _consumer(
     offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     rows: gl.constexpr = [c.rows]
-    shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     free = kept[3]
-    ends = _tile_ends(offsets_ptr, experts, c, 4)
-    tiles = gl.max(ends, 0)
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
-    it = gl.to_tensor(0)
+    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     at = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    if c.pingpong:
-        start += WG * step
-        step *= 2
-        it += WG * c.steps
-        at += WG * c.out_parts
-    else:
-        at += WG
-    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    at += WG * c.out_parts if c.pingpong else WG
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         row = m0
         last = end
         col = n0
-        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if not c.pingpong:
             row += WG * c.rows
         r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         pair = gl.load(pair_ptr + r, mask=r < last, other=0)
         scale = gl.load(weight_ptr + pair, mask=r < last, other=0)
-        acc = gl.zeros(shape, gl.float32, layout)
-        if c.pingpong:
-            # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
-            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
-        for k in range(c.steps):
-            s = it % c.stages
-            mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            fence_async_shared()  # rows came by cp.async
-            if c.pingpong:
-                a = dy_bufs.index(s)
-            else:
-                a = dy_bufs.index(s * 2 + WG)
-            acc = warpgroup_mma(a, w_bufs.index(s).permute((1, 0)), acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
-            it += 1
-        if c.pingpong:
-            mbarrier.arrive(turn.index(1 - WG), count=1)
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
+        acc, it = multiply(it, c.steps, dy_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
             it += c.steps
-            mbarrier.wait(epilogue_turn.index(WG), phase ^ (1 - WG))  # as above, on the ring of z and u
-        h0, h1 = halves(acc, c.rows, c.BN)
-        p0, p1 = halves(h0, c.rows, c.BN // 2)
-        p2, p3 = halves(h1, c.rows, c.BN // 2)
+            # As in multiply, on the ring of z and u.
+            mbarrier.wait(epilogue_turn.index(WG), phase ^ (1 - WG))
+        p0, p1, p2, p3 = parts_of(acc, c)
         part_rows: gl.constexpr = gl.SliceLayout(1, p0.type.layout)
         part_scale = gl.convert_layout(scale, part_rows)
         dots = gl.zeros(rows, gl.float32, part_rows)
         # A loop, though it moves the parts through registers: written out for both consumers, the code leaves the
         # instruction cache, and every part takes four times as long.
-        for i in range(4):
+        for i in range(c.out_parts):
             dots += _finish(p0, at, kept, o_bufs.index(WG), outs, part_scale, row, last, col + i * c.out_cols, i > 0, c)
             at += c.row_parts
             p0 = p1
@@ -167,11 +131,11 @@ def _loader(kept, z_desc, u_desc, offsets_ptr, experts, c: gl.constexpr):
     z_bufs, u_bufs, loaded, free = kept
     PARTS: gl.constexpr = c.out_parts
     ROW_PARTS: gl.constexpr = c.row_parts
-    ends = _tile_ends(offsets_ptr, experts, c, 1)
+    ends = tile_ends(offsets_ptr, experts, c, 1)
     tiles = gl.max(ends, 0)
     at = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        e, m0, end, n0 = _find_tile(tile, ends, offsets_ptr, c)
+        e, m0, end, n0 = find_tile(tile, ends, offsets_ptr, c)
         for i in gl.static_range(PARTS):
             for p in gl.static_range(ROW_PARTS):
                 s = at % c.ring
@@ -191,15 +155,13 @@ def down_gradient_kernel(
     w_desc, z_desc, u_desc, dz_desc, dz_tail, du_desc, du_tail, a_desc, a_tail, dy_ptr, dy_row, gather_ptr, weight_ptr,
     pair_ptr, dots_ptr, pairs, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (column tiles, R)."""
+    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (column tiles, R).
+
+    None of u and d_u unless gated.
+    """
     dtype: gl.constexpr = w_desc.dtype
     RING: gl.constexpr = c.ring
-    dy_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
-    )
-    w_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages, c.BN, c.BK], gl.NVMMASharedLayout.get_default_for([c.BN, c.BK], dtype)
-    )
+    dy_bufs, w_bufs = operand_buffers(dtype, c)
     z_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], z_desc.layout)
     if c.gated:
         u_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], z_desc.layout)
@@ -234,7 +196,7 @@ def down_gradient_kernel(
                 ),
             ),
             (
-                _m_producer,
+                m_producer,
                 (
                     dy_bufs, w_bufs, full, empty, None, w_desc, None, None, dy_ptr, dy_row, gather_ptr, offsets_ptr,
                     experts, c,

@@ -17,17 +17,13 @@ from megablocks.ops.hopper import descriptor, multiprocessors
 
 
 @dataclass(frozen=True)
-class _Plan(Tile):
-    """A Tile with the problem's constants: what the kernel sees as one compile-time value."""
+class _Plan(grouped.Plan):
+    """A grouped product's plan, with what the epilogue is to compute."""
 
-    lanes: int = 32
-    I: int = 0  # noqa: E741 (the field's letter)
-    K: int = 0
     gated: bool = False
     act: str = "silu"
     exact: bool = False
     has_bias: bool = False
-    gather: bool = True
 
     @property
     def columns(self) -> int:
@@ -36,31 +32,7 @@ class _Plan(Tile):
 
     @property
     def n_tiles(self) -> int:
-        return -(-self.I // self.columns)
-
-    @property
-    def k_steps(self) -> int:
-        return -(-self.K // self.BK)
-
-    @property
-    def out_cols(self) -> int:
-        return self.BN // self.out_parts
-
-    @property
-    def right_bytes(self) -> int:
-        return self.BN * self.BK * 2
-
-    @property
-    def producer_warps(self) -> int:
-        return 4
-
-    @property
-    def producer_regs(self) -> int:
-        return 56
-
-    @property
-    def consumer_regs(self) -> int:
-        return (512 - self.producer_regs) // 16 * 8
+        return -(-self.N // self.columns)
 
 
 # Both consumers on one tile: 487 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200, where turns take 535.
@@ -76,8 +48,8 @@ def _plan(
 ) -> _Plan:
     """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     return _Plan(
-        **vars(tile or (_SHARED if gated else _WIDE)), lanes=grouped._lanes(experts), I=inner, K=K, gated=gated,
-        act=GATED.get(name, name), exact=exact, has_bias=has_bias,
+        **vars(tile or (_SHARED if gated else _WIDE)), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
+        b_k_major=True, gated=gated, act=GATED.get(name, name), exact=exact, has_bias=has_bias,
     )  # fmt: skip
 
 
@@ -102,16 +74,14 @@ def up(
     assert tile is None or tile.out_buffers <= 2, "parts alternate between two buffers"
     c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
     box = [c.rows, c.out_cols]
-    second = z if u is None else u
     weight_box = [c.columns, c.BK]
-    flat = w1.view(-1, hidden)
     up_kernel[(multiprocessors(x.device.index),)](
-        descriptor(flat, weight_box),
-        descriptor(flat if v1 is None else v1.view(-1, hidden), weight_box),
+        descriptor(w1.view(-1, hidden), weight_box),
+        None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
         descriptor(z, box),
         ragged_rows(z, box),
-        descriptor(second, box),
-        ragged_rows(second, box),
+        None if u is None else descriptor(u, box),
+        None if u is None else ragged_rows(u, box),
         descriptor(a, box),
         ragged_rows(a, box),
         b1,

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -23,7 +23,7 @@ from megablocks.ops.hopper import aligned, descriptor, multiprocessors, runs_hop
 # The prefix sum over experts lives in registers, E / 32 a lane.
 MAX_EXPERTS = 512
 # Row coordinates of a ragged descriptor, and so rows, stay below this.
-_ROW_BOUND = 2**30
+ROW_BOUND = 2**30
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class _Plan(Tile):
+class Plan(Tile):
     """A Tile with the problem's constants: what the kernel sees as one compile-time value."""
 
     lanes: int = 32
@@ -61,9 +61,10 @@ class _Plan(Tile):
     N: int = 0
     K: int = 0
     gather: bool = False
-    w_k_major: bool = False
+    b_k_major: bool = False
     summed: bool = False
     add: bool = False
+    a_k_major: ClassVar[bool] = True  # of ragged_m
 
     @property
     def m_tiles(self) -> int:
@@ -142,18 +143,18 @@ def choose_k(M: int, N: int) -> Tile:
 
 
 @functools.lru_cache(1024)
-def _plan_m(tile: Tile | None, experts: int, N: int, K: int, gather: bool, w_k_major: bool, summed: bool) -> _Plan:
+def _plan_m(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, summed: bool) -> Plan:
     """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     tile = tile or choose_m(N, K * (1 + summed), gather)
-    return _Plan(**vars(tile), lanes=_lanes(experts), N=N, K=K, gather=gather, w_k_major=w_k_major, summed=summed)
+    return Plan(**vars(tile), lanes=lanes_of(experts), N=N, K=K, gather=gather, b_k_major=b_k_major, summed=summed)
 
 
 @functools.lru_cache(1024)
-def _plan_k(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> _Plan:
-    return _Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
+def _plan_k(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> Plan:
+    return Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
 
 
-def _lanes(experts: int) -> int:
+def lanes_of(experts: int) -> int:
     return max(32, triton.next_power_of_2(experts))
 
 
@@ -166,7 +167,7 @@ def _supports(offsets: Tensor, *operands: Tensor) -> bool:
         runs_hopper(first)
         and offsets.numel() <= MAX_EXPERTS + 1
         and offsets.is_contiguous()
-        and first.shape[0] < _ROW_BOUND
+        and first.shape[0] < ROW_BOUND
     )
 
 
@@ -204,7 +205,7 @@ def ragged_rows(t: Tensor, box: list[int]) -> Any:
     make the sum 2⁶⁴ + row·s, whose carry is lost. The row dimension's bound of 2³⁰ then stands exactly at `end`.
     """
     stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
-    shape = [_ROW_BOUND + 1, t.shape[0] + 1, _ROW_BOUND, t.shape[1]]
+    shape = [ROW_BOUND + 1, t.shape[0] + 1, ROW_BOUND, t.shape[1]]
     return descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])
 
 
@@ -235,7 +236,7 @@ def _launch_m(
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
-    assert rows < _ROW_BOUND, "the TMA unit clips rows by 30-bit coordinates"
+    assert rows < ROW_BOUND, "the TMA unit clips rows by 30-bit coordinates"
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y

@@ -26,7 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND, barriers, halves, stage_out
+from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND
+from megablocks.ops.hopper_gluon import barriers, parts_of, stage_out
 from megablocks.ops.launch import quick
 
 
@@ -65,6 +66,7 @@ def _k_consumer(
 ):
     shape: gl.constexpr = [c.rows, c.BN]
     HALF: gl.constexpr = c.BK // 2
+    PARTS: gl.constexpr = c.out_parts
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     tiles = experts * (c.m_tiles * c.n_tiles)
     start = gl.program_id(0)
@@ -108,18 +110,9 @@ def _k_consumer(
         # around a loop and only bounds an inner one for dead. Then the first tile's steps stand for every tile, the
         # producer's differ, and the kernel hangs.
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
-        if c.out_parts == 2:
-            p0, p1 = halves(acc, c.rows, c.BN)
-            _store_block(p0, 0, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
-            _store_block(p1, 1, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
-        else:
-            h0, h1 = halves(acc, c.rows, c.BN)
-            p0, p1 = halves(h0, c.rows, c.BN // 2)
-            p2, p3 = halves(h1, c.rows, c.BN // 2)
-            _store_block(p0, 0, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
-            _store_block(p1, 1, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
-            _store_block(p2, 2, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
-            _store_block(p3, 3, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+        parts = parts_of(acc, c)
+        for i in gl.static_range(PARTS):
+            _store_block(parts[i], i, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
     tma.store_wait(0)
 
 

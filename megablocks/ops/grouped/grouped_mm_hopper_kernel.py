@@ -20,49 +20,13 @@ registers nor masks are spent on tails.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out
 from megablocks.ops.launch import quick
 
 # Row coordinates of a descriptor made by ragged_rows count up to this bound; beyond it the hardware clips.
 ROW_BOUND = gl.constexpr(2**30)
-
-
-@gluon.jit
-def barriers(c: gl.constexpr):
-    STAGES: gl.constexpr = c.stages
-    full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        # Each gathering thread arrives when its own copies have landed, beside the one that expects TMA's bytes.
-        mbarrier.init(full.index(i), count=1 + 32 * c.producer_warps if c.gather else 1)
-        mbarrier.init(empty.index(i), count=c.row_parts)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()
-    return full, empty, turn
-
-
-@gluon.jit
-def halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
-    """Write part i of a tile to the consumer's next output buffer, once the store that last read it has gone."""
-    buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)
-    tma.store_wait(c.out_buffers - 1)
-    buf.store(part.to(bufs.dtype))
-    fence_async_shared()
-    return buf
 
 
 @gluon.jit
@@ -71,7 +35,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
+def tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
     """(c.lanes,) int32 in every warp: the number of ragged-M tiles of experts 0..e."""
     layout: gl.constexpr = gl.BlockedLayout([c.lanes // 32], [32], [WARPS], [0])
     e = gl.arange(0, c.lanes, layout)
@@ -81,7 +45,7 @@ def _tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
-def _find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
+def find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
     """Expert, first row, end of the expert's rows, first column of a ragged-M tile."""
     done = ends <= tile
     e = gl.sum(done.to(gl.int32), 0)
@@ -115,74 +79,51 @@ def store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: 
 
 
 @gluon.jit
-def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
-    shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    ends = _tile_ends(offsets_ptr, experts, c, 4)
-    tiles = gl.max(ends, 0)
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
-    it = gl.to_tensor(0)
-    phase = gl.to_tensor(0)
+def walk(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
+    """tile_ends and their last, the program's first tile and the stride to its next, the first stage."""
+    ends = tile_ends(offsets_ptr, experts, c, WARPS)
+    return ends, gl.max(ends, 0), gl.program_id(0), gl.num_programs(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def consumer_walk(offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    """As walk, over the tiles that a consumer owns."""
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, 4)
     if c.pingpong:
         start += WG * step
         step *= 2
         it += WG * c.steps
-    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    return ends, tiles, start, step, it
+
+
+@gluon.jit
+def _m_consumer(
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
+    PARTS: gl.constexpr = c.out_parts
+    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    phase = gl.to_tensor(0)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         row = m0
         last = end
         col = n0
-        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        acc = gl.zeros(shape, gl.float32, layout)
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc, it = multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
-            # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
-            mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
-        for k in range(c.steps):
-            s = it % c.stages
-            mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather:
-                fence_async_shared()
-            if c.pingpong:
-                a = x_bufs.index(s)
-            else:
-                a = x_bufs.index(s * 2 + WG)
-            b = w_bufs.index(s)
-            if c.w_k_major:
-                b = b.permute((1, 0))
-            acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
-            it += 1
-        if c.pingpong:
-            mbarrier.arrive(turn.index(1 - WG), count=1)
             phase ^= 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
-        if c.pingpong:
             it += c.steps
         else:
             row += WG * c.rows
-        if c.out_parts == 2:
-            p0, p1 = halves(acc, c.rows, c.BN)
-            store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col + c.out_cols, WG, c)
-        else:
-            h0, h1 = halves(acc, c.rows, c.BN)
-            p0, p1 = halves(h0, c.rows, c.BN // 2)
-            p2, p3 = halves(h1, c.rows, c.BN // 2)
-            store_rows(p0, 0, y_bufs, y_desc, y_tail, row, last, col, WG, c)
-            store_rows(p1, 1, y_bufs, y_desc, y_tail, row, last, col + c.out_cols, WG, c)
-            store_rows(p2, 2, y_bufs, y_desc, y_tail, row, last, col + 2 * c.out_cols, WG, c)
-            store_rows(p3, 3, y_bufs, y_desc, y_tail, row, last, col + 3 * c.out_cols, WG, c)
+        parts = parts_of(acc, c)
+        for i in gl.static_range(PARTS):
+            store_rows(parts[i], i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _load_w(desc, expert, k0, col, bar, buf, c: gl.constexpr):
-    if c.w_k_major:
+    if c.b_k_major:
         tma.async_copy_global_to_shared(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
     else:
         tma.async_copy_global_to_shared(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
@@ -196,41 +137,82 @@ def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
 
 
 @gluon.jit
-def _m_producer(
+def gather_lanes(c: gl.constexpr):
+    """Rows of a row part and columns of a stage, as the threads copy them."""
+    # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
+    return gl.arange(0, c.rows, gl.SliceLayout(1, lanes)), gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+
+
+@gluon.jit
+def _ids(gather_ptr, row, end, lanes):
+    i, _ = lanes
+    return gl.load(gather_ptr + (row + i), mask=row + i < end, other=0)
+
+
+@gluon.jit
+def row_ids(gather_ptr, row, end, lanes, c: gl.constexpr):
+    """Which rows of x a tile gathers, for each of its row parts; row, end: its first, and the end of the expert's."""
+    ids = _ids(gather_ptr, row, end, lanes)
+    if c.row_parts == 1:
+        return (ids,)
+    else:
+        return ids, _ids(gather_ptr, row + c.rows, end, lanes)
+
+
+@gluon.jit
+def _source(x_ptr, x_row, ids, row, end, lanes):
+    i, cols = lanes
+    live = (row + i < end)[:, None]
+    return x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :], live
+
+
+@gluon.jit
+def row_sources(x_ptr, x_row, ids, row, end, lanes, c: gl.constexpr):
+    """For each row part where its rows are, at a stage's columns, and which of them are the expert's."""
+    first = _source(x_ptr, x_row, ids[0], row, end, lanes)
+    if c.row_parts == 1:
+        return (first,)
+    else:
+        return first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes)
+
+
+@gluon.jit
+def gather_rows(x_bufs, s, sources, k0, lanes, bar, c: gl.constexpr):
+    """Copy columns from k0 on of a tile's rows into stage s.
+
+    Nothing is copied for rows past the expert's last. Row 0 would do in their place, as the store clips them, but then
+    all programs queue for that row.
+    """
+    _, cols = lanes
+    ROW_PARTS: gl.constexpr = c.row_parts
+    for p in gl.static_range(ROW_PARTS):
+        src, mask = sources[p]
+        if c.K % c.BK != 0:
+            mask = mask & (cols + k0 < c.K)[None, :]
+        async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts + p), src + k0, mask=mask)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def m_producer(
     x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, w2_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
     c: gl.constexpr,
 ):  # fmt: skip
-    ends = _tile_ends(offsets_ptr, experts, c, c.producer_warps)
-    tiles = gl.max(ends, 0)
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
-    it = gl.to_tensor(0)
-    e, m0, end, n0 = _find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     if c.gather:
-        # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
-        lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
-        i = gl.arange(0, c.rows, gl.SliceLayout(1, lanes))
-        cols = gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
-        ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
-        if c.row_parts == 2:
-            ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+        lanes = gather_lanes(c)
+        ids = row_ids(gather_ptr, m0, end, lanes, c)
     for tile in range(start, tiles, step):
         expert = e
         row = m0
         col = n0
         if c.gather:
-            # Nothing is copied for rows past the expert's last. Row 0 would do in their place, as the store clips them,
-            # but then all programs queue for that row.
-            live = (m0 + i < end)[:, None]
-            src = x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
-            if c.row_parts == 2:
-                live2 = (m0 + c.rows + i < end)[:, None]
-                src2 = x_ptr + (ids2.to(gl.int64) * x_row * 8)[:, None] + cols[None, :]
-        e, m0, end, n0 = _find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+            sources = row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if c.gather:
-            ids = gl.load(gather_ptr + (m0 + i), mask=m0 + i < end, other=0)
-            if c.row_parts == 2:
-                ids2 = gl.load(gather_ptr + (m0 + c.rows + i), mask=m0 + c.rows + i < end, other=0)
+            ids = row_ids(gather_ptr, m0, end, lanes, c)
         for k in range(c.steps):
             s = it % c.stages
             bar = full.index(s)
@@ -247,20 +229,24 @@ def _m_producer(
                     _load_x(x2_desc, row, k0 - c.k_steps * c.BK, bar, x_bufs, s, c)
             else:
                 _load_w(w_desc, expert, k0, col, bar, w_buf, c)
-            if c.gather:
-                if c.K % c.BK == 0:
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live)
-                    if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2)
+                if c.gather:
+                    gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
                 else:
-                    inside = (cols + k0 < c.K)[None, :]
-                    async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts), src + k0, mask=live & inside)
-                    if c.row_parts == 2:
-                        async_copy.async_copy_global_to_shared(x_bufs.index(s * 2 + 1), src2 + k0, mask=live2 & inside)
-                async_copy.mbarrier_arrive(bar, increment_count=False)
-            elif not c.summed:
-                _load_x(x_desc, row, k0, bar, x_bufs, s, c)
+                    _load_x(x_desc, row, k0, bar, x_bufs, s, c)
             it += 1
+
+
+@gluon.jit
+def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
+    """The stages of gathered or consecutive rows, and of weights."""
+    w_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
+    x_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
+    )
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
+    )
+    return x_bufs, w_bufs
 
 
 @quick
@@ -273,14 +259,7 @@ def ragged_m_kernel(
 
     x2_desc, w2_desc: as those without 2, with `summed`.
     """
-    w_shape: gl.constexpr = [c.BN, c.BK] if c.w_k_major else [c.BK, c.BN]
-    dtype: gl.constexpr = w_desc.dtype
-    x_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
-    )
-    w_bufs = gl.allocate_shared_memory(
-        dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
-    )
+    x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
     gl.warp_specialize(
@@ -288,7 +267,7 @@ def ragged_m_kernel(
             (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),
             (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c)),
             (
-                _m_producer,
+                m_producer,
                 (
                     x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, w2_desc, x_ptr, x_row, gather_ptr,
                     offsets_ptr, experts, c,

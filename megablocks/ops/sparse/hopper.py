@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -71,6 +71,7 @@ class _Plan(Tile):
     act: str = ""
     exact: bool = False
     has_bias: bool = False
+    gather: ClassVar[bool] = False
 
 
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)

@@ -17,15 +17,10 @@ Which program computes which tile: hopper_schedule.py.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out
 from megablocks.ops.launch import quick
 from megablocks.ops.sparse.hopper_schedule import (
     announce,
@@ -42,47 +37,9 @@ _unary = gluon.jit(unary.fn)
 
 
 @gluon.jit
-def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
-    return gl.split(x.reshape([ROWS, 2, COLS // 2]).permute((0, 2, 1)))
-
-
-@gluon.jit
-def _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.constexpr, c: gl.constexpr):
-    """acc of one tile from `steps` stages, and the number of the stage after it."""
-    if c.pingpong:
-        # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
-        mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
-    for k in range(steps):
-        s = it % c.stages
-        mbarrier.wait(full.index(s), (it // c.stages) & 1)
-        if c.pingpong:
-            a = a_bufs.index(s)
-        else:
-            a = a_bufs.index(s * 2 + WG)
-        b = b_bufs.index(s)
-        if not c.a_k_major:
-            a = a.permute((1, 0))
-        if c.b_k_major:
-            b = b.permute((1, 0))
-        acc = warpgroup_mma(a, b, acc, use_acc=k > 0, is_async=True)
-        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
-        it += 1
-    if c.pingpong:
-        mbarrier.arrive(turn.index(1 - WG), count=1)
-    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-    mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
-    return acc, it
-
-
-@gluon.jit
 def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
     """Store from the consumer's next buffer, once the store that last read it has gone."""
-    buf = bufs.index(WG * c.out_buffers + slot % c.out_buffers)
-    tma.store_wait(c.out_buffers - 1)
-    buf.store(part)
-    fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [row, col], buf)
+    tma.async_copy_shared_to_global(desc, [row, col], stage_out(part, slot, bufs, WG, c))
 
 
 @gluon.jit
@@ -116,22 +73,12 @@ def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c
 
 @gluon.jit
 def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    PARTS: gl.constexpr = c.out_parts
     if not c.pingpong:
         row += WG * c.rows
-    if c.out_parts == 1:
-        _store_part(acc, 0, bufs, outs, row, col, WG, c)
-    elif c.out_parts == 2:
-        p0, p1 = _halves(acc, c.rows, c.BN)
-        _store_part(p0, 0, bufs, outs, row, col, WG, c)
-        _store_part(p1, 1, bufs, outs, row, col, WG, c)
-    else:
-        h0, h1 = _halves(acc, c.rows, c.BN)
-        p0, p1 = _halves(h0, c.rows, c.BN // 2)
-        _store_part(p0, 0, bufs, outs, row, col, WG, c)
-        _store_part(p1, 1, bufs, outs, row, col, WG, c)
-        p2, p3 = _halves(h1, c.rows, c.BN // 2)
-        _store_part(p2, 2, bufs, outs, row, col, WG, c)
-        _store_part(p3, 3, bufs, outs, row, col, WG, c)
+    parts = parts_of(acc, c)
+    for i in gl.static_range(PARTS):
+        _store_part(parts[i], i, bufs, outs, row, col, WG, c)
 
 
 @gluon.jit
@@ -139,8 +86,6 @@ def _sdd_consumer(
     a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
     WG: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
-    shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     count = rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
@@ -151,8 +96,7 @@ def _sdd_consumer(
         col = 0
         if c.has_bias:
             col = gl.load(cols_ptr + block) * 128
-        acc = gl.zeros(shape, gl.float32, layout)
-        acc, it = _multiply(acc, it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        acc, it = multiply(it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         it += (stride - 1) * k_steps
         _store_tile(acc, o_bufs, outs, block * 128, col, WG, c)
@@ -203,8 +147,6 @@ def _sdd_producer(
 
 @gluon.jit
 def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG: gl.constexpr, c: gl.constexpr):
-    shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -220,8 +162,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
         else:
             row = dense * c.BM
             col = line * 128
-        acc = gl.zeros(shape, gl.float32, layout)
-        acc, it = _multiply(acc, it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
         i += 1
@@ -310,19 +251,10 @@ def _spmm_producer(
 def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
     a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
     b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
-    STAGES: gl.constexpr = c.stages
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
-    full = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=c.row_parts)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
-    fence_async_shared()
+    full, empty, turn = barriers(c)
     return a_bufs, b_bufs, o_bufs, full, empty, turn
 
 
