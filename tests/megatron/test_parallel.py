@@ -1,4 +1,4 @@
-"""Every parallel layout trains as one process does: gradients of the first step, norms, losses and loads of ten."""
+"""Every parallel layout trains as one process does: gradients of the first step, norms, losses and loads of five."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from harness import Layout, Trained
 
-STEPS = 10
+STEPS = 5
 Runs = dict[str, list[Trained]]  # by layout, then by rank
 PLAIN = Layout(model=(("moe_shared_expert_intermediate_size", 32),))
 DEEPSEEK = Layout(

@@ -11,7 +11,7 @@ from harness import Layout, Trained
 from megablocks.testing.launcher import run_distributed_test
 
 BASE = Layout(ep=2, layers=2)
-STEPS = 12
+STEPS = 8
 PAIRS = STEPS * harness.GLOBAL_BATCH * harness.SEQ * 2  # (token, expert) pairs of a layer, top-2
 BLOCK = (("moe_ffn_hidden_size", 64),)
 FUSED = (("mlp_impl", "fused"),)
