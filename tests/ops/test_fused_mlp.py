@@ -254,8 +254,8 @@ def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
         (None, None, None, True), (None, bias, None, True), (w, None, None, True), (w, bias, bias, True),
         (w, bias, None, False), (w, None, bias, False), (strided, None, None, False),
     ):  # fmt: skip
-        assert (up._kernels(x, w, v1, b1, c1, offsets) is not None) == taken
-    assert up._kernels(x, strided, None, None, None, offsets) is None
+        assert (up._kernels(x, w, v1, b1, c1, offsets, 4) is not None) == taken
+    assert up._kernels(x, strided, None, None, None, offsets, 4) is None
 
 
 def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only(monkeypatch):
@@ -277,11 +277,13 @@ def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only(monkeypatch):
     assert [gradient_hopper.pays(i, h) for h, i in ((1536, 256), (4096, 512), (4096, 256))] == [True, True, False]
 
 
-def test_N4_the_down_gradient_kernel_is_given_rows_that_tma_can_count_only(monkeypatch):
+def test_N4_the_hopper_kernels_are_given_rows_that_tma_can_count_only(monkeypatch):
     monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: True)
     dy, w = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     weight, offsets = torch.ones(4), torch.tensor([0, 2, 4], dtype=torch.int32)
     for rows, taken in ((2**30 - 1, True), (2**30, False)):
+        assert up_hopper.supports(dy, w, offsets, rows) == taken
+        assert grouped_mm_hopper.supports_m(dy, w.transpose(1, 2), offsets, rows) == taken
         z = torch.empty(rows, 8, dtype=torch.bfloat16, device="meta")
         assert gradient_hopper.supports(dy, w, z, None, weight, offsets) == taken
         assert gradient_hopper.supports(dy, w, z, z, weight, offsets) == taken

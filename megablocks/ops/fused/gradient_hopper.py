@@ -74,11 +74,10 @@ def _plan(tile: Tile | None, experts: int, inner: int, hidden: int, gated: bool,
 def supports(dy: Tensor, w2: Tensor, z: Tensor, u: Tensor | None, weight: Tensor, offsets: Tensor) -> bool:
     """Whether the kernel takes these: as grouped_mm_hopper's, with w2 (E, I, H) contiguous and weight in float32."""
     return (
-        grouped.supports_m(dy, w2.transpose(1, 2), offsets)
+        grouped.supports_m(dy, w2.transpose(1, 2), offsets, z.shape[0])
         and w2.is_contiguous()
         and weight.dtype == torch.float32
         and z.numel() > 0
-        and z.shape[0] < grouped.ROW_BOUND
         and all(aligned(t) and t.dtype == dy.dtype for t in (z, u) if t is not None)
     )
 

@@ -24,15 +24,15 @@ from megablocks.ops.library import custom_op
 
 
 def _kernels(
-    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, offsets: Tensor
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, offsets: Tensor, rows: int
 ) -> ModuleType | None:
-    """The module of the kernel that takes these, None where the op is made of others."""
+    """The module of the kernel that takes these for so many rows, None where the op is made of others."""
     if v1 is not None and (b1 is None) != (c1 is None):
         return None  # the kernels add both biases or none
     if hopper_kernels(x) is not None:
         from megablocks.ops.fused import up_hopper
 
-        if all(up_hopper.supports(x, w, offsets) for w in (w1, v1) if w is not None):
+        if all(up_hopper.supports(x, w, offsets, rows) for w in (w1, v1) if w is not None):
             return up_hopper
     if twin_kernels(x) is None or has_torch_kernel(x):
         return None
@@ -47,7 +47,8 @@ def fused_up_op(
     scatter: Tensor, token_offsets: Tensor, offsets: Tensor, name: str, approximate: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → z, u (empty unless gated), a (R, I); not differentiable by itself."""
-    if gather.shape[0] and (kernels := _kernels(x, w1, v1, b1, c1, offsets)):
+    rows = gather.shape[0]
+    if rows and (kernels := _kernels(x, w1, v1, b1, c1, offsets, rows)):
         b, c = (None if t is None else t.contiguous() for t in (b1, c1))
         z, u, a = kernels.up(x, w1, v1, b, c, gather, offsets, name, approximate)
         return z, x.new_empty(0) if u is None else u, a

@@ -53,9 +53,9 @@ def _plan(
     )  # fmt: skip
 
 
-def supports(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
+def supports(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
     """Whether the kernel takes these: as grouped_mm_hopper's, with w (E, I, H) contiguous."""
-    return grouped.supports_m(x, w.transpose(1, 2), offsets) and w.is_contiguous()
+    return grouped.supports_m(x, w.transpose(1, 2), offsets, rows) and w.is_contiguous()
 
 
 def up(

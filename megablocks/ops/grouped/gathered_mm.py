@@ -123,12 +123,13 @@ def gathered_mm_op(
 ) -> tuple[Tensor, Tensor]:
     """(R, N) of w and of v, the latter empty without v."""
     none = x.new_empty(0)
-    if (hopper := hopper_kernels(x)) and all(hopper.supports_m(x, t, offsets) for t in (w, v) if t is not None):
+    given, rows = [t for t in (w, v) if t is not None], gather.shape[0]
+    if (hopper := hopper_kernels(x)) and all(hopper.supports_m(x, t, offsets, rows) for t in given):
         return hopper.ragged_m(x, w, offsets, gather), none if v is None else hopper.ragged_m(x, v, offsets, gather)
     if not has_torch_kernel(x) and (twin := twin_kernels(x)):
         return twin.ragged_m(x, w, offsets, gather), none if v is None else twin.ragged_m(x, v, offsets, gather)
-    rows = gather_op(x, pair, gather, scatter, token_offsets)
-    return grouped_mm_op(rows, w, offsets), none if v is None else grouped_mm_op(rows, v, offsets)
+    x = gather_op(x, pair, gather, scatter, token_offsets)
+    return grouped_mm_op(x, w, offsets), none if v is None else grouped_mm_op(x, v, offsets)
 
 
 @gathered_mm_op.register_fake

@@ -171,10 +171,14 @@ def _supports(offsets: Tensor, *operands: Tensor) -> bool:
     )
 
 
-def supports_m(x: Tensor, w: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512."""
+def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int = 0) -> bool:
+    """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512.
+
+    rows: the result's, where they are gathered. The TMA unit clips rows by 30-bit coordinates.
+    """
     return (
         _supports(offsets, x, w)
+        and rows < ROW_BOUND
         and w.shape[1] % 8 == 0
         and w.shape[2] % 8 == 0
         and aligned(x)
@@ -236,7 +240,6 @@ def _launch_m(
 
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
-    assert rows < ROW_BOUND, "the TMA unit clips rows by 30-bit coordinates"
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
     if rows == 0:
         return y
