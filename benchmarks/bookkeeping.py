@@ -72,7 +72,8 @@ def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
     """(name, µs) of what one call runs on the device, in order: kernels, copies and fills, by the profiler.
 
     Raises:
-        RuntimeError: the call waits for the device (checked by torch's synchronisation guard in another call).
+        RuntimeError: the call waits for the device (checked by torch's synchronisation guard in another call), or the
+            profiler saw nothing of it.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -91,6 +92,8 @@ def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
     events = [e for e in run.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     events.sort(key=lambda e: e.time_range.start)
     events = [e for e in events if "Sync" not in e.name]
+    if not events:
+        raise RuntimeError("the profiler saw no kernel: it needs CUPTI and the right to use it")
     each = len(events) // calls
     assert each * calls == len(events), f"{len(events)} launches in {calls} equal calls"
     by_place = [[events[c * each + i] for c in range(calls)] for i in range(each)]
@@ -147,13 +150,15 @@ def router_step(
     )  # fmt: skip
     torch.manual_seed(0)
     logits = torch.randn(tokens, experts, device="cuda", dtype=torch.bfloat16).requires_grad_()
-    d_weight, one = torch.randn(tokens * top_k, device="cuda"), torch.ones((), device="cuda")
 
     def forward() -> Any:
         if fused:
             return functional.route(logits, config, training=True)
         with mock.patch.object(functional, "router_kernel_takes", lambda *_, **__: False):
             return functional.route(logits, config, training=True)
+
+    d_weight = torch.randn_like(forward().weight)  # rounding has room for more pairs than T·K
+    one = torch.ones((), device="cuda")
 
     def both() -> Any:
         routing = forward()
