@@ -141,7 +141,7 @@ def error_of(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 
 def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
-    """Milliseconds and memory by impl; None where one of them is wrong."""
+    """Milliseconds and memory by impl; None where one of them is wrong or raises, which the gate is told."""
     import torch
 
     from megablocks.testing.poison import poisoned_empty
@@ -152,13 +152,14 @@ def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
     timers: dict[str, Callable[[], float]] = {}
     kept = {}
     for impl in impls:
-        layer, key = layer_of(case, impl), f"{case.name}/{impl}"
-        step = step_of(layer, x, dy)
+        key = f"{case.name}/{impl}"
         try:
+            layer = layer_of(case, impl)
+            step = step_of(layer, x, dy)
             with poisoned_empty():
                 gate.take({"good": key, "error": error_of(step(), truth)})
-        except ArithmeticError as e:
-            gate.take({"bad": key, "why": str(e)})
+        except Exception as e:  # the other cases are measured all the same
+            gate.take({"bad": key, "why": f"{type(e).__name__}: {str(e)[-300:]}"})
             continue
         before = torch.cuda.memory_allocated()
         held = layer.forward_with_aux(x)
