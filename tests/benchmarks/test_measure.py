@@ -3,6 +3,7 @@
 import importlib
 import json
 import runpy
+import signal
 import sys
 import time
 from itertools import pairwise
@@ -248,6 +249,20 @@ def test_an_interrupted_run_writes_what_it_has(tmp_path):
         children.run_benchmark(runner, "sample", ["a", "b"], run, ours=lambda key: True,
                                summarise=lambda records, gate: ({}, []), out=out)  # fmt: skip
     assert measure.read_result(out)["gate"]["red"] == ["b"]
+
+
+def test_a_result_is_written_though_its_time_is_up_meanwhile(tmp_path):
+    runner, out = children.Runner("none.py", [], time.monotonic() + 60), tmp_path / "out.json"
+    runner.records, runner.finished = [{"good": "a/ours", "error": 0.0}], {"a"}
+    heeded = signal.getsignal(signal.SIGINT)
+
+    def summarise(records, gate):
+        signal.raise_signal(signal.SIGINT)
+        return {"whole": True}, []
+
+    assert children.run_benchmark(runner, "sample", ["a"], lambda: None, ours=lambda key: True,
+                                  summarise=summarise, out=out) == 0  # fmt: skip
+    assert measure.read_result(out)["summary"] == {"whole": True} and signal.getsignal(signal.SIGINT) is heeded
 
 
 def test_names_that_no_option_takes_are_refused(capsys):
