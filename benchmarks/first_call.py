@@ -104,7 +104,10 @@ def run_case(impl: str, activation: str, size: str) -> None:
 
 
 def run_cold_and_warm(impl: str, activation: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """A case in two processes, one after the other: what each said for the gate, and its record."""
+    """A case in two processes, one after the other: what each said for the gate, and its record.
+
+    The second one runs only if the first has left it a whole cache.
+    """
     said: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="triton-") as cache:
         for state in ("cold", "warm"):
@@ -115,14 +118,14 @@ def run_cold_and_warm(impl: str, activation: str, args: argparse.Namespace) -> l
                 done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=args.seconds)
             except subprocess.TimeoutExpired:
                 said.append({"bad": key, "why": f"not done after {args.seconds:g} s"})
-                continue
+                break
             lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
             result = next((line for line in lines if "impl" in line), None)
             if result is None:
                 why = next((line["why"] for line in lines if "bad" in line), done.stderr[-300:])
                 said.append({"bad": key, "why": why})
-            else:
-                said += [{"good": key, "error": 0.0}, {"cache": state, **result}]
+                break
+            said += [{"good": key, "error": 0.0}, {"cache": state, **result}]
     return said
 
 
@@ -174,11 +177,15 @@ def main() -> int:
     lost = {f"{impl}/{activation}": "no time left" for impl, activation in cases}
     with ThreadPoolExecutor(args.at_once) as pool:
         runs = {pool.submit(run_cold_and_warm, *case, args): "/".join(case) for case in cases}
-        for done in as_completed(runs):
-            records += [record for record in done.result() if not gate.take(record)]
-            del lost[runs[done]]
-            so_far = Gate(gate.ours, gate.errors, gate.failures | lost)  # red until all have run
-            write_result(out, "first_call", gate=so_far, summary={}, records=records)
+        try:
+            for done in as_completed(runs):
+                records += [record for record in done.result() if not gate.take(record)]
+                del lost[runs[done]]
+                so_far = Gate(gate.ours, gate.errors, gate.failures | lost)  # red until all have run
+                write_result(out, "first_call", gate=so_far, summary={}, records=records)
+        except BaseException:  # the pool would run what waits
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
     write_result(out, "first_call", gate=gate, summary=summarise(records, gate), records=records)
     print(f"wrote {out}")
     return 0 if gate.green else 1

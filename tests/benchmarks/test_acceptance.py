@@ -1,6 +1,8 @@
 """The table of acceptance: met only by a whole, green, unvoided result of the GPU that the goals are for."""
 
+import argparse
 import copy
+import fcntl
 import importlib
 import json
 import math
@@ -14,6 +16,7 @@ import pytest
 from .conftest import BENCHMARKS
 
 acceptance = importlib.import_module("acceptance")
+first_call = importlib.import_module("first_call")
 grouped_gemm = importlib.import_module("grouped_gemm")
 SHAPES = acceptance.PRODUCT_SHAPES
 
@@ -170,6 +173,8 @@ def without_quack(products):
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"]["auto"].update(speed=None), 1),
         ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
         ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
+        ("bookkeeping", lambda s, r: r[0].update(us=0.0, launches=0), 1),  # of a blind profiler
+        ("bookkeeping", lambda s, r: r.clear(), 1),
         ("quant", lambda s, r: r[0].update(saved=98), 1),
         ("quant", lambda s, r: r.pop(), 4),
         ("grouped_gemm", lambda s, r: s["products"][1]["time_of_ours_over"].update({"quack-pp192": 1.04}), 1),
@@ -233,11 +238,20 @@ def test_shapes_of_other_commits_are_not_put_into_one_mean(tmp_path):
 
 
 def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, capsys):
-    """Its earlier file does not stand for it; one that hangs is asked to write what it has, then killed."""
+    """Its earlier file does not stand for it; one that hangs is asked to write what it has, then killed.
+
+    So are the children that it leaves behind.
+    """
+    child = (
+        "import fcntl, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
+        "f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+    )
     scripts = {
         "fails": "import sys; sys.exit(3)",
         "hangs": "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(60)",
-        "yields": "import sys, time\ntry:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n"
+        "yields": "import subprocess, sys, time\n"
+        f"subprocess.Popen([sys.executable, '-c', {child!r}, sys.argv[1] + '.lock'])\n"
+        "try:\n    time.sleep(60)\nexcept KeyboardInterrupt:\n"
         "    open(sys.argv[1], 'w').write('{}')",
     }
     for name, text in scripts.items():
@@ -254,7 +268,9 @@ def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, c
     said = capsys.readouterr().out
     assert "fails: exit 3" in said and said.count("stopped after 6 s") == 2
     assert not (tmp_path / "fails.json").exists() and not (tmp_path / "hangs.json").exists()
-    assert (tmp_path / "yields.json").read_text() == "{}"
+    assert (tmp_path / "yields.json").read_text() == "{}" and (tmp_path / "yields.log").read_text() == "held\n"
+    with open(tmp_path / "yields.json.lock") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which its child would hold
     lines = len(acceptance.LINES)
     assert f"0 met, 0 missed, {lines} not run, of {lines}" in (tmp_path / "acceptance.md").read_text()
 
@@ -290,6 +306,15 @@ def test_what_is_asked_to_end_stops_its_benchmark(tmp_path):
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 1 and log.read_text().split() == ["began", "stopped"]
+
+
+def test_no_warm_start_is_timed_on_the_cache_of_a_cold_one_that_failed(monkeypatch):
+    calls = []
+    monkeypatch.setattr(first_call.subprocess, "run",
+                        lambda *a, **_: calls.append(a) or subprocess.CompletedProcess(a, 1, "", "broke"))  # fmt: skip
+    options = argparse.Namespace(size="XS", seconds=1.0)
+    assert first_call.run_cold_and_warm("fused", "gelu", options) == [{"bad": "fused/gelu/cold", "why": "broke"}]
+    assert len(calls) == 1
 
 
 def test_which_of_the_grouped_products_fail_the_run():
