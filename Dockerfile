@@ -1,5 +1,5 @@
 # docker build . -t megablocks-dev, then bash docker.sh. The base is the image that the pinned Megatron-LM is built on;
-# its apex and Transformer Engine are used where present and never required: any image with torch >= 2.7 and
+# its apex and Transformer Engine are used where present and never required: any image with torch >= 2.8 and
 # Python >= 3.12 will do (--build-arg BASE=…).
 ARG BASE=nvcr.io/nvidia/pytorch:26.06-py3
 FROM ${BASE}

@@ -52,7 +52,7 @@ def grouped_mlp(
     With `dispatch`, whose offsets these are, `rows` are the tokens (T, H) that the up-projections gather themselves;
     quantize_inputs_num_bits needs it.
     """
-    w1, v1 = (None if w is None else w.transpose(1, 2) for w in weights[:2])
+    w1, v1 = (None if w is None else w.transpose(1, 2) for w in (weights.w1, weights.v1))
     assert w1 is not None
     gate = None
     if dispatch is not None and v1 is not None:
@@ -87,7 +87,7 @@ def sparse_experts(
         dispatch.expert_offsets, weights.w1.shape[1], max_rows=dispatch.pair.shape[0], block_size=block_size
     )
     padded = pad_dispatch(dispatch, padded_offsets, pattern.shape[0])
-    w1, v1, w2 = (None if w is None else w.flatten(0, 1) for w in weights[:3])
+    w1, v1, w2 = (None if w is None else w.flatten(0, 1) for w in (weights.w1, weights.v1, weights.w2))
     assert w1 is not None and w2 is not None
     rows = sparse_mlp(
         padded_gather(x, padded),

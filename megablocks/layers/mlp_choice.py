@@ -68,4 +68,7 @@ def fewest_rows(gated: bool, biased: bool) -> int | None:
 
 def block_size_of(ffn_hidden_size: int) -> int | None:
     """The largest block that divides the width, of those with kernels that suit it; None for none."""
-    return next((size for size in (BLOCK, 64) if ffn_hidden_size % size == 0), None)
+    for size in (BLOCK, 64):
+        if ffn_hidden_size % size == 0:
+            return size
+    return None

@@ -111,6 +111,11 @@ class QuickLaunch:
         found[0][x, y, z](*values, *[options[name] for name in self._constexprs])
 
 
+def interpreted() -> bool:
+    """Whether Triton interprets kernels on the CPU, as TRITON_INTERPRET=1 asks."""
+    return bool(knobs.runtime.interpret)
+
+
 def cdiv(a: int, b: int) -> int:
     """⌈a / b⌉. Triton's is a compile-time function, which takes a tenth of a launch on the host."""
     return -(-a // b)
@@ -125,4 +130,4 @@ def quick(kernel: Any) -> Any:
     """Decorates a `triton.jit` or `gluon.jit` function whose compile-time parameters come last and by keyword."""
     first, beyond = _RELEASES
     ours = first <= Version(triton.__version__) < beyond and torch.version.hip is None  # AMD's rules differ
-    return QuickLaunch(kernel) if ours and not knobs.runtime.interpret else kernel
+    return QuickLaunch(kernel) if ours and not interpreted() else kernel

@@ -47,11 +47,12 @@ def _stub(architecture: int) -> Any:
 def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
     """Within it a launch compiles and does not run; yields what was compiled, by module and name of the kernel."""
     import torch
-    import triton
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    assert not triton.knobs.runtime.interpret, "kernels are interpreted here: unset TRITON_INTERPRET before the import"
+    from megablocks.ops.launch import interpreted
+
+    assert not interpreted(), "kernels are interpreted here: unset TRITON_INTERPRET before the import"
     compiled: dict[str, list[Any]] = {}
     run = JITFunction.run
 

@@ -10,7 +10,7 @@ from megablocks.config import ACTIVATIONS, MoEConfig
 from megablocks.layers.expert_mlp import sorted_dispatch
 from megablocks.layers.experts import Experts
 from megablocks.layers.scatter_mlp import scatter_mlp
-from megablocks.ops.grouped.grouped_mm_triton import interpreted
+from megablocks.ops.launch import interpreted
 from megablocks.ops.routing.dispatch import Routing, build_dispatch
 from megablocks.ops.scattered import products
 from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine

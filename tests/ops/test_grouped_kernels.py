@@ -12,17 +12,18 @@ from megablocks.ops.fused import gradient_hopper, up_hopper
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped import grouped_mm_hopper as hopper
 from megablocks.ops.grouped import grouped_mm_triton as twin
+from megablocks.ops.launch import interpreted
 from megablocks.testing.poison import poisoned_empty
 from ops.far_rows import far_rows
 
 pytestmark = pytest.mark.any_device
 HAS_GPU = torch.cuda.is_available()
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-DEVICE = "cuda" if HAS_GPU and not twin.interpreted() else "cpu"
+DEVICE = "cuda" if HAS_GPU and not interpreted() else "cpu"
 needs_interpreter_or_gpu = pytest.mark.skipif(
-    DEVICE == "cpu" and not twin.interpreted(), reason="needs TRITON_INTERPRET=1 or a GPU"
+    DEVICE == "cpu" and not interpreted(), reason="needs TRITON_INTERPRET=1 or a GPU"
 )
-hopper_only = pytest.mark.skipif(not IS_HOPPER or twin.interpreted(), reason="needs a Hopper GPU")
+hopper_only = pytest.mark.skipif(not IS_HOPPER or interpreted(), reason="needs a Hopper GPU")
 
 # Rows an expert: none, one, around a tile of 16 (interpreted) or 128 (Hopper), all in one, none anywhere.
 SMALL_LOADS = {"odd": [0, 1, 17, 16, 0, 13, 3], "one": [0, 0, 40], "nobody": [0, 0, 0], "single": [5]}

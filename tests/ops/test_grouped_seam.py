@@ -10,11 +10,12 @@ from torch import Tensor
 from megablocks.ops import hopper
 from megablocks.ops.grouped import grouped_mm as seam
 from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_triton
+from megablocks.ops.launch import interpreted
 from megablocks.testing.oracle import relative_error
 
 COUNTS = [13, 0, 1, 67]
 GPU = torch.cuda.is_available()
-DEVICE = "cuda" if GPU and not grouped_mm_triton.interpreted() else "cpu"
+DEVICE = "cuda" if GPU and not interpreted() else "cpu"
 
 
 def operands(dtype: torch.dtype, k: int, n: int, transposed: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -104,7 +105,7 @@ def test_torchs_kernel_comes_before_the_twin(takes: bool, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if DEVICE == "cpu" and not grouped_mm_triton.interpreted():
+    if DEVICE == "cpu" and not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
     monkeypatch.setattr(seam, "hopper_kernels", lambda x: None)
     monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megablocks.ops.grouped.grouped_mm_triton import interpreted
+from megablocks.ops.launch import interpreted
 from megablocks.ops.routing import rounding, rounding_triton
 from megablocks.ops.routing.rounding import select_tokens
 from megablocks.testing.poison import poisoned_empty

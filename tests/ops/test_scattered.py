@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.grouped.grouped_mm_triton import interpreted
+from megablocks.ops.launch import interpreted
 from megablocks.ops.scattered import products
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear, parallel_linear_ref
 from megablocks.testing.oracle import relative_error

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from megablocks.ops.activation import GATED
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpreted
-from megablocks.ops.launch import next_power_of_2, quick
+from megablocks.ops.grouped.grouped_mm_triton import _programs, choose
+from megablocks.ops.launch import interpreted, next_power_of_2, quick
 
 
 @quick

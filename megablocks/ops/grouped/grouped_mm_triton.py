@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,6 @@ def choose(columns: int, t: Tensor) -> Config:
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-
-
-def interpreted() -> bool:
-    return bool(triton.knobs.runtime.interpret)
 
 
 @quick

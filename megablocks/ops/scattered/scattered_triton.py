@@ -22,8 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.grouped.grouped_mm_triton import _programs, choose, interpreted
-from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.grouped.grouped_mm_triton import _programs, choose
+from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
 
 @triton.jit

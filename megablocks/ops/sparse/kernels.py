@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
 from .epilogue import NONE, Epilogue
 
@@ -220,7 +220,7 @@ def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
     wide = t.dtype == torch.float32
     precision = "ieee" if wide and torch.get_float32_matmul_precision() == "highest" else "tf32"
     return dict(
-        B=block_size, T=tile, K=32 if wide else 64, PRECISION=precision, UPCAST=bool(triton.knobs.runtime.interpret),
+        B=block_size, T=tile, K=32 if wide else 64, PRECISION=precision, UPCAST=interpreted(),
         num_warps=8 if tile == 128 else 4, num_stages=3,
     )  # fmt: skip
 
