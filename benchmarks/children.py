@@ -325,11 +325,13 @@ def run_benchmark(
         run()
     finally:
         heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes now would cost the result
-        runner.end_prepared()
-        gate, records = judged()
-        summary, void = summarise(records, gate)
-        if out:
-            write_result(out, name, gate=gate, summary=summary, records=records, void=void)
-            print(f"wrote {out}")
-        signal.signal(signal.SIGINT, heeded)
+        try:
+            runner.end_prepared()
+            gate, records = judged()
+            summary, void = summarise(records, gate)
+            if out:
+                write_result(out, name, gate=gate, summary=summary, records=records, void=void)
+                print(f"wrote {out}")
+        finally:
+            signal.signal(signal.SIGINT, heeded)
     return 0 if gate.green and not void else 1

@@ -20,10 +20,10 @@ def has_gluon() -> bool:
     try:
         import triton
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
-
-        from megablocks.ops.launch import interpreted
     except ImportError:
         return False
+    from megablocks.ops.launch import interpreted
+
     first, beyond = TRITON_RELEASES
     return first <= Version(triton.__version__) < beyond and not interpreted()
 

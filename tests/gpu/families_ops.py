@@ -185,7 +185,7 @@ def grouped_hopper(device: torch.device) -> Step:
     dy = draw(T, 264).detach()
 
     def step() -> list[Tensor]:
-        if not hopper.supports_m(x, w, offsets):
+        if not hopper.supports_m(x, w, offsets, T):
             return []
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]

@@ -7,7 +7,7 @@ from megablocks.ops.activation import GATED, UNARY, activation_ref
 from megablocks.ops.fused import gradient_hopper, up, up_hopper
 from megablocks.ops.fused.gradient import down_gradient_op, mlp_gradient_ref
 from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
-from megablocks.ops.grouped import grouped_mm_hopper
+from megablocks.ops.grouped import gathered_mm, grouped_mm_hopper
 from megablocks.ops.grouped.grouped_mm_hopper import supports_m
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
 from megablocks.testing.oracle import relative_error
@@ -289,6 +289,25 @@ def test_N4_the_hopper_kernels_are_given_rows_that_tma_can_count_only(monkeypatc
         assert gradient_hopper.supports(dy, w, z, z, weight, offsets) == taken
 
 
+def test_N4_the_hopper_kernels_are_asked_for_the_gathered_rows(monkeypatch):
+    """Which are more than the tokens with top_k above 1."""
+    asked = []
+
+    def refuse(x, w, offsets, rows):
+        asked.append(rows)
+        return False
+
+    for seam in (up, gathered_mm):
+        monkeypatch.setattr(seam, "hopper_kernels", lambda x: grouped_mm_hopper)
+        monkeypatch.setattr(seam, "twin_kernels", lambda x: None)
+    monkeypatch.setattr(up_hopper, "supports", refuse)
+    monkeypatch.setattr(grouped_mm_hopper, "supports_m", refuse)
+    values, dispatch, _, _ = _case(5, 8, 4, 3, 2, True, False)
+    indices = (dispatch.pair, dispatch.gather, dispatch.scatter, dispatch.token_offsets, dispatch.expert_offsets)
+    up.fused_up_op(values["x"], values["w1"], values["v1"], None, None, *indices, "swiglu", "none")
+    assert asked == [10, 10]  # by the kernel with the activation, then by the product alone: each stops at a first no
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_N6_fused_mlp_of_rows_in_order_equals_that_of_a_dispatch(activation, recompute):
@@ -556,4 +575,4 @@ def test_sizes_of_the_tests_above_are_on_both_sides_of_tma():
     offsets = torch.zeros(6, dtype=torch.int32, device="cuda")
     for hidden, inner, taken in ((64, 128, True), (200, 60, False), (60, 100, False), (600, 264, True)):
         x, w = (torch.zeros(*s, hidden, device="cuda", dtype=torch.bfloat16) for s in ((8,), (5, inner)))
-        assert supports_m(x, w.transpose(1, 2), offsets) == taken
+        assert supports_m(x, w.transpose(1, 2), offsets, 8) == taken

@@ -206,7 +206,7 @@ def test_ragged_m_hopper(
     x = fill(500 if gathered else rows, k, dtype=dtype, device="cuda", seed=1, poison_from=None if gathered else used)
     w = fill(experts, n, k, dtype=dtype, device="cuda", seed=2).transpose(1, 2)
     w = w if k_major else w.contiguous()
-    assert hopper.supports_m(x, w, offsets)
+    assert hopper.supports_m(x, w, offsets, rows)
     with poisoned_empty():
         y = hopper.ragged_m(x, w, offsets, gather, tile=tile)
     assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
@@ -388,5 +388,5 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
 def test_hopper_refuses_what_it_cannot_read() -> None:
     offsets, rows = make([3, 4], 0, "cpu")
     x = torch.zeros(rows, 16, dtype=torch.bfloat16)
-    assert not hopper.supports_m(x, torch.zeros(2, 16, 16, dtype=torch.bfloat16), offsets), "not a GPU"
+    assert not hopper.supports_m(x, torch.zeros(2, 16, 16, dtype=torch.bfloat16), offsets, rows), "not a GPU"
     assert not hopper.supports_k(x, x, offsets), "not a GPU"

@@ -59,7 +59,7 @@ class Recorder:
         self.asked: list[str] = []
         self.takes = takes
 
-    def supports_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> bool:
+    def supports_m(self, x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
         return self.takes
 
     def supports_k(self, a: Tensor, b: Tensor, offsets: Tensor) -> bool:

@@ -130,7 +130,7 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
-    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets):
+    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
         return hopper.ragged_m(x, w, offsets)
     if has_torch_kernel(x):
         return _grouped_mm_torch(x, w, offsets)

@@ -171,10 +171,10 @@ def _supports(offsets: Tensor, *operands: Tensor) -> bool:
     )
 
 
-def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int = 0) -> bool:
+def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
     """Whether ragged_m takes these: Hopper, 16-bit floats, N and K multiples of 8, 16-byte rows, E <= 512.
 
-    rows: the result's, where they are gathered. The TMA unit clips rows by 30-bit coordinates.
+    rows: the result's, which are more than x's where they are gathered. The TMA unit clips rows by 30-bit coordinates.
     """
     return (
         _supports(offsets, x, w)
@@ -189,8 +189,8 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int = 0) -> bool:
 def supports_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> bool:
     """Whether ragged_m_sum takes these: each product alone, of equal shapes, w and w2 of the same major."""
     return (
-        supports_m(x, w, offsets)
-        and supports_m(x2, w2, offsets)
+        supports_m(x, w, offsets, x.shape[0])
+        and supports_m(x2, w2, offsets, x2.shape[0])
         and x.shape == x2.shape
         and w.shape == w2.shape
         and aligned(w, 2) == aligned(w2, 2)

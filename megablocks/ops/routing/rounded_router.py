@@ -162,10 +162,15 @@ def route_rounded(
     rule: str,
     tile: int,
     *,
+    score_function: str = "softmax",
+    softmax_order: str = "before_topk",
     bias: Tensor | None = None,
+    norm_p: float | None = None,
+    scaling: float = 1.0,
+    balance_weight: float = 0.0,
+    z_weight: float = 0.0,
     padding_mask: Tensor | None = None,
     generator: Generator | None = None,
-    **others: Any,
 ) -> RoundedOutput:
     """Choose each token's experts and round their loads; no host synchronisation.
 
@@ -174,13 +179,14 @@ def route_rounded(
         rule: one of `ROUNDINGS`.
         tile: rows, at least 1.
         generator: of the stochastic rules, on the logits' device; None is torch's own.
-        top_k, bias, padding_mask, others: those of `route_topk`, by their names.
+        The others are those of `route_topk`.
 
     Raises:
         ValueError: as `route_topk`, an unknown rule, or a tile below 1.
     """
     check_rounding(rule, tile)
-    options = router_options(logits, top_k, bias, padding_mask, **others)
+    factors = (scaling, balance_weight, z_weight)
+    options = router_options(logits, top_k, bias, padding_mask, score_function, softmax_order, norm_p, *factors)
     (tokens, experts), device = logits.shape, logits.device
     draw = torch.rand(experts, generator=generator, device=device) if rule in STOCHASTIC else None
     rounding = (rule, tile, max_pairs(rule, tokens, experts, top_k, tile))

@@ -246,12 +246,12 @@ def router_options(
     top_k: int,
     bias: Tensor | None,
     padding_mask: Tensor | None,
-    score_function: str = "softmax",
-    softmax_order: str = "before_topk",
-    norm_p: float | None = None,
-    scaling: float = 1.0,
-    balance_weight: float = 0.0,
-    z_weight: float = 0.0,
+    score_function: str,
+    softmax_order: str,
+    norm_p: float | None,
+    scaling: float,
+    balance_weight: float,
+    z_weight: float,
 ) -> RouterOptions:
     """The options of `route_topk` as its op takes them; raises as `route_topk`."""
     if norm_p not in (None, 1.0, 2.0):
