@@ -546,6 +546,8 @@ def main() -> int:
         return 0
     if names:
         need_gpu()
+        # Started in the background by a shell without job control, this process ignores it, and so would benchmarks.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # an exit, which stops the benchmark that runs
     from megablocks.monitor.history import write_atomically
 

@@ -262,9 +262,14 @@ def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, c
     monkeypatch.setattr(acceptance, "STEPS", steps)
     monkeypatch.setattr(acceptance, "PATIENCE_S", 3.0)
     monkeypatch.setattr(acceptance, "need_gpu", lambda: None)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", str(tmp_path), "--seconds", "60"])
-    assert acceptance.main() == 1
+    heeded = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background job has it
+    try:
+        assert acceptance.main() == 1
+    finally:
+        for number, handler in heeded.items():
+            signal.signal(number, handler)
     said = capsys.readouterr().out
     assert "fails: exit 3" in said and said.count("stopped after 6 s") == 2
     assert not (tmp_path / "fails.json").exists() and not (tmp_path / "hangs.json").exists()
