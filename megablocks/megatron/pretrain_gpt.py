@@ -12,6 +12,7 @@ Nothing heavy is imported before it is known to be there, so that what is missin
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import re
 import socket
@@ -49,6 +50,13 @@ def single_process_environment() -> None:
     os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="localhost")
 
 
+def print_whole_lines() -> None:
+    """torchrun runs Python unbuffered, where print writes a line's end by itself: lines of two ranks run together."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def one_line(error: BaseException, args: Any) -> str:
     """What was wrong with the arguments; a bare assertion of Megatron's is told by its source and the values in it."""
     text = " ".join(str(error).split())
@@ -63,6 +71,7 @@ def one_line(error: BaseException, args: Any) -> str:
 
 def main() -> int:
     """Returns the exit code."""
+    print_whole_lines()
     single_process_environment()
     first = int(os.environ["RANK"]) == 0
     if (lacking := missing()) is not None:

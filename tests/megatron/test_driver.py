@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,21 @@ def test_two_processes_through_torchrun_learn_and_report(tiny_data: Path, tmp_pa
     assert len(re.findall(r"^set automatically: transformer_impl = local", text, flags=re.M)) == 1
     assert len(re.findall(r"^done at iteration 12$", text, flags=re.M)) == 1
     assert list((tmp_path / "board").glob("events*"))
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_line_is_written_at_once_as_other_ranks_write_theirs_between(stream: str) -> None:
+    program = f"""import sys
+from megablocks.megatron import pretrain_gpt
+pretrain_gpt.print_whole_lines()
+print("one", 2, file=sys.{stream})
+print("no end", end="", file=sys.{stream}, flush=True)
+"""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps what each write wrote apart
+    with ours:
+        with theirs:
+            subprocess.run([sys.executable, "-u", "-c", program], check=True, cwd=ROOT, **{stream: theirs})
+        assert [ours.recv(100) for _ in range(3)] == [b"one 2\n", b"no end", b""]
 
 
 def test_a_dense_model_in_one_process_without_torchrun(driver: Driver, tmp_path: Path) -> None:
