@@ -129,6 +129,7 @@ def test_R1_R2_R6_float32_layer_equals_float64(impl, hidden, width, tokens, load
         z_loss_weight=0.01, init_std=0.1,
     )  # fmt: skip
     layer, truth = build(impl, config, device="cuda"), build("reference", config).double()
+    truth.load_state_dict(layer.state_dict())  # a GPU's generator draws other experts
     draw = torch.Generator().manual_seed(3)
     x, dy = (torch.randn(tokens, hidden, generator=draw) for _ in range(2))
     x[:, 0] = 1  # feature 0 carries a constant to the logits of experts 1 and 2

@@ -255,11 +255,12 @@ def test_rounding_replays_from_a_graph():
 @pytest.mark.parametrize("rule", ["nearest", "stochastic_score"])
 def test_rounded_router_replays_from_a_graph(rule):
     """Forward and backward; a rule that draws does so by torch's generator, anew at each replay."""
-    logits = torch.randn(3000, 40, device="cuda", requires_grad=True)
+    logits = torch.randn(3000, 40, device="cuda")
 
     def run():
-        out = route_rounded(logits, 3, rule, 64, norm_p=1.0, balance_weight=0.1)
-        (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance, logits)
+        leaf = logits.detach().requires_grad_()  # one that backward saw on another stream makes a capture wait for it
+        out = route_rounded(leaf, 3, rule, 64, norm_p=1.0, balance_weight=0.1)
+        (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance, leaf)
         return [out.rounded, out.expert, out.weight, grad]
 
     with no_sync():

@@ -71,7 +71,8 @@ def parallel_linear_ref(
 
 def _sum_of(rows: Tensor, fan: int) -> Tensor:
     """(G·F, N) → (G, N), summed in float32 and rounded once."""
-    return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1)
+    # the dtype is named, or autocast would widen the sum on a GPU
+    return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1, dtype=rows.dtype)
 
 
 @custom_op("megablocks::parallel_linear", mutates_args=())
