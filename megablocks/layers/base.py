@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megablocks.config import MoEConfig
 from megablocks.layers import sharedexpert_registry
+from megablocks.layers.ahead import Ahead, leaf
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.experts import Experts
@@ -25,6 +26,7 @@ from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.routing.dispatch import Routing
 from megablocks.parallel.dispatcher import AllToAllDispatcher, LocalDispatcher
 from megablocks.parallel.groups import ExpertShard, group_size
+from megablocks.routers.functional import route
 from megablocks.routers.router import make_router
 
 
@@ -81,6 +83,7 @@ class MoEBase(nn.Module):
             self._build_as_in_0_10(args)
             return
         self.config = self._checked_config(args)
+        self._ahead = Ahead(self.config, type(self).__name__)
         self.expert_parallel_group = expert_parallel_group
         ranks = group_size(expert_parallel_group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -186,7 +189,10 @@ class MoEBase(nn.Module):
         self._check(x)
         x = cast_if_autocast_enabled(x)  # before rows are copied, to move half the bytes
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view is a node of autograd
-        routing = self.router.route(self.router.logits(tokens))
+        if tokens.is_cuda and not torch.compiler.is_compiling() and self.arguments is None:
+            self._ahead(self.training, tokens, self.router.layer.weight, lambda: self._step_ahead(tokens))
+        logits, tokens = self.router.gate(tokens)
+        routing = self.router.route(logits)
         compute = self._compute if self.arguments is None else self.experts.compute
         try:
             y, extra = compute(tokens, routing)
@@ -198,6 +204,18 @@ class MoEBase(nn.Module):
         bias = self.output_bias if self.arguments is None else self.experts.bias
         y = y if bias is None else y + bias.to(y.dtype)
         return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+
+    def _step_ahead(self, tokens: Tensor) -> list[Tensor]:
+        """From logits to y, for `Ahead`, without the router's counts and what concerns other ranks."""
+        weight, bias = self.router.layer.weight, getattr(self.router, "expert_score_bias", None)
+        logits = weight.new_zeros(tokens.shape[0], self.config.num_experts).requires_grad_(weight.requires_grad)
+        routing = route(cast_if_autocast_enabled(logits), self.config, score_bias=bias, training=self.training)
+        results = [*routing.losses.values(), routing.weight]
+        # a hook is how sharded parameters come together, just before the experts' own call
+        hooked = bool(self.experts._forward_pre_hooks)
+        if isinstance(self.dispatcher, LocalDispatcher) and self.config.capacity_factor is None and not hooked:
+            results.append(self.dispatcher.run(leaf(tokens), routing, self.experts.forward))
+        return results
 
     def _check(self, x: Tensor) -> None:
         hidden = self.config.hidden_size

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig, check_sparse_width
 from megablocks.layers import mlp_choice
+from megablocks.layers.ahead import Ahead, leaf
 from megablocks.layers.common import cast_if_autocast_enabled, without_autocast
 from megablocks.layers.expert_mlp import (
     ExpertWeights,
@@ -34,6 +35,7 @@ from megablocks.layers.expert_mlp import (
 from megablocks.layers.main_grad import main_grad_of, to_main_grad
 from megablocks.layers.scatter_mlp import scatter_mlp
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.launch import is_compiling_ahead
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.quant.saved import OFF
@@ -122,6 +124,7 @@ class Experts(nn.Module):
                 f"and size must divide ffn_hidden_size={config.ffn_hidden_size}"
             )
         self.ffn_hidden_size = config.ffn_hidden_size // shards
+        self._ahead = Ahead(config, self.num_local_experts, self.ffn_hidden_size)
         if config.mlp_impl == "sparse":
             check_sparse_width(config.ffn_hidden_size, shards)
 
@@ -179,6 +182,12 @@ class Experts(nn.Module):
         """
         x = self._prepare(x)
         impl = self._impl_of(x, dispatch.pair.shape[0])
+        if x.is_cuda and not torch.compiler.is_compiling():
+            call = "dispatched", impl, weight is None
+            self._ahead(call, x, self.w1, lambda: [self._dispatched(impl, leaf(x), dispatch, leaf(weight))])
+        return self._dispatched(impl, x, dispatch, weight)
+
+    def _dispatched(self, impl: str, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
         with without_autocast(x):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
@@ -203,6 +212,11 @@ class Experts(nn.Module):
         """
         rows = self._prepare(rows)
         impl = self._impl_of(rows, rows.shape[0])
+        if rows.is_cuda and not torch.compiler.is_compiling():
+            self._ahead(("sorted", impl), rows, self.w1, lambda: [self._sorted(impl, leaf(rows), expert_offsets)])
+        return self._sorted(impl, rows, expert_offsets)
+
+    def _sorted(self, impl: str, rows: Tensor, expert_offsets: Tensor) -> Tensor:
         with without_autocast(rows):
             weights = self._weights(rows.dtype)
             if impl == "sparse":
@@ -296,11 +310,14 @@ class Experts(nn.Module):
         """The parameters as the MLP takes them: per expert, gradients scaled, in the dtype of the rows."""
 
         def matrix(weight: nn.Parameter) -> Tensor:
+            if is_compiling_ahead():
+                return leaf(self._per_expert(weight)).to(dtype)
             # what is computed with the parameter adds to main_grad, or this does, whichever implementation it is
             fused = to_main_grad(weight) if self.config.gradient_accumulation_fusion else weight
             return scale_gradient(self._per_expert(fused), self.grad_scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
+            bias = leaf(bias) if is_compiling_ahead() else bias
             return None if bias is None else scale_gradient(bias, self.grad_scale).to(dtype)
 
         return ExpertWeights(

@@ -1,4 +1,7 @@
-"""Fill what torch.empty returns, so that a result never written shows: NaN for floats, a huge id for integers."""
+"""Fill what torch.empty returns, so that a result never written shows: NaN for floats, a huge id for integers.
+
+Nothing is compiled ahead meanwhile: that leaves what kernels would write as it was allocated.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+
+from megablocks.ops import launch
 
 
 def _poison(tensor: Tensor) -> Tensor:
@@ -35,5 +40,6 @@ def poisoned_empty() -> Iterator[None]:
         mock.patch.object(torch, "empty", _poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", _poisoned(torch.empty_like)),
         mock.patch.object(Tensor, "new_empty", _poisoned(Tensor.new_empty)),
+        mock.patch.object(launch, "can_compile_ahead", lambda: False),
     ):
         yield

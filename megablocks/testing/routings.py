@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -115,9 +115,9 @@ def skewed(num_tokens: int, num_experts: int, top_k: int, skew: float, seed: int
 
 
 class _Router(Protocol):
-    """What has logits: `megablocks.routers.TopKRouter`."""
+    """What routes by logits: `megablocks.routers.TopKRouter`."""
 
-    logits: Callable[[Tensor], Tensor]
+    route: Callable[..., Routing]
 
 
 def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
@@ -125,14 +125,13 @@ def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
 
     The constant must exceed the spread of the logits, or some token chooses otherwise: check the loads.
     """
-    original = router.logits
+    original = router.route
     constant: Tensor | None = None
 
-    def steered(x: Tensor) -> Tensor:
+    def steered(logits: Tensor, **options: Any) -> Routing:
         nonlocal constant
-        logits = original(x)
         if constant is None:
             constant = torch.zeros_like(logits).scatter_(1, ids.to(logits.device), strength)
-        return logits + constant
+        return original(logits + constant, **options)
 
-    router.logits = steered
+    router.route = steered

@@ -1,0 +1,72 @@
+"""Compile the kernels of a module's first step before it, beside each other, by a step that launches nothing."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks.ops import launch
+
+logger = logging.getLogger(__name__)
+_done: set[Hashable] = set()
+
+
+class Ahead:
+    """Compiles ahead of a module's first calls.
+
+    Args:
+        identity: what the module's kernels hang on; modules alike in it share what was compiled.
+    """
+
+    def __init__(self, *identity: Hashable) -> None:
+        self._identity = identity
+        self._seen: set[Hashable] = set()
+
+    def __call__(self, call: Hashable, x: Tensor, parameter: Tensor, step: Callable[[], list[Tensor]]) -> None:
+        """Before the first such call: `step` and its backward, in which launches compile and do not run.
+
+        Args:
+            call: what tells kinds of calls apart, but for x's dtype and whether gradients are on.
+            x: on a GPU.
+            parameter: one of the module's; nothing is done where it is sharded (a DTensor).
+            step: computes with leaves of its own (`leaf`); what it returns gets zeros as gradients.
+
+        Nothing is raised: what fails here fails in the call too, where it is handled.
+        """
+        key = (call, x.dtype, torch.is_grad_enabled())
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        if launch.is_compiling_ahead():  # by the module around this one
+            return
+        shared = (*self._identity, key, parameter.dtype, parameter.requires_grad, x.device)
+        if shared in _done or type(x) is not Tensor or type(parameter) is not nn.Parameter:
+            return
+        if not launch.can_compile_ahead():
+            return
+        _done.add(shared)
+        try:
+            _compile(x.device, step)
+        except Exception as error:
+            logger.debug("compiling ahead ended early: %s", error)
+
+
+def _compile(device: torch.device, step: Callable[[], list[Tensor]]) -> None:
+    with (
+        torch.random.fork_rng(devices=[device]),
+        torch.autograd.set_multithreading_enabled(False),  # backward in this thread, as compiling ahead wants it
+        torch.cuda.device(device),
+        launch.compiling_ahead(),
+    ):
+        results = [t for t in step() if t.requires_grad]
+        if results:
+            torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
+
+
+def leaf(t: Any) -> Any:
+    """A tensor without its history, wanting a gradient if it did."""
+    return t.detach().requires_grad_(t.requires_grad) if isinstance(t, Tensor) else t
