@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -65,18 +67,22 @@ def without_hopper() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches() -> Iterator[set[str]]:
-    """Within it, module and name of every Triton kernel that is launched."""
+    """Within it, module and name of every Triton kernel that is launched, by Triton or as compiled before."""
     from triton.runtime.jit import JITFunction
 
+    from megablocks.ops.launch import QuickLaunch
+
     launched: set[str] = set()
-    run = JITFunction.run
 
-    def noted(self: JITFunction, *args: object, **options: object) -> object:
-        launched.add(f"{self.fn.__module__}.{self.fn.__name__}")
-        return run(self, *args, **options)
+    def noting(launch: Callable[..., object]) -> Callable[..., object]:
+        def noted(self: Any, *args: object, **options: object) -> object:
+            launched.add(f"{self.fn.__module__}.{self.fn.__name__}")
+            return launch(self, *args, **options)
 
-    JITFunction.run = noted
-    try:
+        return noted
+
+    with (
+        mock.patch.object(JITFunction, "run", noting(JITFunction.run)),
+        mock.patch.object(QuickLaunch, "_launch", noting(QuickLaunch._launch)),
+    ):
         yield launched
-    finally:
-        JITFunction.run = run

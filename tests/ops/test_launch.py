@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import triton
+from gpu.family import launches
 
 import megablocks.ops
 from megablocks.ops.launch import QuickLaunch, cdiv, next_power_of_2
@@ -19,7 +20,7 @@ class Kernel:
     """Stands for a JIT function k(x_ptr, y_ptr, n, m, scale, BLOCK, NAME), n not specialised; counts its look-ups."""
 
     def __init__(self):
-        self.fn = SimpleNamespace(__name__="k")
+        self.fn = SimpleNamespace(__name__="k", __module__="kernels")
         plain = {"do_not_specialize": False, "has_default": False}
         runtime = [SimpleNamespace(name=n, is_constexpr=False, **plain) for n in "xynms"]
         runtime[2].do_not_specialize = True
@@ -68,6 +69,15 @@ def test_N9_the_second_launch_goes_to_the_compiled_kernel(kernel):
     quick[8, 9](Y, None, 3, 32, 1.5, **OPTIONS)  # other pointers, another n, another multiple of 16
     assert kernel.looked_up == 1
     assert kernel.launched == [(1, (8, 9, 1), (Y.data_ptr(), None, 3, 32, 1.5, 64, "a"))]
+
+
+def test_the_tests_see_the_second_launch_too(kernel):
+    quick = QuickLaunch(kernel)
+    for _ in range(2):
+        with launches() as launched:
+            quick[(7,)](X, None, 100, 48, 0.5, **OPTIONS)
+        assert launched == {"kernels.k"}
+    assert kernel.looked_up == 1 and len(kernel.launched) == 1
 
 
 LAYOUTS = object(), object()
