@@ -223,6 +223,28 @@ def sparse(device: torch.device) -> Step:
 
 
 @family
+def sparse_hopper(device: torch.device) -> Step:
+    """The tiles that only products with many block columns take."""
+    from megablocks.ops.sparse import hopper, topology
+
+    draw = draws(device)
+    p = topology(offsets_of([130, 0, 1, 66, 4], device), 256, max_rows=T).pattern
+    x, w = draw(p.shape[0], H).detach(), draw(p.shape[1], H).detach()
+    data = draw(p.num_blocks, 128, 128).detach()
+    by_column = p.column_work, p.column_indices_t, p.block_offsets_t
+
+    def step() -> list[Tensor]:
+        if not hopper.supports(128, data, w):
+            return []
+        return [
+            hopper.spmm(data, w, p.row_work, p.column_indices, None, True, tile=hopper.FEW_ROW),
+            hopper.spmm(data, x, *by_column, True, tile=hopper.FEW_COLUMN),
+        ]
+
+    return step
+
+
+@family
 def sparse_twin(device: torch.device) -> Step:
     steps = [
         sparse_step(device, torch.bfloat16, 128),

@@ -238,11 +238,12 @@ def test_N2_reruns_of_block_sparse_products_are_bit_identical() -> None:
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
 
 
-def test_the_tile_follows_how_often_weights_are_used() -> None:
-    assert hopper.choose_spmm(1.98, True, False) is hopper.FEW_ROW  # 128 rows an expert and room for 128 more
-    assert hopper.choose_spmm(1.98, True, True) is hopper.FEW_COLUMN
-    for reuse, left, by_column in ((1.98, False, True), (4.0, True, False), (4.0, True, True)):
-        assert hopper.choose_spmm(reuse, left, by_column) is hopper.PINGPONG
+@pytest.mark.parametrize("width, few", [(2048, False), (3072, False), (4096, True)])
+def test_the_sizes_that_were_measured_take_the_tile_that_was_fastest(width: int, few: bool) -> None:
+    columns = 64 * width // 128  # of 64 experts
+    assert hopper.choose_spmm(columns, True, False) is (hopper.FEW_ROW if few else hopper.PINGPONG)
+    assert hopper.choose_spmm(columns, True, True) is (hopper.FEW_COLUMN if few else hopper.PINGPONG)
+    assert hopper.choose_spmm(columns, False, True) is hopper.PINGPONG
 
 
 @pytest.mark.gpu

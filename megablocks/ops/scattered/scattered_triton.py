@@ -252,12 +252,12 @@ def weights_launch(
     transposed: bool,
     with_sums: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """As `scattered_weights_ref`; one launch."""
+    """As `scattered_weights_ref`; one launch, and none where there are no rows, whose strides may be any."""
     experts, M, N = ends.shape[0], a.shape[1], b.shape[1]
     o = a.new_empty(experts, N, M).transpose(1, 2) if transposed else a.new_empty(experts, M, N)
     sums = torch.empty(experts, N, dtype=torch.float32, device=a.device) if with_sums else None
-    if o.numel() == 0:
-        return o, None if sums is None else sums.zero_()
+    if 0 in (o.numel(), a.shape[0], b.shape[0]):
+        return o.zero_(), None if sums is None else sums.zero_()
     config = choose(N, a)
     tiles = experts * cdiv(M, config.BM) * cdiv(N, config.BN)
     _weights_kernel[(tiles,)](

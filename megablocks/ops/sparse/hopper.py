@@ -1,6 +1,7 @@
 """Block-sparse products on Hopper (sm_90): tile choice, descriptors and launches for the kernels in hopper_kernels.py.
 
-No launch synchronises with the host or depends on the number of used blocks: the grid is one program a multiprocessor.
+No launch synchronises with the host or depends on the number of used blocks: the grid is one program a multiprocessor,
+and the tile is chosen by the weights' sizes.
 All can be captured in a CUDA graph.
 """
 
@@ -79,6 +80,7 @@ WIDE = Tile(64, 256, 4, out_parts=2)
 TALL = Tile(128, 128, 4, out_parts=2)
 FEW_ROW = Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2)
 FEW_COLUMN = Tile(64, 256, 3, out_parts=2, out_buffers=2)
+MANY_COLUMNS = 2048  # block columns, as 64 experts of width 4096 have
 
 
 def choose_sdd(k: int, run: int) -> Tile:
@@ -86,13 +88,15 @@ def choose_sdd(k: int, run: int) -> Tile:
     return WIDE if run % 2 == 0 and k > 768 else PINGPONG
 
 
-def choose_spmm(reuse: float, sparse_left: bool, by_column: bool) -> Tile:
-    """The tile of spmm. `reuse`: blocks a block column of S, that is how often a value of the weights is multiplied.
+def choose_spmm(columns: int, sparse_left: bool, by_column: bool) -> Tile:
+    """The tile of spmm. `columns`: block columns of S, those of all experts' weights.
 
-    From about four on, products are bound by arithmetic and the tile with most stages is best. With one or two they
-    are bound by memory: there fewer stages and a whole tile of stores in flight are (benchmarks/NOTES.md).
+    With four blocks or more a column, products are bound by arithmetic and the tile with most stages is best. With one
+    or two they are bound by memory: there fewer stages and a whole tile of stores in flight are. How many there are
+    hangs on the number of tokens, a new one of which would compile another kernel, so the columns that they spread over
+    decide (benchmarks/NOTES.md).
     """
-    if reuse > 2.5 or (by_column and not sparse_left):
+    if columns < MANY_COLUMNS or (by_column and not sparse_left):
         return PINGPONG
     return FEW_COLUMN if by_column else FEW_ROW
 
@@ -205,7 +209,7 @@ def _counter(device: torch.device) -> Tensor:
 
 def spmm(
     data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
-    *, reuse: float = float("inf"), tile: Tile | None = None,
+    *, tile: Tile = PINGPONG,
 ) -> Tensor:  # fmt: skip
     """S·D (lines = block rows), Sᵀ·D (block columns), D·S (block columns) or D·Sᵀ (block rows); see `supports`.
 
@@ -215,7 +219,7 @@ def spmm(
         work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
         index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
         block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
-        reuse: see `choose_spmm`.
+        tile: see `choose_spmm`.
     """
     from .hopper_kernels import spmm_kernel
 
@@ -226,7 +230,6 @@ def spmm(
     if out.numel() == 0:
         return out
     by_column = block_offsets is not None
-    tile = tile or choose_spmm(reuse, sparse_left, by_column)
     flat = data.view(-1, BLOCK)
     dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
     # a block is read as it lies: its columns are the reduction where lines are block rows, else its rows are

@@ -145,11 +145,13 @@ def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: boo
     data, dense = data.contiguous(), _strided(dense)
     work, index = (column_work, column_indices_t) if by_column else (row_work, column_indices)
     places = block_offsets_t if by_column else None
+    if data.shape[0] == 0:  # not by the Triton kernel, which nothing but a count of zero would compile on Hopper
+        return data.new_zeros(_spmm_shape(data, dense, work, sparse_left))
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0
     if aligned and hopper.supports(data.shape[-1], data, dense):
-        reuse = data.shape[0] / max(1, column_work.shape[0])
-        return hopper.spmm(data, dense, work, index, places, sparse_left, reuse=reuse)
+        tile = hopper.choose_spmm(column_work.shape[0], sparse_left, by_column)
+        return hopper.spmm(data, dense, work, index, places, sparse_left, tile=tile)
     from . import kernels
 
     return kernels.spmm(data, dense, work, index, places, sparse_left)
@@ -157,8 +159,12 @@ def spmm_op(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: boo
 
 @spmm_op.register_fake
 def _(data: Tensor, dense: Tensor, indices: list[Tensor], sparse_left: bool, by_column: bool, run: int) -> Tensor:
-    lines = indices[7 if by_column else 6].shape[0] * data.shape[-1]
-    return data.new_empty((lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines))
+    return data.new_empty(_spmm_shape(data, dense, indices[7 if by_column else 6], sparse_left))
+
+
+def _spmm_shape(data: Tensor, dense: Tensor, work: Tensor, sparse_left: bool) -> tuple[int, int]:
+    lines = work.shape[0] * data.shape[-1]
+    return (lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines)
 
 
 def _save_sdd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
