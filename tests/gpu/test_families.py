@@ -21,15 +21,21 @@ ARCHITECTURE = 90
 
 @contextlib.contextmanager
 def tensors_pass_for_cuda() -> Iterator[None]:
-    """CPU tensors say that they are on a GPU, and fresh memory holds zeros, as no kernel writes anything."""
+    """CPU tensors say that they are on a GPU, and fresh memory holds zeros, as no kernel writes anything.
+
+    Nothing is compiled ahead, or it would be that step's launches that are seen.
+    """
     import torch
     from torch import Tensor
+
+    from megablocks.ops import launch
 
     def zeros_of(make: str) -> object:
         return mock.patch.object(torch, make, getattr(torch, make.replace("empty", "zeros")))
 
     with (
         mock.patch.object(Tensor, "is_cuda", property(lambda self: True)),
+        mock.patch.object(launch, "can_compile_ahead", lambda: False),
         mock.patch.object(Tensor, "new_empty", Tensor.new_zeros),
         zeros_of("empty"),
         zeros_of("empty_like"),
