@@ -90,12 +90,11 @@ def down_gradient(
     from megablocks.ops.fused.gradient_hopper_kernel import down_gradient_kernel
 
     experts, inner, hidden = w2.shape
-    pairs = weight.shape[0]
     weight = weight.contiguous()
     d_z, scaled = torch.empty_like(z), torch.empty_like(z)
     d_u = None if u is None else torch.empty_like(z)
     c = _plan(tile, experts, inner, hidden, u is not None, name, approximate == "none")
-    dots = weight.new_zeros(c.n_tiles, pairs)  # unused pairs keep the zero
+    dots = weight.new_zeros(weight.shape[0], c.n_tiles)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
     down_gradient_kernel[(multiprocessors(dy.device.index),)](
         descriptor(w2, [1, c.BN, c.BK]),
@@ -113,10 +112,9 @@ def down_gradient(
         weight,
         pair,
         dots,
-        pairs,
         offsets,
         experts,
         c=c,
         num_warps=4,
     )
-    return d_z, d_u, scaled, dots[0] if c.n_tiles == 1 else dots.sum(0)
+    return d_z, d_u, scaled, dots.view(-1) if c.n_tiles == 1 else dots.sum(1)

@@ -76,7 +76,7 @@ def _finish(d_act, at, kept, a_buf, outs, scale, row, end, col, held, c: gl.cons
 
 @gluon.jit
 def _consumer(
-    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr, dots_ptr, pairs,
+    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr, dots_ptr,
     offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr,
 ):  # fmt: skip
     rows: gl.constexpr = [c.rows]
@@ -121,7 +121,7 @@ def _consumer(
             phase ^= 1
             at += c.out_parts
         dots = gl.convert_layout(dots, gl.SliceLayout(1, layout))
-        to = dots_ptr + (col // c.BN) * pairs.to(gl.int64) + pair
+        to = dots_ptr + pair.to(gl.int64) * c.n_tiles + col // c.BN
         gl.store(to, dots, mask=r < last)
 
 
@@ -150,12 +150,12 @@ def _loader(kept, z_desc, u_desc, offsets_ptr, experts, c: gl.constexpr):
 
 
 @quick
-@gluon.jit(do_not_specialize=["pairs", "experts"])
+@gluon.jit(do_not_specialize=["experts"])
 def down_gradient_kernel(
     w_desc, z_desc, u_desc, dz_desc, dz_tail, du_desc, du_tail, a_desc, a_tail, dy_ptr, dy_row, gather_ptr, weight_ptr,
-    pair_ptr, dots_ptr, pairs, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
+    pair_ptr, dots_ptr, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (column tiles, R).
+    """w_desc (E, I, H); z, u (R, I); d_z, d_u and scaled (R, I), each with its ragged twin; dots (R, column tiles).
 
     None of u and d_u unless gated.
     """
@@ -185,14 +185,14 @@ def down_gradient_kernel(
                 _consumer,
                 (
                     dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr,
-                    dots_ptr, pairs, offsets_ptr, experts, 0, c,
+                    dots_ptr, offsets_ptr, experts, 0, c,
                 ),
             ),
             (
                 _consumer,
                 (
                     dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr,
-                    dots_ptr, pairs, offsets_ptr, experts, 1, c,
+                    dots_ptr, offsets_ptr, experts, 1, c,
                 ),
             ),
             (

@@ -147,8 +147,8 @@ def _combine_kernel(
 
 
 @triton.jit
-def _fetch(rows_ptr, weight_ptr, pair_ptr, row, slot, dense, H, h, VALUE: tl.constexpr):
-    """(pair, weight, values of the row or 0) of a slot."""
+def _fetch(rows_ptr, weight_ptr, pair_ptr, row, slot, dense, H, h, g, VALUE: tl.constexpr, REST: tl.constexpr):
+    """(pair, weight, values of the row or 0, those of its second block of REST features) of a slot."""
     live = row >= 0
     pair = _pair_of(pair_ptr, slot, row, live, dense)
     weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
@@ -156,19 +156,30 @@ def _fetch(rows_ptr, weight_ptr, pair_ptr, row, slot, dense, H, h, VALUE: tl.con
         value = tl.load(rows_ptr + row[:, None] * H + h[None, :], mask=live[:, None] & (h < H)[None, :], other=0)
     else:
         value = weight
-    return pair, weight, value
+    if VALUE and REST > 0:
+        rest = tl.load(rows_ptr + row[:, None] * H + g[None, :], mask=live[:, None] & (g < H)[None, :], other=0)
+    else:
+        rest = weight
+    return pair, weight, value, rest
 
 
 @triton.jit
 def _give(
-    drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD: tl.constexpr
+    drows_ptr, dweight_ptr, dy, dy_rest, row, pair, weight, value, rest, H, h, g, WEIGHT_GRAD: tl.constexpr,
+    REST: tl.constexpr,
 ):  # fmt: skip
     """Store drows and dweight of a slot."""
     if WEIGHT_GRAD:
-        tl.store(dweight_ptr + pair, tl.sum(dy * value.to(tl.float32), 1), mask=row >= 0)
+        dot = tl.sum(dy * value.to(tl.float32), 1)
+        if REST > 0:
+            dot += tl.sum(dy_rest * rest.to(tl.float32), 1)
+        tl.store(dweight_ptr + pair, dot, mask=row >= 0)
     out = (dy * weight[:, None]).to(drows_ptr.dtype.element_ty)
     mask = (row >= 0)[:, None] & (h < H)[None, :]
     tl.store(drows_ptr + row[:, None] * H + h[None, :], out, mask=mask)
+    if REST > 0:
+        out = (dy_rest * weight[:, None]).to(drows_ptr.dtype.element_ty)
+        tl.store(drows_ptr + row[:, None] * H + g[None, :], out, mask=(row >= 0)[:, None] & (g < H)[None, :])
 
 
 @quick
@@ -177,7 +188,7 @@ def _combine_backward_kernel(
     rows_ptr, weight_ptr, dy_ptr, drows_ptr, dweight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr,
     num_tokens, num_rows, num_pairs, per_token, fill_programs, H, dy_stride,
     WEIGHT_GRAD: tl.constexpr, PADDED: tl.constexpr, FILL: tl.constexpr,
-    TOKENS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0) - fill_programs
     if PADDED:
@@ -191,27 +202,36 @@ def _combine_backward_kernel(
     if WHOLE:  # the row fits one block: dy is read once for all slots, and a slot's row while the one before is written
         mask = (t < num_tokens)[:, None] & (h < H)[None, :]
         dy = tl.load(dy_ptr + t[:, None] * dy_stride + h[None, :], mask=mask, other=0).to(tl.float32)
-        pair, weight, value = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first, dense, H, h, WEIGHT_GRAD)
-        if AHEAD:  # 0.86 against 0.78 of copy speed at 24576 × 1536, K = 8; narrower rows lose: 0.79 against 0.88
+        g = BLOCK + tl.arange(0, max(REST, 1))
+        dy_rest = dy
+        if REST > 0:
+            mask = (t < num_tokens)[:, None] & (g < H)[None, :]
+            dy_rest = tl.load(dy_ptr + t[:, None] * dy_stride + g[None, :], mask=mask, other=0).to(tl.float32)
+        pair, weight, value, rest = _fetch(
+            rows_ptr, weight_ptr, pair_ptr, row, first, dense, H, h, g, WEIGHT_GRAD, REST
+        )
+        if AHEAD:  # 0.92 against 0.84 of copy speed at 32768 × 4096, K = 8; narrower rows lose: 0.79 against 0.88
             for i in range(1, tl.max(last - first, 0)):
                 next_row = _row_of(scatter_ptr, first, last, i)
-                next_pair, next_weight, next_value = _fetch(
-                    rows_ptr, weight_ptr, pair_ptr, next_row, first + i, dense, H, h, WEIGHT_GRAD
+                next_pair, next_weight, next_value, next_rest = _fetch(
+                    rows_ptr, weight_ptr, pair_ptr, next_row, first + i, dense, H, h, g, WEIGHT_GRAD, REST
                 )
-                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
-                row, pair, weight, value = next_row, next_pair, next_weight, next_value
-            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
+                _give(drows_ptr, dweight_ptr, dy, dy_rest, row, pair, weight, value, rest, H, h, g, WEIGHT_GRAD, REST)
+                row, pair, weight, value, rest = next_row, next_pair, next_weight, next_value, next_rest
+            _give(drows_ptr, dweight_ptr, dy, dy_rest, row, pair, weight, value, rest, H, h, g, WEIGHT_GRAD, REST)
         else:
-            _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
+            _give(drows_ptr, dweight_ptr, dy, dy_rest, row, pair, weight, value, rest, H, h, g, WEIGHT_GRAD, REST)
             for i in range(1, tl.max(last - first, 0)):
                 row = _row_of(scatter_ptr, first, last, i)
-                pair, weight, value = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first + i, dense, H, h, WEIGHT_GRAD)
-                _give(drows_ptr, dweight_ptr, dy, row, pair, weight, value, H, h, WEIGHT_GRAD)
+                pair, weight, value, rest = _fetch(
+                    rows_ptr, weight_ptr, pair_ptr, row, first + i, dense, H, h, g, WEIGHT_GRAD, REST
+                )
+                _give(drows_ptr, dweight_ptr, dy, dy_rest, row, pair, weight, value, rest, H, h, g, WEIGHT_GRAD, REST)
     else:
         for i in range(tl.max(last - first, 0)):
             row = _row_of(scatter_ptr, first, last, i)
             live = row >= 0
-            pair, weight, _ = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first + i, dense, H, h, False)
+            pair, weight, _, _ = _fetch(rows_ptr, weight_ptr, pair_ptr, row, first + i, dense, H, h, h, False, 0)
             dot = tl.zeros((TOKENS, BLOCK), tl.float32)
             for start in range(0, H, BLOCK):
                 mask = live[:, None] & (start + h < H)[None, :]
@@ -240,10 +260,18 @@ def _exact_blocks(hidden: int) -> dict[str, int]:
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1} if block >= 256 else _blocks(hidden)
 
 
-def _whole_rows(hidden: int) -> dict[str, int]:
-    """Whole rows, so that dy is read once, at 1024 features a warp: with 512 and 256, up to 9 and 25 % slower."""
+def _whole_rows(hidden: int, padded: bool) -> dict[str, int]:
+    """Whole rows, so that dy is read once, at 1024 features a warp: with 512 and 256, up to 9 and 25 % slower.
+
+    Three quarters of a power of two are two blocks, so that no lane is idle. At 1536 one warp takes them all, 0.92 of
+    copy speed against 0.86, but where rows are padded: there it reads 0.78, as the compiler orders its loads.
+    """
     block = min(next_power_of_2(max(hidden, 256)), 4096)
-    return {"TOKENS": max(1, 1024 // block), "BLOCK": block, "num_warps": max(1, block // 1024)}
+    tokens, warps = max(1, 1024 // block), max(1, block // 1024)
+    if hidden == block // 4 * 3:
+        one = hidden == 1536 and not padded
+        return {"TOKENS": tokens, "BLOCK": block // 2, "REST": block // 4, "num_warps": 1 if one else warps}
+    return {"TOKENS": tokens, "BLOCK": block, "REST": 0, "num_warps": warps}
 
 
 def _fill_programs(padded: bool, num_rows: int) -> int:
@@ -306,14 +334,14 @@ def combine_backward_launch(
     (num_tokens, hidden), num_rows, num_pairs = dy.shape, pair.shape[0], scatter.shape[0]
     d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
-    blocks = _whole_rows(hidden)
+    blocks = _whole_rows(hidden, padded)
     fill = _fill_programs(padded, num_rows)
     programs = fill + cdiv(num_tokens, blocks["TOKENS"])
     if d_rows.numel() and programs:
         _combine_backward_kernel[(programs,)](
             rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
             num_tokens, num_rows, num_pairs, num_pairs // max(num_tokens, 1), fill, hidden, dy.stride(0),
-            WEIGHT_GRAD=rows is not None, PADDED=padded, FILL=_FILL, WHOLE=blocks["BLOCK"] >= hidden,
+            WEIGHT_GRAD=rows is not None, PADDED=padded, FILL=_FILL, WHOLE=blocks["BLOCK"] + blocks["REST"] >= hidden,
             AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens, **blocks,
         )  # fmt: skip
     return d_rows, d_weight
