@@ -142,9 +142,13 @@ def is_compiling_ahead() -> bool:
 
 
 def can_compile_ahead() -> bool:
-    """Whether kernels are launched by `QuickLaunch`, and nothing else looks on: a trace, a transform or a capture."""
+    """Whether kernels are launched by `QuickLaunch`, and nothing else looks on: a trace, a transform or a capture.
+
+    MEGABLOCKS_COMPILE_AHEAD=0 in the environment leaves each kernel to its first launch.
+    """
     return (
         _launches_quickly()
+        and os.environ.get("MEGABLOCKS_COMPILE_AHEAD", "1") != "0"
         and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
