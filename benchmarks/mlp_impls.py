@@ -172,7 +172,7 @@ def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
         return None
 
     times = interleave(timers, ROUNDS)
-    auto = layer_of(case, "auto").experts.mlp_impl_for(case.tokens * case.top_k)
+    auto = layer_of(case, "auto").experts.mlp_impl_for()
     graph, eager = ({impl: median(times[f"{how}/{impl}"]) for impl in impls} for how in ("graph", "eager"))
     shown = [f"{graph[i]:7.3f} ({eager[i]:7.3f}) {kept[i]:5}" for i in impls]
     print(f"{case.name:14}{'   '.join(shown)}   {auto}", flush=True)

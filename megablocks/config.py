@@ -64,7 +64,7 @@ class MoEConfig:
             block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of 128
             (of 64: smaller blocks, slower); "scatter": ScatterMoE's products, which gather and weigh rows in their own
             loads and stores, in plain Triton; "fused": the whole MLP in one op that keeps only its input and the
-            pre-activations; "reference": the float32 oracle; "auto": grouped, sparse or fused by device and shape,
+            pre-activations; "reference": the float32 oracle; "auto": grouped or fused by device and shape,
             logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
             torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
         recompute_activation: keep the pre-activation only and recompute the activation in backward. "fused" does so

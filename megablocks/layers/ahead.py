@@ -59,12 +59,17 @@ def _compile(device: torch.device, step: Callable[[], list[Tensor]]) -> None:
     with (
         torch.random.fork_rng(devices=[device]),
         torch.autograd.set_multithreading_enabled(False),  # backward in this thread, as compiling ahead wants it
+        torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint around the call counts what it saves
         torch.cuda.device(device),
         launch.compiling_ahead(),
     ):
         results = [t for t in step() if t.requires_grad]
         if results:
             torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def leaf(t: Any) -> Any:

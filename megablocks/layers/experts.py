@@ -181,7 +181,7 @@ class Experts(nn.Module):
             (T, H); zeros for a token without an expert.
         """
         x = self._prepare(x)
-        impl = self._impl_of(x, dispatch.pair.shape[0])
+        impl = self._impl_of(x)
         if x.is_cuda and not torch.compiler.is_compiling():
             call = "dispatched", impl, weight is None
             self._ahead(call, x, self.w1, lambda: [self._dispatched(impl, leaf(x), dispatch, leaf(weight))])
@@ -211,7 +211,7 @@ class Experts(nn.Module):
             (R, H); rows from expert_offsets[E] on are unspecified.
         """
         rows = self._prepare(rows)
-        impl = self._impl_of(rows, rows.shape[0])
+        impl = self._impl_of(rows)
         if rows.is_cuda and not torch.compiler.is_compiling():
             self._ahead(("sorted", impl), rows, self.w1, lambda: [self._sorted(impl, leaf(rows), expert_offsets)])
         return self._sorted(impl, rows, expert_offsets)
@@ -253,8 +253,8 @@ class Experts(nn.Module):
             dispatch = sorted_dispatch(offsets, rows.shape[0])
             return grouped_mlp(weights, rows, offsets, config, dispatch).view(bins.shape)
 
-    def mlp_impl_for(self, rows: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
-        """What `rows` rows in all are computed by: mlp_impl, or what "auto" picks.
+    def mlp_impl_for(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
+        """What rows are computed by, however many: mlp_impl, or what "auto" picks.
 
         Args:
             device, dtype: of the rows; the parameters' if None.
@@ -266,17 +266,15 @@ class Experts(nn.Module):
         return mlp_choice.choose_mlp_impl(
             on_hopper=mlp_choice.hopper_kernels_run(self.w1.device if device is None else device),
             dtype=self.w1.dtype if dtype is None else dtype,
-            gated=config.is_gated,
             biased=config.mlp_bias,
             keeps_less=config.recompute_activation or any(b != OFF for b in bits),
-            rows=rows,
             num_experts=self.num_local_experts,
             hidden_size=config.hidden_size,
             ffn_hidden_size=self.ffn_hidden_size,
         )
 
-    def _impl_of(self, x: Tensor, rows: int) -> str:
-        impl = self.mlp_impl_for(rows, device=x.device, dtype=x.dtype)
+    def _impl_of(self, x: Tensor) -> str:
+        impl = self.mlp_impl_for(device=x.device, dtype=x.dtype)
         if self.config.mlp_impl == "auto" and not torch.compiler.is_compiling():
             _log_once(f"mlp_impl='auto' on {x.device.type} in {x.dtype}: using {impl!r}")
         return impl
@@ -361,19 +359,9 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         last = self.expert_offset + self.num_local_experts - 1
         shard = "" if self.ffn_shard[1] == 1 else f", shard {self.ffn_shard[0]} of {self.ffn_shard[1]}"
-        config = self.config
+        config, impl = self.config, self.mlp_impl_for()
         return (
             f"experts {self.expert_offset}..{last} of {config.num_experts}, hidden_size={config.hidden_size}, "
             f"ffn_hidden_size={self.ffn_hidden_size}{shard}, activation={config.activation}, "
-            f"mlp_impl={self._impl_repr()}"
+            f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
         )
-
-    def _impl_repr(self) -> str:
-        if self.config.mlp_impl != "auto":
-            return self.config.mlp_impl
-        few, many = self.mlp_impl_for(0), self.mlp_impl_for(2**62)
-        if few == many:
-            return f"auto ({few})"
-        fewest = mlp_choice.fewest_rows(self.config.is_gated, self.config.mlp_bias)
-        assert fewest is not None
-        return f"auto ({few} below {fewest * self.num_local_experts} rows, else {many})"

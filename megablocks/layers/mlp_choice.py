@@ -1,11 +1,11 @@
 """What mlp_impl="auto" means: which way of computing the experts a device and a shape take.
 
-Legend: R rows (pairs), E local experts, I expert width here.
+Legend: E local experts, H hidden, I expert width here.
 
-"sparse" pads every expert's rows to whole blocks and fuses bias and activation into its products; "grouped" pads
-nothing, gathers while it multiplies and runs on any width; "fused" also does the activation and its gradient within the
-products, but adds biases' gradients by passes of their own. All sizes that the rule reads are known on the host, so it
-never waits for a GPU; under expert parallelism R changes every step and the choice may too.
+"fused" does the activation and its gradient within the products, but adds biases' gradients by passes of their own;
+"grouped" gathers while it multiplies and runs on any width. The rule reads no number of rows: it never waits for a GPU,
+and a new token count compiles nothing. "sparse", whose products have ungated experts' bias b1 for free, is at most
+1.4 % ahead of grouped with biases and behind it elsewhere (whole layers on an H200, benchmarks/results/h200).
 """
 
 from __future__ import annotations
@@ -21,15 +21,6 @@ BLOCK = 128
 MAX_EXPERTS = 512
 """Of the kernels that "fused" is faster by."""
 
-SPARSE_FROM_ROWS: dict[str, int | None] = {"plain": None, "plain, biased": 512, "gated": None}
-"""Mean rows an expert from which "sparse" is taken on Hopper, None for never; by kind of expert.
-
-Padding adds half a block an expert on average, 64 rows: 6 % at 1024 rows, 12 % at 512, 50 % at 128. Whole layers,
-forward and backward on an H200 (benchmarks/NOTES.md), time of grouped over that of sparse: 1.00 at 1024 rows an expert,
-0.97 at 512, 0.89 at 128, 0.76 to 0.99 where gated; and grouped keeps less for backward. What "sparse" has for free is
-the bias b1 of ungated experts, in its epilogue: "grouped" passes over (R, I) once more forward and sums it backward.
-"""
-
 
 def hopper_kernels_run(device: torch.device) -> bool:
     """Whether Hopper's block-sparse kernels are in use on `device`."""
@@ -39,31 +30,23 @@ def hopper_kernels_run(device: torch.device) -> bool:
 
 
 def choose_mlp_impl(
-    *, on_hopper: bool, dtype: torch.dtype, gated: bool, biased: bool, keeps_less: bool, rows: int, num_experts: int,
-    hidden_size: int, ffn_hidden_size: int,
+    *, on_hopper: bool, dtype: torch.dtype, biased: bool, keeps_less: bool, num_experts: int, hidden_size: int,
+    ffn_hidden_size: int,
 ) -> str:  # fmt: skip
-    """ "grouped", "sparse" or "fused"; needs no GPU.
+    """ "grouped" or "fused"; needs no GPU.
 
     Args:
         on_hopper: whether the Hopper kernels run where the layer does, see `hopper_kernels_run`. Elsewhere nothing was
             measured and "grouped" has torch's kernels to fall back on.
         dtype: in which the experts compute.
-        gated, biased: whether the activation is, and whether the experts have biases.
+        biased: whether the experts have biases.
         keeps_less: whether anything is recomputed or quantised for backward, for which "fused" was not measured.
-        rows, num_experts, hidden_size, ffn_hidden_size: R, E, H, I.
+        num_experts, hidden_size, ffn_hidden_size: E, H, I.
     """
     if not on_hopper or dtype not in (torch.bfloat16, torch.float16):
         return "grouped"
-    fewest = fewest_rows(gated, biased)
-    if fewest is not None and ffn_hidden_size % BLOCK == 0 and rows >= fewest * num_experts:
-        return "sparse"
     fits = hidden_size % 8 == ffn_hidden_size % 8 == 0 and num_experts <= MAX_EXPERTS
     return "fused" if fits and not biased and not keeps_less else "grouped"
-
-
-def fewest_rows(gated: bool, biased: bool) -> int | None:
-    """The entry of `SPARSE_FROM_ROWS`."""
-    return SPARSE_FROM_ROWS["gated" if gated else "plain, biased" if biased else "plain"]
 
 
 def block_size_of(ffn_hidden_size: int) -> int | None:

@@ -110,43 +110,16 @@ def test_what_is_kept_for_backward(impl, recompute, activation):
     assert kept == 4 * (weights + of_inputs + of_width * rows * width + rows * hidden)
 
 
-PAPER = dict(on_hopper=True, dtype=torch.float16, gated=False, biased=True, keeps_less=False, num_experts=64)
+PAPER = dict(on_hopper=True, dtype=torch.float16, biased=False, keeps_less=False, num_experts=64)
 PAPER |= dict(hidden_size=512, ffn_hidden_size=2048)
 
 
 @pytest.mark.parametrize(
-    "rows, expected", [(0, "grouped"), (64 * 512 - 1, "grouped"), (64 * 512, "sparse"), (65536, "sparse")]
-)
-def test_auto_weighs_padding(rows, expected):
-    """With biases the paper's XS and Small sizes are sparse; Medium's 128 rows an expert would be half padding."""
-    assert choose_mlp_impl(**PAPER, rows=rows) == expected
-
-
-@pytest.mark.parametrize(
     "changes",
     [
         dict(on_hopper=False),
         dict(dtype=torch.float32),
-        dict(dtype=torch.float64),
-        dict(gated=True),
-        dict(ffn_hidden_size=2048 + 64),
-        dict(num_experts=256),
-    ],
-    ids=str,
-)
-def test_auto_groups_what_blocks_do_not_suit(changes):
-    paper = PAPER | dict(rows=65536)
-    assert choose_mlp_impl(**paper) == "sparse"
-    assert choose_mlp_impl(**paper | changes) == "grouped"
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(on_hopper=False),
-        dict(dtype=torch.float32),
-        dict(biased=True, ffn_hidden_size=2040),
+        dict(biased=True),
         dict(keeps_less=True),
         dict(hidden_size=516),
         dict(ffn_hidden_size=2044),
@@ -154,10 +127,9 @@ def test_auto_groups_what_blocks_do_not_suit(changes):
     ],
     ids=str,
 )
-def test_auto_fuses_what_its_kernels_take(changes, gated):
-    plain = PAPER | dict(biased=False, gated=gated)
-    assert choose_mlp_impl(**plain, rows=8192) == "fused"
-    assert choose_mlp_impl(**plain | changes, rows=8192) == "grouped"
+def test_auto_fuses_what_its_kernels_take(changes):
+    assert choose_mlp_impl(**PAPER) == "fused"
+    assert choose_mlp_impl(**PAPER | changes) == "grouped"
 
 
 def test_auto_takes_hoppers_kernels_for_off_when_they_are(monkeypatch):
@@ -176,17 +148,18 @@ def test_auto_on_this_device_and_in_words(monkeypatch):
 
     config = config_of(ffn_hidden_size=128, activation="gelu", mlp_impl="auto")
     experts = Experts(config, dtype=torch.bfloat16)
-    assert experts.mlp_impl_for(2**20) == "grouped" and "mlp_impl=auto (grouped)" in repr(experts)
-    assert Experts(config.replace(mlp_impl="sparse")).mlp_impl_for(1) == "sparse"
+    assert experts.mlp_impl_for() == "grouped" and "mlp_impl=auto (grouped)" in repr(experts)
+    sparse = Experts(config.replace(mlp_impl="sparse"))
+    assert sparse.mlp_impl_for() == "sparse" and "mlp_impl=sparse" in repr(sparse)
     monkeypatch.setattr(mlp_choice, "hopper_kernels_run", lambda device: True)
-    assert experts.mlp_impl_for(2**20) == "sparse"
-    assert experts.mlp_impl_for(2**20, dtype=torch.float32) == "grouped"
-    assert "mlp_impl=auto (grouped below 2048 rows, else sparse)" in repr(experts)
+    assert experts.mlp_impl_for() == "grouped"  # it has biases
     config = config.replace(mlp_bias=False, hidden_size=16)
-    assert Experts(config, dtype=torch.bfloat16).mlp_impl_for(1) == "fused"
+    experts = Experts(config, dtype=torch.bfloat16)
+    assert experts.mlp_impl_for() == "fused" and "mlp_impl=auto (fused)" in repr(experts)
+    assert experts.mlp_impl_for(dtype=torch.float32) == "grouped"
     for kept in ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits"):
-        assert Experts(config.replace(**{kept: 8}), dtype=torch.bfloat16).mlp_impl_for(1) == "grouped", kept
-    assert Experts(config.replace(recompute_activation=True), dtype=torch.bfloat16).mlp_impl_for(1) == "grouped"
+        assert Experts(config.replace(**{kept: 8}), dtype=torch.bfloat16).mlp_impl_for() == "grouped", kept
+    assert Experts(config.replace(recompute_activation=True), dtype=torch.bfloat16).mlp_impl_for() == "grouped"
 
 
 @pytest.mark.parametrize(

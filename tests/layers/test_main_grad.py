@@ -97,14 +97,14 @@ def test_N6_main_grad_under_autocast(kind):
 
 
 def test_N6_main_grad_changes_implementation_between_micro_batches():
-    """As "auto" may, whose choice depends on the rows that a rank gets: the flag says of all that they were added."""
+    """As "auto" does where micro-batches differ in dtype: the flag says of all that they were added."""
     kinds = ("fused", "sparse", "fused")
     layers = []
     for fusion in (True, False):
         layer = build("sparse", config_of("sparse", gradient_accumulation_fusion=fusion))
         _give_main_grads(layer)
         following = iter(kinds)
-        layer.experts.mlp_impl_for = lambda rows, following=following, **_: next(following)
+        layer.experts.mlp_impl_for = lambda following=following, **_: next(following)
         layers.append((layer, _accumulate(layer)))
     _equal(*layers)
 

@@ -1,5 +1,6 @@
 """Compiling ahead: launches that compile beside each other and do not run, and a module's first calls."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -91,6 +92,26 @@ def test_sharded_parameters_are_left_alone(steps):
 
     ahead.Ahead("a")("sorted", X, Sharded(torch.zeros(2)), lambda: "sharded")
     assert steps == []
+
+
+def test_a_checkpoint_around_the_call_sees_nothing_of_it(monkeypatch):
+    """Nor do the caller's gradients, generator and hooks."""
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(launch, "compiling_ahead", contextlib.nullcontext)
+    fork = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork(devices=[]))
+    w, packed, ran = torch.ones(3, requires_grad=True), [], []
+
+    def step():
+        y = ahead.leaf(w) * torch.rand(3).requires_grad_()
+        y.register_hook(ran.append)
+        return [y.exp(), torch.zeros(3)]
+
+    before = torch.get_rng_state()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        ahead._compile(torch.device("cpu"), step)
+    assert len(ran) == 1 and not ran[0].any(), "backward ran with zeros"
+    assert packed == [] and w.grad is None and torch.equal(torch.get_rng_state(), before)
 
 
 def test_leaf_has_no_history():

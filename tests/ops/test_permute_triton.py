@@ -64,7 +64,9 @@ def test_R7_permute_kernels_equal_references(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["padded", "short", "binned", "plain"])
-@pytest.mark.parametrize(("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5), (5, 192, 3)])
+@pytest.mark.parametrize(
+    ("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5), (5, 192, 3)]
+)
 def test_R9_padded_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, kind: str, dtype: torch.dtype, poison: None
 ) -> None:
