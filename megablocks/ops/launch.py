@@ -164,7 +164,9 @@ def compiling_ahead() -> Iterator[None]:
     raised is raised by its first launch. Backward must run in the thread that calls it, see
     `torch.autograd.set_multithreading_enabled`.
     """
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, each of which compiles the same
+    threads = min(_MOST_THREADS, max(1, cores // processes))
     _here.ahead = True
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _ZerosForEmpty():
