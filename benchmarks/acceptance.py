@@ -85,13 +85,7 @@ STEPS = {
     "permutation": Step("permutation.py --out {out}", 90),
     "block_sparse": Step("block_sparse.py --rounds 7 --seconds 150 --out {out}/block_sparse.json", 160),
     "layers": Step(
-        "layers.py --awake --rounds 7 --seconds 150 --candidates 'auto,padded,padded known' --out {out}/layers.json",
-        160,
-    ),
-    "layers_as_it_comes": Step(
-        "layers.py --rounds 7 --seconds 50 --sizes Medium --skews 1,2 --candidates 'auto,padded,padded known' "
-        "--out {out}/layers_as_it_comes.json",
-        60,
+        "layers.py --rounds 7 --seconds 150 --candidates 'auto,padded,padded known' --out {out}/layers.json", 160
     ),
     "layers_off": Step(
         "layers.py --rounds 7 --seconds 80 --sizes XS,Medium --skews 2 --candidates 'auto,padded,padded known' "
@@ -216,11 +210,9 @@ def indices(result: Result) -> Judged:
 
 
 def over_padding(kind: str, wanted: Callable[[float], bool], goal: float, count: int) -> Callable[[Result], Judged]:
-    """kind: "speed", called from Python with the cores awake, or "graph_speed"."""
+    """kind: "speed", called from Python, or "graph_speed"."""
 
     def judge(result: Result) -> Judged:
-        if kind == "speed" and not result["environment"].get("awake"):
-            raise NotMeasured("not measured with --awake")
         found = []
         for size in SIZES:
             cases = [case for case in result["summary"]["sizes"][size]["skews"] if wanted(case["skew"])]
@@ -231,17 +223,6 @@ def over_padding(kind: str, wanted: Callable[[float], bool], goal: float, count:
         return f"{least[0]:.2f}x ({least[1]})", least[0] >= goal
 
     return judge
-
-
-def as_it_comes(result: Result) -> Judged:
-    """Where cores that wait fall asleep: what a host costs that lets them, a virtual machine above all."""
-    if result["environment"].get("awake"):
-        raise NotMeasured("not measured without --awake")
-    cases = result["summary"]["sizes"]["Medium"]["skews"]
-    if len(cases) != 2:
-        raise NotMeasured(f"{len(cases)} of 2 skews measured")
-    speeds = {case["skew"]: case["candidates"]["auto"]["speed"] for case in cases}
-    return ", ".join(f"skew {skew:g} {value:.2f}x" for skew, value in speeds.items()), True
 
 
 def quantised(result: Result, *, alone: bool) -> list[Result]:
@@ -404,13 +385,12 @@ LINES = (
     Line("indices of 196,608 ids, 128 experts", "<= 25 us, 4 launches", "bookkeeping", indices),
     Line("dMoE over padded, skew >= 2, GPU", ">= 1.38x", "layers",
          over_padding("graph_speed", lambda skew: skew >= 2, 1.38, 3)),
-    Line("dMoE over padded, skew >= 2, eager, cores awake", ">= 1.38x", "layers",
+    Line("dMoE over padded, skew >= 2, eager", ">= 1.38x", "layers",
          over_padding("speed", lambda skew: skew >= 2, 1.38, 3)),
     Line("dMoE over padded, skew 1, GPU", ">= 0.95x", "layers",
          over_padding("graph_speed", lambda skew: skew == 1, 0.95, 1)),
-    Line("dMoE over padded, skew 1, eager, cores awake", ">= 0.95x", "layers",
+    Line("dMoE over padded, skew 1, eager", ">= 0.95x", "layers",
          over_padding("speed", lambda skew: skew == 1, 0.95, 1)),
-    Line("dMoE over padded, Medium, eager, cores as they come", "a figure", "layers_as_it_comes", as_it_comes),
     Line("one quantiser's gradient errors, 8 bits", "<= 0.01", "quant", errors(8, 1e-2)),
     Line("one quantiser's gradient errors, 4 bits", "<= 0.1", "quant", errors(4, 1e-1)),
     Line("all three quantisers' together", "a figure", "quant", all_three),

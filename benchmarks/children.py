@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Gate, emit, environment, write_result
+from measure import ROUNDS, Gate, emit, write_result
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3
@@ -297,7 +297,6 @@ def run_benchmark(
     ours: Callable[[str], bool],
     summarise: Callable[[list[dict[str, Any]], Gate], tuple[dict[str, Any], list[str]]],
     out: Path | None,
-    awake: bool = False,
 ) -> int:
     """The parent's main: `run` the jobs, then print their table and write their result; also when interrupted.
 
@@ -307,7 +306,6 @@ def run_benchmark(
         ours: which keys fail the run, as in Gate.
         summarise: (records, gate) to (summary, why the run is void); prints the table.
         out: None writes nothing.
-        awake: whether the caller keeps the cores awake, which the result's environment tells.
 
     Returns:
         The exit status: 1 if one of `ours` failed or was not measured, or the run is void.
@@ -317,13 +315,10 @@ def run_benchmark(
         gate = Gate(ours)
         return gate, [record for record in runner.settled(jobs) if not gate.take(record)]
 
-    def taken_on() -> dict[str, Any]:
-        return environment() | {"awake": awake}
-
     def write_so_far() -> None:
         gate, records = judged()
         if out:
-            write_result(out, name, gate=gate, summary={}, records=records, taken_on=taken_on())
+            write_result(out, name, gate=gate, summary={}, records=records)
 
     runner.after_job = write_so_far
     try:
@@ -335,7 +330,7 @@ def run_benchmark(
             gate, records = judged()
             summary, void = summarise(records, gate)
             if out:
-                write_result(out, name, gate=gate, summary=summary, records=records, void=void, taken_on=taken_on())
+                write_result(out, name, gate=gate, summary=summary, records=records, void=void)
                 print(f"wrote {out}")
         finally:
             signal.signal(signal.SIGINT, heeded)

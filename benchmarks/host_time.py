@@ -1,11 +1,10 @@
 """Host time of a dMoE layer in eager mode: what Python takes for a step, forward and backward, by mlp_impl.
 
-    python benchmarks/host_time.py [--rounds N] [--awake]
+    python benchmarks/host_time.py [--rounds N]
 
 The tensors are small, so that the GPU is never waited for; 64 experts, top-1, bf16. "step" leaves backward to
 autograd's own thread, as training does; "one thread" runs it in the caller's, for which there is
-`torch.autograd.set_multithreading_enabled(False)`: the difference is what changing threads takes. Much of that may be
-the host's, whose cores fall asleep while they wait: --awake keeps them busy meanwhile (awake.py). µs a step, the
+`torch.autograd.set_multithreading_enabled(False)`: the difference is what changing threads takes. µs a step, the
 fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 """
 
@@ -17,7 +16,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from awake import cores_awake
 from measure import dry_run, need_gpu
 
 TOKENS, HIDDEN, WIDTH, EXPERTS, STEPS = 512, 256, 512, 64, 100
@@ -56,8 +54,15 @@ def microseconds(fn: Callable[[], object]) -> float:
     return (time.perf_counter() - start) / STEPS * 1e6
 
 
-def timed(rounds: int) -> dict[tuple[str, ...], list[float]]:
-    """Rounds by (mlp_impl, activation, what), in µs."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=7)
+    rounds = parser.parse_args().rounds
+    if dry_run():
+        for impl, activation in LAYERS:
+            print(f"{impl:8} {activation:7} T, H, I, E = {TOKENS}, {HIDDEN}, {WIDTH}, {EXPERTS}")
+        return
+    need_gpu()
     import torch
 
     layers = {names: make(*names) for names in LAYERS}
@@ -78,22 +83,6 @@ def timed(rounds: int) -> dict[tuple[str, ...], list[float]]:
             with torch.autograd.set_multithreading_enabled(False):
                 times.setdefault((*names, "one thread"), []).append(microseconds(one_step))
             times.setdefault((*names, "forward"), []).append(microseconds(forward))
-    return times
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--awake", action="store_true", help="keep every core awake meanwhile")
-    args = parser.parse_args()
-    if dry_run():
-        for impl, activation in LAYERS:
-            print(f"{impl:8} {activation:7} T, H, I, E = {TOKENS}, {HIDDEN}, {WIDTH}, {EXPERTS}")
-        return
-    need_gpu()
-    with cores_awake(args.awake):
-        times = timed(args.rounds)
-    print(f"cores {'kept awake' if args.awake else 'as they come'}")
     for names, measured in times.items():
         print(f"{' '.join(names):28} {min(measured):7.0f} {median(measured):7.0f}")
 

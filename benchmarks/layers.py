@@ -1,7 +1,6 @@
 """Whole dMoE layers against our own capacity layer padded to the fullest expert, over load skew.
 
-    python benchmarks/layers.py [--sizes XS,Small,Medium] [--skews 1,1.5,2,4,8] [--candidates …] [--awake]
-                                [--profile XS/2]
+    python benchmarks/layers.py [--sizes XS,Small,Medium] [--skews 1,1.5,2,4,8] [--candidates …] [--profile XS/2]
 
 Forward and backward, top-1, 64 experts, bf16, gelu, no auxiliary loss. Skew is max/mean load: the fullest expert has
 exactly skew times the mean, the others fall off as a power law (`megablocks.testing.routings.skewed`).
@@ -14,8 +13,7 @@ exactly skew times the mean, the others fall off as a power law (`megablocks.tes
 Each is timed as a user runs it (`eager`), and as a CUDA graph (`graph`), which leaves out what launching costs: the
 eager ratio is against `padded`, the graph's against `padded known`. `held` is what the forward leaves allocated, output
 included, `peak` the most in a step, weights and inputs excluded. Every candidate's output and gradients are compared
-with float32 first. --awake keeps the cores busy meanwhile: where those that wait fall asleep, `eager` pays for it
-(awake.py). Writes results/<gpu>/layers.json; benchmarks/plot.py draws it. DRY_RUN=1 prints the cases.
+with float32 first. Writes results/<gpu>/layers.json; benchmarks/plot.py draws it. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -28,7 +26,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from awake import cores_awake
 from children import Runner, chosen, parser_of, run_benchmark, run_child
 from layer_candidates import (
     GOAL,
@@ -170,7 +167,6 @@ def main() -> int:
     parser.add_argument("--sizes", default="XS,Small,Medium", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--skews", default=",".join(f"{skew:g}" for skew in SKEWS))
     parser.add_argument("--candidates", default="", help="these alone, by name")
-    parser.add_argument("--awake", action="store_true", help="keep every core awake meanwhile")
     parser.add_argument("--profile", default="", metavar="SIZE/SKEW,…", help="kernel times of these cases instead")
     parser.add_argument("--rows", type=int, default=24, help="of a profile's table")
     args = parser.parse_args()
@@ -185,22 +181,21 @@ def main() -> int:
     if args.child:
         return run_child(args, run_job)
     need_gpu(toy=sizes == ["toy"] and not args.profile)
-    with cores_awake(args.awake):
-        if args.profile:
-            for job in args.profile.split(","):
-                problem = problem_of(job)
-                profile(job, makers(problem, float(job.split("/")[1]), args.candidates), args.rows)
-            return 0
-        flags = ["--rounds", str(args.rounds), "--candidates", args.candidates]
-        runner = Runner(__file__, flags, time.monotonic() + args.seconds)
-        return run_benchmark(
-            runner, "layers", jobs,
-            lambda: runner.run(jobs, quiet=120.0, budget=240.0),  # quiet: a peer may build an extension on first use
-            # A lost job is ours as well: something of it was not measured.
-            ours=lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS,
-            summarise=lambda records, gate: (summarise(records, gate), []),
-            out=args.out or result_path("layers", gpu_name()), awake=args.awake,
-        )  # fmt: skip
+    if args.profile:
+        for job in args.profile.split(","):
+            problem = problem_of(job)
+            profile(job, makers(problem, float(job.split("/")[1]), args.candidates), args.rows)
+        return 0
+    flags = ["--rounds", str(args.rounds), "--candidates", args.candidates]
+    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+    return run_benchmark(
+        runner, "layers", jobs,
+        lambda: runner.run(jobs, quiet=120.0, budget=240.0),  # quiet: a peer may build a CUDA extension on first use
+        # A lost job is ours as well: something of it was not measured.
+        ours=lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS,
+        summarise=lambda records, gate: (summarise(records, gate), []),
+        out=args.out or result_path("layers", gpu_name()),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ def good():
         "permutation": ({"rounds": 7}, [{"of_copy": 0.9, "op": "gather", "shape": [1, 2, 3]} for _ in range(84)]),
         "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, seven()),
         "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), seven()),
-        "layers_as_it_comes": (over_padding(("Medium",), (1.0, 2.0), 0.9), seven()),
         "layers_off": (over_padding(("XS", "Medium"), (2.0,)), seven()),
         "quant": ({}, quantised()),
         "grouped_gemm": ({"products": [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
@@ -88,10 +87,9 @@ def rounded():
 def write(folder, results, changes=None):
     for name, (summary, records) in results.items():
         gate = {"green": True, "red": [], "failures": {}, "largest_error": 1e-3}
-        environment = {"gpu": "NVIDIA H200", "commit": "0123abc", "awake": name == "layers"}
         result = {
-            "format": 1, "benchmark": name, "environment": environment, "gate": gate, "void": [], "summary": summary,
-            "records": records,
+            "format": 1, "benchmark": name, "environment": {"gpu": "NVIDIA H200", "commit": "0123abc"}, "gate": gate,
+            "void": [], "summary": summary, "records": records,
         }  # fmt: skip
         (folder / f"{name}.json").write_text(json.dumps(result | (changes or {})))
 
@@ -173,8 +171,6 @@ def without_quack(products):
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"].pop(2), 2),
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][4]["candidates"]["auto"].update(graph_speed=1.37), 1),
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"]["auto"].update(speed=None), 1),
-        ("layers_as_it_comes", lambda s, r: s["sizes"]["Medium"]["skews"].pop(), 1),
-        ("layers_as_it_comes", lambda s, r: s["sizes"]["Medium"]["skews"][0]["candidates"]["auto"].clear(), 1),
         ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
         ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
         ("bookkeeping", lambda s, r: r[0].update(us=0.0, launches=0), 1),  # of a blind profiler
@@ -222,17 +218,6 @@ def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, 
     short = [row for row in rows(tmp_path).values() if row.verdict != "met"]
     assert len(short) == missed, short
     assert all((row.verdict == "not run") == ("measured" in row.measured) for row in short), short
-
-
-def test_eager_figures_are_those_of_cores_as_their_line_says(tmp_path):
-    write(tmp_path, good())
-    awake, asleep = (tmp_path / f"{name}.json" for name in ("layers", "layers_as_it_comes"))
-    for path, result in ((awake, asleep.read_text()), (asleep, awake.read_text())):
-        path.write_text(result)
-    told = {row.name: row.measured for row in rows(tmp_path).values() if "--awake" in row.measured}
-    assert set(told.values()) == {"not measured with --awake", "not measured without --awake"}
-    assert set(told) == {name for name in rows(tmp_path) if "eager" in name}
-    assert sum("cores awake" in name for name in told) == 2 and len(told) == 3
 
 
 def test_a_missing_candidate_of_sonicmoe_is_told(tmp_path):

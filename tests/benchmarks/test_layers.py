@@ -274,23 +274,6 @@ def test_the_goals_hold_in_both_timings():
     assert missed({"skew": 2.0, "candidates": {}}) == ["XS skew 2 speed none", "XS skew 2 graph_speed none"]
 
 
-@pytest.mark.parametrize("flags", [[], ["--awake"]])
-def test_cores_are_kept_awake_around_all_jobs_if_asked(flags, monkeypatch):
-    order = []
-
-    @contextlib.contextmanager
-    def cores_awake(wanted):
-        order.append(wanted)
-        yield
-        order.append("ended")
-
-    monkeypatch.setattr(layers, "cores_awake", cores_awake)
-    monkeypatch.setattr(layers, "run_benchmark", lambda *_, awake, **__: order.append(("ran", awake)) or 0)
-    monkeypatch.setattr(sys, "argv", ["layers.py", "--sizes", "toy", *flags])
-    wanted = bool(flags)
-    assert layers.main() == 0 and order == [wanted, ("ran", wanted), "ended"]
-
-
 def test_a_wrong_candidate_turns_the_gate_red_and_no_speed_up_is_printed(capsys):
     gate = measure.Gate(lambda key: True)
     gate.take({"good": "XS/1/padded", "error": 1e-3})

@@ -229,13 +229,11 @@ def test_a_result_is_written_after_each_job_and_fails_the_run_where_it_must(tmp_
         ours=lambda key: True,
         summarise=summarise,
         out=out,
-        awake=not void,
     )
     assert ended == status and judged == [(2, not wrong)]
     so_far, result = measure.read_result(tmp_path / "so_far.json"), measure.read_result(out)
     assert so_far["records"] == [{"times": "a"}] and so_far["gate"]["red"] == ["b"] and so_far["summary"] == {}
     assert result["summary"] == {"jobs": 2} and result["void"] == void
-    assert {r["environment"]["awake"] for r in (so_far, result)} == {not void}
     assert result["gate"]["red"] == ([f"{wrong}/ours"] if wrong else [])
 
 
