@@ -37,35 +37,35 @@ class Ahead:
 
         Nothing is raised: what fails here fails in the call too, where it is handled.
         """
-        key = (call, x.dtype, torch.is_grad_enabled())
+        key = (call, x.dtype, x.device, x.requires_grad, torch.is_grad_enabled())
         if key in self._seen:
             return
-        self._seen.add(key)
         if launch.is_compiling_ahead():  # by the module around this one
+            self._seen.add(key)
             return
-        shared = (*self._identity, key, parameter.dtype, parameter.requires_grad, x.device)
-        if shared in _done or type(x) is not Tensor or type(parameter) is not nn.Parameter:
+        if type(x) is not Tensor or type(parameter) is not nn.Parameter or not launch.can_compile_ahead():
             return
-        if not launch.can_compile_ahead():
-            return
-        _done.add(shared)
+        self._seen.add(key)
         try:
-            _compile(x.device, step)
+            shared = (*self._identity, key, parameter.dtype, parameter.requires_grad)
+            if shared not in _done:
+                _done.add(shared)
+                _compile(x.device, step)
         except Exception as error:
             logger.debug("compiling ahead ended early: %s", error)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Ahead, self._identity  # a copy may be called in another process, where nothing is compiled
 
 
 def _compile(device: torch.device, step: Callable[[], list[Tensor]]) -> None:
     with (
         torch.random.fork_rng(devices=[device]),
-        torch.autograd.set_multithreading_enabled(False),  # backward in this thread, as compiling ahead wants it
+        torch.autograd.set_multithreading_enabled(False),
         torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint around the call counts what it saves
         torch.cuda.device(device),
-        launch.compiling_ahead(),
     ):
-        results = [t for t in step() if t.requires_grad]
-        if results:
-            torch.autograd.backward(results, [torch.zeros_like(t) for t in results])
+        launch.compile_ahead(lambda: launch.backward_ahead(step()))
 
 
 def _same(t: Tensor) -> Tensor:

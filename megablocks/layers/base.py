@@ -191,7 +191,10 @@ class MoEBase(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view is a node of autograd
         if tokens.is_cuda and not torch.compiler.is_compiling() and self.arguments is None:
             self._ahead(self.training, tokens, self.router.layer.weight, lambda: self._step_ahead(tokens))
-        logits, tokens = self.router.gate(tokens)
+        if hasattr(self.router, "gate"):
+            logits, tokens = self.router.gate(tokens, owned=self._owns_gradients())
+        else:  # somebody else's
+            logits = self.router.logits(tokens)
         routing = self.router.route(logits)
         compute = self._compute if self.arguments is None else self.experts.compute
         try:
@@ -205,15 +208,21 @@ class MoEBase(nn.Module):
         y = y if bias is None else y + bias.to(y.dtype)
         return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
 
+    def _owns_gradients(self) -> bool:
+        """Whether what reads x is this package's, whose gradients of x are tensors that nobody else holds."""
+        readers = [m for m in (self.experts, self.shared_expert) if m is not None]
+        ours = all(type(m).__module__.startswith("megablocks.") for m in (self, *readers))
+        return ours and all(map(_is_untouched, readers))
+
     def _step_ahead(self, tokens: Tensor) -> list[Tensor]:
         """From logits to y, for `Ahead`, without the router's counts and what concerns other ranks."""
         weight, bias = self.router.layer.weight, getattr(self.router, "expert_score_bias", None)
         logits = weight.new_zeros(tokens.shape[0], self.config.num_experts).requires_grad_(weight.requires_grad)
         routing = route(cast_if_autocast_enabled(logits), self.config, score_bias=bias, training=self.training)
         results = [*routing.losses.values(), routing.weight]
-        # a hook is how sharded parameters come together, just before the experts' own call
-        hooked = bool(self.experts._forward_pre_hooks)
-        if isinstance(self.dispatcher, LocalDispatcher) and self.config.capacity_factor is None and not hooked:
+        # what is put around experts may gather their parameters or count their calls, on every rank
+        plain = type(self.experts) is Experts and _is_untouched(self.experts)
+        if plain and isinstance(self.dispatcher, LocalDispatcher) and self.config.capacity_factor is None:
             results.append(self.dispatcher.run(leaf(tokens), routing, self.experts.forward))
         return results
 
@@ -224,6 +233,12 @@ class MoEBase(nn.Module):
 
     def extra_repr(self) -> str:
         return f"num_experts={self.config.num_experts}, top_k={self.config.top_k}"
+
+
+def _is_untouched(module: nn.Module) -> bool:
+    """Whether calling the module is calling its class's forward, as far as hooks of its own go."""
+    hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
+    return not any(hooks) and "forward" not in vars(module)
 
 
 def _rename_old_keys(state: dict[str, Any], prefix: str, *_: Any) -> None:

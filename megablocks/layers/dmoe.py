@@ -16,8 +16,9 @@ from megablocks.ops.routing.dispatch import Routing
 
 def _dropped(routing: Routing) -> dict[str, Tensor]:
     """The metric of what rounding loads down left out; nothing else drops a pair here."""
-    none = torch.zeros((), dtype=torch.int64, device=routing.weight.device)
-    return {"dropped": routing.metrics.get("dropped", none)}
+    if "dropped" in routing.metrics:
+        return {"dropped": routing.metrics["dropped"]}
+    return {"dropped": torch.zeros((), dtype=torch.int64, device=routing.weight.device)}
 
 
 class ParallelDroplessMLP(ParallelMLP):

@@ -6,17 +6,17 @@ and 27 µs. What the compiled form hangs on is little: dtypes, which pointers an
 the compile-time values, and Triton's switches for debugging and profiling. `quick` keeps the compiled kernels by that,
 and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and `compiled[grid](…)` launches it.
 
-`compiling_ahead` makes a step's kernels ready beside each other: one after the other, the dozen of a layer's first step
+`compile_ahead` makes a step's kernels ready beside each other: one after the other, the dozen of a layer's first step
 takes 13 to 17 s on an H200's host, of which Python has 3.
 """
 
 from __future__ import annotations
 
-import contextlib
+import contextvars
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -137,7 +137,7 @@ class _ZerosForEmpty(TorchFunctionMode):
 
 
 def is_compiling_ahead() -> bool:
-    """Whether this thread is within `compiling_ahead`."""
+    """Whether this thread is within `compile_ahead`."""
     return getattr(_here, "ahead", False)
 
 
@@ -156,23 +156,40 @@ def can_compile_ahead() -> bool:
     )
 
 
-@contextlib.contextmanager
-def compiling_ahead() -> Iterator[None]:
-    """Within it this thread's launches of quick kernels compile, beside each other, and do not run.
+def compile_ahead(step: Callable[[], object]) -> None:
+    """Run `step`, in which launches of quick kernels compile, beside each other, and do not run.
 
     Their results are the zeros that torch.empty gives meanwhile. At the end all kernels are compiled; what one of them
-    raised is raised by its first launch. Backward must run in the thread that calls it, see
-    `torch.autograd.set_multithreading_enabled`.
+    raised is raised by its first launch. A backward must run in this thread, see
+    `torch.autograd.set_multithreading_enabled`, and by `backward_ahead`.
     """
+    # in a context of its own: AsyncCompileMode stays on where waiting for the compilations was broken off
+    contextvars.copy_context().run(_compile_ahead, step)
+
+
+def _compile_ahead(step: Callable[[], object]) -> None:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, each of which compiles the same
     threads = min(_MOST_THREADS, max(1, cores // processes))
     _here.ahead = True
     try:
         with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _ZerosForEmpty():
-            yield
+            step()
     finally:
         _here.ahead = False
+
+
+def backward_ahead(results: Iterable[Tensor]) -> None:
+    """Backward of a step that `compile_ahead` runs, with zeros as gradients; torch.empty gives zeros in it too.
+
+    torch.autograd.backward is a function to the mode that makes those, and so runs without it.
+    """
+    wanted = tuple(t for t in results if t.requires_grad)
+    if wanted:
+        zeros = tuple(torch.zeros_like(t) for t in wanted)
+        torch.autograd.Variable._execution_engine.run_backward(
+            wanted, zeros, False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def interpreted() -> bool:

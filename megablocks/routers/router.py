@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.ops.routing.dispatch import Routing
@@ -27,25 +28,25 @@ class _Gate(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, x: Tensor, w: Tensor, owned: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        need_x, need_w = ctx.needs_input_grad
+        ctx.owned = owned
+        need_x, need_w, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if need_w else None, w if need_x else None)
         return F.linear(x, w), x
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         (x, w), (d_logits, dx) = ctx.saved_tensors, grads
         if d_logits is None:
-            return dx, None
+            return dx, None, None
         dw = None if x is None else d_logits.t() @ x
         if w is None:
-            return None, dw
+            return None, dw, None
         if dx is None:
-            return d_logits @ w, dw
-        # in place, unless a second derivative is wanted: an expert's dX is its product's own, nobody else's
-        add = torch.addmm if torch.is_grad_enabled() or not dx.is_contiguous() else Tensor.addmm_
-        return add(dx, d_logits, w), dw
+            return d_logits @ w, dw, None
+        in_place = ctx.owned and dx.is_contiguous() and not torch.is_grad_enabled()  # nor for a second derivative
+        return (dx.addmm_ if in_place else dx.addmm)(d_logits, w), dw, None
 
 
 class _Router(nn.Module):
@@ -86,25 +87,33 @@ class _Router(nn.Module):
             x = x * (low + torch.rand_like(x) * (high - low))
         return self.layer(x.to(self.layer.weight.dtype))
 
-    def gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+    def gate(self, x: Tensor, *, owned: bool = False) -> tuple[Tensor, Tensor]:
         """x (T, H) → `logits(x)`, and x for the experts, whose gradient then costs no addition.
 
-        Only where the gate is a plain product in x's dtype; else x comes back as it is. What the experts pass back is
-        written over: it must be a tensor of their own, as a product's or a sum's is, and no other's gradient passed on.
+        Only where the gate is a plain product in x's dtype; else x comes back as it is.
+
+        Args:
+            owned: whether the experts' gradient of x is a tensor that nobody else holds; it is written over.
         """
-        layer, plain = self.layer, "logits" not in self.__dict__ and type(self).logits is _Router.logits
-        if (
-            plain
+        layer = self.layer
+        plain = (
+            x.requires_grad
+            and "logits" not in self.__dict__
+            and type(self).logits is _Router.logits
             and type(layer) is nn.Linear
+            and layer.bias is None
             and layer.weight.dtype == x.dtype
             and not (self.training and self.config.jitter_eps is not None)
-            and not (layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks)
+            and "forward" not in vars(layer)
+            and not (layer._forward_hooks or layer._forward_pre_hooks)
+            and not (layer._backward_hooks or layer._backward_pre_hooks)
+            and not nn.modules.module._has_any_global_hook()
             and not torch.is_autocast_enabled(x.device.type)
             and not torch.compiler.is_compiling()
             and not torch._C._are_functorch_transforms_active()
-        ):
-            return _Gate.apply(x, layer.weight)
-        return self.logits(x), x
+            and forward_ad._current_level < 0
+        )
+        return _Gate.apply(x, layer.weight, owned) if plain else (self.logits(x), x)
 
     def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""

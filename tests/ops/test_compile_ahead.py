@@ -1,13 +1,17 @@
 """Compiling ahead: launches that compile beside each other and do not run, and a module's first calls."""
 
 import contextlib
+import copy
 import os
+import pickle
 import subprocess
 import sys
 
 import pytest
 import torch
+import triton
 
+from megablocks import MoEConfig, dMoE
 from megablocks.layers import ahead
 from megablocks.ops import launch
 
@@ -15,7 +19,7 @@ PROGRAM = """
 import threading
 import torch
 from triton import knobs
-from megablocks.ops.launch import compiling_ahead, is_compiling_ahead
+from megablocks.ops.launch import compile_ahead, is_compiling_ahead
 from megablocks.testing.compile_only import compiling_for
 
 made = []
@@ -28,12 +32,15 @@ def bookkeeping(tokens):
     from megablocks.ops.routing.dispatch_triton import dispatch_launch
     return dispatch_launch(ints(tokens), ints(tokens), tokens, 8, 1)
 
+ahead = []
+
+def step():
+    assert is_compiling_ahead()
+    ahead.extend(bookkeeping(512))
+
 with compiling_for(90):
-    with compiling_ahead():
-        assert is_compiling_ahead()
-        ahead = bookkeeping(512)
-        assert len(made) < 3, "a launch waited for its kernel"
-    assert not is_compiling_ahead() and bool(torch.empty(8).fill_(1).all())
+    compile_ahead(step)
+    assert not is_compiling_ahead()
     first = list(made)
     bookkeeping(512)
     bookkeeping(700)
@@ -97,7 +104,7 @@ def test_sharded_parameters_are_left_alone(steps):
 def test_a_checkpoint_around_the_call_sees_nothing_of_it(monkeypatch):
     """Nor do the caller's gradients, generator and hooks."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "compiling_ahead", contextlib.nullcontext)
+    monkeypatch.setattr(launch, "compile_ahead", lambda step: step())
     fork = torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork(devices=[]))
     w, packed, ran = torch.ones(3, requires_grad=True), [], []
@@ -112,6 +119,131 @@ def test_a_checkpoint_around_the_call_sees_nothing_of_it(monkeypatch):
         ahead._compile(torch.device("cpu"), step)
     assert len(ran) == 1 and not ran[0].any(), "backward ran with zeros"
     assert packed == [] and w.grad is None and torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.fixture
+def asynchronous():
+    """The active AsyncCompileMode, which Triton keeps for this thread's context."""
+    return pytest.importorskip("triton.runtime._async_compile").active_mode
+
+
+def test_nothing_stays_on_after_a_step_that_was_broken_off(asynchronous, monkeypatch):
+    ran = []
+
+    def step():
+        ran.append(asynchronous.get() is not None and launch.is_compiling_ahead() and not torch.empty(4096).any())
+
+    def interrupted(*_):  # as by Ctrl-C while Triton waits for what still compiles
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(triton.AsyncCompileMode, "__exit__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch.compile_ahead(step)
+    assert ran == [True] and asynchronous.get() is None and not launch.is_compiling_ahead()
+    assert torch._C._len_torch_function_stack() == 0
+
+
+@pytest.fixture
+def nan_for_empty():
+    torch.use_deterministic_algorithms(True)  # with torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_backward_gets_zeros_for_empty_too(asynchronous, nan_for_empty):
+    seen = []
+
+    class Op(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, dy):
+            seen.append(torch.empty(4096))
+            return dy
+
+    x = torch.ones(3, requires_grad=True)
+    assert torch.empty(4096).isnan().all()
+    with torch.autograd.set_multithreading_enabled(False):
+        launch.compile_ahead(lambda: launch.backward_ahead([Op.apply(x), torch.ones(2)]))
+    assert len(seen) == 1 and not seen[0].any() and not x.grad.any()
+
+
+CONFIGS = [
+    dict(),
+    dict(mlp_impl="reference", activation="swiglu", mlp_bias=True),
+    dict(expert_score_bias=True, score_function="sigmoid", load_balancing_loss_weight=0.1, z_loss_weight=0.1),
+    dict(token_rounding="stochastic_score", top_k=1),
+    dict(gradient_accumulation_fusion=True, mlp_impl="fused"),
+]
+
+
+@pytest.mark.parametrize("changes", CONFIGS, ids=str)
+def test_a_layers_step_ahead_leaves_the_layer_as_it_is(changes):
+    """Its parameters get no gradient, nor main_grad any, and its counts stay."""
+    config = MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, **{"top_k": 2, **changes})
+    layer, x = dMoE(config), torch.randn(6, 8, requires_grad=True)
+    for p in layer.parameters():
+        p.main_grad, p.grad_added_to_main_grad = torch.ones_like(p), False
+    before = {name: t.clone() for name, t in layer.state_dict().items()}
+    counts = layer.router.tokens_since_update
+    launch._here.ahead = True  # launches of the kernels would compile
+    try:
+        results = layer._step_ahead(x)
+        launch.backward_ahead(results)
+    finally:
+        launch._here.ahead = False
+    assert results[-1].shape == x.shape and results[-1].requires_grad, "the experts were left out"
+    assert x.grad is None and all(p.grad is None for p in layer.parameters())
+    assert all(bool((p.main_grad == 1).all()) and not p.grad_added_to_main_grad for p in layer.parameters())
+    assert counts is None or not counts.any()
+    assert all(torch.equal(before[name], t) for name, t in layer.state_dict().items())
+
+
+@pytest.mark.parametrize("around", ["hook", "forward", "wrapper"])
+def test_what_is_put_around_experts_is_not_called_ahead(around):
+    """It may gather parameters from other ranks, or count."""
+    layer, x = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4)), torch.randn(6, 8, requires_grad=True)
+    called, experts = [], layer.experts
+    if around == "hook":
+        experts.register_forward_pre_hook(lambda *_: called.append(1))
+    if around == "forward":
+        forward, experts.forward = experts.forward, lambda *args: called.append(1) or forward(*args)
+    if around == "wrapper":
+
+        class Wrapper(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.module = experts
+
+            def forward(self, *args):
+                called.append(1)
+                return self.module(*args)
+
+        layer.experts = Wrapper()
+    results = layer._step_ahead(x)
+    assert not called and all(t.shape != x.shape for t in results)
+    layer(x)
+    assert called
+
+
+def test_a_copy_of_a_module_compiles_for_itself(steps):
+    module = ahead.Ahead("a", 1)
+    module("sorted", X, W, lambda: "sorted")
+    ahead._done.clear()  # as another process finds it
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        other("sorted", X, W, lambda: "again")
+    assert steps == ["sorted", "again"]
+
+
+def test_a_call_under_a_capture_is_not_the_first(steps, monkeypatch):
+    module = ahead.Ahead("a")
+    with monkeypatch.context() as capturing:
+        capturing.setattr(launch, "can_compile_ahead", lambda: False)
+        module("sorted", X, W, lambda: "captured")
+    module("sorted", X, W, lambda: "sorted")
+    assert steps == ["sorted"]
 
 
 def test_leaf_has_no_history():

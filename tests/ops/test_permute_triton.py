@@ -31,7 +31,7 @@ def _dispatch(num_tokens: int, num_experts: int, top_k: int, drop: bool) -> tupl
 @pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "top_k"),
-    [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5), (6, 768, 1), (2, 4200, 2), (3, 1536, 3)],
+    [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5), (6, 768, 1), (2, 4200, 2), (3, 1536, 3), (3, 3072, 2)],
 )
 def test_R7_permute_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, drop: bool, dtype: torch.dtype, poison: None
