@@ -189,11 +189,12 @@ class MoEBase(nn.Module):
         self._check(x)
         x = cast_if_autocast_enabled(x)  # before rows are copied, to move half the bytes
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view is a node of autograd
-        if tokens.is_cuda and not torch.compiler.is_compiling() and self.arguments is None:
+        ours = hasattr(self.router, "gate")  # or somebody else's
+        if ours and tokens.is_cuda and not torch.compiler.is_compiling() and self.arguments is None:
             self._ahead(self.training, tokens, self.router.layer.weight, lambda: self._step_ahead(tokens))
-        if hasattr(self.router, "gate"):
+        if ours:
             logits, tokens = self.router.gate(tokens, owned=self._owns_gradients())
-        else:  # somebody else's
+        else:
             logits = self.router.logits(tokens)
         routing = self.router.route(logits)
         compute = self._compute if self.arguments is None else self.experts.compute
