@@ -30,7 +30,7 @@ class Ahead:
         """Before the first such call: `step` and its backward, in which launches compile and do not run.
 
         Args:
-            call: what tells kinds of calls apart, but for x's dtype and whether gradients are on.
+            call: what tells kinds of calls apart, but for what x is and whether gradients are on.
             x: on a GPU.
             parameter: one of the module's; nothing is done where it is sharded (a DTensor).
             step: computes with leaves of its own (`leaf`); what it returns gets zeros as gradients.

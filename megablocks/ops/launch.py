@@ -6,8 +6,8 @@ and 27 µs. What the compiled form hangs on is little: dtypes, which pointers an
 the compile-time values, and Triton's switches for debugging and profiling. `quick` keeps the compiled kernels by that,
 and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and `compiled[grid](…)` launches it.
 
-`compile_ahead` makes a step's kernels ready beside each other: one after the other, the dozen of a layer's first step
-takes 13 to 17 s on an H200's host, of which Python has 3.
+`compile_ahead` makes a step's kernels ready beside each other: one after the other, those of a layer's first step take
+13 to 17 s on an H200's host.
 """
 
 from __future__ import annotations

@@ -94,14 +94,15 @@ def _fused_token_choice(
         "padding_mask": padding_mask,
     }
     out: RouterOutput | RoundedOutput
-    rounds = False
+    top_k: int | None
     if training and config.token_rounding is not None:
-        rounds = True
+        top_k = None  # what is left of a token's choices varies
         tile = config.token_rounding_tile or TILE_ROWS
         out = route_rounded(logits, config.top_k, config.token_rounding, tile, **options)
         metrics = {"rounded_per_expert": out.rounded, "dropped": out.dropped}
     else:
-        out = route_topk(logits, config.top_k, **options)
+        top_k = config.top_k
+        out = route_topk(logits, top_k, **options)
         metrics = {"dropped": out.stats[2]}  # the 0 that is there: a new one is a launch
     nonfinite, num_tokens, invalid = out.stats.unbind()
     routing = Routing(
@@ -110,7 +111,7 @@ def _fused_token_choice(
         weight=out.weight,
         num_tokens=logits.shape[0],
         num_experts=config.num_experts,
-        top_k=None if rounds else config.top_k,
+        top_k=top_k,
         metrics={"tokens_per_expert": out.load, **metrics, "invalid": invalid},
     )
     if config.uniform_assignment:

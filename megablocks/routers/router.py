@@ -24,7 +24,7 @@ from megablocks.routers.functional import route
 class _Gate(torch.autograd.Function):
     """x·wᵀ, and x for whoever else reads it: the product in backward adds the gradient from there as it writes.
 
-    autograd would add the two afterwards: 53 µs of a step of 2,630 at 24,576 tokens of 1,536 on an H200.
+    autograd would add the two afterwards: 11 µs of a step of 1,170 at 8,192 tokens of 1,024 on an H200.
     """
 
     @staticmethod
