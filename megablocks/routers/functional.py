@@ -102,7 +102,8 @@ def _fused_token_choice(
         metrics = {"rounded_per_expert": out.rounded, "dropped": out.dropped}
     else:
         top_k = config.top_k
-        out = route_topk(logits, top_k, **options)
+        losses = training and (config.load_balancing_loss_weight > 0 or config.z_loss_weight > 0)
+        out = route_topk(logits, top_k, losses=losses, **options)
         metrics = {"dropped": out.stats[2]}  # the 0 that is there: a new one is a launch
     nonfinite, num_tokens, invalid = out.stats.unbind()
     routing = Routing(

@@ -29,6 +29,8 @@ def router(device: torch.device) -> Step:
                 r = route_topk(logits, k, balance_weight=0.1, z_weight=0.1, **options)
                 out += [r.expert, r.token, r.load, r.stats]
                 out += with_gradients([r.weight, r.balance, r.z, r.sums], [logits])
+            r = route_topk(logits, k, softmax_order="after_topk", losses=False)
+            out += with_gradients(r.weight, [logits])
         return out
 
     return step

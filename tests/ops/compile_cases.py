@@ -85,10 +85,15 @@ def permute() -> None:
                 combine_backward_launch(x, kept, weight, rows, rows, index, padded)
 
 
-@family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel")
+@family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel", "_weight_backward_kernel")
 def router() -> None:
     from megablocks.ops.routing.router import RouterOptions
-    from megablocks.ops.routing.router_triton import route_backward_launch, route_launch, score_launch
+    from megablocks.ops.routing.router_triton import (
+        route_backward_launch,
+        route_launch,
+        score_launch,
+        weight_backward_launch,
+    )
 
     for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (1000, 32))):
         logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
@@ -104,6 +109,7 @@ def router() -> None:
             score_launch(logits, bias, mask, None, (torch.zeros(64, experts), ints(experts, 64)), options)
             kept = {"flags": torch.zeros(experts, 64, dtype=torch.int8), "ends": ints(64)}
             route_backward_launch(logits, mask, None, *saved[3:], grads, options, **kept)
+        weight_backward_launch(torch.zeros(64 * k), ints(64 * k), torch.zeros(64 * k), experts, dtype, options)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")

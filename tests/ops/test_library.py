@@ -51,6 +51,8 @@ from megablocks.ops.routing.router import (
     router_backward_op,
     router_op,
     router_ref,
+    router_weight_backward_op,
+    router_without_losses_op,
 )
 from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear_op
@@ -99,6 +101,11 @@ def _samples():
         "router": (router_op, (t(T, E), const(E), mask, K, True, False, 2, 1.5, 0.1, 0.2)),
         "router_plain": (router_op, (t(T, E), None, None, *options)),
         "router_backward": (router_backward_op, (logits, None, *saved, d_weight, one, None, None, *options)),
+        "router_without_losses": (router_without_losses_op, (t(T, E), None, mask, *options)),
+        "router_weight_backward": (
+            router_weight_backward_op,
+            (chosen.weight, chosen.expert, d_weight, E, torch.bfloat16, *options),
+        ),
         "rounded_router": (
             rounded_router_op,
             (t(T, E), const(E), mask, const(E), "stochastic_score", 2, R + 3, *options),
@@ -332,7 +339,8 @@ def test_who_looks_at_the_dispatcher_sees_an_op():
 def test_each_option_of_a_router_is_an_argument_of_its_ops():
     """By position and by name, though the implementations take them as one."""
     named = "SymInt top_k, bool sigmoid, bool after, SymInt norm_p, float scaling, float balance_weight, float z_weight"
-    for op in (router_op, router_backward_op, rounded_router_op, rounded_router_backward_op):
+    ops = (router_op, router_backward_op, router_without_losses_op, router_weight_backward_op)
+    for op in (*ops, rounded_router_op, rounded_router_backward_op):
         assert f", {named}) -> " in str(op.definition._opoverload._schema)
     logits, options = torch.randn(T, E), RouterOptions(K, True, False, 1, 2.0, 0.1, 0.2)
     by_name = torch.ops.megablocks.router(logits=logits, bias=None, padding_mask=None, **options._asdict())

@@ -55,6 +55,7 @@ def launch(T, hidden, E, K, dtype):
         router_triton.route_launch(logits, bias, mask, options)
         saved = (logits, mask, ints(R), ints(E).long(), ints(3).long())
         router_triton.route_backward_launch(*saved, (weight, one, one, torch.ones(E)), options)
+    router_triton.weight_backward_launch(torch.ones(R), ints(R), torch.ones(R), E, dtype, options)
 
 def kernels_made():
     return [sum(len(c[0]) for c in kernel.device_caches.values()) for kernel in KERNELS]

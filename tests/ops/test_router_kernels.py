@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from megablocks.ops.routing.rounded_router import route_rounded
-from megablocks.ops.routing.router import RouterOptions, RouterOutput, route_topk, router_backward_ref, router_ref
-from megablocks.ops.routing.router_triton import route_backward_launch, route_launch
+from megablocks.ops.routing.router import (
+    RouterOptions,
+    RouterOutput,
+    route_topk,
+    router_backward_ref,
+    router_ref,
+    router_weight_backward_ref,
+)
+from megablocks.ops.routing.router_triton import route_backward_launch, route_launch, weight_backward_launch
 from megablocks.ops.routing.topk import lowest_first_topk
 from megablocks.testing.tolerances import assert_as_exact_as
 
@@ -92,6 +99,44 @@ def test_R5_sizes(num_tokens, num_experts, top_k, poison):
     _gradients(case, options, got, grads)
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "masked"),
+    [(0, 4, 2, False), (1, 5, 5, False), (70, 2, 1, True), (21, 13, 3, True), (5, 200, 32, False), (3, 1000, 6, True)],
+)
+def test_R5_gradient_from_the_weights_alone(num_tokens, num_experts, top_k, masked, poison):
+    logits, _, mask = _case(num_tokens, num_experts, False, masked)
+    options = RouterOptions(top_k, False, True, 0, 1.5, 0.0, 0.0)
+    got = RouterOutput(*route_launch(logits, None, mask, options))
+    d_weight = torch.randn(num_tokens * top_k, 2, generator=torch.Generator().manual_seed(2)).to(DEVICE)[:, 0]
+    expected = _by_autograd(logits, None, mask, (d_weight, None, None, None), options)
+    wide = RouterOutput(*router_ref(logits.double(), None, mask, options))
+    plain = router_weight_backward_ref(wide.weight, wide.expert, d_weight, num_experts, torch.float64, options)
+    torch.testing.assert_close(plain, expected, rtol=1e-9, atol=1e-12)
+    for dtype, rtol, atol in ((torch.float32, 1e-4, 2e-6), (torch.bfloat16, 2**-7, 1e-5)):
+        found = weight_backward_launch(got.weight, got.expert, d_weight, num_experts, dtype, options)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("losses", [False, True])
+@pytest.mark.parametrize("options", [{}, {"scaling": 2.5}, {"norm_p": 1.0}, {"scaling": 0.0}])
+def test_logits_are_kept_only_for_losses_and_norms(options, losses):
+    """A softmax over the chosen logits has a gradient that its weights say; it is the same either way."""
+    logits = _case(24, 16, False, False)[0].requires_grad_()
+    d_weight, kept = torch.linspace(-1, 1, 72, device=DEVICE), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        out = route_topk(logits, 3, softmax_order="after_topk", losses=losses, **options)
+    without = not losses and "norm_p" not in options and options.get("scaling") != 0
+    assert (logits.shape not in kept) == without
+    assert all(t.requires_grad != without for t in (out.balance, out.z, out.sums))
+    (grad,) = torch.autograd.grad(out.weight, logits, d_weight)
+    leaf = logits.detach().requires_grad_()
+    expected = route_topk(leaf, 3, softmax_order="after_topk", **options)
+    for name in ("weight", "expert", "load", "sums", "stats"):
+        assert torch.equal(getattr(out, name), getattr(expected, name))
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.weight, leaf, d_weight)[0], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize(("sigmoid", "after"), KINDS)
 @pytest.mark.parametrize("top_k", [1, 4])
 def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison):
@@ -111,6 +156,11 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
     found = route_backward_launch(logits, None, got.expert, got.load, got.stats, grads, options)
     assert found[6:].isfinite().all()
     assert found[0].isnan().all()
+    if after:
+        weights = (got.weight, got.expert, torch.ones_like(got.weight))
+        found = weight_backward_launch(*weights, 4, torch.float32, options)
+        assert found[6:].isfinite().all()
+        assert torch.equal(found[0].isnan(), (torch.arange(4, device=DEVICE)[:, None] == got.expert[:top_k]).any(1))
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])

@@ -165,6 +165,20 @@ def router_backward_ref(
 def router_op(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    return _route(logits, bias, padding_mask, options)
+
+
+@custom_op("megablocks::router_without_losses", mutates_args=())
+def router_without_losses_op(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """`router_op` for options that `keeps_weights_alone`: weight is its one differentiable result."""
+    return _route(logits, bias, padding_mask, options)
+
+
+def _route(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if runs_triton(logits):
         from megablocks.ops.routing.router_triton import route_launch
 
@@ -172,10 +186,17 @@ def router_op(
     return RouterOutput(*router_ref(logits, bias, padding_mask, options))[:]
 
 
+def keeps_weights_alone(options: RouterOptions) -> bool:
+    """Whether the gradient of the logits follows from the weights, so that backward keeps T·K of them, not T·E logits.
+
+    A softmax over the chosen logits has a slope of its own values, and every other logit's gradient is 0.
+    """
+    return options.after and not options.norm_p and options.scaling != 0
+
+
 @router_op.register_fake
-def _(
-    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, *_: Any
-) -> tuple[Tensor, ...]:
+@router_without_losses_op.register_fake
+def _(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, top_k: int, *_: Any) -> tuple[Tensor, ...]:
     (num_tokens, num_experts), device = logits.shape, logits.device
     pairs, acc = num_tokens * top_k, accumulation_dtype(logits.dtype)
 
@@ -199,6 +220,54 @@ def router_backward_op(
 
         return route_backward_launch(*saved, grads, options)
     return router_backward_ref(*saved, grads, options)
+
+
+def router_weight_backward_ref(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    """The gradient of the logits (T, E) from the weights (T·K,), scaled softmaxes over the chosen, and theirs."""
+    ids = torch.where(expert < 0, num_experts, expert).long().view(-1, options.top_k)  # padding's: a column more
+    weight, grad = weight.view(ids.shape), d_weight.view(ids.shape).to(weight.dtype)
+    d_chosen = weight * (grad - (grad * weight).sum(1, keepdim=True) / options.scaling)
+    d_logits = weight.new_zeros(ids.shape[0], num_experts + 1).scatter_(1, ids, d_chosen)
+    return d_logits[:, :-1].to(dtype, memory_format=torch.contiguous_format)
+
+
+@custom_op("megablocks::router_weight_backward", mutates_args=())
+def router_weight_backward_op(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    if runs_triton(weight):
+        from megablocks.ops.routing.router_triton import weight_backward_launch
+
+        return weight_backward_launch(weight, expert, d_weight, num_experts, dtype, options)
+    return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)
+
+
+@router_weight_backward_op.register_fake
+def _(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, top_k: int, *_: Any
+) -> Tensor:
+    return weight.new_empty(weight.shape[0] // top_k, num_experts, dtype=dtype)
+
+
+def _save_weights(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, _, _, *ctx.options = inputs
+    out = RouterOutput(*output)
+    ctx.like = logits.shape[1], logits.dtype
+    ctx.mark_non_differentiable(out.balance, out.z, out.sums)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(out.weight, out.expert)
+
+
+def _backward_of_weights(ctx: Any, d_weight: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * (2 + len(ctx.options))
+    if d_weight is None:
+        return None, *nothing
+    return router_weight_backward_op(*ctx.saved_tensors, d_weight, *ctx.like, *ctx.options), *nothing
+
+
+router_without_losses_op.register_autograd(_backward_of_weights, setup_context=_save_weights)
 
 
 def register_router_autograd(op: Op, backward_op: Op, saved: Callable[..., tuple[Tensor, ...]]) -> None:
@@ -283,6 +352,7 @@ def route_topk(
     balance_weight: float = 0.0,
     z_weight: float = 0.0,
     padding_mask: Tensor | None = None,
+    losses: bool = True,
 ) -> RouterOutput:
     """Choose each token's experts, with the load and the losses; no host synchronisation.
 
@@ -291,6 +361,8 @@ def route_topk(
         norm_p: None, 1 or 2. The other options are those of `topk_weights`.
         balance_weight, z_weight: of the losses.
         padding_mask: (T,) bool, True for padding.
+        losses: whether balance, z and sums need to be differentiable. Where they need not, a softmax over the chosen
+            logits keeps its weights for backward in place of all logits.
 
     Raises:
         ValueError: another norm_p, a top_k outside [1, E], a bias or mask of another shape, or more experts or choices
@@ -298,4 +370,5 @@ def route_topk(
     """
     factors = (scaling, balance_weight, z_weight)
     options = router_options(logits, top_k, bias, padding_mask, score_function, softmax_order, norm_p, *factors)
-    return RouterOutput(*router_op(logits, bias, padding_mask, *options))
+    op = router_op if losses or not keeps_weights_alone(options) else router_without_losses_op
+    return RouterOutput(*op(logits, bias, padding_mask, *options))

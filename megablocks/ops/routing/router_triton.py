@@ -6,8 +6,11 @@ Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times 
            squared log-sum-exp and the counts of what is not finite and what is no padding.
 2. finish  one program adds the P partial results in their order and computes both losses. No atomics: reruns are equal.
 3. route backward   one pass: logits and the gradients of weights and losses to the gradient of the logits.
+   weight backward  the same from the weights alone, where they are a softmax over the chosen logits and there are no
+                    losses.
 
-Bytes: logits once each way, the gradient of the logits once; scores are never stored.
+Bytes: logits once each way (forward alone for 'weight backward'), the gradient of the logits once; scores are never
+stored.
 
 For token rounding the first kernel stores every pair's weight and key instead of each token's choices, and the last
 reads a pair's gradient where a flag says that it was kept (rounded_router_triton.py).
@@ -308,6 +311,31 @@ def _route_backward_kernel(
     tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside)
 
 
+@quick
+@triton.jit(do_not_specialize=["num_tokens"])
+def _weight_backward_kernel(
+    weight_ptr, expert_ptr, d_weight_ptr, out_ptr, num_tokens, E, scaling,
+    K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    e = tl.arange(0, BLOCK)
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    alive = t < num_tokens
+    row = t.to(tl.int64) * K
+    mean = tl.zeros((TOKENS,), tl.float32)
+    for i in range(K):
+        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
+        mean += weight * tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
+    mean /= scaling
+    d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
+    for i in range(K):
+        expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)  # -1 of padding: no column is it
+        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
+        grad = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
+        d_logits = tl.where(e[None, :] == expert[:, None], (weight * (grad - mean))[:, None], d_logits)
+    at = t[:, None].to(tl.int64) * E + e[None, :]
+    tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=alive[:, None] & (e < E)[None, :])
+
+
 def _tile(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
     block = max(next_power_of_2(num_experts), 16)
     return {"TOKENS": max(values // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
@@ -388,6 +416,22 @@ def route_backward_launch(
             logits, padding_mask, expert, load, stats, flags, ends, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, options.scaling, options.balance_weight, options.z_weight,
             SIGMOID=options.sigmoid, AFTER=options.after, NORM=options.norm_p, MASKED=padding_mask is not None,
+            num_warps=_WARPS, **sizes,
+        )  # fmt: skip
+    return out
+
+
+def weight_backward_launch(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    """Results as of `router_weight_backward_op`; one launch."""
+    num_tokens = weight.shape[0] // options.top_k
+    out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
+    sizes = _tile(num_experts, options.top_k)
+    del sizes["KPAD"]
+    if out.numel():
+        _weight_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
+            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling,
             num_warps=_WARPS, **sizes,
         )  # fmt: skip
     return out
