@@ -252,17 +252,20 @@ def _route_backward_kernel(
         chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live, other=0).to(tl.float32)
         weight, top_k, total_k = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
         weight = tl.where(live, weight, 0.0)
-        # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
+        # Masked after the product: a product straight under a sum across lanes is fused with the first addition, each
+        # lane's own, and the lanes, which all store the sum in one place, would store different last bits.
+        # Weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
         factor = tl.full((TOKENS,), 1.0, tl.float32)
         pull = tl.zeros((TOKENS,), tl.float32)
         if NORM == 1:
             norm = tl.sum(weight, 1)
             factor = 1.0 / (norm + _TINY)
-            pull = tl.sum(grad * weight, 1) * factor * factor
+            pull = tl.sum(tl.where(live, grad * weight, 0.0), 1) * factor * factor
         elif NORM == 2:
-            norm = tl.sqrt(tl.sum(weight * weight, 1))
+            norm = tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1))
             factor = 1.0 / (norm + _TINY)
-            pull = tl.where(norm == 0.0, 0.0, tl.sum(grad * weight, 1) * factor * factor / norm)
+            pull = tl.sum(tl.where(live, grad * weight, 0.0), 1) * factor * factor
+            pull = tl.where(norm == 0.0, 0.0, pull / norm)
         d_weight = grad * factor[:, None]
         if NORM == 1:
             d_weight -= tl.where(weight > 0, pull[:, None], 0.0)

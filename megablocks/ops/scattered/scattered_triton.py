@@ -111,12 +111,16 @@ def _rows_kernel(
             dot = tl.sum(acc * other, 1)
             if dot_bias_ptr is not None:
                 if r % n_tiles == 0:  # once a row; its operand is still in the second-level cache
+                    # Summed across lanes at the end: a product straight under such a sum is fused with the first
+                    # addition, each lane's own, and lanes that store one sum would store different last bits.
+                    products = tl.zeros((BM, BK), dtype=tl.float32)
                     for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
                         inside = k0 + k < K
                         at = x_ptr + src[:, None] * stride_xr + (k0 + k).to(tl.int64)[None, :] * stride_xk
                         a = tl.load(at, mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
                         b = tl.load(dot_bias_ptr + e * K + k0 + k, mask=inside, other=0.0).to(tl.float32)
-                        dot += tl.sum(a * b[None, :], 1)
+                        products += a * b[None, :]
+                    dot += tl.sum(products, 1)
             tl.store(dots_ptr + (r % n_tiles).to(tl.int64) * num_rows + pair, dot, mask=live)
         if bias_ptr is not None:
             acc += tl.load(bias_ptr + e * N + n, mask=(n < N) & (e < E), other=0.0).to(tl.float32)[None, :]
