@@ -35,7 +35,7 @@ from megablocks.layers.expert_mlp import (
 from megablocks.layers.main_grad import main_grad_of, to_main_grad
 from megablocks.layers.scatter_mlp import scatter_mlp
 from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.launch import is_compiling_ahead
+from megablocks.ops.launch import can_compile_ahead, hash_triton, is_compiling_ahead
 from megablocks.ops.permute.combine import combine
 from megablocks.ops.permute.gather import gather
 from megablocks.ops.quant.saved import OFF
@@ -142,6 +142,8 @@ class Experts(nn.Module):
         self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
         output_std = config.init_std if config.output_init_std is None else config.output_init_std
         self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
+        if self.w1.is_cuda and can_compile_ahead():
+            hash_triton()  # meanwhile
         self.reset_parameters(seed)
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
 

@@ -52,6 +52,18 @@ print("compiled ahead")
 """
 
 
+def test_the_hash_of_triton_is_taken_once_and_in_a_thread():
+    from triton.runtime.cache import triton_key
+
+    launch.hash_triton().join()
+    before = triton_key.cache_info()
+    assert before.currsize == 1
+    triton_key()
+    launch.hash_triton().join()
+    after = triton_key.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
 def test_launches_compile_in_threads_and_are_not_compiled_again(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=300)
