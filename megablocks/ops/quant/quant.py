@@ -89,11 +89,11 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
         u = (ratio * (4 * CURVE) + (1 - CURVE) ** 2).sqrt() - (1 - CURVE)
         k = (u * ((levels - 0.5) / (2 * CURVE))).floor().clamp(max=levels - 1)
         own = torch.where(is_larger, own_larger[..., None], own_smaller[..., None])
-        lost = (_level_ref(k, levels) * own - share).square().sum(2)
+        lost = (_level_ref(k, levels) * own - share).square()
         if best is None:
             best = code, k, lost
         else:
-            less = lost < best[2]
+            less = (best[2] - lost).sum(2) > 0
             best = torch.where(less, code, best[0]), torch.where(less[..., None], k, best[1]), lost
     assert best is not None
     code, k, _ = best

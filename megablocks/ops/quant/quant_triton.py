@@ -41,7 +41,7 @@ def _encode(
     bits, larger, inverse, ratio_of_maxima, others_larger, share, is_other,
     BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, sum of the squares lost.
+    """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, the square that each value loses.
 
     All in units of the larger maximum: shares are magnitudes, and so are the two scales `own`. Groups are 8 values a
     thread at 4 bits, so what is done once a group counts: two divisions.
@@ -66,7 +66,7 @@ def _encode(
     k = tl.floor((root - (1 - CURVE)) * ((LEVELS - 0.5) / (2 * CURVE)))
     k = tl.minimum(k, LEVELS - 1.0)
     lost = _level(k, BITS, CURVE) * tl.where(is_larger, own_larger[:, :, None], own_smaller[:, :, None]) - share
-    return code, k, tl.sum(lost * lost, 2)
+    return code, k, lost * lost
 
 
 @quick
@@ -105,7 +105,9 @@ def _quantize_kernel(
         code_b, k_b, lost_b = _encode(
             bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST
         )
-        less = lost_b < lost
+        # Of differences: a sum of products may have each lane's own fused into its first addition, and lanes of a group
+        # that hold different last bits could choose differently.
+        less = tl.sum(lost - lost_b, 2) > 0
         code = tl.where(less, code_b, code)
         k = tl.where(less[:, :, None], k_b, k)
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
