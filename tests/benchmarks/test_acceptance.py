@@ -80,7 +80,8 @@ def peers_record(shape):
 def rounded():
     row = {"nearest": {"queued_speed": 1.13, "wasted": 0.0, "deviation": 127}}
     return {
-        shape: copy.deepcopy(row | {"plain": {"wasted": 0.2, "deviation": 0}}) for shape in acceptance.ROUNDING_GOALS
+        shape: copy.deepcopy(row | {"whole": {"queued_speed": 1.2, "wasted": 0.0, "deviation": 0}})
+        for shape in acceptance.ROUNDING_GOALS
     }
 
 
