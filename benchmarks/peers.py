@@ -8,9 +8,10 @@ routing). The latter's figures, measured earlier on an H200, are what a peer has
 15 % below voids the run. In turn, in one process a shape: `auto`, `grouped`, `sparse`, `scatter`, `fused` are dMoE with
 that mlp_impl, `fused recompute` and `fused 8 bits` keep less for backward; `torch`, `scattermoe`, `sonicmoe` and
 `sonicmoe compiled`, as its own benchmark calls it, run if they import; `bmm` is cuBLAS's batched products of the same
-FLOPs on even experts, nothing else of a layer. Router included, auxiliary losses off. TFLOP/s count 6·T·H·I·K forward
-and 12·T·H·I·K backward; backward is total less forward. They are timed with their launches already in the GPU's queue,
-so that a slow host does not count; `eager` is the total without. Every result but bmm's is compared with float32 first.
+FLOPs on even experts, nothing else of a layer. Router included, ours where a peer has none, auxiliary losses off.
+TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward. They are timed with their
+launches already in the GPU's queue, so that a slow host does not count; `eager` is the total without. Every result but
+bmm's is compared with float32 first.
 
 SonicMoE counts as the faster of its two, on the total. The shapes' kernels are compiled beside each other before the
 first shape is timed. Shapes may be split over runs: --merge puts the files' shapes into one table, whose gate is green

@@ -44,11 +44,11 @@ def labels(toy: bool) -> list[str]:
 
 
 def even_ids(shape: Shape, device: str) -> Any:
-    """(T, K) different experts a token in random order, each T·K/E times; E must divide T, and K divide E."""
+    """(T, K) different experts a token in random order, each equally often; E must divide T, and K divide E."""
     import torch
 
     tokens, experts, top_k = shape.tokens, shape.experts, shape.top_k
-    assert tokens % experts == 0 and experts % top_k == 0, shape.label
+    assert tokens % experts == 0 and experts % top_k == 0 and tokens // experts * top_k % TILE == 0, shape.label
     generator = torch.Generator(device).manual_seed(3)
     first = torch.randperm(tokens, device=device, generator=generator) % experts
     return (first.unsqueeze(1) + torch.arange(top_k, device=device) * (experts // top_k)) % experts
