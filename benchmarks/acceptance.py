@@ -210,7 +210,7 @@ def indices(result: Result) -> Judged:
 
 
 def over_padding(kind: str, wanted: Callable[[float], bool], goal: float, count: int) -> Callable[[Result], Judged]:
-    """kind: "speed", called from Python, or "graph_speed"."""
+    """kind: "speed", called from Python, "one_thread_speed", or "graph_speed"."""
 
     def judge(result: Result) -> Judged:
         found = []
@@ -387,6 +387,8 @@ LINES = (
          over_padding("graph_speed", lambda skew: skew >= 2, 1.38, 3)),
     Line("dMoE over padded, skew >= 2, eager", ">= 1.38x", "layers",
          over_padding("speed", lambda skew: skew >= 2, 1.38, 3)),
+    Line("the same, backward in the caller's thread", "a figure", "layers",
+         over_padding("one_thread_speed", lambda skew: skew >= 2, -math.inf, 3)),
     Line("dMoE over padded, skew 1, GPU", ">= 0.95x", "layers",
          over_padding("graph_speed", lambda skew: skew == 1, 0.95, 1)),
     Line("dMoE over padded, skew 1, eager", ">= 0.95x", "layers",

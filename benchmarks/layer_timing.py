@@ -28,11 +28,13 @@ def memory_of(step: Step) -> dict[str, int]:
 
 
 def timers_of(
-    job: str, problem: Problem, name: str, make: Callable[[], Step], *, graph: bool = False, queued: bool = False
-) -> tuple[dict[str, Callable[[], float]], dict[str, int]]:
+    job: str, problem: Problem, name: str, make: Callable[[], Step], *, graph: bool = False, queued: bool = False,
+    one_thread: bool = False,
+) -> tuple[dict[str, Callable[[], float]], dict[str, int]]:  # fmt: skip
     """Check a candidate; what times it, in µs: `eager/NAME`, `forward/NAME`, with `graph` `graph/NAME`; its memory.
 
     queued: the forward alone and one more of the whole step, `queued/NAME`, with their launches already in the queue.
+    one_thread: `one thread/NAME`, eager with backward in the caller's thread.
 
     One that is wrong or raises has no timers, and is reported to the parent.
     """
@@ -56,11 +58,20 @@ def timers_of(
             timer("queued", step.total, few, wait=1.2 * host_milliseconds(step.total, few))
         else:
             timer("forward", step.forward, calls)
+        if one_thread:
+            timer("one thread", lambda: _in_one_thread(step), calls)
         if on_gpu() and graph:
             timer("graph", graph_of(step.total, calls), 1, calls)
         emit(good=key, error=error)
         return timers, memory
     return {}, {}
+
+
+def _in_one_thread(step: Step) -> None:
+    import torch
+
+    with torch.autograd.set_multithreading_enabled(False):
+        step.total()
 
 
 def check_and_time(
@@ -72,6 +83,7 @@ def check_and_time(
     *,
     graphs: Collection[str] = (),
     queued: bool = False,
+    one_thread: bool = False,
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, int]]]:
     """Times of all that `timers_of` says, interleaved, but for those struck off, and memory by name."""
     timers: dict[str, Callable[[], float]] = {}
@@ -79,7 +91,8 @@ def check_and_time(
     for name, make in makers.items():
         if struck_off(f"{job}/{name}", struck):
             continue
-        mine, kept = timers_of(job, problem, name, make, graph=name in graphs, queued=queued)
+        how = {"graph": name in graphs, "queued": queued, "one_thread": one_thread}
+        mine, kept = timers_of(job, problem, name, make, **how)
         if mine:
             timers |= mine
             memory[name] = kept

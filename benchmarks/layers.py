@@ -10,10 +10,12 @@ exactly skew times the mean, the others fall off as a power law (`megablocks.tes
     auto, sparse, grouped, scatter, fused   dMoE with that mlp_impl
     torch, scattermoe, sonicmoe   peers, if they import; see layer_candidates.py
 
-Each is timed as a user runs it (`eager`), and as a CUDA graph (`graph`), which leaves out what launching costs: the
-eager ratio is against `padded`, the graph's against `padded known`. `held` is what the forward leaves allocated, output
-included, `peak` the most in a step, weights and inputs excluded. Every candidate's output and gradients are compared
-with float32 first. Writes results/<gpu>/layers.json; benchmarks/plot.py draws it. DRY_RUN=1 prints the cases.
+Each is timed as a user runs it (`eager`), the same with backward in the caller's thread (`one thread`, as
+torch.autograd.set_multithreading_enabled(False) asks), and as a CUDA graph (`graph`), which leaves out what launching
+costs: the eager ratios are against `padded`, the graph's against `padded known`. `held` is what the forward leaves
+allocated, output included, `peak` the most in a step, weights and inputs excluded. Every candidate's output and
+gradients are compared with float32 first. Writes results/<gpu>/layers.json; benchmarks/plot.py draws it. DRY_RUN=1
+prints the cases.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     problem = problem_of(job)
     load = torch.bincount(problem.ids.flatten(), minlength=problem.shape.experts)
     made = makers(problem, float(skew), args.candidates)
-    times, memory = check_and_time(job, problem, made, struck, args.rounds, graphs=(KNOWN, *OURS))
+    times, memory = check_and_time(job, problem, made, struck, args.rounds, graphs=(KNOWN, *OURS), one_thread=True)
     if not times:
         return
     flops = 3 * problem.shape.forward_flops
@@ -118,7 +120,7 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     gate.report()
     if not gate.green:
         return {}
-    print("\nms a step, TFLOP/s, speed over padding eager and as a graph, forward's share; MiB held, peak")
+    print("\nms a step, TFLOP/s; speed over padding eager, in one thread, as a graph; MiB held, peak")
     sizes: dict[str, Any] = {}
     for r in records:
         times = r["times"]
@@ -130,15 +132,18 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
                 "ms": eager,
                 "forward_ms": median(times[f"forward/{name}"]) / 1e3,
                 "speed": speed(times, f"eager/{name}", f"eager/{PADDED}"),
+                "one_thread_ms": median(times[f"one thread/{name}"]) / 1e3 if f"one thread/{name}" in times else None,
+                "one_thread_speed": speed(times, f"one thread/{name}", f"one thread/{PADDED}"),
                 "graph_ms": median(times[f"graph/{name}"]) / 1e3 if f"graph/{name}" in times else None,
                 "graph_speed": speed(times, f"graph/{name}", f"graph/{KNOWN}"),
                 **r["memory"].get(name, {}),
             }
             case[name] = row
-            shown = [f"{row[key]:5.2f}×" if row[key] else "     –" for key in ("speed", "graph_speed")]
+            ratios = ("speed", "one_thread_speed", "graph_speed")
+            shown = [f"{row[key]:5.2f}×" if row[key] else "     –" for key in ratios]
             space = [f"{row[key] / 2**20:6.0f}" if key in row else "     –" for key in ("held", "peak")]
-            graph = f"{row['graph_ms']:7.3f}" if row["graph_ms"] else "      –"
-            print(f"  {name:13s} {eager:7.3f} (graph {graph}, forward {row['forward_ms']:7.3f}) "
+            ms = [f"{row[key]:7.3f}" if row[key] else "      –" for key in ("one_thread_ms", "graph_ms", "forward_ms")]
+            print(f"  {name:13s} {eager:7.3f} (one thread {ms[0]}, graph {ms[1]}, forward {ms[2]}) "
                   f"{r['flops'] / eager / 1e9:5.0f} TFLOP/s {' '.join(shown)} {' '.join(space)}")  # fmt: skip
         entry = sizes.setdefault(r["size"], {"fresh_skew": r["fresh_skew"], "skews": []})
         entry["skews"].append({"skew": r["skew"], "candidates": case})

@@ -70,13 +70,14 @@ def test_layers_are_right_and_their_loads_exact(results):
     even, skewed = result["records"]
     assert (even["skew"], even["fullest"], even["least"]) == (1.0, 32, 32)
     assert (skewed["skew"], skewed["fullest"]) == (2.0, 64) and skewed["least"] > 0
-    assert {"eager/auto", "forward/sparse", "eager/padded known"} <= set(skewed["times"])
+    assert {"eager/auto", "forward/sparse", "one thread/auto", "eager/padded known"} <= set(skewed["times"])
     assert all(len(times) == 2 and min(times) > 0 for times in skewed["times"].values())
     summary = result["summary"]
     case = summary["sizes"]["toy"]["skews"][1]["candidates"]
     assert case["padded"]["speed"] == 1.0 and case["auto"]["speed"] == pytest.approx(
         measure.speed(skewed["times"], "eager/auto", "eager/padded")
     )
+    assert case["auto"]["one_thread_speed"] > 0 and case["padded"]["one_thread_speed"] == 1.0
     # no graph on a CPU: that a goal was not measured is said, not passed over
     assert any("graph_speed none" in missed for missed in summary["missed"])
     assert 1 < min(summary["trained_skews"]) < max(summary["trained_skews"]) < 4

@@ -1,6 +1,8 @@
 """What to compile for each architecture: every kernel of the package, launched as the ops launch it.
 
-    python tests/ops/compile_cases.py ARCHITECTURE [FAMILY…]    one line of JSON: kernel → [most shared bytes, binaries]
+    python tests/ops/compile_cases.py ARCHITECTURE [FAMILY…]
+
+prints one line of JSON: kernel → [most shared bytes, binaries, products fused across lanes].
 
 A family is a function below that calls launchers with tensors on the CPU (see megablocks.testing.compile_only) and
 names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing.
@@ -9,6 +11,7 @@ names its kernels. A new kernel is put into a family; test_compile.py fails whil
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +19,19 @@ from itertools import product
 
 import torch
 from torch import Tensor
+
+
+def fused_across_lanes(ptx: str) -> int:
+    """Multiply-adds onto what a shuffle brought: each lane fuses its own product with another's rounded one.
+
+    The lanes of such a sum hold different last bits: a race where all of them store it in one place, a disagreement
+    where each decides by it.
+    """
+    shuffled = set(re.findall(r"shfl\.sync\.\w+\.b32\s+(%\w+)", ptx))
+    moved = dict(re.findall(r"mov\.b32\s+(%\w+), (%\w+);", ptx))
+    addends = re.findall(r"fma\.rn(?:\.ftz)?\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx)
+    return sum(moved.get(a, a) in shuffled for a in addends)
+
 
 EVERY = (torch.bfloat16, torch.float16, torch.float32)
 ARCHITECTURES = (80, 86, 90, 100, 120)
@@ -95,7 +111,7 @@ def router() -> None:
         weight_backward_launch,
     )
 
-    for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (1000, 32))):
+    for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (130, 8), (1000, 32))):
         logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
         for mask, bias, options in (
             (None, None, RouterOptions(k, False, False, 0, 1.0, 0.1, 0.1)),
@@ -319,4 +335,6 @@ if __name__ == "__main__":
         for name, one in FAMILIES.items():
             if architecture in one.architectures and name in (sys.argv[2:] or FAMILIES):
                 one.compile()
-    print(json.dumps({k: [max(b.metadata.shared for b in built), len(built)] for k, built in compiled.items()}))
+    shared = {kernel: max(b.metadata.shared for b in built) for kernel, built in compiled.items()}
+    fused = {kernel: sum(fused_across_lanes(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
+    print(json.dumps({kernel: [shared[kernel], len(built), fused[kernel]] for kernel, built in compiled.items()}))

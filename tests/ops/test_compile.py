@@ -12,11 +12,11 @@ import pytest
 
 from megablocks.testing.compile_only import SHARED_BYTES, kernels_of_the_package
 
-from .compile_cases import ARCHITECTURES, FAMILIES
+from .compile_cases import ARCHITECTURES, FAMILIES, fused_across_lanes
 
 
-def compile_families(architecture: int, cache: Path, *families: str) -> dict[str, tuple[int, int]]:
-    """Kernel → its most shared bytes and number of binaries; by another process, as Triton may be interpreted here."""
+def compile_families(architecture: int, cache: Path, *families: str) -> dict[str, tuple[int, int, int]]:
+    """Kernel → what compile_cases.py prints of it; by another process, as Triton may be interpreted here."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")}
     program = [sys.executable, str(Path(__file__).with_name("compile_cases.py")), str(architecture), *families]
     done = subprocess.run(
@@ -30,8 +30,9 @@ def check(architecture: int, cache: Path, *families: str) -> None:
     chosen = [FAMILIES[name] for name in families or FAMILIES if architecture in FAMILIES[name].architectures]
     compiled = compile_families(architecture, cache, *families)
     assert set(compiled) == set().union(*(one.kernels for one in chosen))
-    for kernel, (shared, binaries) in compiled.items():
+    for kernel, (shared, binaries, fused) in compiled.items():
         assert binaries > 0 and shared <= SHARED_BYTES[architecture], f"{kernel} needs {shared} bytes of shared memory"
+        assert not fused, f"{kernel}: lanes of one sum hold different bits"
 
 
 def test_every_kernel_of_the_package_is_in_a_family() -> None:
@@ -42,6 +43,25 @@ def test_every_kernel_of_the_package_is_in_a_family() -> None:
 
 def test_one_family_compiles_for_the_architecture_with_the_least_shared_memory(tmp_path: Path) -> None:
     check(86, tmp_path, "bias")
+
+
+@pytest.mark.parametrize(
+    "family", ["quant", *(pytest.param(name, marks=pytest.mark.slow) for name in ("router", "scattered"))]
+)
+def test_N12_lanes_of_one_sum_hold_the_same_bits(family: str, tmp_path: Path) -> None:
+    """Where racecheck, on a GPU, reported two kernels and missed a third."""
+    check(90, tmp_path, family)
+
+
+def test_a_product_fused_across_lanes_is_seen() -> None:
+    ptx = """
+        mul.rn.f32 %r1, %r2, %r3;
+        shfl.sync.bfly.b32 %r4, %r1, 16, 31, -1;
+        mov.b32 %r5, %r4;
+        fma.rn.f32 %r6, %r2, %r3, %r5;
+    """
+    assert fused_across_lanes(ptx) == 1
+    assert fused_across_lanes(ptx.replace("%r5;", "%r1;")) == 0
 
 
 @pytest.mark.slow

@@ -55,6 +55,16 @@ def _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
 
 
 @triton.jit
+def _sum_products(a, b, inside):
+    """Σ a·b over a row's places `inside`, masked after the product.
+
+    A product straight under a sum across lanes is fused with the first addition, each lane's own: the lanes of a row
+    would hold sums of different last bits, and those that all store it in one place would race.
+    """
+    return tl.sum(tl.where(inside, a * b, 0.0), 1)
+
+
+@triton.jit
 def _softmax(logits, inside):
     """(exp(logits - top), top, sum) of each row; 0 outside."""
     top = tl.max(tl.where(inside, logits, float("-inf")), 1)
@@ -82,7 +92,7 @@ def _choices(logits, scores, chosen, AFTER: tl.constexpr, NORM: tl.constexpr):
     else:
         weight = tl.where(chosen, scores, 0.0)
     if NORM == 2:
-        return weight, tl.sqrt(tl.sum(weight * weight, 1))
+        return weight, tl.sqrt(_sum_products(weight, weight, chosen))
     return weight, tl.sum(weight, 1)
 
 
@@ -160,7 +170,7 @@ def _route_kernel(
             if NORM == 1:
                 weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
             elif NORM == 2:
-                weight = weight / (tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1)) + _TINY)[:, None]
+                weight = weight / (tl.sqrt(_sum_products(weight, weight, live)) + _TINY)[:, None]
             at = t[:, None].to(tl.int64) * K + k[None, :]
             tl.store(weight_ptr + at, weight * scaling, mask=live)
             tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
@@ -200,7 +210,7 @@ def _finish_kernel(
     tl.store(stats_ptr + 1, living.to(tl.int64))
     tl.store(stats_ptr + 2, 0 * living.to(tl.int64))  # ids outside [0, E): there are none
     count = tl.maximum(living, 1).to(tl.float32)
-    balance = tl.sum(tokens.to(tl.float32) / (count * K) * (score / count), 0)
+    balance = tl.sum(tl.where(e < E, tokens.to(tl.float32) / (count * K) * (score / count), 0.0), 0)
     tl.store(balance_ptr, balance_weight * E * balance)
     tl.store(z_ptr, z_weight * (squares / count))
 
@@ -233,14 +243,14 @@ def _route_backward_kernel(
         d_scores += grad - d_taken
         if NORM > 0:
             factor = 1.0 / (norm + _TINY)
-            pull = tl.sum(d_taken * weight, 1) * factor * factor
+            pull = _sum_products(d_taken, weight, taken) * factor * factor
             if NORM == 1:
                 slope = tl.where(weight > 0, 1.0, 0.0)
             else:
                 slope = tl.where(norm == 0.0, 0.0, 1.0 / norm)[:, None] * weight
             d_taken = tl.where(taken, d_taken * factor[:, None] - pull[:, None] * slope, 0.0)
         if AFTER:
-            d_logits += weight * (d_taken - tl.sum(d_taken * weight, 1)[:, None])
+            d_logits += weight * (d_taken - _sum_products(d_taken, weight, taken)[:, None])
         else:
             d_scores += d_taken
     elif d_weight_ptr is not None:
@@ -252,19 +262,17 @@ def _route_backward_kernel(
         chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live, other=0).to(tl.float32)
         weight, top_k, total_k = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
         weight = tl.where(live, weight, 0.0)
-        # Masked after the product: a product straight under a sum across lanes is fused with the first addition, each
-        # lane's own, and the lanes, which all store the sum in one place, would store different last bits.
-        # Weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
+        # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
         factor = tl.full((TOKENS,), 1.0, tl.float32)
         pull = tl.zeros((TOKENS,), tl.float32)
         if NORM == 1:
             norm = tl.sum(weight, 1)
             factor = 1.0 / (norm + _TINY)
-            pull = tl.sum(tl.where(live, grad * weight, 0.0), 1) * factor * factor
+            pull = _sum_products(grad, weight, live) * factor * factor
         elif NORM == 2:
-            norm = tl.sqrt(tl.sum(tl.where(live, weight * weight, 0.0), 1))
+            norm = tl.sqrt(_sum_products(weight, weight, live))
             factor = 1.0 / (norm + _TINY)
-            pull = tl.sum(tl.where(live, grad * weight, 0.0), 1) * factor * factor
+            pull = _sum_products(grad, weight, live) * factor * factor
             pull = tl.where(norm == 0.0, 0.0, pull / norm)
         d_weight = grad * factor[:, None]
         if NORM == 1:
@@ -273,7 +281,7 @@ def _route_backward_kernel(
             d_weight -= weight * pull[:, None]
         mean = tl.zeros((TOKENS,), tl.float32)
         if AFTER:
-            mean = tl.sum(tl.where(live, d_weight * weight, 0.0), 1)
+            mean = _sum_products(d_weight, weight, live)
         for i in range(K):
             expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)
             g = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32) * (scaling * factor)
@@ -300,12 +308,12 @@ def _route_backward_kernel(
         d_share += tl.load(d_balance_ptr) * balance_weight * E * load / (count * K) / count
     if SIGMOID:
         whole = tl.sum(scores, 1) + _TINY
-        common = tl.sum(scores * d_share[None, :], 1) / whole
+        common = _sum_products(scores, d_share[None, :], inside) / whole
         d_scores += (d_share[None, :] - common[:, None]) / whole[:, None]
         d_logits += d_scores * scores * (1.0 - scores)
     else:
         d_scores += d_share[None, :]
-        d_logits += scores * (d_scores - tl.sum(d_scores * scores, 1)[:, None])
+        d_logits += scores * (d_scores - _sum_products(d_scores, scores, inside)[:, None])
     if d_z_ptr is not None:
         lse = top + tl.log(total)
         d_logits += soft * (lse * (2.0 * tl.load(d_z_ptr) * z_weight / count))[:, None]
