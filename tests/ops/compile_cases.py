@@ -268,15 +268,15 @@ def scattered() -> None:
     rows = 4096
     for dtype in (torch.bfloat16, torch.float32):
         order, gate, ends = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.zeros(32, dtype=torch.int64)
-        for n in (64, 128, 512):
-            x, tokens = torch.zeros(rows, n, dtype=dtype), torch.zeros(rows // 8, 256, dtype=dtype)
-            w, bias = torch.zeros(32, n, 256, dtype=dtype).mT, torch.zeros(32, n, dtype=dtype)
+        for n, k in ((64, 256), (128, 256), (512, 256), (65, 73)):  # one element a thread where rows are odd
+            x, tokens = torch.zeros(rows, n, dtype=dtype), torch.zeros(rows // 8, k, dtype=dtype)
+            w, bias = torch.zeros(32, n, k, dtype=dtype).mT, torch.zeros(32, n, dtype=dtype)
             up = (None, None, None, None, 1, None)
             rows_launch(tokens, w, ends, rows, order, 8, None, None, *up, True)
             rows_launch(tokens, w, ends.int(), rows, order.int(), 1, None, bias, *up, False)
-            rows_launch(x, w.mT, ends, rows, None, 1, order, bias[:, :1].expand(32, 256), gate, order, *up[2:], True)
+            rows_launch(x, w.mT, ends, rows, None, 1, order, bias[:, :1].expand(32, k), gate, order, *up[2:], True)
             # backward of the last: the gradient of the output, wᵀ, gates and the dots with x
-            slope = (order, 8, None, None, gate, order, x, None, 1, torch.zeros(32, 256, dtype=dtype))
+            slope = (order, 8, None, None, gate, order, x, None, 1, torch.zeros(32, k, dtype=dtype))
             rows_launch(tokens, w, ends, rows, *slope, True)
             weights_launch(x, tokens, ends, None, 1, order, 8, gate, order, False, True)
             weights_launch(tokens, x, ends, order, 8, None, 1, None, None, True, False)

@@ -108,11 +108,12 @@ def _rows_kernel(
             row = _at(other_in_ptr, p, used, OTHER_FAN)
             other_ptrs = other_ptr + row[:, None] * stride_other + n[None, :]
             other = tl.load(other_ptrs, mask=used[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
-            dot = tl.sum(acc * other, 1)
+            # Masked after the product, and the next one summed in registers first: a product straight under a sum
+            # across lanes is fused with the first addition, each lane's own, and lanes that store one sum would store
+            # different last bits.
+            dot = tl.sum(tl.where(mask, acc * other, 0.0), 1)
             if dot_bias_ptr is not None:
                 if r % n_tiles == 0:  # once a row; its operand is still in the second-level cache
-                    # Summed across lanes at the end: a product straight under such a sum is fused with the first
-                    # addition, each lane's own, and lanes that store one sum would store different last bits.
                     products = tl.zeros((BM, BK), dtype=tl.float32)
                     for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
                         inside = k0 + k < K
