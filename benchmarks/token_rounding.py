@@ -9,7 +9,7 @@ queue, from CUDA graphs, and called from Python; each compared with float32 unde
 rounding adds are computed and those that it drops are not, so `rows` differ: a step is compared, not a row.
 
 `whole` is plain top-k over other ids, by which every expert has equally many rows, a multiple of 128: what partial
-tiles cost a step of plain top-k in time, not in rows, and so the most that rounding could win.
+tiles cost a step of plain top-k in time, not in rows, and so the most that a rule could win by as many rows.
 
 Goals, queued: 1.08 at 16384,1536; 1024/128/2 and 1.12 at 16384,4096; 1024/256/4, or partial tiles cost less than that.
 Writes results/<gpu>/token_rounding.json. DRY_RUN=1 prints the cases.

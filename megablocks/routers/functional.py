@@ -93,6 +93,7 @@ def _fused_token_choice(
         "z_weight": config.z_loss_weight,
         "padding_mask": padding_mask,
     }
+    balances, bounds = training and config.load_balancing_loss_weight > 0, training and config.z_loss_weight > 0
     out: RouterOutput | RoundedOutput
     top_k: int | None
     if training and config.token_rounding is not None:
@@ -102,8 +103,7 @@ def _fused_token_choice(
         metrics = {"rounded_per_expert": out.rounded, "dropped": out.dropped}
     else:
         top_k = config.top_k
-        losses = training and (config.load_balancing_loss_weight > 0 or config.z_loss_weight > 0)
-        out = route_topk(logits, top_k, losses=losses, **options)
+        out = route_topk(logits, top_k, losses=balances or bounds, **options)
         metrics = {"dropped": out.stats[2]}  # the 0 that is there: a new one is a launch
     nonfinite, num_tokens, invalid = out.stats.unbind()
     routing = Routing(
@@ -119,14 +119,14 @@ def _fused_token_choice(
         ids = _round_robin(out.expert.view(-1, config.top_k), config.num_experts)
         routing = make_routing(ids, out.weight.view(ids.shape), config.num_experts, padding_mask=padding_mask)
     routing.metrics["nonfinite_tokens"] = nonfinite
-    if training and config.load_balancing_loss_weight > 0:
+    if balances:
         group = loss_group if config.load_balancing_scope == "global" else None
         routing.losses["load_balancing_loss"] = out.balance
         if config.uniform_assignment or (group is not None and dist.get_world_size(group) > 1):
             load, weight = routing.metrics["tokens_per_expert"], config.load_balancing_loss_weight
             loss = balance_loss_over_ranks(out.sums, load, num_tokens, config.top_k, weight, group)
             routing.losses["load_balancing_loss"] = loss
-    if training and config.z_loss_weight > 0:
+    if bounds:
         routing.losses["z_loss"] = out.z
     return routing
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 from megablocks.config import ConfigError, MoEConfig
-from megablocks.routers import ExpertChoiceRouter, TopKRouter, make_router, route
+from megablocks.routers import ExpertChoiceRouter, TopKRouter, functional, make_router, route
 from megablocks.testing.launcher import run_distributed_test
 
 
@@ -185,3 +185,16 @@ def _update_with_my_counts():
 def test_update_over_ranks_sees_their_sum():
     # sums 9, 2, 2, 2, 2, 7; mean 4
     assert run_distributed_test(_update_with_my_counts, 2) == [[-0.25, 0.25, 0.25, 0.25, 0.25, -0.25]] * 2
+
+
+@pytest.mark.parametrize("weighed", [None, "load_balancing_loss_weight", "z_loss_weight"])
+@pytest.mark.parametrize("training", [False, True])
+def test_logits_are_kept_only_while_a_loss_is_weighed(weighed, training, monkeypatch):
+    monkeypatch.setattr(functional, "router_kernel_takes", lambda *_, **__: True)  # as on a GPU
+    weights = {"load_balancing_loss_weight": 0.0, "z_loss_weight": 0.0} | ({weighed: 0.1} if weighed else {})
+    logits, kept = torch.randn(7, 6, requires_grad=True), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
+        routing = route(logits, config(softmax_order="after_topk", **weights), training=training)
+    assert kept and (logits.shape in kept) == bool(weighed and training)
+    assert len(routing.losses) == bool(weighed and training)
+    assert all(loss.requires_grad for loss in routing.losses.values())
