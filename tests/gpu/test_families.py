@@ -75,7 +75,6 @@ def test_every_kernel_of_the_package_is_launched_by_a_family() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_what_the_families_launch_compiles() -> None:
     assert set(in_another_process(__file__, "--compile")) >= kernels_of_the_package()
 

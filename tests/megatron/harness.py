@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 import os
 import zlib
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -85,6 +88,7 @@ def initialize(layout: Layout) -> None:
     from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
     parallel_state.destroy_model_parallel()
+    _destroy_groups()
     parallel_state.initialize_model_parallel(
         layout.tp,
         layout.pp,
@@ -96,6 +100,23 @@ def initialize(layout: Layout) -> None:
     model_parallel_cuda_manual_seed(1)
     destroy_moe_metrics_tracker()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None
+
+
+def _destroy_groups() -> None:
+    """All but the default group. Megatron only forgets them, and each of gloo's has a thread that wakes every 10 ms."""
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from torch.distributed import distributed_c10d
+
+    RotaryEmbedding.forward.cache_clear()  # it keeps its last modules, and they their group
+    for model in gc.get_objects():
+        if isinstance(model, DistributedDataParallel):
+            model.grad_accs.clear()  # a cycle through C++, by which every earlier model would live on
+    gc.collect()
+    dist.barrier()  # nobody takes a group down that another rank still uses
+    for group in list(distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def transformer_config(layout: Layout) -> Any:
@@ -411,6 +432,11 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
     if trainer.config.num_moe_experts:
         result.load = gather_load(trainer.chunks, layout.layers, trainer.config.num_moe_experts)
     return result
+
+
+def parameters(names: Iterable[str], slow: Collection[str]) -> list[Any]:
+    """Of pytest.mark.parametrize: those in `slow` are run by scripts/test.sh --all."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def selected(request: Any, names: Any) -> list[str]:

@@ -116,7 +116,7 @@ def _everything() -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
 
 @pytest.fixture(scope="module")
 def measured() -> Any:
-    return run_distributed_test(_everything, 1, timeout=200)[0]
+    return run_distributed_test(_everything, 1)[0]
 
 
 def test_attention_equals_megatrons(measured: Any) -> None:

@@ -10,7 +10,7 @@ from harness import Layout
 
 from megablocks.testing.launcher import run_distributed_test
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.gpu
 
 SWIGLU = (("gated_linear_unit", True), ("activation_func", F.silu))
 WIDE = (("hidden_size", 64), ("moe_ffn_hidden_size", 128), ("ffn_hidden_size", 128))
@@ -63,13 +63,13 @@ SPREAD = {
 @pytest.fixture(scope="module")
 def on_gpu() -> dict[str, harness.Trained]:
     layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items()]
-    return run_distributed_test(harness.train_all, 1, layouts, backend="nccl", timeout=500)[0]
+    return run_distributed_test(harness.train_all, 1, layouts, backend="nccl")[0]
 
 
 @pytest.fixture(scope="module")
 def on_cpu() -> dict[str, harness.Trained]:
     layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items() if layout.dtype == "float32"]
-    return run_distributed_test(harness.train_all, 1, layouts, timeout=500)[0]
+    return run_distributed_test(harness.train_all, 1, layouts)[0]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -111,7 +111,7 @@ def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harnes
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_N8_two_gpus_train_as_one(on_gpu: dict[str, harness.Trained]) -> None:
     layouts = [(name, layout, STEPS) for name, layout in SPREAD.items()]
-    ranks = run_distributed_test(harness.train_all, 2, layouts, backend="nccl", timeout=500)
+    ranks = run_distributed_test(harness.train_all, 2, layouts, backend="nccl")
     one = on_gpu["float32, shared expert"]
     for name in SPREAD:
         grads = harness.assemble([rank[name].grads for rank in ranks], tolerance=1e-5)

@@ -75,7 +75,7 @@ def _inspect() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, Any]:
-    return run_distributed_test(_inspect, 1, timeout=200)[0]
+    return run_distributed_test(_inspect, 1)[0]
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import harness
 import pytest
 from harness import Layout, Trained
 
-pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("tutel") is None, reason="needs Tutel: see third_party/pins.txt"),
-    pytest.mark.timeout(400),
-]
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("tutel") is None, reason="needs Tutel: see third_party/pins.txt"
+)
 STEPS = 10
 BASE = Layout(layers=2, model=(("moe_z_loss_coeff", None),), settings=(("layer", "tutel"), ("capacity_factor", 0.0)))
 LAYOUTS = {"alone": BASE, "capped": BASE.but(settings=(("layer", "tutel"), ("capacity_factor", 0.5)))}
@@ -21,13 +20,13 @@ Runs = dict[str, list[Trained]]
 @pytest.fixture(scope="module")
 def alone() -> Runs:
     layouts = [(name, layout, STEPS) for name, layout in LAYOUTS.items()]
-    return harness.on_ranks(harness.train_all, 1, layouts, timeout=180)
+    return harness.on_ranks(harness.train_all, 1, layouts)
 
 
 @pytest.fixture(scope="module")
 def spread() -> Runs:
     layouts = [("ep2", BASE.but(ep=2), STEPS), ("optimizer", BASE.but(ep=2, distributed_optimizer=True), STEPS)]
-    return harness.on_ranks(harness.train_all, 2, layouts, timeout=180)
+    return harness.on_ranks(harness.train_all, 2, layouts)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

