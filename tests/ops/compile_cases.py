@@ -13,12 +13,16 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megablocks.ops.routing.router import RouterOptions
 
 
 def fused_across_lanes(ptx: str) -> int:
@@ -101,31 +105,40 @@ def permute() -> None:
                 combine_backward_launch(x, kept, weight, rows, rows, index, padded)
 
 
-@family("routing.router_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel", "_weight_backward_kernel")
-def router() -> None:
+def router_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, RouterOptions]]:
+    """Logits, bias, padding mask and options."""
     from megablocks.ops.routing.router import RouterOptions
-    from megablocks.ops.routing.router_triton import (
-        route_backward_launch,
-        route_launch,
-        score_launch,
-        weight_backward_launch,
-    )
 
     for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (130, 8), (1000, 32))):
-        logits, one = torch.zeros(64, experts, dtype=dtype), torch.ones(())
-        for mask, bias, options in (
-            (None, None, RouterOptions(k, False, False, 0, 1.0, 0.1, 0.1)),
-            (torch.zeros(64, dtype=torch.bool), torch.zeros(experts), RouterOptions(k, True, False, 2, 2.5, 0.1, 0.1)),
-            (None, torch.zeros(experts), RouterOptions(k, False, True, 1, 1.0, 0.0, 0.0)),
-        ):
-            route_launch(logits, bias, mask, options)
-            saved = (logits, mask, ints(64 * k), ints(experts).long(), ints(3).long())
-            grads = (torch.zeros(64 * k), one, one, torch.ones(experts))
-            route_backward_launch(*saved, grads, options)
-            score_launch(logits, bias, mask, None, (torch.zeros(64, experts), ints(experts, 64)), options)
-            kept = {"flags": torch.zeros(experts, 64, dtype=torch.int8), "ends": ints(64)}
-            route_backward_launch(logits, mask, None, *saved[3:], grads, options, **kept)
-        weight_backward_launch(torch.zeros(64 * k), ints(64 * k), torch.zeros(64 * k), experts, dtype, options)
+        logits, bias = torch.zeros(64, experts, dtype=dtype), torch.zeros(experts)
+        yield logits, None, None, RouterOptions(k, False, False, 0, 1.0, 0.1, 0.1)
+        yield logits, bias, torch.zeros(64, dtype=torch.bool), RouterOptions(k, True, False, 2, 2.5, 0.1, 0.1)
+        yield logits, bias, None, RouterOptions(k, False, True, 1, 1.0, 0.0, 0.0)
+
+
+@family("routing.router_triton", "_route_kernel", "_finish_kernel")
+def router() -> None:
+    from megablocks.ops.routing.router_triton import route_launch, score_launch
+
+    for logits, bias, mask, options in router_cases():
+        route_launch(logits, bias, mask, options)
+        score_launch(logits, bias, mask, None, (torch.zeros(logits.shape), ints(*logits.t().shape)), options)
+
+
+@family("routing.router_backward_triton", "_route_backward_kernel", "_weight_backward_kernel")
+def router_backward() -> None:
+    from megablocks.ops.routing.router_backward_triton import route_backward_launch, weight_backward_launch
+
+    for logits, _, mask, options in router_cases():
+        (tokens, experts), one = logits.shape, torch.ones(())
+        pairs = tokens * options.top_k
+        counts = (ints(experts).long(), ints(3).long())
+        grads = (torch.zeros(pairs), one, one, torch.ones(experts))
+        route_backward_launch(logits, mask, ints(pairs), *counts, grads, options)
+        kept = {"flags": torch.zeros(experts, tokens, dtype=torch.int8), "ends": ints(tokens)}
+        route_backward_launch(logits, mask, None, *counts, grads, options, **kept)
+        if options.after:
+            weight_backward_launch(grads[0], ints(pairs), grads[0], experts, logits.dtype, options)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")

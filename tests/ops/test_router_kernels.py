@@ -16,7 +16,8 @@ from megablocks.ops.routing.router import (
     router_ref,
     router_weight_backward_ref,
 )
-from megablocks.ops.routing.router_triton import route_backward_launch, route_launch, weight_backward_launch
+from megablocks.ops.routing.router_backward_triton import route_backward_launch, weight_backward_launch
+from megablocks.ops.routing.router_triton import route_launch
 from megablocks.ops.routing.topk import lowest_first_topk
 from megablocks.testing.tolerances import assert_as_exact_as
 

@@ -99,12 +99,13 @@ def test_router_step_takes_six_launches_forward_and_four_backward(padded):
 
 def test_a_new_token_count_compiles_nothing():
     from megablocks.ops.permute.padded_triton import _pad_kernel
-    from megablocks.ops.routing import dispatch_triton, router_triton
+    from megablocks.ops.routing import dispatch_triton, router_backward_triton, router_triton
 
     kernels = [
         _expand_kernel, _combine_kernel, _combine_backward_kernel, _pad_kernel,
         *(getattr(dispatch_triton, f"_{name}_kernel") for name in ("count", "scan", "place")),
-        *(getattr(router_triton, f"_{name}_kernel") for name in ("route", "finish", "route_backward")),
+        *(getattr(router_triton, f"_{name}_kernel") for name in ("route", "finish")),
+        router_backward_triton._route_backward_kernel,
     ]  # fmt: skip
     seen = []
     for tokens in (1000, 1024, 1, 77, 5000):

@@ -142,7 +142,7 @@ def rounded_router_backward_op(
 ) -> Tensor:  # fmt: skip
     grads = (d_weight, d_balance, d_z, d_sums)
     if runs_triton(logits):
-        from megablocks.ops.routing.router_triton import route_backward_launch
+        from megablocks.ops.routing.router_backward_triton import route_backward_launch
 
         return route_backward_launch(logits, padding_mask, None, load, stats, grads, options, flags, ends)
     return rounded_router_backward_ref(logits, padding_mask, flags, ends, load, stats, grads, options)

@@ -216,7 +216,7 @@ def router_backward_op(
 ) -> Tensor:  # fmt: skip
     saved, grads = (logits, padding_mask, expert, load, stats), (d_weight, d_balance, d_z, d_sums)
     if runs_triton(logits):
-        from megablocks.ops.routing.router_triton import route_backward_launch
+        from megablocks.ops.routing.router_backward_triton import route_backward_launch
 
         return route_backward_launch(*saved, grads, options)
     return router_backward_ref(*saved, grads, options)
@@ -238,7 +238,7 @@ def router_weight_backward_op(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
 ) -> Tensor:
     if runs_triton(weight):
-        from megablocks.ops.routing.router_triton import weight_backward_launch
+        from megablocks.ops.routing.router_backward_triton import weight_backward_launch
 
         return weight_backward_launch(weight, expert, d_weight, num_experts, dtype, options)
     return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)

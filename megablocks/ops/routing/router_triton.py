@@ -1,19 +1,15 @@
-"""Triton kernels behind `router_op`: scores, top-k, weights, load and loss sums, in one pass over the logits each way.
+"""Triton kernels behind `router_op`: scores, top-k, weights, load and loss sums, in one pass over the logits.
+
+Their gradients are in router_backward_triton.py, by the device functions of this file.
 
 Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times BLOCK >= E experts, in registers.
 
 1. route   P programs walk the tiles: ids and weights of each token; per program the sums of the scores, the load, the
            squared log-sum-exp and the counts of what is not finite and what is no padding.
 2. finish  one program adds the P partial results in their order and computes both losses. No atomics: reruns are equal.
-3. route backward   one pass: logits and the gradients of weights and losses to the gradient of the logits.
-   weight backward  the same from the weights alone, where they are a softmax over the chosen logits and there are no
-                    losses.
 
-Bytes: logits once each way (forward alone for 'weight backward'), the gradient of the logits once; scores are never
-stored.
-
-For token rounding the first kernel stores every pair's weight and key instead of each token's choices, and the last
-reads a pair's gradient where a flag says that it was kept (rounded_router_triton.py).
+Bytes: logits once; scores are never stored. For token rounding the first kernel stores every pair's weight and key
+instead of each token's choices (rounded_router_triton.py).
 
 The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
 since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
@@ -31,20 +27,20 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.rounding_triton import load_flags, order_keys
+from megablocks.ops.routing.rounding_triton import order_keys
 from megablocks.ops.routing.router import RouterOptions
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
-_WARPS = 8
-_TINY = tl.constexpr(1e-20)
+WARPS = 8
+TINY = tl.constexpr(1e-20)
 _TAKEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
 _LARGEST = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
+def load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
     """(logits float32, 0 in padding; alive (TOKENS,), False for padding and past the end; inside (1, BLOCK))."""
     inside = (e < E)[None, :]
     alive = t < num_tokens
@@ -55,7 +51,7 @@ def _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED: tl.constexpr):
 
 
 @triton.jit
-def _sum_products(a, b, inside):
+def sum_products(a, b, inside):
     """Σ a·b over a row's places `inside`, masked after the product.
 
     A product straight under a sum across lanes is fused with the first addition, each lane's own: the lanes of a row
@@ -65,7 +61,7 @@ def _sum_products(a, b, inside):
 
 
 @triton.jit
-def _softmax(logits, inside):
+def softmax_rows(logits, inside):
     """(exp(logits - top), top, sum) of each row; 0 outside."""
     top = tl.max(tl.where(inside, logits, float("-inf")), 1)
     spoilt = tl.max((logits != logits).to(tl.int32), 1) > 0  # whether a maximum skips NaN is the hardware's choice
@@ -84,25 +80,25 @@ def _keys(value, inside):
 
 
 @triton.jit
-def _choices(logits, scores, chosen, AFTER: tl.constexpr, NORM: tl.constexpr):
+def choices(logits, scores, chosen, AFTER: tl.constexpr, NORM: tl.constexpr):
     """(weights of the chosen before their norm, 0 elsewhere; their norm), all experts of a token in a row."""
     if AFTER:
-        exp, _, total = _softmax(logits, chosen)
+        exp, _, total = softmax_rows(logits, chosen)
         weight = exp / total[:, None]
     else:
         weight = tl.where(chosen, scores, 0.0)
     if NORM == 2:
-        return weight, tl.sqrt(_sum_products(weight, weight, chosen))
+        return weight, tl.sqrt(sum_products(weight, weight, chosen))
     return weight, tl.sum(weight, 1)
 
 
 @triton.jit
-def _chosen_weights(chosen, top, total, k, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr):
+def chosen_weights(chosen, top, total, k, K: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr):
     """(weights of the chosen logits (TOKENS, KPAD) before their norm; the top and sum of the softmax they are of)."""
     if SIGMOID:
         return tl.sigmoid(chosen), top, total
     if AFTER:
-        exp, top, total = _softmax(chosen, (k < K)[None, :])
+        exp, top, total = softmax_rows(chosen, (k < K)[None, :])
         return exp / total[:, None], top, total
     return tl.exp(chosen - top[:, None]) / total[:, None], top, total
 
@@ -124,11 +120,11 @@ def _route_kernel(
     living = tl.zeros((TOKENS,), tl.int32)
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         t = tile * TOKENS + tl.arange(0, TOKENS)
-        logits, alive, inside = _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
-        exp, top, total = _softmax(logits, inside)
+        logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
+        exp, top, total = softmax_rows(logits, inside)
         if SIGMOID:
             scores = tl.where(inside, tl.sigmoid(logits), 0.0)
-            shares = scores / (tl.sum(scores, 1) + _TINY)[:, None]
+            shares = scores / (tl.sum(scores, 1) + TINY)[:, None]
         else:
             scores = exp / total[:, None]
             shares = scores
@@ -153,9 +149,9 @@ def _route_kernel(
 
         if keys_ptr is not None:  # every pair's weight, and the order of an expert's tokens
             taken = inside & (key == _TAKEN)
-            value, norm = _choices(logits, scores, taken, AFTER, NORM)
+            value, norm = choices(logits, scores, taken, AFTER, NORM)
             if NORM > 0:
-                value = value / (norm + _TINY)[:, None]
+                value = value / (norm + TINY)[:, None]
             value = tl.where(taken, value, scores) * scaling
             stored = (t < num_tokens)[:, None] & inside
             tl.store(values_ptr + t[:, None].to(tl.int64) * E + e[None, :], value, mask=stored)
@@ -166,11 +162,11 @@ def _route_kernel(
             chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
                 tl.float32
             )
-            weight, _, _ = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
+            weight, _, _ = chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
             if NORM == 1:
-                weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
+                weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + TINY)[:, None]
             elif NORM == 2:
-                weight = weight / (tl.sqrt(_sum_products(weight, weight, live)) + _TINY)[:, None]
+                weight = weight / (tl.sqrt(sum_products(weight, weight, live)) + TINY)[:, None]
             at = t[:, None].to(tl.int64) * K + k[None, :]
             tl.store(weight_ptr + at, weight * scaling, mask=live)
             tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
@@ -215,139 +211,7 @@ def _finish_kernel(
     tl.store(z_ptr, z_weight * (squares / count))
 
 
-@quick
-@triton.jit(do_not_specialize=["num_tokens"])
-def _route_backward_kernel(
-    logits_ptr, mask_ptr, expert_ptr, load_ptr, stats_ptr, flags_ptr, ends_ptr,
-    d_weight_ptr, d_sums_ptr, d_balance_ptr, d_z_ptr, out_ptr,
-    num_tokens, E, scaling, balance_weight, z_weight,
-    K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    e = tl.arange(0, BLOCK)
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    logits, alive, inside = _load(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
-    exp, top, total = _softmax(logits, inside)
-    soft = exp / total[:, None]
-    scores = tl.where(inside, tl.sigmoid(logits), 0.0) if SIGMOID else soft
-    count = tl.maximum(tl.load(stats_ptr + 1), 1).to(tl.float32)
-
-    # d_scores: of the scores; d_logits: what does not pass through them
-    d_scores = tl.zeros((TOKENS, BLOCK), tl.float32)
-    d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
-    if d_weight_ptr is not None and flags_ptr is not None:  # of the pairs that rounding kept
-        kept, taken, pair = load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E)
-        grad = tl.load(d_weight_ptr + pair, mask=kept, other=0).to(tl.float32) * scaling
-        weight, norm = _choices(logits, scores, taken, AFTER, NORM)
-        d_taken = tl.where(taken, grad, 0.0)
-        d_scores += grad - d_taken
-        if NORM > 0:
-            factor = 1.0 / (norm + _TINY)
-            pull = _sum_products(d_taken, weight, taken) * factor * factor
-            if NORM == 1:
-                slope = tl.where(weight > 0, 1.0, 0.0)
-            else:
-                slope = tl.where(norm == 0.0, 0.0, 1.0 / norm)[:, None] * weight
-            d_taken = tl.where(taken, d_taken * factor[:, None] - pull[:, None] * slope, 0.0)
-        if AFTER:
-            d_logits += weight * (d_taken - _sum_products(d_taken, weight, taken)[:, None])
-        else:
-            d_scores += d_taken
-    elif d_weight_ptr is not None:
-        k = tl.arange(0, KPAD)
-        live = alive[:, None] & (k < K)[None, :]
-        row = t.to(tl.int64) * K
-        ids = tl.load(expert_ptr + row[:, None] + k[None, :], mask=live, other=0)
-        grad = tl.load(d_weight_ptr + row[:, None] + k[None, :], mask=live, other=0).to(tl.float32) * scaling
-        chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live, other=0).to(tl.float32)
-        weight, top_k, total_k = _chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
-        weight = tl.where(live, weight, 0.0)
-        # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
-        factor = tl.full((TOKENS,), 1.0, tl.float32)
-        pull = tl.zeros((TOKENS,), tl.float32)
-        if NORM == 1:
-            norm = tl.sum(weight, 1)
-            factor = 1.0 / (norm + _TINY)
-            pull = _sum_products(grad, weight, live) * factor * factor
-        elif NORM == 2:
-            norm = tl.sqrt(_sum_products(weight, weight, live))
-            factor = 1.0 / (norm + _TINY)
-            pull = _sum_products(grad, weight, live) * factor * factor
-            pull = tl.where(norm == 0.0, 0.0, pull / norm)
-        d_weight = grad * factor[:, None]
-        if NORM == 1:
-            d_weight -= tl.where(weight > 0, pull[:, None], 0.0)
-        elif NORM == 2:
-            d_weight -= weight * pull[:, None]
-        mean = tl.zeros((TOKENS,), tl.float32)
-        if AFTER:
-            mean = _sum_products(d_weight, weight, live)
-        for i in range(K):
-            expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)
-            g = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32) * (scaling * factor)
-            hit = e[None, :] == expert[:, None]
-            if AFTER:
-                w = tl.exp(logits - top_k[:, None]) / total_k[:, None]
-            else:
-                w = scores
-            d = g[:, None]
-            if NORM == 1:
-                d = d - tl.where(w > 0, pull[:, None], 0.0)
-            elif NORM == 2:
-                d = d - w * pull[:, None]
-            if AFTER:
-                d_logits += tl.where(hit, w * (d - mean[:, None]), 0.0)
-            else:
-                d_scores += tl.where(hit, d, 0.0)
-
-    d_share = tl.zeros((BLOCK,), tl.float32)
-    if d_sums_ptr is not None:
-        d_share += tl.load(d_sums_ptr + e, mask=e < E, other=0)
-    if d_balance_ptr is not None:
-        load = tl.load(load_ptr + e, mask=e < E, other=0).to(tl.float32)
-        d_share += tl.load(d_balance_ptr) * balance_weight * E * load / (count * K) / count
-    if SIGMOID:
-        whole = tl.sum(scores, 1) + _TINY
-        common = _sum_products(scores, d_share[None, :], inside) / whole
-        d_scores += (d_share[None, :] - common[:, None]) / whole[:, None]
-        d_logits += d_scores * scores * (1.0 - scores)
-    else:
-        d_scores += d_share[None, :]
-        d_logits += scores * (d_scores - _sum_products(d_scores, scores, inside)[:, None])
-    if d_z_ptr is not None:
-        lse = top + tl.log(total)
-        d_logits += soft * (lse * (2.0 * tl.load(d_z_ptr) * z_weight / count))[:, None]
-    d_logits = tl.where(alive[:, None], d_logits, 0.0)
-    at = t[:, None].to(tl.int64) * E + e[None, :]
-    tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=(t < num_tokens)[:, None] & inside)
-
-
-@quick
-@triton.jit(do_not_specialize=["num_tokens"])
-def _weight_backward_kernel(
-    weight_ptr, expert_ptr, d_weight_ptr, out_ptr, num_tokens, E, scaling,
-    K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    e = tl.arange(0, BLOCK)
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    alive = t < num_tokens
-    row = t.to(tl.int64) * K
-    mean = tl.zeros((TOKENS,), tl.float32)
-    for i in range(K):
-        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
-        mean += weight * tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
-    mean /= scaling
-    d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for i in range(K):
-        expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)  # -1 of padding: no column is it
-        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
-        grad = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
-        d_logits = tl.where(e[None, :] == expert[:, None], (weight * (grad - mean))[:, None], d_logits)
-    at = t[:, None].to(tl.int64) * E + e[None, :]
-    tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=alive[:, None] & (e < E)[None, :])
-
-
-def _tile(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
+def tile_sizes(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
     block = max(next_power_of_2(num_experts), 16)
     return {"TOKENS": max(values // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
 
@@ -366,7 +230,7 @@ def score_launch(
     (num_tokens, num_experts), device = logits.shape, logits.device
     # Addresses of every pair take registers: 214 a thread in a whole tile, 128 in half of one, so that two programs of
     # 8 warps share a multiprocessor as they do without (118).
-    sizes = _tile(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
+    sizes = tile_sizes(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
 
@@ -380,7 +244,7 @@ def score_launch(
     _route_kernel[(programs,)](
         logits, bias, padding_mask, *outputs, num_tokens, tiles, num_experts, options.scaling,
         SIGMOID=options.sigmoid, AFTER=options.after, NORM=options.norm_p, BIASED=bias is not None,
-        MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
+        MASKED=padding_mask is not None, num_warps=WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, sums, load, stats, balance, z, programs, num_experts, options.balance_weight, options.z_weight,
@@ -399,50 +263,3 @@ def route_launch(
     expert, token = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
     losses = score_launch(logits, bias, padding_mask, (expert, token, weight), None, options)
     return weight, *losses[:3], expert, token, *losses[3:]
-
-
-def route_backward_launch(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    expert: Tensor | None,
-    load: Tensor,
-    stats: Tensor,
-    grads: tuple[Tensor | None, ...],
-    options: RouterOptions,
-    flags: Tensor | None = None,
-    ends: Tensor | None = None,
-) -> Tensor:
-    """The gradient of the logits (T, E), in their dtype, from those of weight, balance, z and sums; one launch.
-
-    flags, ends: of token rounding, and then the weights are of the pairs that it kept; expert is not read.
-    """
-    logits = logits.contiguous()
-    d_weight, d_balance, d_z, d_sums = grads
-    padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
-    num_tokens, num_experts = logits.shape
-    out = torch.empty_like(logits)
-    sizes = _tile(num_experts, options.top_k)
-    if out.numel():
-        _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            logits, padding_mask, expert, load, stats, flags, ends, d_weight, d_sums, d_balance, d_z, out,
-            num_tokens, num_experts, options.scaling, options.balance_weight, options.z_weight,
-            SIGMOID=options.sigmoid, AFTER=options.after, NORM=options.norm_p, MASKED=padding_mask is not None,
-            num_warps=_WARPS, **sizes,
-        )  # fmt: skip
-    return out
-
-
-def weight_backward_launch(
-    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
-) -> Tensor:
-    """Results as of `router_weight_backward_op`; one launch."""
-    num_tokens = weight.shape[0] // options.top_k
-    out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
-    sizes = _tile(num_experts, options.top_k)
-    del sizes["KPAD"]
-    if out.numel():
-        _weight_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling,
-            num_warps=_WARPS, **sizes,
-        )  # fmt: skip
-    return out
