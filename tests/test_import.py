@@ -32,7 +32,7 @@ print(json.dumps({
 def _probe(*flags: str) -> dict:
     environment = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, *flags, "-c", PROBE], env=environment, capture_output=True, text=True, timeout=900, cwd="/"
+        [sys.executable, *flags, "-c", PROBE], env=environment, capture_output=True, text=True, cwd="/"
     )
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -56,7 +56,7 @@ def test_L4_config_needs_the_standard_library_alone() -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import megablocks as m; c = m.MoEConfig(hidden_size=8, " + (
         "ffn_hidden_size=8, num_experts=2); assert c.to_dict()['num_experts'] == 2"
     )
-    subprocess.run([sys.executable, "-S", "-c", code], check=True, timeout=900, cwd="/")
+    subprocess.run([sys.executable, "-S", "-c", code], check=True, cwd="/")
 
 
 def test_L4_layers_leave_cuda_alone() -> None:
@@ -66,7 +66,7 @@ def test_L4_layers_leave_cuda_alone() -> None:
         "assert not {'megatron', 'transformers'} & set(sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=900, env=environment, cwd="/")
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment, cwd="/")
 
 
 def test_L4_each_public_name_resolves() -> None:

@@ -44,12 +44,15 @@ def test_speed_is_the_median_of_the_rounds_ratios():
     assert measure.speed(times, "ours", "none") is None and measure.speed(times, "ours", "absent") is None
 
 
-def test_milliseconds_and_calls_on_a_cpu():
+def test_milliseconds_on_a_cpu():
     if torch.cuda.is_available():
         pytest.skip("times by events there")
     assert 2.0 <= measure.milliseconds(lambda: time.sleep(0.002), 3) < 2000.0
-    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=20.0) in range(1, 6)
-    assert measure.calls_for(lambda: time.sleep(0.004), round_ms=1.0) == 1
+
+
+def test_calls_fill_a_round(monkeypatch):
+    monkeypatch.setattr(measure, "milliseconds", lambda fn: 4.0)
+    assert [measure.calls_for(print, round_ms=ms) for ms in (1.0, 20.0, 21.0)] == [1, 5, 5]
 
 
 def test_relative_error_refuses_nan_and_other_shapes():

@@ -51,7 +51,7 @@ def decoded(folder):
 
 
 def run(*arguments, **kwargs):
-    return subprocess.run([*SCRIPT, *map(str, arguments)], capture_output=True, text=True, timeout=900, **kwargs)
+    return subprocess.run([*SCRIPT, *map(str, arguments)], capture_output=True, text=True, **kwargs)
 
 
 def refused(*arguments, **kwargs):
@@ -120,7 +120,7 @@ def test_D6_interrupted_preparation_leaves_nothing_that_passes(corpus, prepared,
     out = tmp_path / "set"
     arguments = ["--input", str(corpus), "--out", str(out), "--vocab-size", "600", "--workers", "1"]
     program = KILLED.format(root=str(ROOT), where=where, action=action)
-    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=900)
+    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert not out.exists() and (tmp_path / ".set.partial").is_dir()
     assert "no such data folder" in refused("verify", out)
@@ -134,7 +134,7 @@ def test_D6_interrupted_replacement_keeps_the_old_set_whole(corpus, folder, tmp_
     before = tree(folder)
     arguments = ["--input", str(corpus), "--out", str(folder), "--vocab-size", "550", "--workers", "1", "--overwrite"]
     program = KILLED.format(root=str(ROOT), where="_put_in_place", action="pass")
-    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, timeout=900)
+    killed = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert tree(folder) == before and run("verify", folder).returncode == 0
 
@@ -152,7 +152,7 @@ def test_D6_a_dead_worker_ends_the_preparation(corpus, tmp_path):
     script = tmp_path / "die.py"
     script.write_text(program)
     arguments = ["--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600, "--workers", 2]
-    result = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True, timeout=900)
+    result = subprocess.run([sys.executable, script, *map(str, arguments)], capture_output=True, text=True)
     assert result.returncode == 2 and "a worker died" in result.stderr.strip().splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["die.py"]
 
@@ -377,7 +377,7 @@ def test_a_full_disk_is_one_line(corpus, tmp_path):
     arguments = ["--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600, "--workers", 1]
     program = [*limited, *map(str, arguments)]
     ignored = lambda: signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # noqa: E731
-    result = subprocess.run(program, capture_output=True, text=True, timeout=900, preexec_fn=ignored)
+    result = subprocess.run(program, capture_output=True, text=True, preexec_fn=ignored)
     assert result.returncode == 2 and "File too large" in result.stderr.strip().splitlines()[-1]
     assert list(tmp_path.iterdir()) == []
 
@@ -385,6 +385,6 @@ def test_a_full_disk_is_one_line(corpus, tmp_path):
 def test_needs_no_torch_and_no_megatron():
     program = "import sys, megablocks.data.prepare, megablocks.data.verify; print(*sys.modules)"
     loaded = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT, timeout=900
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
     assert not {"torch", "megatron", "transformers", "sentencepiece"} & set(loaded)

@@ -35,7 +35,7 @@ def _script(path: Path, text: str) -> None:
 def _bash(root: Path, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {"PATH": str(root / "bin"), "HOME": str(root), **environment}
     code = f"source scripts/env.sh; {command}"
-    return subprocess.run(["bash", "-c", code], cwd=root, env=variables, capture_output=True, text=True, timeout=900)
+    return subprocess.run(["bash", "-c", code], cwd=root, env=variables, capture_output=True, text=True)
 
 
 USE = 'use_env megatron || exit 1; echo "PYTHON=$PYTHON"'

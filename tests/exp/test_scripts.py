@@ -35,7 +35,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(out), "--vocab-size", "600"]
     prepare += ["--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(prepare, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(prepare, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return out
 
@@ -46,7 +46,7 @@ def _run(script: Path, *arguments: str, **environment: str) -> subprocess.Comple
         if name not in environment:
             variables.pop(name, None)
     command = ["bash", str(script), *arguments]
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, env=variables, capture_output=True, text=True)
 
 
 def _dry(script: Path, *arguments: str, **environment: str) -> list[str]:
@@ -162,7 +162,7 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
         cases.append((int(_option(words, "--nproc-per-node")), words[words.index("-m", 3) + 2 :]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     parse, given = [sys.executable, "-c", PARSE], json.dumps(cases)
-    done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
     for name, (world, _), verdict in zip(IDS, cases, json.loads(line.removeprefix("VERDICTS ")), strict=True):

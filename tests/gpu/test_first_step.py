@@ -36,5 +36,5 @@ print("ahead", ahead)
 def test_no_kernel_is_compiled_within_the_step(impl, activation, dtype, tmp_path):
     command = [sys.executable, "-c", PROGRAM, impl, activation, dtype]
     env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.stdout.startswith("ahead "), done.stderr[-2000:]

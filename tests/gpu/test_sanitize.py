@@ -32,7 +32,7 @@ def watched(tool: str, *program: str) -> tuple[int, str]:
     command = [TOOL, "--tool", tool, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
     # each tensor an allocation of its own, or an overrun would land in torch's pool unseen
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
 
 

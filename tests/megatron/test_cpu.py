@@ -81,7 +81,7 @@ def _run(tmp_path: Path, skip: str) -> subprocess.CompletedProcess[str]:
         "--tensorboard-dir",
         str(tmp_path),
     ]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=900)
+    return subprocess.run(command, env=env, capture_output=True, text=True)
 
 
 @pytest.mark.slow

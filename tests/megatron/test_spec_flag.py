@@ -39,7 +39,7 @@ def _losses(processes: int, extra: list[str], environment: dict[str, str]) -> tu
     command += ["pretrain_gpt.py", *FLAGS, *cpu_flags, *extra]
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    run = subprocess.run(command, cwd=_megatron_lm(), env=env, capture_output=True, text=True, timeout=900)
+    run = subprocess.run(command, cwd=_megatron_lm(), env=env, capture_output=True, text=True)
     output = run.stdout + run.stderr
     assert run.returncode == 0, output[-3000:]
     return [float(x) for x in re.findall(r"\| lm loss: (\S+) \|", output)], output

@@ -71,7 +71,7 @@ def test_experts_on_a_gpu_start_the_hash_of_triton(monkeypatch):
 
 def test_launches_compile_in_threads_and_are_not_compiled_again(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=900)
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True)
     assert done.stdout == "compiled ahead\n", done.stderr[-2000:]
 
 

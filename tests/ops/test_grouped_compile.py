@@ -52,6 +52,6 @@ def test_hopper_kernels_compile_once_for_all_token_counts_and_load_each_tiles_bo
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, timeout=900,
+        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

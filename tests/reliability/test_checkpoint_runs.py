@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from driver import EXPERTS, ROOT, TINY, Driver, Run, free_port
+from driver import EXPERTS, PATIENCE_S, ROOT, TINY, Driver, Run, free_port
 
 pytest.importorskip("megatron.training")
 
@@ -292,12 +292,12 @@ def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
     with open(tmp_path / "log", "w+") as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
         try:
-            end = time.monotonic() + 900
+            end = time.monotonic() + PATIENCE_S
             while not re.search(r"iteration +\d*5/", (tmp_path / "log").read_text()):
                 assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()[-3000:]
                 time.sleep(0.1)
             process.terminate()
-            process.wait(900)
+            process.wait(PATIENCE_S)
         finally:
             process.kill()
     saved = atomic.find_latest_complete(tmp_path / "run")

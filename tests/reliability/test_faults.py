@@ -38,6 +38,8 @@ def test_F1_the_others_end_within_the_timeout_and_name_the_rank(driver: Driver, 
     named = said(run, r"^rank \d+: ")
     assert len(named) == 1
     assert named[0].startswith("rank 0: rank 1 (") and f"pid {run.pids[1]}" in named[0]
+    (silence,) = re.findall(r"silent for (\d+) s", named[0])
+    assert int(silence) < 5 * TIMEOUT, "the flag's default is 600 s"
 
 
 def test_F3_a_nan_loss_on_one_rank_stops_all_ranks_at_the_same_step(driver: Driver, tmp_path: Path) -> None:
