@@ -21,6 +21,7 @@ from typing import Any
 from measure import relative_error
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
+GRAPHED = "auto graphed"
 PEERS = ("torch", "scattermoe", "sonicmoe")
 PEER_LAYERS = (*PEERS, "sonicmoe compiled")
 FUSED_MODES = {
@@ -162,11 +163,16 @@ class Problem:
         assert all(isinstance(p, torch.nn.Parameter) and not p.is_meta for p in made.parameters())
         return made
 
-    def layer(self, config: Any, *, experts_dtype: Any = None) -> Step:
+    def layer(self, config: Any, *, experts_dtype: Any = None, graphed: bool = False) -> Step:
+        """graphed: as torch.cuda.make_graphed_callables returns it, called as before."""
+        import torch
+
         made = self.module(config, experts_dtype)
         dtype = self.dtype if experts_dtype is None else experts_dtype
         x = self.x.to(dtype).requires_grad_()
         leaves = [x, made.router.layer.weight, *(p for n, p in made.named_parameters() if n.startswith("experts."))]
+        if graphed:
+            made = torch.cuda.make_graphed_callables(made, (torch.zeros_like(x, requires_grad=True),))
         return Step(lambda: made(x), leaves, self.dy.to(dtype))
 
     def routing(self) -> Any:

@@ -136,6 +136,7 @@ def prepare() -> tuple[Any, ...]:
 
 def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     """Run Megatron's `pretrain`. Returns the exit code."""
+    import torch
     import torch.distributed as dist
     from megatron.core.enums import ModelType
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
@@ -161,14 +162,16 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     code, failure = 0, None
     try:
-        wrapped(
-            config,
-            data.datasets_provider,
-            ModelType.encoder_or_decoder,
-            gpt.forward_step_with(guards.observe),
-            store=store,
-            get_embedding_ranks=gpt.embedding_ranks,
-        )
+        # A rank has one GPU, whose thread of autograd's own would only wait for this one, and this one for it.
+        with torch.autograd.set_multithreading_enabled(False):
+            wrapped(
+                config,
+                data.datasets_provider,
+                ModelType.encoder_or_decoder,
+                gpt.forward_step_with(guards.observe),
+                store=store,
+                get_embedding_ranks=gpt.embedding_ranks,
+            )
     except SystemExit as exit_:  # --exit-interval, --exit-duration-in-mins, SIGTERM
         code = int(exit_.code or 0)
     except Exception as error:

@@ -23,7 +23,7 @@ SHAPES = acceptance.PRODUCT_SHAPES
 
 def over_padding(sizes, skews, speed=2.0):
     row = {"speed": speed, "one_thread_speed": speed, "graph_speed": speed}
-    cases = [{"skew": s, "candidates": {"auto": dict(row)}} for s in skews]
+    cases = [{"skew": s, "candidates": {"auto": dict(row), "auto graphed": dict(row)}} for s in skews]
     return {"sizes": {size: {"skews": copy.deepcopy(cases)} for size in sizes}}
 
 
@@ -169,9 +169,10 @@ def without_quack(products):
         ("block_sparse", lambda s, r: s.update(cases=17), 3),
         ("block_sparse", lambda s, r: s.update(least=0.90), 1),
         ("block_sparse", lambda s, r: s.update(mean=float("nan")), 1),
-        ("layers", lambda s, r: s["sizes"].pop("Medium"), 5),
-        ("layers", lambda s, r: s["sizes"]["XS"]["skews"].pop(2), 3),
+        ("layers", lambda s, r: s["sizes"].pop("Medium"), 6),
+        ("layers", lambda s, r: s["sizes"]["XS"]["skews"].pop(2), 4),
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][4]["candidates"]["auto"].update(graph_speed=1.37), 1),
+        ("layers", lambda s, r: s["sizes"]["XS"]["skews"][3]["candidates"]["auto graphed"].update(speed=1.37), 1),
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"]["auto"].update(speed=None), 1),
         ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
         ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
@@ -188,7 +189,7 @@ def without_quack(products):
         ("grouped_gemm", lambda s, r: without_quack(s["products"][2:3]), 1),  # dx at one shape
         ("grouped_gemm", lambda s, r: r[0]["times"].update(auto=[1.0] * 5), 5),
         ("permutation", lambda s, r: s.clear(), 1),
-        ("layers", lambda s, r: r[0]["times"].update(auto=[1.0] * 6), 5),
+        ("layers", lambda s, r: r[0]["times"].update(auto=[1.0] * 6), 6),
         ("first_call", lambda s, r: r[0].update(first_s=10.5), 1),
         ("first_call", lambda s, r: r[1]["new_counts"].update({"7": ["_up"]}), 1),
         ("first_call", lambda s, r: r[0].update(compiled=[], from_disk=0), 1),  # nothing was counted at all

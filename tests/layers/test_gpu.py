@@ -266,6 +266,27 @@ def test_a_cuda_graph_replays_forward_and_backward(impl, activation, recompute):
             assert torch.equal(replayed, eager)
 
 
+@every_impl
+def test_graphed_callables_give_the_bits_of_eager(impl):
+    """torch.cuda.make_graphed_callables takes a dMoE whole, as it never asks the host for a load."""
+    config = MoEConfig(
+        hidden_size=256, ffn_hidden_size=512, num_experts=8, top_k=2, activation="swiglu", mlp_impl=impl,
+        load_balancing_loss_weight=0.0,
+    )  # fmt: skip
+    layer = build(impl, config, device="cuda", dtype=torch.bfloat16)
+
+    def step(called, x, dy):
+        y = called(x)
+        return y, *torch.autograd.grad(y, (x, *layer.parameters()), dy)
+
+    batches = [_batch(1000, seed) for seed in (1, 2)]
+    eager = [[t.clone() for t in step(layer, *batch)] for batch in batches]
+    called = torch.cuda.make_graphed_callables(layer, (torch.zeros_like(batches[0][0], requires_grad=True),))
+    for batch, expected in zip(batches, eager, strict=True):
+        for replayed, kept in zip(step(called, *batch), expected, strict=True):
+            assert torch.equal(replayed, kept)
+
+
 def _kernels(layer, tokens=1000):
     x, dy = _batch(tokens)
     _step(layer, x, dy)
