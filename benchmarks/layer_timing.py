@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Collection, Mapping
 from statistics import median
 from typing import Any
@@ -20,6 +21,7 @@ def memory_of(step: Step) -> dict[str, int]:
 
     if not on_gpu():
         return {}
+    gc.collect()  # what a cycle still holds may otherwise be freed in between
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = step.forward()

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from layer_candidates import GOAL, GOAL_FROM, LEAST_AT_ONE, OURS, kind
+from layer_candidates import GOAL, GOAL_FROM, GRAPHED, LEAST_AT_ONE, OURS, kind
 from measure import read_result
 
 COLORS = {
@@ -69,7 +69,8 @@ def plot_layers(result: dict[str, Any]) -> Any:
             for key, style in (("graph_speed", "o-"), ("speed", "x--")):
                 values = [float("nan") if v is None else v for v in series(name, key)]
                 if any(v == v for v in values):
-                    label = name + (" (CUDA graph)" if key == "graph_speed" else " (eager)")
+                    how = "CUDA graph" if key == "graph_speed" else "from Python" if name == GRAPHED else "eager"
+                    label = f"{name} ({how})"
                     speed.plot(skews, values, style, color=color, label=label, markersize=4, **_weight(name))
             for key, style in (("held", "o-"), ("peak", "x--")):
                 values = [float("nan") if v is None else v for v in against_padded(name, key)]
@@ -108,6 +109,7 @@ def plot_peers(result: dict[str, Any]) -> Any:
         axes.bar([at + offset for at, _ in there], [t for _, t in there], width, label=name, color=COLORS.get(name))
     axes.set_xticks(range(len(shapes)), [label.replace("; ", "\n") for label in shapes])
     axes.set(ylabel="TFLOP/s, forward + backward", xlabel="T,H and I/E/K, SwiGLU")
+    axes.margins(y=0.25)  # for the legend
     axes.legend(fontsize=8, ncols=2)
     axes.grid(alpha=0.3, axis="y")
     figure.suptitle(f"Whole layers, bf16, {_where(result)}")
