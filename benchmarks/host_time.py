@@ -3,7 +3,7 @@
     python benchmarks/host_time.py [--rounds N]
 
 The tensors are small, so that the GPU is never waited for; 64 experts, top-1, bf16. "step" leaves backward to
-autograd's own thread, as training does; "one thread" runs it in the caller's, for which there is
+autograd's own thread, torch's default; "one thread" runs it in the caller's, as the training driver does by
 `torch.autograd.set_multithreading_enabled(False)`: the difference is what changing threads takes. µs a step, the
 fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 """

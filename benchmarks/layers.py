@@ -11,10 +11,10 @@ exactly skew times the mean, the others fall off as a power law (`megablocks.tes
     auto graphed  dMoE through torch.cuda.make_graphed_callables, which takes what never asks the device
     torch, scattermoe, sonicmoe   peers, if they import; see layer_candidates.py
 
-Each is timed as a user runs it (`eager`), the same with backward in the caller's thread (`one thread`, as
-torch.autograd.set_multithreading_enabled(False) asks), and as a CUDA graph (`graph`), which leaves out what launching
-costs: the eager ratios are against `padded`, the graph's against `padded known`. `held` is what the forward leaves
-allocated, output included, `peak` the most in a step, weights and inputs excluded. Every candidate's output and
+Each is timed as a user runs it (`eager`), the same with backward in the caller's thread (`one thread`, as the training
+driver asks by torch.autograd.set_multithreading_enabled(False)), and as a CUDA graph (`graph`), which leaves out what
+launching costs: the eager ratios are against `padded`, the graph's against `padded known`. `held` is what the forward
+leaves allocated, output included, `peak` the most in a step, weights and inputs excluded. Every candidate's output and
 gradients are compared with float32 first. Writes results/<gpu>/layers.json; benchmarks/plot.py draws it. DRY_RUN=1
 prints the cases.
 """

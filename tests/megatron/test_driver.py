@@ -90,9 +90,10 @@ print("no end", end="", file=sys.{stream}, flush=True)
 
 def test_a_dense_model_in_one_process_without_torchrun(driver: Driver, tmp_path: Path) -> None:
     flags = ("--train-iters", "6", "--eval-interval", "3", "--megablocks-run-dir", tmp_path / "run", "--swiglu")
-    run = driver.run(*flags, model=TINY, torchrun=False)
+    run = driver.run(*flags, model=TINY, torchrun=False, faults=[("say_whose_thread", {})])
     losses = run.losses()
     assert losses[6] < losses[1] - 0.5
+    assert set(re.findall("backward in its caller's thread: (.*)", run.text())) == {"True"}
     assert "expert load" not in run.text() and "tokens dropped" not in run.text()
     check_files(tmp_path / "run", run.text(), layers=0)
     assert not (tmp_path / "run" / "expert_load.csv").exists()
