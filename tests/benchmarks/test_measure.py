@@ -314,8 +314,8 @@ def test_jobs_are_prepared_beside_each_other_and_run_one_by_one(tmp_path):
 
 
 CASES = {
-    "block_sparse": 18, "first_call": 10, "grouped_gemm": 49, "growth": 20, "layer_cost": 8, "layers": 15, "peers": 13,
-    "token_rounding": 2,
+    "block_sparse": 18, "first_call": 10, "grouped_gemm": 49, "growth": 20, "kernel_times": 12, "layer_cost": 8,
+    "layers": 15, "peers": 13, "token_rounding": 2,
 }  # fmt: skip
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "if dry_run()" in path.read_text())
 NO_GPU_NEEDED = {"layer_cost", "quant"}
@@ -350,6 +350,25 @@ def test_without_a_gpu_one_line_says_so(script, monkeypatch, capsys, tmp_path):
         f"{script}.py: torch sees no GPU; run it where there is one, DRY_RUN=1 prints the cases"
     )
     assert capsys.readouterr().out == "" and not any(tmp_path.iterdir())
+
+
+def test_kernels_are_told_by_the_order_of_their_launches():
+    kernel_times = importlib.import_module("kernel_times")
+    names = "void at::native::vectorized_elementwise_kernel<8, at::native::Add>(int)", "up_kernel", "Memset (Device)"
+    assert [kernel_times.short(n) for n in names] == ["vectorized_elementwise_kernel", "up_kernel", "Memset"]
+    steps = [("a", 1.0), ("b", 5.0), ("a", 9.0), ("a", 3.0), ("b", 7.0), ("a", 9.0), ("a", 8.0), ("b", 6.0), ("a", 2.0)]
+    assert kernel_times.by_launch(steps, 3) == [("a", 3.0), ("b", 6.0), ("a", 9.0)]
+    for wrong in (steps[:-1], [*steps[:3], *steps[4:], ("a", 1.0)]):
+        with pytest.raises(ValueError, match="kernels in 3 steps: the steps differ"):
+            kernel_times.by_launch(wrong, 3)
+
+
+@pytest.mark.parametrize("flags", [("--steps", "0"), ("--shapes", "1536")], ids=" ".join)
+def test_bad_input_to_kernel_times_is_named(flags, monkeypatch, capsys):
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert run_script("kernel_times", monkeypatch, *flags) == 2
+    said = capsys.readouterr()
+    assert f"error: {flags[0]} {flags[1] if flags[0] == '--steps' else repr(flags[1])}: must be" in said.err
 
 
 def test_those_scripts_are_there():
