@@ -352,23 +352,16 @@ def test_without_a_gpu_one_line_says_so(script, monkeypatch, capsys, tmp_path):
     assert capsys.readouterr().out == "" and not any(tmp_path.iterdir())
 
 
-def test_kernels_are_told_by_the_order_of_their_launches():
-    kernel_times = importlib.import_module("kernel_times")
+def test_a_kernels_name_is_told_without_what_surrounds_it():
+    short = importlib.import_module("kernel_times").short
     names = "void at::native::vectorized_elementwise_kernel<8, at::native::Add>(int)", "up_kernel", "Memset (Device)"
-    assert [kernel_times.short(n) for n in names] == ["vectorized_elementwise_kernel", "up_kernel", "Memset"]
-    steps = [("a", 1.0), ("b", 5.0), ("a", 9.0), ("a", 3.0), ("b", 7.0), ("a", 9.0), ("a", 8.0), ("b", 6.0), ("a", 2.0)]
-    assert kernel_times.by_launch(steps, 3) == [("a", 3.0), ("b", 6.0), ("a", 9.0)]
-    for wrong in (steps[:-1], [*steps[:3], *steps[4:], ("a", 1.0)]):
-        with pytest.raises(ValueError, match="kernels in 3 steps: the steps differ"):
-            kernel_times.by_launch(wrong, 3)
+    assert [short(n) for n in names] == ["vectorized_elementwise_kernel", "up_kernel", "Memset"]
 
 
-@pytest.mark.parametrize("flags", [("--steps", "0"), ("--shapes", "1536")], ids=" ".join)
-def test_bad_input_to_kernel_times_is_named(flags, monkeypatch, capsys):
+def test_a_bad_shape_of_kernel_times_is_named(monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
-    assert run_script("kernel_times", monkeypatch, *flags) == 2
-    said = capsys.readouterr()
-    assert f"error: {flags[0]} {flags[1] if flags[0] == '--steps' else repr(flags[1])}: must be" in said.err
+    assert run_script("kernel_times", monkeypatch, "--shapes", "1536") == 2
+    assert "error: --shapes '1536': must be 'T,H; I/E/K', as '40960,768; 256/128/8'" in capsys.readouterr().err
 
 
 def test_those_scripts_are_there():
