@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from megablocks.layers.memory import out_of_memory
 from megablocks.layers.router import LearnedRouter
 from megablocks.layers.shared_expert import SharedExpert
 from megablocks.ops.routing.dispatch import Routing
-from megablocks.parallel.dispatcher import AllToAllDispatcher, LocalDispatcher
+from megablocks.parallel.dispatcher import AllToAllDispatcher, ExpertCompute, LocalDispatcher
 from megablocks.parallel.groups import ExpertShard, group_size
 from megablocks.routers.functional import route
 from megablocks.routers.router import make_router
@@ -192,11 +193,16 @@ class MoEBase(nn.Module):
         ours = hasattr(self.router, "gate")  # or somebody else's
         if ours and tokens.is_cuda and not torch.compiler.is_compiling() and self.arguments is None:
             self._ahead(self.training, tokens, self.router.layer.weight, lambda: self._step_ahead(tokens))
-        if ours:
+        taken = ours and self._experts_take_router(tokens)
+        if taken:
+            logits = self.router.layer(tokens.detach())
+        elif ours:
             logits, tokens = self.router.gate(tokens, owned=self._owns_gradients())
         else:
             logits = self.router.logits(tokens)
         routing = self.router.route(logits)
+        if taken:
+            routing = self._with_router(routing)
         compute = self._compute if self.arguments is None else self.experts.compute
         try:
             y, extra = compute(tokens, routing)
@@ -208,6 +214,25 @@ class MoEBase(nn.Module):
         bias = self.output_bias if self.arguments is None else self.experts.bias
         y = y if bias is None else y + bias.to(y.dtype)
         return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+
+    def _experts_take_router(self, x: Tensor) -> bool:
+        """Whether the experts add to x's gradient what the router's weights pass on, see `fused_mlp`."""
+        return False
+
+    def _with_router(self, routing: Routing) -> Routing:
+        weight: Tensor = self.router.layer.weight
+        return dataclasses.replace(routing, router_weight=weight.detach(), router_scaling=self.config.top_k_scaling)
+
+    def _experts_for(self, routing: Routing) -> ExpertCompute:
+        """The experts, given what the routing has for them beside the weights."""
+        if routing.router_weight is None:
+            experts: ExpertCompute = self.experts
+            return experts
+        return partial(self.experts.forward_with_router, router=(routing.router_weight, routing.router_scaling))
+
+    def _has_plain_experts(self) -> bool:
+        """Whether a call of the experts is `Experts.forward`: anything else may gather parameters, or count calls."""
+        return type(self.experts) is Experts and _is_untouched(self.experts)
 
     def _owns_gradients(self) -> bool:
         """Whether what reads x is this package's, whose gradients of x are tensors that nobody else holds."""
@@ -221,10 +246,12 @@ class MoEBase(nn.Module):
         logits = weight.new_zeros(tokens.shape[0], self.config.num_experts).requires_grad_(weight.requires_grad)
         routing = route(cast_if_autocast_enabled(logits), self.config, score_bias=bias, training=self.training)
         results = [*routing.losses.values(), routing.weight]
-        # what is put around experts may gather their parameters or count their calls, on every rank
-        plain = type(self.experts) is Experts and _is_untouched(self.experts)
-        if plain and isinstance(self.dispatcher, LocalDispatcher) and self.config.capacity_factor is None:
-            results.append(self.dispatcher.run(leaf(tokens), routing, self.experts.forward))
+        if self._experts_take_router(tokens):
+            routing = self._with_router(routing)
+        local = isinstance(self.dispatcher, LocalDispatcher) and self.config.capacity_factor is None
+        if local and self._has_plain_experts():
+            experts = self.experts.forward if routing.router_weight is None else self._experts_for(routing)
+            results.append(self.dispatcher.run(leaf(tokens), routing, experts))
         return results
 
     def _check(self, x: Tensor) -> None:

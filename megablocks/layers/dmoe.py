@@ -10,8 +10,12 @@ from megablocks.layers import dmlp_registry
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.base import MoEBase
 from megablocks.layers.mlp import SparseMLP
+from megablocks.layers.mlp_choice import router_pays
 from megablocks.layers.moe import ParallelMLP
+from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.routing.dispatch import Routing
+from megablocks.parallel.dispatcher import LocalDispatcher
+from megablocks.routers.router import TopKRouter
 
 
 def _dropped(routing: Routing) -> dict[str, Tensor]:
@@ -53,4 +57,22 @@ class dMoE(MoEBase):  # noqa: N801
         return ParallelDroplessMLP(args)
 
     def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        return self.dispatcher.run(x, routing, self.experts), _dropped(routing)
+        return self.dispatcher.run(x, routing, self._experts_for(routing)), _dropped(routing)
+
+    def _experts_take_router(self, x: Tensor) -> bool:
+        """Where nothing but the chosen weights depends on the logits, nobody comes between, and it pays."""
+        return (
+            self.arguments is None
+            and getattr(self._compute, "__func__", None) is dMoE._compute
+            and type(self.dispatcher) is LocalDispatcher
+            and isinstance(self.router, TopKRouter)
+            and self.router.gate_is_plain(x)
+            and self.router.follows_chosen_logits()
+            and self._has_plain_experts()
+            and self.experts.mlp_impl_for(device=x.device, dtype=x.dtype) == "fused"
+            and (not x.is_cuda or self._router_pays(x))
+        )
+
+    def _router_pays(self, x: Tensor) -> bool:
+        columns = self.experts.ffn_hidden_size * (2 if self.config.is_gated else 1)
+        return router_pays(on_hopper=runs_hopper(x), top_k=self.config.top_k, columns=columns)

@@ -111,18 +111,21 @@ def sparse_experts(
 def fused_experts(
     weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None, config: MoEConfig,
     main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None), *, in_order: bool = False,
+    router: tuple[Tensor, float] | None = None,
 ) -> Tensor:  # fmt: skip
     """x (T, H), dispatch over the experts of `weights`, weight (R,) or None for ones → (T, H), 0 without an expert.
 
     main_grads: of w1, v1 and w2, as `fused_mlp` takes them.
+    router: its router_weight and router_scaling.
     in_order: the dispatch is one of `sorted_dispatch`; rows that no expert owns are then unspecified.
     """
     w1, v1, w2, b1, c1, b2 = weights
+    router_weight, router_scaling = router or (None, 1.0)
     return fused_mlp(
         x, weight, dispatch, w1, w2, v1=v1, b1=b1, c1=c1, b2=b2, activation=config.activation,
         approximate=config.gelu_approximate, recompute=config.recompute_activation, in_order=in_order,
         input_bits=config.quantize_inputs_num_bits, pre_bits=config.quantize_rematerialize_num_bits,
-        main_grads=main_grads,
+        main_grads=main_grads, router_weight=router_weight, router_scaling=router_scaling,
     )  # fmt: skip
 
 

@@ -182,20 +182,29 @@ class Experts(nn.Module):
         Returns:
             (T, H); zeros for a token without an expert.
         """
+        return self.forward_with_router(x, dispatch, weight, None)
+
+    def forward_with_router(
+        self, x: Tensor, dispatch: Dispatch, weight: Tensor | None, router: tuple[Tensor, float] | None
+    ) -> Tensor:
+        """As `forward`; router: router_weight and router_scaling of a Routing, which mlp_impl "fused" alone takes."""
         x = self._prepare(x)
         impl = self._impl_of(x)
+        assert router is None or impl == "fused", "the others would leave out a part of x's gradient"
         if x.is_cuda and not torch.compiler.is_compiling():
-            call = "dispatched", impl, weight is None
-            self._ahead(call, x, self.w1, lambda: [self._dispatched(impl, leaf(x), dispatch, leaf(weight))])
-        return self._dispatched(impl, x, dispatch, weight)
+            call = "dispatched", impl, weight is None, router is None
+            self._ahead(call, x, self.w1, lambda: [self._dispatched(impl, leaf(x), dispatch, leaf(weight), router)])
+        return self._dispatched(impl, x, dispatch, weight, router)
 
-    def _dispatched(self, impl: str, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+    def _dispatched(
+        self, impl: str, x: Tensor, dispatch: Dispatch, weight: Tensor | None, router: tuple[Tensor, float] | None
+    ) -> Tensor:
         with without_autocast(x):
             weights, offsets = self._weights(x.dtype), dispatch.expert_offsets
             if impl == "sparse":
                 return self._sparse(weights, x, dispatch, weight)
             if impl in _WHOLE:
-                return self._whole(impl, weights, x, dispatch, weight)
+                return self._whole(impl, weights, x, dispatch, weight, router=router)
             if impl == "grouped":
                 rows = grouped_mlp(weights, x, offsets, self.config, dispatch)
             else:
@@ -288,9 +297,11 @@ class Experts(nn.Module):
 
     def _whole(
         self, impl: str, weights: ExpertWeights, x: Tensor, dispatch: Dispatch, weight: Tensor | None,
-        *, in_order: bool = False,
+        *, in_order: bool = False, router: tuple[Tensor, float] | None = None,
     ) -> Tensor:  # fmt: skip
-        more = {"main_grads": self._main_grads(x.dtype), "in_order": in_order} if impl == "fused" else {}
+        more: dict[str, Any] = {}
+        if impl == "fused":
+            more = {"main_grads": self._main_grads(x.dtype), "in_order": in_order, "router": router}
         return _WHOLE[impl](weights, x, dispatch, weight, self.config, **more)
 
     def _main_grads(self, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

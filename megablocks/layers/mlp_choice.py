@@ -49,6 +49,20 @@ def choose_mlp_impl(
     return "fused" if fits and not biased and not keeps_less else "grouped"
 
 
+def router_pays(*, on_hopper: bool, top_k: int, columns: int) -> bool:
+    """Whether the router's part of x's gradient costs less in the experts' product than as a product of its own.
+
+    There it is a term for each of a token's rows, which a product over few columns does not hide: with 512 and K = 16
+    it takes 230 µs of an H200 at 32768 tokens of 4096, the router's own product 219; with 512 and K = 8 18 and 65 at
+    24576 of 1536; with 1024 and K = 8 53 and 208 (benchmarks/NOTES.md). Without Hopper's kernels it were another pass.
+
+    Args:
+        on_hopper: as in `choose_mlp_impl`.
+        columns: of d_z and d_u together, which are multiplied with the weights: I, 2·I where gated.
+    """
+    return on_hopper and (top_k <= 8 or columns >= 1024)
+
+
 def block_size_of(ffn_hidden_size: int) -> int | None:
     """The largest block that divides the width, of those with kernels that suit it; None for none."""
     for size in (BLOCK, 64):

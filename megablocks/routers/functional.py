@@ -74,6 +74,20 @@ def route(
     return dataclasses.replace(routing, losses=losses)
 
 
+def follows_chosen_logits(config: MoEConfig, training: bool) -> bool:
+    """Whether `route`'s weights are top_k_scaling times the softmax of the logits of a token's experts, and no loss or
+    rounding reads the others: their gradient is 0.
+    """
+    losses = config.load_balancing_loss_weight > 0 or config.z_loss_weight > 0
+    return (
+        config.router_type == "topk"
+        and (config.score_function, config.softmax_order) == ("softmax", "after_topk")
+        and config.normalize_top_k is None
+        and not config.uniform_assignment
+        and not (training and (losses or config.token_rounding is not None))
+    )
+
+
 def _fused_token_choice(
     logits: Tensor,
     config: MoEConfig,

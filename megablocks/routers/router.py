@@ -18,7 +18,7 @@ from torch.autograd import forward_ad
 
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.ops.routing.dispatch import Routing
-from megablocks.routers.functional import route
+from megablocks.routers.functional import follows_chosen_logits, route
 
 
 class _Gate(torch.autograd.Function):
@@ -95,8 +95,12 @@ class _Router(nn.Module):
         Args:
             owned: whether the experts' gradient of x is a tensor that nobody else holds; it is written over.
         """
+        return _Gate.apply(x, self.layer.weight, owned) if self.gate_is_plain(x) else (self.logits(x), x)
+
+    def gate_is_plain(self, x: Tensor) -> bool:
+        """Whether `logits(x)` is x · weightᵀ in x's dtype, with nothing around it, and x wants a gradient."""
         layer = self.layer
-        plain = (
+        return (
             x.requires_grad
             and "logits" not in self.__dict__
             and type(self).logits is _Router.logits
@@ -113,7 +117,13 @@ class _Router(nn.Module):
             and not torch._C._are_functorch_transforms_active()
             and forward_ad._current_level < 0
         )
-        return _Gate.apply(x, layer.weight, owned) if plain else (self.logits(x), x)
+
+    def follows_chosen_logits(self) -> bool:
+        """As the function of this name, of `route` if that is the class's, or adds a constant to the logits first."""
+        route = vars(self).get("route")
+        ours = type(self).route in (_Router.route, TopKRouter.route)
+        known = ours and (route is None or hasattr(route, "adds_a_constant"))
+        return known and follows_chosen_logits(self.config, self.training)
 
     def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""

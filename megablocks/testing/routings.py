@@ -134,4 +134,5 @@ def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
             constant = torch.zeros_like(logits).scatter_(1, ids.to(logits.device), strength)
         return original(logits + constant, **options)
 
+    steered.adds_a_constant = True  # type: ignore[attr-defined]  # its slopes are those of `original`
     router.route = steered

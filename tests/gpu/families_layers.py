@@ -134,6 +134,8 @@ def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width:
             mains = [torch.ones_like(w, dtype=torch.float32) for w in (w1, v1, w2)]
             y = fused_mlp(x, None, d, w1, w2, v1=v1, main_grads=tuple(mains))
             out += with_gradients(y, [x]) + mains
+            y = fused_mlp(x, weight.softmax(1).flatten(), d, w1, w2, v1=v1, router_weight=b2)
+            out += with_gradients(y, [x, weight])
         return out
 
     return step

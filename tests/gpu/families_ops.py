@@ -182,13 +182,17 @@ def grouped_hopper(device: torch.device) -> Step:
     shapes = ((128, 64, False), (128, 512, False), (264, 1024, True), (264, 4096, True))  # N, K, gathered
     tiles = [hopper.choose_m(*shape) for shape in shapes]
 
-    dy = draw(T, 264).detach()
+    dy, right, slope = draw(T, 264).detach(), draw(E, 264).detach(), draw(T).detach().float()
 
     def step() -> list[Tensor]:
         if not hopper.supports_m(x, w, offsets, T):
             return []
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        for g in (None, order):
+            out += hopper.ragged_k_pair(dy, 2 * dy, x, offsets, g)
+        for t in tiles:
+            out.append(hopper.ragged_m_outer(x, w, None, None, slope, right, offsets, tile=t))
         for tile in tiles:  # no row of any expert: nothing of `order` may be read, not even ahead
             hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
         return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]

@@ -7,14 +7,14 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from layers.harness import KINDS, TOLERANCE, assert_equals_oracle, batch, build, config_of, oracle, parameters_of
-from megablocks.config import ACTIVATIONS, ConfigError
+from megablocks.config import ACTIVATIONS, ConfigError, MoEConfig
 from megablocks.layers import Experts, dMoE
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import Routing, make_routing
 from megablocks.parallel.dispatcher import LocalDispatcher
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
-from megablocks.testing.routings import ragged, zipf
+from megablocks.testing.routings import ragged, steer, zipf
 from megablocks.testing.tolerances import assert_as_exact_as
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -388,3 +388,82 @@ def test_auto_says_once_what_it_picked(caplog):
         layer.forward_with_aux(x)
         layer.forward_with_aux(x)
     assert [r.getMessage() for r in caplog.records] == ["mlp_impl='auto' on cpu in torch.float32: using 'grouped'"]
+
+
+ROUTED = MoEConfig(
+    hidden_size=6, ffn_hidden_size=8, num_experts=4, top_k=2, activation="swiglu", softmax_order="after_topk"
+)
+
+
+def _routed(changes, mlp_impl, around):
+    torch.manual_seed(0)
+    layer = dMoE(ROUTED.replace(mlp_impl=mlp_impl, **changes), seed=0, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    router, experts = layer.router, layer.experts
+    route, compute = router.route, layer._compute
+    if around == "constant":
+        steer(router, torch.randint(4, (9, 2)).add(torch.tensor([[0, 1]])) % 4)
+    if around == "slope":
+        router.route = lambda logits, **options: route(2 * logits, **options)
+    if around == "hook":
+        experts.register_forward_hook(lambda *_: None)
+    if around == "wrapper":
+        experts.forward = lambda *args, forward=experts.forward, **options: forward(*args, **options)
+    if around == "compute":
+        layer._compute = lambda x, routing: compute(2 * x, routing)
+    if around == "dispatcher":
+        layer.dispatcher = type("Ours", (type(layer.dispatcher),), {})()
+    if around == "router":
+        plain = type(router)
+        router.__class__ = type("Ours", (plain,), {"route": lambda self, logits: plain.route(self, logits * logits)})
+    if around == "frozen router":
+        router.requires_grad_(False)
+    if around == "eval":
+        layer.eval()
+    return layer, torch.randn(9, 6, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "changes, around, taken",
+    [
+        *[({}, around, True) for around in (None, "constant", "frozen router", "eval")],
+        *[({}, around, False) for around in ("slope", "hook", "wrapper", "compute", "dispatcher", "router")],
+        ({"activation": "gelu", "mlp_bias": True}, None, True),
+        ({"top_k_scaling": 2.5, "recompute_activation": True}, None, True),
+        ({"shared_expert_hidden_size": 4, "output_bias": True}, None, True),
+        ({"expert_score_bias": True}, None, True),
+        ({"load_balancing_loss_weight": 0.1}, "eval", True),
+        ({"load_balancing_loss_weight": 0.1}, None, False),
+        ({"z_loss_weight": 0.1}, None, False),
+        ({"softmax_order": "before_topk"}, None, False),
+        ({"normalize_top_k": 1.0}, None, False),
+        ({"uniform_assignment": True}, None, False),
+    ],
+    ids=str,
+)
+def test_N10_the_experts_take_the_routers_part_of_the_gradient_of_x(changes, around, taken):
+    """Where they do and where they must not, gradients are the reference's, whose router is a node of its own."""
+    results = []
+    for mlp_impl in ("fused", "reference"):
+        layer, x = _routed(changes, mlp_impl, around)
+        x.requires_grad_()
+        assert layer._experts_take_router(x) == (taken and mlp_impl == "fused")
+        y, aux = layer.forward_with_aux(x)
+        loss = (y * y.detach().sin()).sum() + sum(aux.losses.values())
+        wanted = [x, *(p for p in layer.parameters() if p.requires_grad)]
+        results.append([y.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)])
+    for got, want in zip(*results, strict=True):
+        if got is None or want is None:
+            assert (got is None or not got.any()) and (want is None or not want.any())
+        else:
+            torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_nobody_else_takes_the_routers_part():
+    layer, x = _routed({}, "grouped", None)
+    x.requires_grad_()
+    assert not layer._experts_take_router(x)
+    with pytest.raises(AssertionError, match="leave out a part of x's gradient"):
+        layer._compute(x, layer._with_router(layer.router(x)))

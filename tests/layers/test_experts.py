@@ -8,7 +8,7 @@ import torch
 from layers.harness import config_of
 from megablocks.layers import Experts
 from megablocks.layers.expert_mlp import _BatchedLinear
-from megablocks.layers.mlp_choice import choose_mlp_impl
+from megablocks.layers.mlp_choice import choose_mlp_impl, router_pays
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -130,6 +130,14 @@ PAPER |= dict(hidden_size=512, ffn_hidden_size=2048)
 def test_auto_fuses_what_its_kernels_take(changes):
     assert choose_mlp_impl(**PAPER) == "fused"
     assert choose_mlp_impl(**PAPER | changes) == "grouped"
+
+
+@pytest.mark.parametrize(
+    "on_hopper, top_k, columns, pays",
+    [(True, 8, 512, True), (True, 16, 1024, True), (True, 16, 512, False), (False, 2, 4096, False)],
+)
+def test_the_router_s_gradient_goes_with_the_experts_where_it_was_measured_to_pay(on_hopper, top_k, columns, pays):
+    assert router_pays(on_hopper=on_hopper, top_k=top_k, columns=columns) == pays
 
 
 def test_auto_takes_hoppers_kernels_for_off_when_they_are(monkeypatch):

@@ -125,20 +125,21 @@ def router() -> None:
         score_launch(logits, bias, mask, None, (torch.zeros(logits.shape), ints(*logits.t().shape)), options)
 
 
-@family("routing.router_backward_triton", "_route_backward_kernel", "_weight_backward_kernel")
+@family("routing.router_backward_triton", "_route_backward_kernel", "_weight_backward_kernel", "_chosen_slopes_kernel")
 def router_backward() -> None:
-    from megablocks.ops.routing.router_backward_triton import route_backward_launch, weight_backward_launch
+    from megablocks.ops.routing import router_backward_triton as backward
 
     for logits, _, mask, options in router_cases():
         (tokens, experts), one = logits.shape, torch.ones(())
         pairs = tokens * options.top_k
         counts = (ints(experts).long(), ints(3).long())
         grads = (torch.zeros(pairs), one, one, torch.ones(experts))
-        route_backward_launch(logits, mask, ints(pairs), *counts, grads, options)
+        backward.route_backward_launch(logits, mask, ints(pairs), *counts, grads, options)
         kept = {"flags": torch.zeros(experts, tokens, dtype=torch.int8), "ends": ints(tokens)}
-        route_backward_launch(logits, mask, None, *counts, grads, options, **kept)
+        backward.route_backward_launch(logits, mask, None, *counts, grads, options, **kept)
         if options.after:
-            weight_backward_launch(grads[0], ints(pairs), grads[0], experts, logits.dtype, options)
+            backward.weight_backward_launch(grads[0], ints(pairs), grads[0], experts, logits.dtype, options)
+            backward.chosen_slopes_launch(grads[0], grads[0], ints(pairs), options.top_k, options.scaling)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")
@@ -193,7 +194,7 @@ def grouped() -> None:
 
 @family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_outer, ragged_m_sum
 
     # the shapes reach each tile of choose_m
     rows = 1024
@@ -203,17 +204,22 @@ def grouped_hopper() -> None:
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
         ragged_m_sum(x, w, x, w, ints(17))
+        outer = torch.zeros(rows), torch.zeros(16, n, dtype=torch.bfloat16)
+        for x2, w2 in ((None, None), (x, w)):
+            ragged_m_outer(x, w, x2, w2, *outer, ints(17))
 
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
 def grouped_hopper_dw() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_k
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_k, ragged_k_pair
 
     for m, n in ((64, 128), (128, 128), (512, 512)):  # each tile of choose_k
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
             ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
+            ragged_k_pair(a, a, b, ints(17), gather)
+            ragged_k_pair(a, a, b, ints(17), gather, add_to=(torch.zeros(16, m, n), torch.zeros(16, m, n)))
 
 
 @family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")

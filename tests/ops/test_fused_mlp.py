@@ -9,7 +9,7 @@ from megablocks.ops.fused.gradient import down_gradient_op, mlp_gradient_ref
 from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.grouped import gathered_mm, grouped_mm_hopper
 from megablocks.ops.grouped.grouped_mm_hopper import supports_m
-from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
+from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, make_routing
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -82,6 +82,80 @@ def test_N10_fused_mlp_equals_a_loop(activation, bias, recompute):
     assert got[1].keys() == want[1].keys()
     for name, grad in want[1].items():
         torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("scaling", [1.0, 2.5])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"in float32": True}], ids=["kept", "recompute", "fp32"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_N10_the_routers_part_of_the_gradient_of_x(activation, bias, options, scaling):
+    """Given router_weight, of weights that were made from x detached: x's gradient is as if they had not been."""
+    options = dict(options)
+    dtype = torch.float32 if options.pop("in float32", False) else torch.float64
+    values, dispatch, ids, dy = _case(13, 12, 10, 5, 3, activation in GATED, bias, dtype=dtype)
+    values["router"] = torch.randn(5, 12, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype)
+
+    def weight(v, x):
+        return scaling * (x @ v["router"].t()).gather(1, ids).softmax(1).flatten()
+
+    want = _with_gradients(lambda v: _loop({**v, "weight": weight(v, v["x"])}, ids, activation), values, dy)
+    given = {"router_scaling": scaling, **options}
+
+    def fused(v):
+        run = _fused(dispatch, activation, router_weight=v["router"], **given)
+        return run({**v, "weight": weight(v, v["x"].detach())})
+
+    with poisoned_empty():
+        got = _with_gradients(fused, values, dy)
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=tolerance)
+    for name in set(want[1]) - {"weight"}:
+        torch.testing.assert_close(got[1][name], want[1][name], rtol=tolerance, atol=10 * tolerance, msg=name)
+
+
+def test_a_router_that_does_not_fit_the_fused_mlp_is_named():
+    values, dispatch, ids, _ = _case(6, 8, 4, 3, 2, True, False)
+    for router, told in (
+        (torch.zeros(3, 7).double(), r"^router_weight is \(3, 7\) torch.float64: must be \(3, 8\) torch.float64"),
+        (torch.zeros(3, 8), r"^router_weight is \(3, 8\) torch.float32: must be \(3, 8\) torch.float64"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            _fused(dispatch, "swiglu", router_weight=router)(values)
+    uneven = build_dispatch(Routing(torch.zeros(7).int(), torch.zeros(7).int(), torch.ones(7), 6, 3))
+    with pytest.raises(ValueError, match="^router_weight is given for 7 pairs of 6 tokens: must be K pairs each"):
+        _fused(uneven, "swiglu", router_weight=torch.zeros(3, 8).double())({**values, "weight": torch.ones(7)})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("switch", ["1", "0"])
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens,hidden,inner", [(40, 64, 128), (700, 264, 520), (700, 60, 67), (300, 2056, 1160)])
+def test_N1_the_routers_part_of_the_gradient_of_x_in_bf16(tokens, hidden, inner, activation, switch, monkeypatch):
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", switch)
+    values, _, ids, dy = _case(tokens, hidden, inner, 9, 3, activation in GATED, False, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(9)
+    router = (torch.randn(9, hidden, generator=generator) / hidden**0.5).bfloat16()
+    values = {n: None if t is None else t.cuda() for n, t in values.items()} | {"router": router.cuda()}
+    ids, dy = ids.cuda(), dy.cuda()
+    dispatch = build_dispatch(make_routing(ids, ids.float(), 9))
+
+    def weight(v, x):
+        return (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32)).gather(1, ids).softmax(1).flatten()
+
+    def fused(v):
+        run = _fused(dispatch, activation, router_weight=v["router"])
+        return run({**v, "weight": weight(v, v["x"].detach())})
+
+    wide = {n: None if t is None else t.double() for n, t in values.items()}
+    want = _with_gradients(lambda v: _loop({**v, "weight": weight(v, v["x"])}, ids, activation), wide, dy.double())[1]
+    without = _with_gradients(
+        lambda v: _loop({**v, "weight": weight(v, v["x"].detach())}, ids, activation), wide, dy.double()
+    )[1]
+    with poisoned_empty():
+        got = _with_gradients(fused, values, dy)[1]
+        again = _with_gradients(fused, values, dy)[1]
+    assert relative_error(got["x"], want["x"]) < 0.01 < relative_error(without["x"], want["x"])
+    assert torch.equal(got["x"], again["x"])
 
 
 def _equals_the_loop(ids, empty, **options):

@@ -32,12 +32,17 @@ with compiling_for(90) as compiled:
         hopper.ragged_m(x, w, offsets)
         hopper.ragged_m(x, w, offsets, gather)
         hopper.ragged_m_sum(x, w, x2, w, offsets)
+        outer = torch.empty(rows), torch.empty(E, N, dtype=torch.bfloat16)
+        hopper.ragged_m_outer(x, w, x2, w, *outer, offsets)
         hopper.ragged_k(dy, x, offsets)
         hopper.ragged_k(dy, x, offsets, gather)
-        assert hopper._plan_m(None, E, N, K, False, True, False) is hopper._plan_m(None, E, N, K, False, True, False)
+        hopper.ragged_k_pair(dy, dy, x, offsets)
+        hopper.ragged_k_pair(dy, dy, x, offsets, gather)
+        key = None, E, N, K, False, True, False, False
+        assert hopper._plan_m(*key) is hopper._plan_m(*key)
         counts.append({name: len(made) for name, made in compiled.items()})
     dw = "megablocks.ops.grouped.grouped_mm_hopper_dw.ragged_k_kernel"
-    assert counts[0] == {"megablocks.ops.grouped.grouped_mm_hopper_kernel.ragged_m_kernel": 3, dw: 2}, counts
+    assert counts[0] == {"megablocks.ops.grouped.grouped_mm_hopper_kernel.ragged_m_kernel": 4, dw: 4}, counts
     assert counts == [counts[0]] * 4, f"{counts} kernels after each number of tokens"
     for made in compiled[dw]:
         text = re.sub(r"loc\\([^)]*\\)", "", made.asm["ttgir"])

@@ -247,6 +247,33 @@ def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_N6_a_pair_equals_each_alone(loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool) -> None:
+    """Bit for bit, also what is added to; each half's sums are in the order of its own launch."""
+    offsets, rows = make(loads, 21, "cuda")
+    used = sum(loads)
+    gather = gather_of(rows, 500, "cuda") if gathered else None
+    a, a2 = (fill(rows, m, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 3))
+    b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
+    if gather is not None:
+        gather[used:] = 500
+    assert hopper.supports_pair(a, a2, b, offsets)
+    with poisoned_empty():
+        pair = hopper.ragged_k_pair(a, a2, b, offsets, gather)
+        alone = [hopper.ragged_k(t, b, offsets, gather) for t in (a, a2)]
+    total = fill(len(loads), m, n, dtype=torch.float32, device="cuda", seed=4)
+    sums = total.clone(), 2 * total
+    assert all(x is y for x, y in zip(hopper.ragged_k_pair(a, a2, b, offsets, gather, add_to=sums), sums, strict=True))
+    for i, left in enumerate((a, a2)):
+        assert torch.equal(pair[i], alone[i])
+        assert_near(pair[i], blocks_ref(left, b, offsets, gather), max(loads))
+        assert torch.equal(sums[i], hopper.ragged_k(left, b, offsets, gather, add_to=(i + 1) * total))
+
+
+@pytest.mark.gpu
+@hopper_only
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
 @pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
@@ -264,12 +291,38 @@ def test_sum_of_two_products(loads: list[int], k: int, n: int, dtype: torch.dtyp
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.parametrize("summed", [False, True], ids=["one", "two"])
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_an_outer_product_beside(
+    loads: list[int], k: int, n: int, dtype: torch.dtype, summed: bool, tile: hopper.Tile | None = None
+) -> None:
+    """NaN stands in unused rows."""
+    offsets, rows = make(loads, 21, "cuda")
+    used, experts = sum(loads), len(loads)
+    x, x2 = (fill(rows, k, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 4))
+    w, w2 = (fill(experts, k, n, dtype=dtype, device="cuda", seed=seed) for seed in (2, 3))
+    right = fill(experts, n, dtype=dtype, device="cuda", seed=5)
+    slope = fill(rows, dtype=torch.float32, device="cuda", seed=6, poison_from=used)
+    others = (x2, w2) if summed else (None, None)
+    with poisoned_empty():
+        y = hopper.ragged_m_outer(x, w, *others, slope, right, offsets, tile=tile)
+    expert = torch.arange(experts, device="cuda").repeat_interleave(offsets.diff())
+    truth = rows_ref(x, w, offsets, None) + slope[:used].double()[:, None] * right.double()[expert]
+    assert_near(y[:used], truth + rows_ref(x2, w2, offsets, None) if summed else truth, 2 * k + 1)
+    assert bool(y[used:].isnan().all()), "rows of no expert were written"
+
+
+@pytest.mark.gpu
+@hopper_only
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
     loads = LARGE_LOADS["odd"] * 3
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
+    if not gathered:
+        test_an_outer_product_beside(loads, 328, 712, torch.bfloat16, False, tile)
     if tile is None or not tile.pingpong:
         test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, tile)
 
@@ -356,7 +409,7 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
     offsets, rows = make([300, 0, 100, 7], 200, "cuda")
     x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
     w = fill(4, 256, 384, dtype=torch.bfloat16, device="cuda", seed=2)
-    gather = gather_of(rows, rows, "cuda")
+    gather, slope = gather_of(rows, rows, "cuda"), fill(rows, dtype=torch.float32, device="cuda", seed=3)
 
     def run() -> list[Tensor]:
         return [
@@ -364,6 +417,8 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
             hopper.ragged_m_sum(x, w, x, w, offsets),
             hopper.ragged_k(x, x, offsets), hopper.ragged_k(x, x, offsets, gather),
             hopper.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
+            *hopper.ragged_k_pair(x, x, x, offsets, gather),
+            hopper.ragged_m_outer(x, w, x, w, slope, w[:, 0].contiguous(), offsets),
         ]  # fmt: skip
 
     run()

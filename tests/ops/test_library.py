@@ -23,7 +23,10 @@ from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, exp
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
     gathered_mm_dw_op,
+    gathered_mm_dw_pair_add_op,
+    gathered_mm_dw_pair_op,
     gathered_mm_op,
+    grouped_mm_outer_op,
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
@@ -47,6 +50,7 @@ from megablocks.ops.routing.rounding import select_tokens_op
 from megablocks.ops.routing.router import (
     RouterOptions,
     RouterOutput,
+    chosen_slopes_op,
     route_topk,
     router_backward_op,
     router_op,
@@ -146,6 +150,20 @@ def _samples():
         "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, *moves, offsets)),
         "gathered_mm_pair": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), *moves, offsets)),
         "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), *moves, offsets)),
+        "grouped_mm_outer": (
+            grouped_mm_outer_op,
+            (const(R, H), const(E, H, F), None, None, const(R), const(E, F), offsets),
+        ),
+        "grouped_mm_outer_summed": (
+            grouped_mm_outer_op,
+            (*[const(R, H), const(E, H, F)] * 2, const(R), const(E, F), offsets),
+        ),
+        "chosen_slopes": (chosen_slopes_op, (const(R), const(R), d.pair, K, 1.5)),
+        "gathered_mm_dw_pair": (gathered_mm_dw_pair_op, (const(R, F), const(R, F), const(T, H), *moves, offsets)),
+        "gathered_mm_dw_pair_add": (
+            gathered_mm_dw_pair_add_op,
+            (const(E, F, H), const(E, F, H), const(R, F), const(R, F), const(T, H), *moves, offsets),
+        ),
         "gathered_mm_dw_add": (gathered_mm_dw_add_op, (const(E, F, H), const(R, F), const(T, H), *moves, offsets)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),
@@ -209,7 +227,7 @@ def _samples():
         "fused_mlp": (
             fused_mlp_op,
             (t(T, H), weight.clone().requires_grad_(), t(E, F, H), t(E, F, H), t(E, F, H), t(E, F), t(E, F), t(E, H))
-            + (*moves, offsets, "swiglu", "tanh", False, False, -1, 8),
+            + (*moves, offsets, "swiglu", "tanh", False, False, -1, 8, None, None, None, const(E, H), 2.0),
         ),
         "fused_mlp_plain": (
             fused_mlp_op,

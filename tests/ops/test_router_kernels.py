@@ -11,12 +11,17 @@ from megablocks.ops.routing.rounded_router import route_rounded
 from megablocks.ops.routing.router import (
     RouterOptions,
     RouterOutput,
+    chosen_slopes_ref,
     route_topk,
     router_backward_ref,
     router_ref,
     router_weight_backward_ref,
 )
-from megablocks.ops.routing.router_backward_triton import route_backward_launch, weight_backward_launch
+from megablocks.ops.routing.router_backward_triton import (
+    chosen_slopes_launch,
+    route_backward_launch,
+    weight_backward_launch,
+)
 from megablocks.ops.routing.router_triton import route_launch
 from megablocks.ops.routing.topk import lowest_first_topk
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -117,6 +122,21 @@ def test_R5_gradient_from_the_weights_alone(num_tokens, num_experts, top_k, mask
         found = weight_backward_launch(got.weight, got.expert, d_weight, num_experts, dtype, options)
         assert found.dtype == dtype
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+@pytest.mark.parametrize("num_tokens", [0, 1, 700])
+def test_slopes_of_the_chosen_logits_are_those_of_autograd(num_tokens, top_k):
+    generator = torch.Generator().manual_seed(num_tokens + top_k)
+    logits = torch.randn(num_tokens, top_k, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
+    d_weight = torch.randn(num_tokens * top_k, 2, generator=generator).to(DEVICE)[:, 0]
+    weight = 2.5 * logits.softmax(1).flatten()
+    (expected,) = torch.autograd.grad(weight, logits, d_weight.double())
+    pair = torch.randperm(num_tokens * top_k, generator=generator).int().to(DEVICE)
+    plain = chosen_slopes_ref(weight.detach(), d_weight, pair, top_k, 2.5)
+    torch.testing.assert_close(plain, expected.flatten()[pair.long()], rtol=1e-9, atol=1e-12)
+    found = chosen_slopes_launch(weight.detach().float(), d_weight, pair, top_k, 2.5)
+    torch.testing.assert_close(found.double(), plain, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.parametrize("losses", [False, True])

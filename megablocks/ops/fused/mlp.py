@@ -14,6 +14,11 @@ x and the factors also quantised (`ops.quant`). Neither a nor anything of size R
 
 The weights' gradients may go to float32 buffers of the caller's instead (`main_grads`), each added as it is computed.
 
+Where the weights are s = scaling · softmax of x · router_weight[e] over a token's K pairs, they pass on a gradient to x
+too, with a term for each pair and none for other experts: ds_p · router_weight[e], ds_p the slope of the pair's logit.
+Given router_weight, dX's rows get theirs before they are rounded and summed, which costs no byte of (T, H), where the
+router's product of (T, E) · (E, H) reads dX and writes it again.
+
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
@@ -29,12 +34,20 @@ from megablocks.ops.dtypes import accumulation_dtype
 from megablocks.ops.fused.gradient import down_gradient_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
-from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_add_op, gathered_mm_dw_op, grouped_mm_sum_op
+from megablocks.ops.grouped.gathered_mm import (
+    gathered_mm_dw_add_op,
+    gathered_mm_dw_op,
+    gathered_mm_dw_pair_add_op,
+    gathered_mm_dw_pair_op,
+    grouped_mm_outer_op,
+    grouped_mm_sum_op,
+)
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
 from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.routing.router import chosen_slopes_op
 
 _WIDTH = 8  # columns of the narrowest product that every kernel takes
 
@@ -45,6 +58,7 @@ def fused_mlp_op(
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
     name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
     main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
+    router_weight: Tensor | None = None, router_scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
     z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
@@ -64,33 +78,34 @@ def _(
     b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
     name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
     main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
+    router_weight: Tensor | None = None, router_scaling: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
     return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-6]
+    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-8]
     # Not saved: other micro-batches add to these before this one's backward, which is no mistake here.
-    ctx.in_order, input_bits, pre_bits, *ctx.main_grads = inputs[-6:]
+    ctx.in_order, input_bits, pre_bits, *ctx.main_grads, router_weight, ctx.router_scaling = inputs[-8:]
     _, z, u = output
     ctx.mark_non_differentiable(z, u)
     ctx.set_materialize_grads(False)
     ctx.packed_x, *kept_x = pack(x, input_bits)
     ctx.packed_z, *kept_z = pack(z, pre_bits)
     ctx.packed_u, *kept_u = pack(u, pre_bits)
-    ctx.save_for_backward(*kept_x, *kept_z, *kept_u, weight, w1, v1, w2, b1, c1, b2, *indices)
+    ctx.save_for_backward(*kept_x, *kept_z, *kept_u, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices)
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
+    x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices = ctx.saved_tensors
     pair, gather, _, _, offsets = indices
     main_w1, main_v1, main_w2 = ctx.main_grads
     x, z, u = unpack(ctx.packed_x, x, x_scales), unpack(ctx.packed_z, z, z_scales), unpack(ctx.packed_u, u, u_scales)
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
     if dy is None:
-        return (None,) * 22
+        return (None,) * 24
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
     if ctx.recompute:
         z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
@@ -103,27 +118,37 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         if need_w2:
             dw2 = _weight_gradient(main_w2, scaled, dy, indices)
         del scaled
+        if b2 is not None and (need_weight or router_weight is not None):
+            assert d_weight is not None
+            d_weight = d_weight + _bias_gradient_of_weight(dy, b2, pair, gather, offsets, weight.dtype)
         if need_x:
-            if v1 is None:
+            if router_weight is not None:
+                top_k = max(weight.shape[0] // max(dy.shape[0], 1), 1)
+                slope = chosen_slopes_op(weight, d_weight, pair, top_k, ctx.router_scaling)
+                gated = (None, None) if v1 is None else (d_u, v1)
+                rows = grouped_mm_outer_op(d_z, w1, *gated, slope, router_weight, offsets)
+            elif v1 is None:
                 rows = grouped_mm_op(d_z, w1, offsets)
             else:
                 rows = grouped_mm_sum_op(d_z, w1, d_u, v1, offsets)
             dx = rows if ctx.in_order else combine_op(rows, None, *indices[:4])
             del rows
-        dw1 = _weight_gradient(main_w1, d_z, x, indices) if need_w1 else None
-        dv1 = _weight_gradient(main_v1, d_u, x, indices) if need_v1 else None
+        if need_w1 and need_v1 and main_w1 is None and main_v1 is None:
+            dw1, dv1 = gathered_mm_dw_pair_op(d_z, d_u, x, *indices)
+        elif need_w1 and need_v1 and main_w1 is not None and main_v1 is not None:
+            gathered_mm_dw_pair_add_op(main_w1, main_v1, d_z, d_u, x, *indices)
+        else:
+            dw1 = _weight_gradient(main_w1, d_z, x, indices) if need_w1 else None
+            dv1 = _weight_gradient(main_v1, d_u, x, indices) if need_v1 else None
         db1 = expert_sum_op(d_z, offsets).to(b1.dtype) if need_b1 else None
         dc1 = expert_sum_op(d_u, offsets).to(c1.dtype) if need_c1 else None
-    if need_weight and b2 is not None:
-        assert d_weight is not None
-        d_weight = d_weight + _bias_gradient_of_weight(dy, b2, pair, gather, offsets, weight.dtype)
     if need_b2:
         # Σ s·dY is a product with one column of weights
         scale = weight.to(dy.dtype).index_select(0, pair).unsqueeze(1)
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
         db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
     d_weight = d_weight if need_weight else None
-    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 14
+    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 16
 
 
 def _weight_gradient(
@@ -160,6 +185,7 @@ def fused_mlp(
     b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
     approximate: str = "tanh", recompute: bool = False, in_order: bool = False, input_bits: int = OFF,
     pre_bits: int = OFF, main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+    router_weight: Tensor | None = None, router_scaling: float = 1.0,
 ) -> Tensor:  # fmt: skip
     """Each token's experts and their weighted sum.
 
@@ -176,6 +202,8 @@ def fused_mlp(
         input_bits, pre_bits: 4 or 8 keep x, or the pre-activations, quantised (`ops.quant`); -1 as they are.
         main_grads: for w1, v1 and w2 a contiguous float32 tensor (float64 for float64) of its shape, or None. Backward
             adds the weight's gradient to it and gives the weight none.
+        router_weight: (E, H) in x's dtype; says that `weight` is router_scaling times the softmax over each token's K
+            pairs of x · router_weight[e], of x detached: x's gradient through it is then in x's here. Its own is not.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.
@@ -216,8 +244,21 @@ def fused_mlp(
         raise ValueError(f"in_order: wants weight=None and as many tokens as rows, not {num_tokens} and {num_pairs}")
     if weight is None:
         weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
+    if router_weight is not None:
+        _check_router_weight(router_weight, x, experts, num_pairs, in_order)
+        router_weight = router_weight.detach()
     options = activation, approximate, recompute, in_order, input_bits, pre_bits
-    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads)[0]
+    routed = router_weight, router_scaling
+    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads, *routed)[0]
+
+
+def _check_router_weight(router_weight: Tensor, x: Tensor, experts: int, num_pairs: int, in_order: bool) -> None:
+    num_tokens, hidden = x.shape
+    if router_weight.shape != (experts, hidden) or router_weight.dtype != x.dtype:
+        given = f"{tuple(router_weight.shape)} {router_weight.dtype}"
+        raise ValueError(f"router_weight is {given}: must be {(experts, hidden)} {x.dtype}, one row an expert")
+    if in_order or num_pairs % max(num_tokens, 1):
+        raise ValueError(f"router_weight is given for {num_pairs} pairs of {num_tokens} tokens: must be K pairs each")
 
 
 def _check_main_grad(what: str, weight: Tensor | None, main: Tensor) -> None:

@@ -34,6 +34,11 @@ class _Plan(grouped.Plan):
     def n_tiles(self) -> int:
         return -(-self.N // self.columns)
 
+    @property
+    def late(self) -> bool:
+        """Whether a tile waits, rounded, for the next one's products: its two parts go with two of three steps."""
+        return self.gated and not self.pingpong and not self.has_bias and self.steps > 2
+
 
 # Both consumers on one tile: 487 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200, where turns take 535.
 _SHARED = Tile(64, 256, 4, group_m=8, out_parts=4, out_buffers=2)

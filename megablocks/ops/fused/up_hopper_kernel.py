@@ -11,7 +11,7 @@ beside the same columns of V1, so one wgmma yields both, and a pair's product ne
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from megablocks.ops.activation_gluon import unary
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import (
@@ -25,7 +25,7 @@ from megablocks.ops.grouped.grouped_mm_hopper_kernel import (
     store_rows,
     walk,
 )
-from megablocks.ops.hopper_gluon import barriers, multiply, parts_of
+from megablocks.ops.hopper_gluon import barriers, issue, multiply, parts_of, retire
 from megablocks.ops.launch import quick
 
 
@@ -53,7 +53,9 @@ def _finish(z, u, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.const
 
 
 @gluon.jit
-def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+def _direct_consumer(
+    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
@@ -82,6 +84,74 @@ def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, expe
                 p1 = p2
                 p2 = p3
     tma.store_wait(0)
+
+
+@gluon.jit
+def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    """As _direct_consumer, of gated tiles that both share, each written *late*.
+
+    Rounded, a tile waits in registers; its two column parts are activated and stored while the next one's first
+    products run. What is left behind the loop stands in a branch, and the loop over steps always takes some: otherwise
+    ptxas moves the rounding in among the products and waits for each of these as soon as it is issued.
+    """
+    LATE: gl.constexpr = 2
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    dtype: gl.constexpr = o_bufs.dtype
+    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    p0, p1, p2, p3 = parts_of(gl.zeros(shape, gl.float32, layout), c)
+    z0 = p0.to(dtype)
+    z1 = p1.to(dtype)
+    u0 = p2.to(dtype)
+    u1 = p3.to(dtype)
+    expert = gl.to_tensor(0)  # of the tile that waits; each is an object of its own, or Triton does not carry it
+    row = gl.to_tensor(0)
+    last = gl.to_tensor(0)
+    col = gl.to_tensor(0)
+    for tile in range(start, tiles, step):
+        next_expert = e
+        next_row = m0 + WG * c.rows
+        next_last = end
+        next_col = n0 // 2
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc = gl.zeros(shape, gl.float32, layout)
+        for i in gl.static_range(LATE):
+            acc = issue(it, acc, x_bufs, w_bufs, full, i > 0, WG, c)
+            if tile > start:
+                if i == 0:
+                    _finish(z0, u0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+                else:
+                    _finish(z1, u1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
+            acc = retire(it, acc, empty, i > 0, c)
+            it += 1
+        for _ in range(LATE, c.steps):
+            acc = issue(it, acc, x_bufs, w_bufs, full, True, WG, c)
+            acc = retire(it, acc, empty, True, c)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
+        p0, p1, p2, p3 = parts_of(acc, c)
+        z0 = p0.to(dtype)
+        z1 = p1.to(dtype)
+        u0 = p2.to(dtype)
+        u1 = p3.to(dtype)
+        expert = next_expert
+        row = next_row
+        last = next_last
+        col = next_col
+    if start < tiles:
+        _finish(z0, u0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+        _finish(z1, u1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    if c.late:
+        _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG, c)
+    else:
+        _direct_consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG, c)
 
 
 @gluon.jit

@@ -10,8 +10,9 @@ token's rows are summed in the order of its pairs, so reruns are bit-identical.
 Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather likewise.
 
 Two weights share a call because their gradients of x do: one product over 2·N sums dX where two would write, read and
-add (R, H) each. Forward they stay two launches: one for both was no faster (benchmarks/NOTES.md). What runs where is
-`grouped_mm`'s choice; torch's kernels get rows gathered beforehand.
+add (R, H) each; and their own gradients are one launch, which reads x's rows once. Forward they stay two: one for both
+was no faster (benchmarks/NOTES.md). What runs where is `grouped_mm`'s choice; torch's kernels get rows gathered
+beforehand.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.grouped.bias import expert_of_row
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_dw_op,
@@ -58,6 +60,37 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Ten
 
 @grouped_mm_sum_op.register_fake
 def _(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[2])
+
+
+@custom_op("megablocks::grouped_mm_outer", mutates_args=())
+def grouped_mm_outer_op(
+    x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, slope: Tensor, right: Tensor, offsets: Tensor
+) -> Tensor:
+    """x (R, K), w (E, K, N), x2, w2 the same or None, slope (R,), right (E, N) → (R, N).
+
+    y[r] = x[r]·w[e] (+ x2[r]·w2[e]) + slope[r]·right[e], rounded once but on a GPU where Hopper's kernels do not run;
+    unused rows are unspecified.
+    """
+    if (hopper := hopper_kernels(x)) and hopper.supports_outer(slope, right, w):
+        if x2 is None or w2 is None:
+            taken = hopper.supports_m(x, w, offsets, x.shape[0])
+        else:
+            taken = hopper.supports_sum(x, w, x2, w2, offsets)
+        if taken:
+            return hopper.ragged_m_outer(x, w, x2, w2, slope, right, offsets)
+    acc = x.dtype if x.is_cuda else accumulation_dtype(x.dtype)
+    rows = grouped_mm_op(x.to(acc), w.to(acc), offsets)
+    if x2 is not None and w2 is not None:
+        rows += grouped_mm_op(x2.to(acc), w2.to(acc), offsets)
+    expert = expert_of_row(offsets, rows.shape[0]).clamp_(max=right.shape[0] - 1)
+    return rows.addcmul_(slope.to(acc).unsqueeze(1), right.to(acc).index_select(0, expert)).to(x.dtype)
+
+
+@grouped_mm_outer_op.register_fake
+def _(
+    x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, slope: Tensor, right: Tensor, offsets: Tensor
+) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
@@ -105,6 +138,49 @@ def gathered_mm_dw_add_op(
 def _(
     total: Tensor, dy: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor,
     offsets: Tensor,
+) -> None:  # fmt: skip
+    return None
+
+
+@custom_op("megablocks::gathered_mm_dw_pair", mutates_args=())
+def gathered_mm_dw_pair_op(
+    dy: Tensor, dz: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """gathered_mm_dw_op of dy and of dz (R, N)."""
+    if gather.shape[0] > 0 and (hopper := hopper_kernels(x)) and hopper.supports_pair(dy, dz, x, offsets):
+        return hopper.ragged_k_pair(dy, dz, x, offsets, gather)
+    indices = pair, gather, scatter, token_offsets, offsets
+    return gathered_mm_dw_op(dy, x, *indices), gathered_mm_dw_op(dz, x, *indices)
+
+
+@gathered_mm_dw_pair_op.register_fake
+def _(
+    dy: Tensor, dz: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor,
+    offsets: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = offsets.shape[0] - 1, dy.shape[1], x.shape[1]
+    return x.new_empty(shape), x.new_empty(shape)
+
+
+@custom_op("megablocks::gathered_mm_dw_pair_add", mutates_args=("total", "total2"))
+def gathered_mm_dw_pair_add_op(
+    total: Tensor, total2: Tensor, dy: Tensor, dz: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor,
+    token_offsets: Tensor, offsets: Tensor,
+) -> None:  # fmt: skip
+    """gathered_mm_dw_add_op of dy to total and of dz to total2."""
+    if gather.shape[0] > 0 and (hopper := hopper_kernels(x)) and hopper.supports_pair(dy, dz, x, offsets):
+        hopper.ragged_k_pair(dy, dz, x, offsets, gather, add_to=(total, total2))
+        return
+    indices = pair, gather, scatter, token_offsets, offsets
+    gathered_mm_dw_add_op(total, dy, x, *indices)
+    gathered_mm_dw_add_op(total2, dz, x, *indices)
+
+
+@gathered_mm_dw_pair_add_op.register_fake
+def _(
+    total: Tensor, total2: Tensor, dy: Tensor, dz: Tensor, x: Tensor, pair: Tensor, gather: Tensor, scatter: Tensor,
+    token_offsets: Tensor, offsets: Tensor,
 ) -> None:  # fmt: skip
     return None
 
@@ -168,9 +244,11 @@ def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
         dx = combine_op(d_rows, None, pair, gather, scatter, token_offsets)
     indices = pair, gather, scatter, token_offsets, offsets
     x = unpack(ctx.packed, codes, scales) if need_w or need_v else None
-    if need_w:
+    if need_w and need_v and ctx.gated:
+        dw, dv = (d.transpose(1, 2) for d in gathered_mm_dw_pair_op(dy, dz, x, *indices))
+    elif need_w:
         dw = gathered_mm_dw_op(dy, x, *indices).transpose(1, 2)
-    if need_v and ctx.gated:
+    elif need_v and ctx.gated:
         dv = gathered_mm_dw_op(dz, x, *indices).transpose(1, 2)
     return dx, dw, dv, None, None, None, None, None, None
 

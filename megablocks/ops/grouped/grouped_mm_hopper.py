@@ -2,6 +2,7 @@
 
     ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
     ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R, M), b (R|S, N), offsets (E+1,)                     → o (E, M, N)
+               and of two a at once, ragged_k_pair
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. Neither
 call synchronises with the host or looks at the number of tokens: the grid is one program a multiprocessor, and the
@@ -57,18 +58,13 @@ class Plan(Tile):
     """A Tile with the problem's constants: what the kernel sees as one compile-time value."""
 
     lanes: int = 32
-    M: int = 0
     N: int = 0
     K: int = 0
     gather: bool = False
     b_k_major: bool = False
     summed: bool = False
-    add: bool = False
-    a_k_major: ClassVar[bool] = True  # of ragged_m
-
-    @property
-    def m_tiles(self) -> int:
-        return -(-self.M // self.BM)
+    outer: bool = False
+    a_k_major: ClassVar[bool] = True
 
     @property
     def n_tiles(self) -> int:
@@ -110,6 +106,30 @@ class Plan(Tile):
         return (512 - self.producer_regs) // 16 * 8
 
 
+@dataclass(frozen=True)
+class PlanK(Plan):
+    """A Plan of ragged_k; `paired` with a second left operand, `add` to what is there."""
+
+    M: int = 0
+    add: bool = False
+    paired: bool = False
+    a_k_major: ClassVar[bool] = False
+
+    @property
+    def m_tiles(self) -> int:
+        return -(-self.M // self.BM)
+
+    @property
+    def tiles(self) -> int:
+        """Of an expert, whatever its rows."""
+        return (1 + self.paired) * self.m_tiles * self.n_tiles
+
+    @property
+    def late(self) -> bool:
+        """Whether a tile waits, rounded, for the next one's products."""
+        return self.out_parts == 4 and not self.add
+
+
 # Each consumer a tile of its own: its epilogue hides under the other's products, but it reads the most per product.
 _TALL = Tile(128, 128, 6, pingpong=True, out_parts=4)
 # With four steps a tile the stores decide: two in flight.
@@ -143,15 +163,19 @@ def choose_k(M: int, N: int) -> Tile:
 
 
 @functools.lru_cache(1024)
-def _plan_m(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, summed: bool) -> Plan:
+def _plan_m(
+    tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, summed: bool, outer: bool
+) -> Plan:
     """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     tile = tile or choose_m(N, K * (1 + summed), gather)
-    return Plan(**vars(tile), lanes=lanes_of(experts), N=N, K=K, gather=gather, b_k_major=b_k_major, summed=summed)
+    return Plan(
+        **vars(tile), lanes=lanes_of(experts), N=N, K=K, gather=gather, b_k_major=b_k_major, summed=summed, outer=outer
+    )
 
 
 @functools.lru_cache(1024)
-def _plan_k(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> Plan:
-    return Plan(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
+def _plan_k(tile: Tile | None, M: int, N: int, gather: bool, add: bool, paired: bool) -> PlanK:
+    return PlanK(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add, paired=paired)
 
 
 def lanes_of(experts: int) -> int:
@@ -224,17 +248,36 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
-    return _launch_m(x, w, None, None, offsets, gather, tile)
+    return _launch_m(x, w, None, None, offsets, gather, None, tile)
 
 
 def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, w2: Tensor, offsets: Tensor, *, tile: Tile | None = None) -> Tensor:
     """x · w + x2 · w2 (R, N) in one launch, summed in float32 and rounded once. See supports_sum."""
-    return _launch_m(x, w, x2, w2, offsets, None, tile)
+    return _launch_m(x, w, x2, w2, offsets, None, None, tile)
+
+
+def supports_outer(slope: Tensor, right: Tensor, w: Tensor) -> bool:
+    """Whether ragged_m_outer takes these beside a w (E, K, N) that it takes: right of w's dtype, both contiguous."""
+    kinds = slope.dtype == torch.float32 and right.dtype == w.dtype
+    return kinds and right.shape == (w.shape[0], w.shape[2]) and slope.is_contiguous() and right.is_contiguous()
+
+
+def ragged_m_outer(
+    x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, slope: Tensor, right: Tensor, offsets: Tensor, *,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """x · w, or x · w + x2 · w2, plus slope[r] · right[e] at each row r (R, N), summed in float32 and rounded once.
+
+    Args:
+        slope: (R,) float32.
+        right: (E, N). The others as in ragged_m and ragged_m_sum. See supports_outer.
+    """
+    return _launch_m(x, w, x2, w2, offsets, None, (slope, right), tile)
 
 
 def _launch_m(
     x: Tensor, w: Tensor, x2: Tensor | None, w2: Tensor | None, offsets: Tensor, gather: Tensor | None,
-    tile: Tile | None,
+    outer: tuple[Tensor, Tensor] | None, tile: Tile | None,
 ) -> Tensor:  # fmt: skip
     from megablocks.ops.grouped.grouped_mm_hopper_kernel import ragged_m_kernel
 
@@ -244,7 +287,7 @@ def _launch_m(
     if rows == 0:
         return y
     k_major, gathered, summed = not aligned(w, 2), gather is not None, x2 is not None
-    c = _plan_m(tile, experts, N, K, gathered, k_major, summed)
+    c = _plan_m(tile, experts, N, K, gathered, k_major, summed, outer is not None)
     x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
@@ -260,6 +303,7 @@ def _launch_m(
         x if gathered else None,
         x.stride(0) // 8 if gathered else 0,
         gather,
+        *(outer or (None, None)),
         offsets,
         experts,
         c=c,
@@ -281,22 +325,52 @@ def ragged_k(
         gather: (R,) int32 in [0, S).
         add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
+    return _launch_k(a, None, b, offsets, gather, None if add_to is None else (add_to,), tile)[0]
+
+
+def supports_pair(a: Tensor, a2: Tensor, b: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_k_pair takes these: each product alone, of equal shapes."""
+    return supports_k(a, b, offsets) and supports_k(a2, b, offsets) and a.shape == a2.shape
+
+
+def ragged_k_pair(
+    a: Tensor, a2: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *,
+    add_to: tuple[Tensor, Tensor] | None = None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ragged_k` of a and of a2, (E, M, N) each, in one launch, which reads b's rows for both. See supports_pair."""
+    o, o2 = _launch_k(a, a2, b, offsets, gather, add_to, tile)
+    return o, o2
+
+
+def _launch_k(
+    a: Tensor, a2: Tensor | None, b: Tensor, offsets: Tensor, gather: Tensor | None, add_to: tuple[Tensor, ...] | None,
+    tile: Tile | None,
+) -> list[Tensor]:  # fmt: skip
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k_kernel
 
     assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if add_to is None else add_to
+    lefts = [a] if a2 is None else [a, a2]
+    if add_to is None:
+        outs = [torch.empty(experts, M, N, dtype=a.dtype, device=a.device) for _ in lefts]
+    else:
+        outs = list(add_to)
     if a.shape[0] == 0 or b.shape[0] == 0:
-        return o.zero_() if add_to is None else o
-    c = _plan_k(tile, M, N, gather is not None, add_to is not None)
-    a_box, b_box = [c.BK, c.rows], [c.BK, c.BN]
+        return outs if add_to is not None else [o.zero_() for o in outs]
+    c = _plan_k(tile, M, N, gather is not None, add_to is not None, a2 is not None)
+    a_box, b_box, o_box = [c.BK, c.rows], [c.BK, c.BN], [1, c.rows, c.out_cols]
+    o, o2 = outs[0], outs[1] if c.paired else None
     ragged_k_kernel[(multiprocessors(a.device.index),)](
         descriptor(a, a_box),
         ragged_rows(a, a_box),
+        None if a2 is None else descriptor(a2, a_box),
+        None if a2 is None else ragged_rows(a2, a_box),
         None if c.gather else descriptor(b, b_box),
         None if c.gather else ragged_rows(b, b_box),
-        None if c.add else descriptor(o, [1, c.rows, c.out_cols]),
+        None if c.add else descriptor(o, o_box),
         o if c.add else None,
+        None if c.add or o2 is None else descriptor(o2, o_box),
+        o2 if c.add else None,
         b if c.gather else None,
         b.stride(0) // 8 if c.gather else 0,
         gather,
@@ -305,4 +379,4 @@ def ragged_k(
         c=c,
         num_warps=4,
     )
-    return o
+    return outs

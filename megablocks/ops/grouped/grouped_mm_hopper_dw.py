@@ -1,6 +1,9 @@
 """Ragged-K grouped GEMM in Gluon: o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e; grouped_mm_hopper.py
 launches it.
 
+With `paired` also o2[e] = Σ_r a2[r]ᵀ · b[row(r)]: an expert's tiles of o2 stand behind those of o, so that b's rows,
+which both read, are read while they are in L2.
+
 The roles are those of grouped_mm_hopper_kernel.py. An expert owns the same number of tiles whatever its rows; one
 without rows takes no step and stores the zeros it starts from. Both consumers share a tile: taking turns would read
 more per product, and with steps as many as an expert has rows / BK there is little epilogue to hide.
@@ -27,93 +30,177 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND
-from megablocks.ops.hopper_gluon import barriers, parts_of, stage_out
+from megablocks.ops.hopper_gluon import barriers, issue, parts_of, retire, stage_out
 from megablocks.ops.launch import quick
 
 
 @gluon.jit
 def _find_block(tile, offsets_ptr, c: gl.constexpr):
-    """Expert, first row, end row, first output row and column of a ragged-K tile."""
-    per_expert: gl.constexpr = c.m_tiles * c.n_tiles
-    e = tile // per_expert
-    r = tile - e * per_expert
-    if c.m_tiles <= c.n_tiles:
-        n = r // c.m_tiles
-        m = r - n * c.m_tiles
+    """Expert, first row, end row, first output row and column of a ragged-K tile, and whether it is one of o2's."""
+    height: gl.constexpr = (1 + c.paired) * c.m_tiles
+    e = tile // c.tiles
+    r = tile - e * c.tiles
+    if height <= c.n_tiles:
+        n = r // height
+        m = r - n * height
     else:
         m = r // c.n_tiles
         n = r - m * c.n_tiles
-    return e, gl.load(offsets_ptr + e), gl.load(offsets_ptr + e + 1), m * c.BM, n * c.BN
+    second = m // c.m_tiles
+    m -= second * c.m_tiles
+    return e, gl.load(offsets_ptr + e), gl.load(offsets_ptr + e + 1), m * c.BM, n * c.BN, second
 
 
 @gluon.jit
-def _store_block(part, i: gl.constexpr, bufs, desc, o_ptr, e, row, col, steps, WG: gl.constexpr, c: gl.constexpr):
+def _store_block(part, i: gl.constexpr, bufs, outs, e, row, col, second, steps, WG: gl.constexpr, c: gl.constexpr):
+    o_desc, o_ptr, o2_desc, o2_ptr = outs
     if c.add:
         layout: gl.constexpr = part.type.layout
         rows = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         cols = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
-        at = o_ptr + (e.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
+        total_ptr = o_ptr
+        if c.paired:
+            if second > 0:
+                total_ptr = o2_ptr
+        at = total_ptr + (e.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
         inside = ((rows < c.M) & (steps > 0))[:, None] & (cols < c.N)[None, :]
         gl.store(at, gl.load(at, mask=inside) + part, mask=inside)
     else:
-        buf = stage_out(part, i, bufs, WG, c)
-        tma.async_copy_shared_to_global(desc, [e, row, col + i * c.out_cols], buf.reshape([1, c.rows, c.out_cols]))
+        buf = stage_out(part, i, bufs, WG, c).reshape([1, c.rows, c.out_cols])
+        where = [e, row, col + i * c.out_cols]
+        if c.paired:
+            if second > 0:
+                tma.async_copy_shared_to_global(o2_desc, where, buf)
+            else:
+                tma.async_copy_shared_to_global(o_desc, where, buf)
+        else:
+            tma.async_copy_shared_to_global(o_desc, where, buf)
 
 
 @gluon.jit
-def _k_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _store_parts(parts, at, steps, bufs, outs, WG: gl.constexpr, c: gl.constexpr):
+    PARTS: gl.constexpr = c.out_parts
+    e, row, col, second = at
+    for i in gl.static_range(PARTS):
+        _store_block(parts[i], i, bufs, outs, e, row, col, second, steps, WG, c)
+
+
+@gluon.jit
+def _sum_rows(it, rows, waits, held, at, a_bufs, b_bufs, o_bufs, full, empty, outs, WG: gl.constexpr, c: gl.constexpr):
+    """A consumer's share of a tile from an expert's `rows`, (rows, BN) in float32, and the stage after them.
+
+    With `late` the tile before is stored meanwhile, if one `waits`: held are its parts, at its place.
+    """
     shape: gl.constexpr = [c.rows, c.BN]
     HALF: gl.constexpr = c.BK // 2
-    PARTS: gl.constexpr = c.out_parts
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    tiles = experts * (c.m_tiles * c.n_tiles)
+    steps = (rows + (c.BK - 1)) // c.BK
+    # Of a last step that holds at most HALF rows only these are multiplied; the others read as zero.
+    short = ((rows % c.BK > 0) & (rows % c.BK <= HALF)).to(gl.int32)
+    acc = gl.zeros(shape, gl.float32, layout)
+    for k in range(steps - short):
+        acc = issue(it, acc, a_bufs, b_bufs, full, k > 0, WG, c)
+        if c.late:
+            if (k == 1) & waits:  # beside the products of two steps
+                _store_parts(held, at, 1, o_bufs, outs, WG, c)
+        acc = retire(it, acc, empty, k > 0, c)
+        it += 1
+    if c.late:
+        if (steps - short < 2) & waits:
+            _store_parts(held, at, 1, o_bufs, outs, WG, c)
+    if short > 0:
+        s = it % c.stages
+        mbarrier.wait(full.index(s), (it // c.stages) & 1)
+        if c.gather:
+            fence_async_shared()
+        a = a_bufs.index(s * 2 + WG).slice(0, HALF)
+        b = b_bufs.index(s).slice(0, HALF)
+        acc = warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=steps > 1, is_async=True)
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 1)
+        it += 1
+    else:
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    # The predicate is also what keeps an expert's first and last row alive: Triton 3.6 and 3.7 take a value that is
+    # carried around a loop and only bounds an inner one for dead. Then the first tile's steps stand for every tile, the
+    # producer's differ, and the kernel hangs.
+    mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
+    return acc, it
+
+
+@gluon.jit
+def _direct_consumer(
+    a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
+    tiles = experts * c.tiles
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
+    e, first, end, m0, n0, second = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
     for tile in range(start, tiles, step):
-        expert = e
+        at = (e, m0 + WG * c.rows, n0, second)
         rows = end - first
-        steps = (rows + (c.BK - 1)) // c.BK
-        # Of a last step that holds at most HALF rows only these are multiplied; the others read as zero.
-        short = ((rows % c.BK > 0) & (rows % c.BK <= HALF)).to(gl.int32)
-        row = m0 + WG * c.rows
-        col = n0
-        e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
-        acc = gl.zeros(shape, gl.float32, layout)
-        for k in range(steps - short):
-            s = it % c.stages
-            mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather:
-                fence_async_shared()
-            a = a_bufs.index(s * 2 + WG)
-            acc = warpgroup_mma(a.permute((1, 0)), b_bufs.index(s), acc, use_acc=k > 0, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=k > 0)
-            it += 1
-        if short > 0:
-            s = it % c.stages
-            mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather:
-                fence_async_shared()
-            a = a_bufs.index(s * 2 + WG).slice(0, HALF)
-            b = b_bufs.index(s).slice(0, HALF)
-            acc = warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=steps > 1, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 1)
-            it += 1
-        else:
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        # The predicate is also what keeps `first` and `end` alive: Triton 3.6 and 3.7 take a value that is carried
-        # around a loop and only bounds an inner one for dead. Then the first tile's steps stand for every tile, the
-        # producer's differ, and the kernel hangs.
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
-        parts = parts_of(acc, c)
-        for i in gl.static_range(PARTS):
-            _store_block(parts[i], i, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+        e, first, end, m0, n0, second = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
+        acc, it = _sum_rows(it, rows, False, (), (), a_bufs, b_bufs, o_bufs, full, empty, outs, WG, c)
+        _store_parts(parts_of(acc, c), at, rows, o_bufs, outs, WG, c)
     tma.store_wait(0)
+
+
+@gluon.jit
+def _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    """As _direct_consumer, each tile written *late*: rounded, it waits in registers for the next one's second step.
+
+    What is left behind the loop stands in a branch: otherwise ptxas moves the rounding in among the products and waits
+    for each of these as soon as it is issued.
+    """
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    dtype: gl.constexpr = o_bufs.dtype
+    tiles = experts * c.tiles
+    start = gl.program_id(0)
+    step = gl.num_programs(0)
+    it = gl.to_tensor(0)
+    e, first, end, m0, n0, second = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
+    p0, p1, p2, p3 = parts_of(gl.zeros(shape, gl.float32, layout), c)
+    h0 = p0.to(dtype)
+    h1 = p1.to(dtype)
+    h2 = p2.to(dtype)
+    h3 = p3.to(dtype)
+    # Where the tile that waits goes. Each starts as an object of its own, or Triton does not carry it around the loop.
+    expert = gl.to_tensor(0)
+    row = gl.to_tensor(0)
+    col = gl.to_tensor(0)
+    of_second = gl.to_tensor(0)
+    for tile in range(start, tiles, step):
+        next_expert = e
+        next_row = m0 + WG * c.rows
+        next_col = n0
+        next_of_second = second
+        rows = end - first
+        e, first, end, m0, n0, second = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
+        held = (h0, h1, h2, h3)
+        at = (expert, row, col, of_second)
+        acc, it = _sum_rows(it, rows, tile > start, held, at, a_bufs, b_bufs, o_bufs, full, empty, outs, WG, c)
+        p0, p1, p2, p3 = parts_of(acc, c)
+        h0 = p0.to(dtype)
+        h1 = p1.to(dtype)
+        h2 = p2.to(dtype)
+        h3 = p3.to(dtype)
+        expert = next_expert
+        row = next_row
+        col = next_col
+        of_second = next_of_second
+    if start < tiles:
+        _store_parts((h0, h1, h2, h3), (expert, row, col, of_second), 1, o_bufs, outs, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    if c.late:
+        _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG, c)
+    else:
+        _direct_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG, c)
 
 
 @gluon.jit
@@ -129,14 +216,14 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
 
 @gluon.jit
 def _k_producer(
-    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr,
-    experts, c: gl.constexpr,
+    a_bufs, b_bufs, full, empty, a_desc, a_tail, a2_desc, a2_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr,
+    offsets_ptr, experts, c: gl.constexpr,
 ):  # fmt: skip
-    tiles = experts * (c.m_tiles * c.n_tiles)
+    tiles = experts * c.tiles
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
+    e, first, end, m0, n0, second = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
     if c.gather:
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
         i = gl.arange(0, c.BK, gl.SliceLayout(1, lanes))
@@ -149,7 +236,8 @@ def _k_producer(
         steps = (k1 - k0 + (c.BK - 1)) // c.BK
         row = m0
         col = n0
-        e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
+        of_second = second
+        e, first, end, m0, n0, second = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
         if c.gather:
             next_ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
             base = b_ptr + col
@@ -168,7 +256,13 @@ def _k_producer(
             mbarrier.expect(bar, c.left_bytes if c.gather else c.left_bytes + c.right_bytes)
             for p in gl.static_range(2):
                 buf = a_bufs.index(s * 2 + p)
-                _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
+                if c.paired:
+                    if of_second > 0:
+                        _load_rows(a2_desc, a2_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
+                    else:
+                        _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
+                else:
+                    _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
             if c.gather:
                 async_copy.async_copy_global_to_shared(b_bufs.index(s), src, mask=inside)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
@@ -182,10 +276,13 @@ def _k_producer(
 @quick
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_k_kernel(
-    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_desc, a_tail, a2_desc, a2_tail, b_desc, b_tail, o_desc, o_ptr, o2_desc, o2_ptr, b_ptr, b_row, gather_ptr,
+    offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N)."""
+    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N).
+
+    a2_desc, a2_tail, o2_desc, o2_ptr: as those without 2, with `paired`.
+    """
     dtype: gl.constexpr = a_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(
@@ -197,15 +294,16 @@ def ragged_k_kernel(
         o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
         o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
     full, empty, _ = barriers(c)
+    outs = (o_desc, o_ptr, o2_desc, o2_ptr)
     gl.warp_specialize(
         [
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 0, c)),
-            (_k_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 1, c)),
+            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, 0, c)),
+            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, 1, c)),
             (
                 _k_producer,
                 (
-                    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr,
-                    offsets_ptr, experts, c,
+                    a_bufs, b_bufs, full, empty, a_desc, a_tail, a2_desc, a2_tail, b_desc, b_tail, b_ptr, b_row,
+                    gather_ptr, offsets_ptr, experts, c,
                 ),
             ),
         ],

@@ -1,6 +1,7 @@
 """Ragged-M grouped GEMM in Gluon: y[r] = x[row(r)] · w[e] for the rows r of expert e. grouped_mm_hopper.py launches it.
 
 With `summed` y[r] = x[r] · w[e] + x2[r] · w2[e]: the steps of the second product stand behind those of the first.
+With `outer` y[r] gets slope[r] · right[e] besides, added to a tile's sums before they are rounded.
 
 One persistent program a multiprocessor, warp-specialised: a producer fills a ring of shared-memory stages by TMA (rows
 that are gathered: by cp.async, joined to the same barrier), two consumers multiply by wgmma and store by TMA.
@@ -97,24 +98,41 @@ def consumer_walk(offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
+def _outer_factors(outer, e, row, end, col, c: gl.constexpr):
+    """slope[r] of the rows from `row` on and right[e] of the columns from `col` on, as sums lie in registers."""
+    slope_ptr, right_ptr = outer
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
+    j = col + gl.arange(0, c.BN, gl.SliceLayout(0, layout))
+    slope = gl.load(slope_ptr + r, mask=r < end, other=0)
+    return slope, gl.load(right_ptr + e.to(gl.int64) * c.N + j, mask=j < c.N, other=0)
+
+
+@gluon.jit
 def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, outer, offsets_ptr, experts, WG: gl.constexpr,
+    c: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = c.out_parts
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
+        expert = e
         row = m0
         last = end
         col = n0
         e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        if not c.pingpong:
+            row += WG * c.rows
+        if c.outer:  # loaded here, so that it comes while the products run
+            slope, right = _outer_factors(outer, expert, row, last, col, c)
         acc, it = multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
             phase ^= 1
             it += c.steps
-        else:
-            row += WG * c.rows
+        if c.outer:
+            acc += slope[:, None] * right.to(gl.float32)[None, :]
         parts = parts_of(acc, c)
         for i in gl.static_range(PARTS):
             store_rows(parts[i], i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
@@ -252,20 +270,27 @@ def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
 @quick
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_m_kernel(
-    x_desc, w_desc, x2_desc, w2_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
-    num_warps: gl.constexpr,
+    x_desc, w_desc, x2_desc, w2_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, slope_ptr, right_ptr, offsets_ptr,
+    experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail.
 
-    x2_desc, w2_desc: as those without 2, with `summed`.
+    x2_desc, w2_desc: as those without 2, with `summed`. slope (R,) float32 and right (E, N) with `outer`.
     """
     x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
+    outer = (slope_ptr, right_ptr)
     gl.warp_specialize(
         [
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c)),
-            (_m_consumer, (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c)),
+            (
+                _m_consumer,
+                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, outer, offsets_ptr, experts, 0, c),
+            ),
+            (
+                _m_consumer,
+                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, outer, offsets_ptr, experts, 1, c),
+            ),
             (
                 m_producer,
                 (

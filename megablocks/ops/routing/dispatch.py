@@ -40,6 +40,8 @@ class Routing:
     losses: name → scalar float32 tensor, already weighted, to be added to the training loss.
     metrics: name → detached tensor, for logs only: `tokens_per_expert` (E,) int64 before any drop, always present;
         `invalid` () int64 pairs whose id was outside [0, E) although their token is no padding.
+    router_weight, router_scaling: (E, H) and a number, where the weights come from x detached and the experts add their
+        gradient of x to x's, as `fused_mlp` takes them; None elsewhere.
     """
 
     token: Tensor
@@ -50,6 +52,8 @@ class Routing:
     top_k: int | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    router_weight: Tensor | None = None
+    router_scaling: float = 1.0
 
     @property
     def num_pairs(self) -> int:

@@ -222,13 +222,38 @@ def router_backward_op(
     return router_backward_ref(*saved, grads, options)
 
 
+def _slopes_of_pairs(weight: Tensor, d_weight: Tensor, top_k: int, scaling: float) -> Tensor:
+    weight, grad = weight.view(-1, top_k), d_weight.view(-1, top_k).to(weight.dtype)
+    return weight * (grad - (grad * weight).sum(1, keepdim=True) / scaling)
+
+
+def chosen_slopes_ref(weight: Tensor, d_weight: Tensor, pair: Tensor, top_k: int, scaling: float) -> Tensor:
+    """weight, d_weight (T·K,), pair (R,) → (R,) in the weight's dtype."""
+    return _slopes_of_pairs(weight, d_weight, top_k, scaling).flatten().index_select(0, pair)
+
+
+@custom_op("megablocks::chosen_slopes", mutates_args=())
+def chosen_slopes_op(weight: Tensor, d_weight: Tensor, pair: Tensor, top_k: int, scaling: float) -> Tensor:
+    """The gradient of the logit that row p's pair[p] was chosen by (R,), weights (T·K,) being `scaling` times a softmax
+    over those of each token."""
+    if runs_triton(weight):
+        from megablocks.ops.routing.router_backward_triton import chosen_slopes_launch
+
+        return chosen_slopes_launch(weight, d_weight, pair, top_k, scaling)
+    return chosen_slopes_ref(weight, d_weight, pair, top_k, scaling)
+
+
+@chosen_slopes_op.register_fake
+def _(weight: Tensor, d_weight: Tensor, pair: Tensor, top_k: int, scaling: float) -> Tensor:
+    return weight.new_empty(pair.shape[0])
+
+
 def router_weight_backward_ref(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
 ) -> Tensor:
     """The gradient of the logits (T, E) from the weights (T·K,), scaled softmaxes over the chosen, and theirs."""
     ids = torch.where(expert < 0, num_experts, expert).long().view(-1, options.top_k)  # padding's: a column more
-    weight, grad = weight.view(ids.shape), d_weight.view(ids.shape).to(weight.dtype)
-    d_chosen = weight * (grad - (grad * weight).sum(1, keepdim=True) / options.scaling)
+    d_chosen = _slopes_of_pairs(weight, d_weight, options.top_k, options.scaling)
     d_logits = weight.new_zeros(ids.shape[0], num_experts + 1).scatter_(1, ids, d_chosen)
     return d_logits[:, :-1].to(dtype, memory_format=torch.contiguous_format)
 

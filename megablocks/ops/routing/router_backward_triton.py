@@ -5,8 +5,9 @@ Legend: as in router_triton.py, whose device functions these share.
 1. route backward   reads the logits again. For token rounding it reads a pair's gradient where a flag says that the
                     pair was kept (rounded_router_triton.py).
 2. weight backward  from the weights alone, where they are a softmax over the chosen logits and there are no losses.
+3. chosen slopes    the same of the chosen logits alone, in the order of rows; a token's weights are read K times.
 
-Bytes: logits once (not for 'weight backward'), their gradient once.
+Bytes: logits once (of 'route backward' alone), their gradient once.
 """
 
 # mypy: allow-untyped-defs
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.launch import cdiv, quick
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.routing.rounding_triton import load_flags
 from megablocks.ops.routing.router import RouterOptions
 from megablocks.ops.routing.router_triton import (
@@ -166,6 +167,25 @@ def _weight_backward_kernel(
     tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=alive[:, None] & (e < E)[None, :])
 
 
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _chosen_slopes_kernel(
+    weight_ptr, d_weight_ptr, pair_ptr, slope_ptr, num_rows, scaling,
+    K: tl.constexpr, KPAD: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    pair = tl.load(pair_ptr + row, mask=inside, other=0)
+    k = tl.arange(0, KPAD)
+    at = (pair // K * K)[:, None] + k[None, :]  # all of the token's pairs
+    live = inside[:, None] & (k < K)[None, :]
+    weights = tl.load(weight_ptr + at, mask=live, other=0)
+    mean = sum_products(weights, tl.load(d_weight_ptr + at, mask=live, other=0).to(tl.float32), live) / scaling
+    weight = tl.load(weight_ptr + pair, mask=inside, other=0)
+    grad = tl.load(d_weight_ptr + pair, mask=inside, other=0).to(tl.float32)
+    tl.store(slope_ptr + row, weight * (grad - mean), mask=inside)
+
+
 def route_backward_launch(
     logits: Tensor,
     padding_mask: Tensor | None,
@@ -195,6 +215,18 @@ def route_backward_launch(
             num_warps=WARPS, **sizes,
         )  # fmt: skip
     return out
+
+
+def chosen_slopes_launch(weight: Tensor, d_weight: Tensor, pair: Tensor, top_k: int, scaling: float) -> Tensor:
+    """Results as of `chosen_slopes_op`; one launch."""
+    weight, d_weight, pair = weight.contiguous(), d_weight.contiguous(), pair.contiguous()
+    num_rows, kpad = pair.shape[0], next_power_of_2(top_k)
+    slope, rows = weight.new_empty(num_rows), max(1, 1024 // kpad)
+    if num_rows:
+        _chosen_slopes_kernel[(cdiv(num_rows, rows),)](
+            weight, d_weight, pair, slope, num_rows, scaling, K=top_k, KPAD=kpad, ROWS=rows, num_warps=4
+        )
+    return slope
 
 
 def weight_backward_launch(
