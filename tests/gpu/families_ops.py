@@ -5,7 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gpu.family import WIDTH, E, H, K, Step, T, chosen, draws, family, offsets_of, with_gradients, without_hopper
+from gpu.family import (
+    WIDTH,
+    E,
+    H,
+    K,
+    Step,
+    T,
+    chosen,
+    draws,
+    family,
+    launching_on,
+    offsets_of,
+    with_gradients,
+    without_hopper,
+)
 
 
 @family
@@ -162,7 +176,7 @@ def grouped_twin(device: torch.device) -> Step:
     offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
 
     def step() -> list[Tensor]:
-        with without_hopper():
+        with without_hopper(), launching_on(device):
             out = [t for one in steps for t in one()]
             for gather in (None, order):
                 out += [ragged_m(x, w, offsets, gather), ragged_k(x, dy, offsets, gather)]
@@ -187,6 +201,10 @@ def grouped_hopper(device: torch.device) -> Step:
     def step() -> list[Tensor]:
         if not hopper.supports_m(x, w, offsets, T):
             return []
+        with launching_on(device):
+            return launches()
+
+    def launches() -> list[Tensor]:
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
         for g in (None, order):
@@ -240,10 +258,11 @@ def sparse_hopper(device: torch.device) -> Step:
     def step() -> list[Tensor]:
         if not hopper.supports(128, data, w):
             return []
-        return [
-            hopper.spmm(data, w, p.row_work, p.column_indices, None, True, tile=hopper.FEW_ROW),
-            hopper.spmm(data, x, *by_column, True, tile=hopper.FEW_COLUMN),
-        ]
+        with launching_on(device):
+            return [
+                hopper.spmm(data, w, p.row_work, p.column_indices, None, True, tile=hopper.FEW_ROW),
+                hopper.spmm(data, x, *by_column, True, tile=hopper.FEW_COLUMN),
+            ]
 
     return step
 

@@ -53,6 +53,11 @@ def with_gradients(outputs: Tensor | list[Tensor], inputs: list[Tensor]) -> list
     return [out.detach() for out in outputs] + list(torch.autograd.grad(loss, inputs))
 
 
+def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """For steps that call launchers past their ops, which see to it that a launch goes to the device of its tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def without_hopper() -> Iterator[None]:
     before = os.environ.get("MEGABLOCKS_HOPPER")

@@ -20,7 +20,8 @@ def _run_rank(kind, config, counts, kwargs):
     """Loss of a rank: mean over its tokens, plus its auxiliary losses. Replicated gradients are averaged as in DDP."""
     rank = dist.get_rank()
     device = torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
-    layer = build(kind, config, expert_parallel_group=dist.group.WORLD, device=device, **kwargs)
+    # drawn on the CPU, as the expected ones are: a GPU's generator draws others under the same seed
+    layer = build(kind, config, expert_parallel_group=dist.group.WORLD, **kwargs).to(device)
     x, dy = (t.to(device) for t in batch(config, counts[rank], seed=rank))
     x.requires_grad_()
     with poisoned_empty():
