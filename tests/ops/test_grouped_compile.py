@@ -52,11 +52,56 @@ with compiling_for(90) as compiled:
 """
 
 
-def test_hopper_kernels_compile_once_for_all_token_counts_and_load_each_tiles_bounds(tmp_path: Path) -> None:
-    """Triton drops a value carried around a loop whose only use is to bound an inner one; that kernel hangs."""
+SERIALIZED = """
+import re, subprocess, sys, tempfile
+import torch
+from triton import knobs
+from megablocks.ops.fused import gradient_hopper, up_hopper
+from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.testing.compile_only import compiling_for
+
+def serialized(ptx):
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return "wgmma.mma_async instructions are serialized" in done.stdout + done.stderr
+
+E, H, I, R = 9, 1536, 256, 4000
+offsets, rows = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
+x, z, w = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((512, H), (R, I), (E, I, H)))
+slope, right = torch.empty(R), torch.empty(E, H, dtype=torch.bfloat16)
+with compiling_for(90) as compiled:
+    up_hopper.up(x, w, w, None, None, rows, offsets, "swiglu", "tanh")
+    gradient_hopper.down_gradient(x, w, z, z, slope, rows, rows, offsets, "swiglu", "tanh")
+    hopper.ragged_m_outer(z, w, z, w, slope, right, offsets)
+    hopper.ragged_k_pair(z, z, x, offsets, rows)
+texts = [made.asm["ptx"] for kind in compiled.values() for made in kind]
+assert len(texts) == 4
+for ptx in texts:
+    first = re.search(r"wgmma\\.mma_async[^{]*\\{(%\\w+)", ptx)
+    end = ptx.index(";", ptx.index("wgmma.commit_group", first.start())) + 1
+    assert serialized(ptx[:end] + f" add.rn.f32 {first[1]}, {first[1]}, {first[1]};" + ptx[end:]), "not told"
+    assert not serialized(ptx), ptx[:2000]
+"""
+
+
+def run(program: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
+        [sys.executable, "-c", program],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_hopper_kernels_compile_once_for_all_token_counts_and_load_each_tiles_bounds(tmp_path: Path) -> None:
+    """Triton drops a value carried around a loop whose only use is to bound an inner one; that kernel hangs."""
+    run(PROGRAM, tmp_path)
+
+
+def test_ptxas_leaves_products_of_hopper_kernels_in_flight(tmp_path: Path) -> None:
+    """Where it finds sums read among them, as the one that is put there, it waits for each as soon as it is issued."""
+    run(SERIALIZED, tmp_path)

@@ -91,8 +91,8 @@ def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, exper
     """As _direct_consumer, of gated tiles that both share, each written *late*.
 
     Rounded, a tile waits in registers; its two column parts are activated and stored while the next one's first
-    products run. What is left behind the loop stands in a branch, and the loop over steps always takes some: otherwise
-    ptxas moves the rounding in among the products and waits for each of these as soon as it is issued.
+    products run. ptxas must not move the rounding in among those, or it waits for each as soon as it is issued:
+    tests/ops/test_grouped_compile.py asks it.
     """
     LATE: gl.constexpr = 2
     shape: gl.constexpr = [c.rows, c.BN]

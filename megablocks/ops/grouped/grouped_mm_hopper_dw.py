@@ -150,8 +150,7 @@ def _direct_consumer(
 def _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     """As _direct_consumer, each tile written *late*: rounded, it waits in registers for the next one's second step.
 
-    What is left behind the loop stands in a branch: otherwise ptxas moves the rounding in among the products and waits
-    for each of these as soon as it is issued.
+    As in up_hopper_kernel.py the rounding must stay in front of those products.
     """
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
