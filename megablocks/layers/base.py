@@ -221,7 +221,8 @@ class MoEBase(nn.Module):
 
     def _with_router(self, routing: Routing) -> Routing:
         weight: Tensor = self.router.layer.weight
-        return dataclasses.replace(routing, router_weight=weight.detach(), router_scaling=self.config.top_k_scaling)
+        scaling = self.router.config.top_k_scaling
+        return dataclasses.replace(routing, router_weight=weight.detach(), router_scaling=scaling)
 
     def _experts_for(self, routing: Routing) -> ExpertCompute:
         """The experts, given what the routing has for them beside the weights."""
@@ -232,7 +233,8 @@ class MoEBase(nn.Module):
 
     def _has_plain_experts(self) -> bool:
         """Whether a call of the experts is `Experts.forward`: anything else may gather parameters, or count calls."""
-        return type(self.experts) is Experts and _is_untouched(self.experts)
+        as_made = type(self.experts) is Experts and Experts.forward is _FORWARD
+        return as_made and "forward_with_router" not in vars(self.experts) and _is_untouched(self.experts)
 
     def _owns_gradients(self) -> bool:
         """Whether what reads x is this package's, whose gradients of x are tensors that nobody else holds."""
@@ -263,10 +265,13 @@ class MoEBase(nn.Module):
         return f"num_experts={self.config.num_experts}, top_k={self.config.top_k}"
 
 
+_FORWARD = Experts.forward
+
+
 def _is_untouched(module: nn.Module) -> bool:
     """Whether calling the module is calling its class's forward, as far as hooks of its own go."""
     hooks = module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks
-    return not any(hooks) and "forward" not in vars(module)
+    return not any(hooks) and "forward" not in vars(module) and module._compiled_call_impl is None
 
 
 def _rename_old_keys(state: dict[str, Any], prefix: str, *_: Any) -> None:

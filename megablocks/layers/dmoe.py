@@ -15,7 +15,7 @@ from megablocks.layers.moe import ParallelMLP
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.routing.dispatch import Routing
 from megablocks.parallel.dispatcher import LocalDispatcher
-from megablocks.routers.router import TopKRouter
+from megablocks.routers.router import TopKRouter, is_as_made
 
 
 def _dropped(routing: Routing) -> dict[str, Tensor]:
@@ -63,8 +63,10 @@ class dMoE(MoEBase):  # noqa: N801
         """Where nothing but the chosen weights depends on the logits, nobody comes between, and it pays."""
         return (
             self.arguments is None
-            and getattr(self._compute, "__func__", None) is dMoE._compute
+            and is_as_made(self, "_compute", _COMPUTE)
+            and is_as_made(self, "_experts_for", _EXPERTS_FOR)
             and type(self.dispatcher) is LocalDispatcher
+            and is_as_made(self.dispatcher, "run", _RUN)
             and isinstance(self.router, TopKRouter)
             and self.router.gate_is_plain(x)
             and self.router.follows_chosen_logits()
@@ -75,4 +77,7 @@ class dMoE(MoEBase):  # noqa: N801
 
     def _router_pays(self, x: Tensor) -> bool:
         columns = self.experts.ffn_hidden_size * (2 if self.config.is_gated else 1)
-        return router_pays(on_hopper=runs_hopper(x), top_k=self.config.top_k, columns=columns)
+        return router_pays(on_hopper=runs_hopper(x), top_k=self.router.config.top_k, columns=columns)
+
+
+_COMPUTE, _EXPERTS_FOR, _RUN = dMoE._compute, dMoE._experts_for, LocalDispatcher.run

@@ -190,7 +190,8 @@ class Experts(nn.Module):
         """As `forward`; router: router_weight and router_scaling of a Routing, which mlp_impl "fused" alone takes."""
         x = self._prepare(x)
         impl = self._impl_of(x)
-        assert router is None or impl == "fused", "the others would leave out a part of x's gradient"
+        if router is not None and impl != "fused":
+            raise ValueError(f"mlp_impl={impl!r}: leaves the router's part out of x's gradient, must be 'fused'")
         if x.is_cuda and not torch.compiler.is_compiling():
             call = "dispatched", impl, weight is None, router is None
             self._ahead(call, x, self.w1, lambda: [self._dispatched(impl, leaf(x), dispatch, leaf(weight), router)])

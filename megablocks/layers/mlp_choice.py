@@ -53,8 +53,9 @@ def router_pays(*, on_hopper: bool, top_k: int, columns: int) -> bool:
     """Whether the router's part of x's gradient costs less in the experts' product than as a product of its own.
 
     There it is a term for each of a token's rows, which a product over few columns does not hide: with 512 and K = 16
-    it takes 230 µs of an H200 at 32768 tokens of 4096, the router's own product 219; with 512 and K = 8 18 and 65 at
-    24576 of 1536; with 1024 and K = 8 53 and 208 (benchmarks/NOTES.md). Without Hopper's kernels it were another pass.
+    it takes 243 µs of an H200, its slopes included, at 32768 tokens of 4096, the router's own product 219; with 512 and
+    K = 8 26 and 65 at 24576 of 1536; with 1024 and K = 8 64 and 208 (benchmarks/NOTES.md). Without Hopper's kernels it
+    were another pass.
 
     Args:
         on_hopper: as in `choose_mlp_impl`.

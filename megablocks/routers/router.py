@@ -21,6 +21,11 @@ from megablocks.ops.routing.dispatch import Routing
 from megablocks.routers.functional import follows_chosen_logits, route
 
 
+def is_as_made(owner: object, name: str, *functions: Callable[..., Any]) -> bool:
+    """Whether a method of `owner` is one of these functions, by which it was defined: not overridden, nor replaced."""
+    return name not in vars(owner) and getattr(type(owner), name) in functions
+
+
 class _Gate(torch.autograd.Function):
     """x·wᵀ, and x for whoever else reads it: the product in backward adds the gradient from there as it writes.
 
@@ -102,8 +107,7 @@ class _Router(nn.Module):
         layer = self.layer
         return (
             x.requires_grad
-            and "logits" not in self.__dict__
-            and type(self).logits is _Router.logits
+            and is_as_made(self, "logits", _LOGITS)
             and type(layer) is nn.Linear
             and layer.bias is None
             and layer.weight.dtype == x.dtype
@@ -120,9 +124,8 @@ class _Router(nn.Module):
 
     def follows_chosen_logits(self) -> bool:
         """As the function of this name, of `route` if that is the class's, or adds a constant to the logits first."""
-        route = vars(self).get("route")
-        ours = type(self).route in (_Router.route, TopKRouter.route)
-        known = ours and (route is None or hasattr(route, "adds_a_constant"))
+        constant = hasattr(vars(self).get("route"), "adds_a_constant") and type(self).route in _ROUTES
+        known = is_as_made(self, "gate", _GATE) and (constant or is_as_made(self, "route", *_ROUTES))
         return known and follows_chosen_logits(self.config, self.training)
 
     def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
@@ -216,6 +219,9 @@ class TopKRouter(_Router):
 def make_router(config: MoEConfig, **kwargs: Any) -> TopKRouter | ExpertChoiceRouter:
     """The router that config.router_type names; keyword arguments as for the modules."""
     return (TopKRouter if config.router_type == "topk" else ExpertChoiceRouter)(config, **kwargs)
+
+
+_LOGITS, _GATE, _ROUTES = _Router.logits, _Router.gate, (_Router.route, TopKRouter.route)
 
 
 def _repeats_counted_forward() -> bool:

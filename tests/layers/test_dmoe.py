@@ -12,6 +12,7 @@ from megablocks.layers import Experts, dMoE
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import Routing, make_routing
 from megablocks.parallel.dispatcher import LocalDispatcher
+from megablocks.routers.router import TopKRouter
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.routings import ragged, steer, zipf
@@ -418,6 +419,22 @@ def _routed(changes, mlp_impl, around):
     if around == "router":
         plain = type(router)
         router.__class__ = type("Ours", (plain,), {"route": lambda self, logits: plain.route(self, logits * logits)})
+    if around == "run":
+        layer.dispatcher.run = lambda x, routing, experts, run=layer.dispatcher.run: run(2 * x, routing, experts)
+    if around == "gate":
+        router.gate = lambda x, gate=router.gate, **o: (2 * gate(x, **o)[0], x)
+    if around == "gate overridden":
+        plain = type(router)
+        router.__class__ = type("Ours", (plain,), {"gate": lambda self, x, **o: (2 * plain.gate(self, x, **o)[0], x)})
+    if around == "experts_for":
+        made = layer._experts_for
+        layer._experts_for = lambda routing: lambda x, dispatch, weight: made(routing)(x, dispatch, 2 * weight)
+    if around == "router's hook":
+        router.layer.register_forward_hook(lambda module, args, out: 2 * out)
+    if around == "router's bias":
+        router.layer.bias = torch.nn.Parameter(torch.randn(4, dtype=torch.float64))
+    if around == "router's scaling":
+        router.config = router.config.replace(top_k_scaling=3.0)
     if around == "frozen router":
         router.requires_grad_(False)
     if around == "eval":
@@ -428,8 +445,13 @@ def _routed(changes, mlp_impl, around):
 @pytest.mark.parametrize(
     "changes, around, taken",
     [
-        *[({}, around, True) for around in (None, "constant", "frozen router", "eval")],
-        *[({}, around, False) for around in ("slope", "hook", "wrapper", "compute", "dispatcher", "router")],
+        *[({}, around, True) for around in (None, "constant", "frozen router", "router's scaling", "eval")],
+        *[({}, around, False) for around in ("slope", "hook", "wrapper", "compute", "dispatcher", "router", "run")],
+        *[({}, around, False) for around in ("gate", "gate overridden", "experts_for")],
+        *[({}, around, False) for around in ("router's hook", "router's bias")],
+        ({"score_function": "sigmoid"}, None, False),
+        ({"token_rounding": "nearest", "token_rounding_tile": 2}, None, False),
+        ({"token_rounding": "nearest", "token_rounding_tile": 2}, "eval", True),
         ({"activation": "gelu", "mlp_bias": True}, None, True),
         ({"top_k_scaling": 2.5, "recompute_activation": True}, None, True),
         ({"shared_expert_hidden_size": 4, "output_bias": True}, None, True),
@@ -461,9 +483,55 @@ def test_N10_the_experts_take_the_routers_part_of_the_gradient_of_x(changes, aro
             torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize(
+    "owner, name", [(TopKRouter, "route"), (LocalDispatcher, "run"), (dMoE, "_compute"), (Experts, "forward")], ids=str
+)
+def test_N10_a_method_replaced_on_its_class_is_called_and_has_no_part_left_out(owner, name, monkeypatch):
+    """Each doubles its first argument, the logits or x."""
+    original, results = getattr(owner, name), []
+    for mlp_impl in ("fused", "reference"):
+        layer, x = _routed({}, mlp_impl, None)
+        monkeypatch.setattr(owner, name, lambda self, x, *args, **options: original(self, 2 * x, *args, **options))
+        x.requires_grad_()
+        assert not layer._experts_take_router(x)
+        y = layer.forward_with_aux(x)[0]
+        results.append([y.detach(), *torch.autograd.grad((y * y.detach().sin()).sum(), [x, *layer.parameters()])])
+        monkeypatch.undo()
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+def test_N5_the_routers_weight_changed_before_backward_is_told():
+    layer, x = _routed({}, "fused", None)
+    y = layer.forward_with_aux(x.requires_grad_())[0]
+    with torch.no_grad():
+        layer.router.layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(y.sum(), x)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_N5_no_second_derivative_of_a_fused_layer_is_silently_wrong(frozen):
+    """x comes from a layer before, whose gradient would lack what passes through the first derivative."""
+    layer, x = _routed({}, "fused", None)
+    layer.requires_grad_(not frozen)
+    before = torch.nn.Linear(6, 6, dtype=torch.float64)
+    x = before(x)
+    y = layer.forward_with_aux(x)[0]
+    with pytest.raises(RuntimeError, match="no second derivative is known" if frozen else "no autograd formula"):
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        (y.sum() + first.square().sum()).backward()
+
+
+def test_experts_that_are_compiled_are_called_so():
+    layer, x = _routed({}, "fused", None)
+    assert layer._experts_take_router(x.requires_grad_())
+    layer.experts.compile(backend="eager")
+    assert not layer._experts_take_router(x)
+
+
 def test_nobody_else_takes_the_routers_part():
     layer, x = _routed({}, "grouped", None)
     x.requires_grad_()
     assert not layer._experts_take_router(x)
-    with pytest.raises(AssertionError, match="leave out a part of x's gradient"):
+    with pytest.raises(ValueError, match="^mlp_impl='grouped': leaves the router's part out of x's gradient"):
         layer._compute(x, layer._with_router(layer.router(x)))

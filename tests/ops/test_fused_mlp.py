@@ -121,6 +121,8 @@ def test_a_router_that_does_not_fit_the_fused_mlp_is_named():
     ):
         with pytest.raises(ValueError, match=told):
             _fused(dispatch, "swiglu", router_weight=router)(values)
+    with pytest.raises(ValueError, match="^router_scaling=0.0: must not be 0"):
+        _fused(dispatch, "swiglu", router_weight=torch.zeros(3, 8).double(), router_scaling=0.0)(values)
     uneven = build_dispatch(Routing(torch.zeros(7).int(), torch.zeros(7).int(), torch.ones(7), 6, 3))
     with pytest.raises(ValueError, match="^router_weight is given for 7 pairs of 6 tokens: must be K pairs each"):
         _fused(uneven, "swiglu", router_weight=torch.zeros(3, 8).double())({**values, "weight": torch.ones(7)})

@@ -98,6 +98,20 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    """Under create_graph every gradient says of a derivative of its own that none is known: z and u are no nodes."""
+    grads = _gradients(ctx, dy)
+    return tuple(map(_without_derivative, grads)) if torch.is_grad_enabled() else grads
+
+
+def _without_derivative(grad: Tensor | None) -> Tensor | None:
+    if grad is None or grad.requires_grad:
+        return grad
+    refuse = torch._C._functions.DelayedError("fused_mlp: no second derivative is known", 1)
+    refused: Tensor = refuse(grad.requires_grad_())
+    return refused
+
+
+def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices = ctx.saved_tensors
     pair, gather, _, _, offsets = indices
     main_w1, main_v1, main_w2 = ctx.main_grads
@@ -245,15 +259,19 @@ def fused_mlp(
     if weight is None:
         weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
     if router_weight is not None:
-        _check_router_weight(router_weight, x, experts, num_pairs, in_order)
-        router_weight = router_weight.detach()
+        (router_weight,) = under_autocast(router_weight.detach())
+        _check_router_weight(router_weight, router_scaling, x, experts, num_pairs, in_order)
     options = activation, approximate, recompute, in_order, input_bits, pre_bits
     routed = router_weight, router_scaling
     return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads, *routed)[0]
 
 
-def _check_router_weight(router_weight: Tensor, x: Tensor, experts: int, num_pairs: int, in_order: bool) -> None:
+def _check_router_weight(
+    router_weight: Tensor, router_scaling: float, x: Tensor, experts: int, num_pairs: int, in_order: bool
+) -> None:
     num_tokens, hidden = x.shape
+    if router_scaling == 0:
+        raise ValueError(f"router_scaling={router_scaling!r}: must not be 0, or drop router_weight")
     if router_weight.shape != (experts, hidden) or router_weight.dtype != x.dtype:
         given = f"{tuple(router_weight.shape)} {router_weight.dtype}"
         raise ValueError(f"router_weight is {given}: must be {(experts, hidden)} {x.dtype}, one row an expert")

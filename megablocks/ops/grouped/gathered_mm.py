@@ -69,9 +69,10 @@ def grouped_mm_outer_op(
 ) -> Tensor:
     """x (R, K), w (E, K, N), x2, w2 the same or None, slope (R,), right (E, N) → (R, N).
 
-    y[r] = x[r]·w[e] (+ x2[r]·w2[e]) + slope[r]·right[e], rounded once but on a GPU where Hopper's kernels do not run;
-    unused rows are unspecified.
+    y[r] = x[r]·w[e] (+ x2[r]·w2[e]) + slope[r]·right[e]; unused rows are unspecified. Rounded once, but on a GPU where
+    Hopper's kernels do not run: there each term is, and the slope.
     """
+    assert (x2 is None) == (w2 is None), "both or neither"
     if (hopper := hopper_kernels(x)) and hopper.supports_outer(slope, right, w):
         if x2 is None or w2 is None:
             taken = hopper.supports_m(x, w, offsets, x.shape[0])
