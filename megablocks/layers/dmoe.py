@@ -68,8 +68,8 @@ class dMoE(MoEBase):  # noqa: N801
             and type(self.dispatcher) is LocalDispatcher
             and is_as_made(self.dispatcher, "run", _RUN)
             and isinstance(self.router, TopKRouter)
-            and self.router.gate_is_plain(x)
             and self.router.follows_chosen_logits()
+            and self.router.gate_is_plain(x)
             and self._has_plain_experts()
             and self.experts.mlp_impl_for(device=x.device, dtype=x.dtype) == "fused"
             and (not x.is_cuda or self._router_pays(x))

@@ -93,6 +93,24 @@ class Op:
             return call(*args)
 
 
+def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """`backward` of an op that keeps what is no node of autograd: results of its own, or quantised inputs.
+
+    Under create_graph a gradient that came out without a graph would pass for a constant: a derivative of it raises.
+    torch's decorator of this name asks whether the incoming gradients have a graph, which that of a sum has not.
+    """
+
+    @functools.wraps(backward)
+    def refusing(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        given = backward(ctx, *grads)
+        if not torch.is_grad_enabled():
+            return given
+        refuse = torch._C._functions.DelayedError(f"{backward.__module__}: no second derivative is known", 1)
+        return tuple(refuse(g.requires_grad_()) if isinstance(g, Tensor) and not g.requires_grad else g for g in given)
+
+    return refusing
+
+
 def _refuse_tangents(op: CustomOpDef, args: Iterable[Any]) -> None:
     """Raise for an input of forward-mode AD: kernels, and torch's own custom ops, lose its tangent without a word."""
     for a in args:

@@ -429,6 +429,9 @@ def _routed(changes, mlp_impl, around):
     if around == "experts_for":
         made = layer._experts_for
         layer._experts_for = lambda routing: lambda x, dispatch, weight: made(routing)(x, dispatch, 2 * weight)
+    if around == "with router":
+        made = experts.forward_with_router
+        experts.forward_with_router = lambda x, dispatch, weight, router: made(x, dispatch, 2 * weight, router)
     if around == "router's hook":
         router.layer.register_forward_hook(lambda module, args, out: 2 * out)
     if around == "router's bias":
@@ -447,7 +450,7 @@ def _routed(changes, mlp_impl, around):
     [
         *[({}, around, True) for around in (None, "constant", "frozen router", "router's scaling", "eval")],
         *[({}, around, False) for around in ("slope", "hook", "wrapper", "compute", "dispatcher", "router", "run")],
-        *[({}, around, False) for around in ("gate", "gate overridden", "experts_for")],
+        *[({}, around, False) for around in ("gate", "gate overridden", "experts_for", "with router")],
         *[({}, around, False) for around in ("router's hook", "router's bias")],
         ({"score_function": "sigmoid"}, None, False),
         ({"token_rounding": "nearest", "token_rounding_tile": 2}, None, False),

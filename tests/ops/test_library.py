@@ -17,7 +17,7 @@ from megablocks.ops import library
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.gradient import down_gradient_op
-from megablocks.ops.fused.mlp import fused_mlp_op
+from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import (
@@ -61,7 +61,7 @@ from megablocks.ops.routing.router import (
 from megablocks.ops.scattered.dispatched import gathered_linear_op, linear_combine_op
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear_op
 from megablocks.ops.scattered.products import scattered_rows_op, scattered_weights_op
-from megablocks.ops.sparse import dds, dsd, sdd, topology
+from megablocks.ops.sparse import dds, dsd, sdd, sparse_mlp, topology
 from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op, sparse_mlp_op
 from megablocks.ops.sparse.products import sdd_op, spmm_op
 from megablocks.ops.sparse.topology import topology_op
@@ -310,6 +310,37 @@ def test_N5_a_second_derivative_is_refused_where_it_would_be_lost():
     (slope,) = torch.autograd.grad(activate(pre, None, "gelu").sum(), pre, create_graph=True)
     with pytest.raises(RuntimeError, match="no autograd formula was registered"):
         slope.square().sum().backward()
+
+
+class PlainMode(TorchDispatchMode):
+    """Changes nothing; under a mode an op is called as a custom op."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["eager", "custom op"])
+@pytest.mark.parametrize("kept", ["fused", "sparse", "quantised"])
+def test_N5_a_second_derivative_through_what_is_no_node_is_refused(kept, custom):
+    """With frozen weights and a sum's gradient of ones nothing in backward has a graph, and x comes from elsewhere."""
+    scale = torch.ones((), requires_grad=True)
+    routing = make_routing(torch.randint(E, (T, K)), torch.rand(T, K), E)
+    d = build_dispatch(routing)
+    with PlainMode() if custom else contextlib.nullcontext():
+        if kept == "fused":
+            x, w = torch.randn(T, H) * scale, torch.randn(E, F, H)
+            y = fused_mlp(x, routing.weight, d, w, w, activation="gelu")
+        elif kept == "sparse":
+            pattern = topology(d.expert_offsets, 64, max_rows=R, block_size=64)[0]
+            x, w = torch.randn(pattern.shape[0], 8) * scale, torch.randn(pattern.shape[1], 8)
+            y = sparse_mlp(x, w.t(), w, pattern, activation="gelu")
+        else:
+            x, w = torch.randn(R, F) * scale, torch.randn(E, F, H)
+            y = activate_and_project(x, None, w, d.expert_offsets, "gelu", num_bits=8)
+        (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative is known"):
+            (y.sum() + first.square().sum()).backward(retain_graph=True)
+        assert not torch.autograd.grad(y.sum(), x)[0].requires_grad
 
 
 def test_N5_autograd_refuses_a_saved_tensor_that_an_eager_call_has_written_to():

@@ -43,7 +43,7 @@ from megablocks.ops.grouped.gathered_mm import (
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import custom_op, once_differentiable
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.quant.saved import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
@@ -97,21 +97,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*kept_x, *kept_z, *kept_u, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices)
 
 
+@once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    """Under create_graph every gradient says of a derivative of its own that none is known: z and u are no nodes."""
-    grads = _gradients(ctx, dy)
-    return tuple(map(_without_derivative, grads)) if torch.is_grad_enabled() else grads
-
-
-def _without_derivative(grad: Tensor | None) -> Tensor | None:
-    if grad is None or grad.requires_grad:
-        return grad
-    refuse = torch._C._functions.DelayedError("fused_mlp: no second derivative is known", 1)
-    refused: Tensor = refuse(grad.requires_grad_())
-    return refused
-
-
-def _gradients(ctx: Any, dy: Tensor | None) -> tuple[Any, ...]:
     x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices = ctx.saved_tensors
     pair, gather, _, _, offsets = indices
     main_w1, main_v1, main_w2 = ctx.main_grads

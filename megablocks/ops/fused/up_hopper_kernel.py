@@ -25,7 +25,7 @@ from megablocks.ops.grouped.grouped_mm_hopper_kernel import (
     store_rows,
     walk,
 )
-from megablocks.ops.hopper_gluon import barriers, issue, multiply, parts_of, retire
+from megablocks.ops.hopper_gluon import barriers, issue, multiply, parts_of, retire, rounded_parts
 from megablocks.ops.launch import quick
 
 
@@ -100,11 +100,7 @@ def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, exper
     dtype: gl.constexpr = o_bufs.dtype
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
-    p0, p1, p2, p3 = parts_of(gl.zeros(shape, gl.float32, layout), c)
-    z0 = p0.to(dtype)
-    z1 = p1.to(dtype)
-    u0 = p2.to(dtype)
-    u1 = p3.to(dtype)
+    z0, z1, u0, u1 = rounded_parts(gl.zeros(shape, gl.float32, layout), dtype, c)
     expert = gl.to_tensor(0)  # of the tile that waits; each is an object of its own, or Triton does not carry it
     row = gl.to_tensor(0)
     last = gl.to_tensor(0)
@@ -131,11 +127,7 @@ def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, exper
             it += 1
         acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
         mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
-        p0, p1, p2, p3 = parts_of(acc, c)
-        z0 = p0.to(dtype)
-        z1 = p1.to(dtype)
-        u0 = p2.to(dtype)
-        u1 = p3.to(dtype)
+        z0, z1, u0, u1 = rounded_parts(acc, dtype, c)
         expert = next_expert
         row = next_row
         last = next_last

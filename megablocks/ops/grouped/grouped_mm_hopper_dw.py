@@ -30,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND
-from megablocks.ops.hopper_gluon import barriers, issue, parts_of, retire, stage_out
+from megablocks.ops.hopper_gluon import barriers, issue, parts_of, retire, rounded_parts, stage_out
 from megablocks.ops.launch import quick
 
 
@@ -160,11 +160,7 @@ def _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, exper
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
     e, first, end, m0, n0, second = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
-    p0, p1, p2, p3 = parts_of(gl.zeros(shape, gl.float32, layout), c)
-    h0 = p0.to(dtype)
-    h1 = p1.to(dtype)
-    h2 = p2.to(dtype)
-    h3 = p3.to(dtype)
+    h0, h1, h2, h3 = rounded_parts(gl.zeros(shape, gl.float32, layout), dtype, c)
     # Where the tile that waits goes. Each starts as an object of its own, or Triton does not carry it around the loop.
     expert = gl.to_tensor(0)
     row = gl.to_tensor(0)
@@ -180,11 +176,7 @@ def _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, exper
         held = (h0, h1, h2, h3)
         at = (expert, row, col, of_second)
         acc, it = _sum_rows(it, rows, tile > start, held, at, a_bufs, b_bufs, o_bufs, full, empty, outs, WG, c)
-        p0, p1, p2, p3 = parts_of(acc, c)
-        h0 = p0.to(dtype)
-        h1 = p1.to(dtype)
-        h2 = p2.to(dtype)
-        h3 = p3.to(dtype)
+        h0, h1, h2, h3 = rounded_parts(acc, dtype, c)
         expert = next_expert
         row = next_row
         col = next_col

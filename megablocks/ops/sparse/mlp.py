@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import GATED, activation_backward_op, activation_op, check_activation
 from megablocks.ops.grouped.grouped_mm import under_autocast
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import custom_op, once_differentiable
 from megablocks.ops.quant.saved import OFF, pack, unpack
 
 from .epilogue import Epilogue
@@ -133,6 +133,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     )
 
 
+@once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, x_scales, w1, v1, w2, pre, pre_scales, gate, gate_scales, act, *indices = ctx.saved_tensors
     no_gradients = [None] * len(indices), None, None, None, None, None, None, None
