@@ -1,10 +1,11 @@
-"""What every test shares: interpreted Triton where there is no GPU, and one xdist group for multi-process tests."""
+"""What every test shares: interpreted Triton where there is no GPU, xdist groups of tests that run one at a time."""
 
 from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -36,8 +37,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MULTI_PROCESS:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        elif item.get_closest_marker("gpu") and "_N4_" in item.name:
+            item.add_marker(pytest.mark.xdist_group("memory"))  # up to 100 GiB each
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None]:
+    """Give the GPU's memory back after a test that held much, since xdist's other workers share it."""
+    yield
+    cuda = sys.modules["torch"].cuda if HAS_GPU and "torch" in sys.modules else None
+    if cuda is not None and cuda.is_initialized() and cuda.memory_reserved() > 2**30:
+        cuda.empty_cache()
 
 
 @pytest.fixture
