@@ -106,7 +106,7 @@ STEPS = {
     "peers_7b": peers_of("peers_7b", "3,4,5", "scattermoe", "sparse"),
     "peers_30b": peers_of("peers_30b", "6,7,8"),
     "peers_120b": peers_of("peers_120b", "9,10,11"),
-    "token_rounding": Step("token_rounding.py --rounds 7 --seconds 80 --out {out}/token_rounding.json", 90),
+    "token_rounding": Step("token_rounding.py --rounds 7 --seconds 150 --out {out}/token_rounding.json", 160),
     "growth": Step("growth.py --rounds 7 --seconds 150 --out {out}/growth.json", 160),
     "quant": Step("quant.py --repeats 3 --out {out}", 120, alone=False),
     "first_call": Step(
