@@ -34,12 +34,11 @@ def test_distance_is_over_the_iterations_of_both(tmp_path: Path) -> None:
     _run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])
     _run(tmp_path / "b", [4.3, 2.6, 2.0])
     a, b = compare._read(tmp_path / "a"), compare._read(tmp_path / "b")
-    rms, largest = compare.distance(a, b)
-    assert rms == pytest.approx(math.sqrt((0.09 + 0.16) / 3)) and largest == pytest.approx(0.4)
+    assert compare.distance(a, b) == pytest.approx((math.sqrt((0.09 + 0.16) / 3), 0.3, 0.4))
     _run(tmp_path / "nan", [4.0, math.nan, 2.0])
     _run(tmp_path / "later", [4.0], every=100)
     for name in ("nan", "later"):
-        assert compare.distance(a, compare._read(tmp_path / name)) == (math.inf, math.inf)
+        assert compare.distance(a, compare._read(tmp_path / name)) == (math.inf, math.inf, math.inf)
 
 
 @pytest.mark.parametrize("offset, status", [(0.01, 0), (0.2, 1), (math.nan, 1)])
@@ -52,10 +51,19 @@ def test_runs_within_and_beyond_the_noise(
     assert compare.main([str(tmp_path), "--steps", "20", "--seeds", "7", "8"]) == status
     text = capsys.readouterr().out
     assert ("NOT within" in text) == bool(status)
-    assert "two seeds of sparse: rms 0.05000, largest 0.05000" in text
+    assert "two seeds of sparse: rms 0.05000, median 0.05000, largest 0.05000" in text
     lines = {line.split()[0]: line.split()[-1] for line in text.splitlines()[1:4]}
     assert lines == {"sparse": "1,000", "fused": "1,500", "sparse-seed8": "1,000"}
     assert (tmp_path / "runs.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("offset, status", [(0.04, 0), (0.06, 1)])
+def test_a_spike_of_the_run_that_others_meet_is_no_noise(offset: float, status: int, tmp_path: Path) -> None:
+    """It is in both distances, and would make any run that stays below it look near."""
+    for name, curve in (("sparse", _curve()), ("fused", _curve(offset)), ("sparse-seed1235", _curve(wobble=0.05))):
+        curve[3] += 5 * (name == "sparse")
+        _run(tmp_path / name, curve, seed=1235 if "seed" in name else 1234)
+    assert compare.main([str(tmp_path), "--steps", "20"]) == status
 
 
 @pytest.mark.parametrize("broken", ["sparse", "fused", "sparse-seed1235"])
