@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         folder = item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
         if folder in MULTI_PROCESS:
             item.add_marker(pytest.mark.xdist_group("ranks"))
-        elif item.get_closest_marker("gpu") and "_N4_" in item.name:
+        elif HAS_GPU and "_N4_" in item.name:
             item.add_marker(pytest.mark.xdist_group("memory"))  # up to 100 GiB each
         if item.get_closest_marker("gpu") and not HAS_GPU:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
