@@ -8,6 +8,7 @@ are used again and that two consumers take turns.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -22,10 +23,17 @@ from megablocks.ops.fused import gradient_hopper, up_hopper
 from megablocks.ops.grouped import grouped_mm_hopper
 from megablocks.ops.sparse import hopper
 
-__all__ = ["FAMILIES", "launches", "offsets_of"]
+__all__ = ["FAMILIES", "accesses", "launches", "offsets_of"]
 
 
 PROGRAMS = 3
+
+
+def accesses(said: str) -> list[tuple[str, str, int]]:
+    """Kernel, file and line (where it has none "", 0) of each access in a hazard that racecheck's output reports."""
+    found = re.findall(r" access at (.+)\+0x[0-9a-f]+(?: in (\S+):(\d+))?(?: \[\d+ hazards?\])?$", said, re.MULTILINE)
+    assert len(found) == said.count(" access at "), "an access that is not understood"
+    return [(kernel, file, int(line or 0)) for kernel, file, line in found]
 
 
 def main() -> None:

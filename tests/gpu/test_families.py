@@ -79,6 +79,27 @@ def test_what_the_families_launch_compiles() -> None:
     assert set(in_another_process(__file__, "--compile")) >= kernels_of_the_package()
 
 
+def test_accesses_are_read_from_what_racecheck_says() -> None:
+    from .sanitize import accesses
+
+    said = """
+========= Error: Race reported between Read access at ragged_m_kernel+0x1c0 in grouped_mm_hopper_kernel.py:272
+=========     and Write access at ragged_m_kernel+0x5ee0 in grouped_mm_hopper_kernel.py:284 [8 hazards]
+=========     and Write access at spmm_kernel+0x20 [1 hazards]
+========= Error: Race reported between Write access at void at::native::sum<int, float>(int)+0x90
+layer done
+"""
+    file = "grouped_mm_hopper_kernel.py"
+    assert accesses(said) == [
+        ("ragged_m_kernel", file, 272),
+        ("ragged_m_kernel", file, 284),
+        ("spmm_kernel", "", 0),
+        ("void at::native::sum<int, float>(int)", "", 0),
+    ]
+    with pytest.raises(AssertionError, match="not understood"):
+        accesses(said + "========= and Write access at 0x90 of no kernel")
+
+
 if __name__ == "__main__":
     chosen = [name for name in sys.argv[1:] if name != "--compile"]
     print(json.dumps(sorted(launched_by(*chosen, compiled="--compile" in sys.argv))))

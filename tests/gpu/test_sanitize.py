@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import torch
 import megablocks.ops
 from megablocks.testing.compile_only import kernels_of_the_package
 
-from .sanitize import FAMILIES, launches
+from .sanitize import FAMILIES, accesses, launches
 
 TOOL = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
 HERE = Path(__file__).parent
@@ -29,7 +28,10 @@ pytestmark = [
 
 def watched(tool: str, *program: str) -> tuple[int, str]:
     """Exit status (9: something was found) and output of a Python program under compute-sanitizer."""
-    command = [TOOL, "--tool", tool, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
+    # Not Triton's assembler too, and at ports of its own: else all of the tool's runs on a machine share ten.
+    port = 49152 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    watch = [TOOL, "--tool", tool, "--target-processes", "application-only", "--port", str(port)]
+    command = [*watch, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
     # each tensor an allocation of its own, or an overrun would land in torch's pool unseen
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -54,12 +56,13 @@ def test_N12_memcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_N12_racecheck(name: str) -> None:
-    """No hazard but in two hand-overs between warps, which benchmarks/NOTES.md explains."""
+    """No hazard in the package's kernels but in two hand-overs between warps, which benchmarks/NOTES.md explains."""
     _, said = watched("racecheck", str(HERE / "sanitize.py"), name)
     assert f"{name} done" in said and "RACECHECK SUMMARY" in said, said[-3000:]
-    places = {place(file, int(line)) for file, line in re.findall(r"access at .* in (\S+\.py):(\d+)", said)}
-    assert len(re.findall(r"access at ", said)) == len(re.findall(r"access at .* in \S+\.py:\d+", said)), said[-3000:]
-    assert places <= {"announce", "announced", "warp_specialize"}, said[-3000:]
+    ours = {kernel.rsplit(".", 1)[1] for kernel in kernels_of_the_package()}
+    found = [access for access in accesses(said) if access[0] in ours]
+    others = [access for access in found if place(*access[1:]) not in ("announce", "announced", "warp_specialize")]
+    assert not others
 
 
 @functools.cache
@@ -68,6 +71,8 @@ def place(file: str, line: int) -> str:
 
     The compiler gives that the line of the kernel's decorator or of the call.
     """
+    if not file:
+        return "no line"
     (path,) = Path(megablocks.ops.__path__[0]).rglob(file)
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef):
