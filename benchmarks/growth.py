@@ -118,9 +118,10 @@ def flatness(rows: list[dict[str, Any]]) -> float | None:
 
 
 def over_model(rows: list[dict[str, Any]]) -> float | None:
-    """The most that a measured time is above its prediction; None unless all were measured."""
+    """The most that a measured time is above what the first predicts of it; None unless all were measured."""
     pairs = [(row["graph_us"], row.get("predicted_us")) for row in rows]
-    return max(got / want - 1 for got, want in pairs) if all(got and want for got, want in pairs) else None
+    measured = len(pairs) > 1 and all(got and want for got, want in pairs)
+    return max(got / want - 1 for got, want in pairs[1:]) if measured else None
 
 
 def summarise(records: list[dict[str, Any]], gate: Gate, impls: list[str], toy: bool) -> dict[str, Any]:

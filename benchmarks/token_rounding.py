@@ -18,6 +18,7 @@ Writes results/<gpu>/token_rounding.json. DRY_RUN=1 prints the cases.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -122,7 +123,7 @@ def shortfalls(shapes: dict[str, Any], rule: str = "nearest") -> list[str]:
         rows = shapes.get(label, {})
         got = rows.get(rule, {}).get("queued_speed")
         most = rows.get(WHOLE, {}).get("queued_speed")
-        if got is None or not (got >= goal or (most is not None and most < goal)):  # NaN too
+        if got is None or not math.isfinite(got) or not (got >= goal or (most is not None and most < goal)):
             short.append(f"{label} {'not measured' if got is None else f'{got:.3f}'}")
     return short
 

@@ -197,10 +197,10 @@ def test_growth_is_held_against_its_model():
     record["tiles"]["512"] = 3072
     rows = growth.rows_of(record, "fused", toy=False)
     assert rows[-1]["predicted_us"] == pytest.approx(1.5 * base + more) and rows[0]["predicted_us"] == base
-    assert growth.over_model(rows) == 0.0  # the least one is its own prediction
+    assert growth.over_model(rows) == base / rows[1]["predicted_us"] - 1 < 0  # the first is its own prediction
     rows[-1]["graph_us"] = 1.2 * rows[-1]["predicted_us"]
     assert growth.over_model(rows) == pytest.approx(0.2)
-    assert growth.over_model([*rows, {"graph_us": None}]) is None
+    assert growth.over_model([*rows, {"graph_us": None}]) is None and growth.over_model(rows[:1]) is None
 
     flat = [{"tokens": t, "ns_per_token": ns} for t, ns in ((64, 90.0), (32768, 10.0), (65536, 9.2), (131072, 10.5))]
     assert growth.flatness(flat) == pytest.approx(0.08)
