@@ -28,7 +28,7 @@ from megablocks.ops.routing.dispatch import Routing
 from megablocks.parallel.dispatcher import AllToAllDispatcher, ExpertCompute, LocalDispatcher
 from megablocks.parallel.groups import ExpertShard, group_size
 from megablocks.routers.functional import route
-from megablocks.routers.router import make_router
+from megablocks.routers.router import is_as_made, make_router
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,8 @@ class MoEBase(nn.Module):
     def _has_plain_experts(self) -> bool:
         """Whether a call of the experts is `Experts.forward`: anything else may gather parameters, or count calls."""
         as_made = type(self.experts) is Experts and Experts.forward is _FORWARD
-        return as_made and "forward_with_router" not in vars(self.experts) and _is_untouched(self.experts)
+        with_router = is_as_made(self.experts, "forward_with_router", _FORWARD_WITH_ROUTER)
+        return as_made and with_router and _is_untouched(self.experts)
 
     def _owns_gradients(self) -> bool:
         """Whether what reads x is this package's, whose gradients of x are tensors that nobody else holds."""
@@ -265,7 +266,7 @@ class MoEBase(nn.Module):
         return f"num_experts={self.config.num_experts}, top_k={self.config.top_k}"
 
 
-_FORWARD = Experts.forward
+_FORWARD, _FORWARD_WITH_ROUTER = Experts.forward, Experts.forward_with_router
 
 
 def _is_untouched(module: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from megablocks.layers import dmlp_registry
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.base import MoEBase
 from megablocks.layers.mlp import SparseMLP
-from megablocks.layers.mlp_choice import router_pays
+from megablocks.layers.mlp_choice import kernels_take, router_pays
 from megablocks.layers.moe import ParallelMLP
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.routing.dispatch import Routing
@@ -76,8 +76,10 @@ class dMoE(MoEBase):  # noqa: N801
         )
 
     def _router_pays(self, x: Tensor) -> bool:
-        columns = self.experts.ffn_hidden_size * (2 if self.config.is_gated else 1)
-        return router_pays(on_hopper=runs_hopper(x), top_k=self.router.config.top_k, columns=columns)
+        config, width = self.config, self.experts.ffn_hidden_size
+        taken = kernels_take(num_experts=config.num_experts, hidden_size=config.hidden_size, ffn_hidden_size=width)
+        columns = width * (2 if config.is_gated else 1)
+        return router_pays(on_hopper=taken and runs_hopper(x), top_k=config.top_k, columns=columns)
 
 
 _COMPUTE, _EXPERTS_FOR, _RUN = dMoE._compute, dMoE._experts_for, LocalDispatcher.run

@@ -46,8 +46,13 @@ def choose_mlp_impl(
     """
     if not on_hopper or dtype not in (torch.bfloat16, torch.float16):
         return "grouped"
-    fits = hidden_size % 8 == ffn_hidden_size % 8 == 0 and num_experts <= MAX_EXPERTS
+    fits = kernels_take(num_experts=num_experts, hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
     return "fused" if fits and not biased and not keeps_less else "grouped"
+
+
+def kernels_take(*, num_experts: int, hidden_size: int, ffn_hidden_size: int) -> bool:
+    """Whether Hopper's kernels take experts of these sizes: TMA reads rows of 16 bytes."""
+    return hidden_size % 8 == ffn_hidden_size % 8 == 0 and num_experts <= MAX_EXPERTS
 
 
 def router_pays(*, on_hopper: bool, top_k: int, columns: int) -> bool:
@@ -59,7 +64,7 @@ def router_pays(*, on_hopper: bool, top_k: int, columns: int) -> bool:
     were another pass.
 
     Args:
-        on_hopper: as in `choose_mlp_impl`.
+        on_hopper: whether Hopper's kernels run the experts' products, see `kernels_take` too.
         columns: of d_z and d_u together, which are multiplied with the weights: I, 2·I where gated.
     """
     return on_hopper and (top_k <= 8 or columns >= 1024)

@@ -112,7 +112,7 @@ class _Router(nn.Module):
             and layer.bias is None
             and layer.weight.dtype == x.dtype
             and not (self.training and self.config.jitter_eps is not None)
-            and "forward" not in vars(layer)
+            and is_as_made(layer, "forward", _LINEAR)
             and not (layer._forward_hooks or layer._forward_pre_hooks)
             and not (layer._backward_hooks or layer._backward_pre_hooks)
             and not nn.modules.module._has_any_global_hook()
@@ -222,6 +222,7 @@ def make_router(config: MoEConfig, **kwargs: Any) -> TopKRouter | ExpertChoiceRo
 
 
 _LOGITS, _GATE, _ROUTES = _Router.logits, _Router.gate, (_Router.route, TopKRouter.route)
+_LINEAR = nn.Linear.forward
 
 
 def _repeats_counted_forward() -> bool:

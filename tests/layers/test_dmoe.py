@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from layers.harness import KINDS, TOLERANCE, assert_equals_oracle, batch, build, config_of, oracle, parameters_of
 from megablocks.config import ACTIVATIONS, ConfigError, MoEConfig
-from megablocks.layers import Experts, dMoE
+from megablocks.layers import Experts, dMoE, dmoe
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import Routing, make_routing
 from megablocks.parallel.dispatcher import LocalDispatcher
@@ -404,7 +404,9 @@ def _routed(changes, mlp_impl, around):
             parameter.copy_(torch.randn_like(parameter))
     router, experts = layer.router, layer.experts
     route, compute = router.route, layer._compute
-    if around == "constant":
+    if around == "slope within a constant":
+        router.route = lambda logits, **options: route(2 * logits, **options)
+    if around in ("constant", "slope within a constant"):
         steer(router, torch.randint(4, (9, 2)).add(torch.tensor([[0, 1]])) % 4)
     if around == "slope":
         router.route = lambda logits, **options: route(2 * logits, **options)
@@ -451,7 +453,7 @@ def _routed(changes, mlp_impl, around):
         *[({}, around, True) for around in (None, "constant", "frozen router", "router's scaling", "eval")],
         *[({}, around, False) for around in ("slope", "hook", "wrapper", "compute", "dispatcher", "router", "run")],
         *[({}, around, False) for around in ("gate", "gate overridden", "experts_for", "with router")],
-        *[({}, around, False) for around in ("router's hook", "router's bias")],
+        *[({}, around, False) for around in ("router's hook", "router's bias", "slope within a constant")],
         ({"score_function": "sigmoid"}, None, False),
         ({"token_rounding": "nearest", "token_rounding_tile": 2}, None, False),
         ({"token_rounding": "nearest", "token_rounding_tile": 2}, "eval", True),
@@ -487,8 +489,13 @@ def test_N10_the_experts_take_the_routers_part_of_the_gradient_of_x(changes, aro
 
 
 @pytest.mark.parametrize(
-    "owner, name", [(TopKRouter, "route"), (LocalDispatcher, "run"), (dMoE, "_compute"), (Experts, "forward")], ids=str
-)
+    "owner, name",
+    [
+        (torch.nn.Linear, "forward"), (TopKRouter, "route"), (LocalDispatcher, "run"), (dMoE, "_compute"),
+        (Experts, "forward"), (Experts, "forward_with_router"),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_N10_a_method_replaced_on_its_class_is_called_and_has_no_part_left_out(owner, name, monkeypatch):
     """Each doubles its first argument, the logits or x."""
     original, results = getattr(owner, name), []
@@ -501,6 +508,15 @@ def test_N10_a_method_replaced_on_its_class_is_called_and_has_no_part_left_out(o
         results.append([y.detach(), *torch.autograd.grad((y * y.detach().sin()).sum(), [x, *layer.parameters()])])
         monkeypatch.undo()
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("changes,pays", [({}, True), ({"hidden_size": 12}, False), ({"ffn_hidden_size": 20}, False),
+                                          ({"num_experts": 513}, False)], ids=str)  # fmt: skip
+def test_the_routers_part_is_its_own_where_hoppers_kernels_take_no_such_experts(changes, pays, monkeypatch):
+    monkeypatch.setattr(dmoe, "runs_hopper", lambda x: True)
+    sizes = {"hidden_size": 8, "ffn_hidden_size": 16, "num_experts": 4, "top_k": 2, "mlp_impl": "fused"} | changes
+    layer = dMoE(MoEConfig(**sizes), device="cpu", dtype=torch.bfloat16)
+    assert layer._router_pays(torch.zeros(3, layer.config.hidden_size)) == pays
 
 
 def test_N5_the_routers_weight_changed_before_backward_is_told():

@@ -128,6 +128,32 @@ def test_a_router_that_does_not_fit_the_fused_mlp_is_named():
         _fused(uneven, "swiglu", router_weight=torch.zeros(3, 8).double())({**values, "weight": torch.ones(7)})
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+@pytest.mark.parametrize("tokens,hidden,inner", [(40, 64, 48), (129, 60, 100)])
+def test_N1_the_routers_part_of_the_gradient_of_x_is_as_exact_as_torch(tokens, hidden, inner, activation):
+    values, dispatch, ids, dy = _case(tokens, hidden, inner, 9, 3, activation in GATED, False, dtype=torch.bfloat16)
+    generator = torch.Generator().manual_seed(9)
+    values["router"] = (torch.randn(9, hidden, generator=generator) / hidden**0.5).bfloat16()
+    wide = {n: None if t is None else t.double() for n, t in values.items()}
+
+    def weight(v, x):
+        logits = (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32))
+        return logits.gather(1, ids).softmax(1).flatten()
+
+    def loop(v):
+        return _loop({**v, "weight": weight(v, v["x"]).to(v["x"].dtype)}, ids, activation)
+
+    def fused(v):
+        run = _fused(dispatch, activation, router_weight=v["router"])
+        return run({**v, "weight": weight(v, v["x"].detach())})
+
+    want = _with_gradients(loop, wide, dy.double())[1]["x"]
+    plain = _with_gradients(loop, values, dy)[1]["x"]
+    with poisoned_empty():
+        got = _with_gradients(fused, values, dy)[1]["x"]
+    assert_as_exact_as(got, plain, want)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("switch", ["1", "0"])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])

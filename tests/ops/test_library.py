@@ -21,11 +21,13 @@ from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
 from megablocks.ops.fused.up import fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import (
+    gathered_mm,
     gathered_mm_dw_add_op,
     gathered_mm_dw_op,
     gathered_mm_dw_pair_add_op,
     gathered_mm_dw_pair_op,
     gathered_mm_op,
+    gathered_mm_pair,
     grouped_mm_outer_op,
     grouped_mm_sum_op,
 )
@@ -341,6 +343,25 @@ def test_N5_a_second_derivative_through_what_is_no_node_is_refused(kept, custom)
         with pytest.raises(RuntimeError, match="no second derivative is known"):
             (y.sum() + first.square().sum()).backward(retain_graph=True)
         assert not torch.autograd.grad(y.sum(), x)[0].requires_grad
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["eager", "custom op"])
+@pytest.mark.parametrize("gated", [False, True])
+def test_N5_a_weights_gradient_of_quantised_rows_is_not_taken_for_a_constant(gated, custom):
+    """It is a function of x, of which codes were kept; the incoming gradient, of ones, has no graph either."""
+    scale = torch.ones((), requires_grad=True)
+    d = build_dispatch(make_routing(torch.randint(E, (T, K)), torch.rand(T, K), E))
+    x, w = torch.randn(T, H) * scale, torch.randn(E, H, F, requires_grad=True)
+    with PlainMode() if custom else contextlib.nullcontext():
+        if gated:
+            z, u = gathered_mm_pair(x, w, w.detach().clone().requires_grad_(), d, num_bits=8)
+            y = z + u
+        else:
+            y = gathered_mm(x, w, d, num_bits=8)
+        (first,) = torch.autograd.grad(y.sum(), w, create_graph=True)
+        with pytest.raises(RuntimeError, match="no second derivative is known"):
+            (y.sum() + first.square().sum()).backward(retain_graph=True)
+        assert not torch.autograd.grad(y.sum(), w)[0].requires_grad
 
 
 def test_N5_autograd_refuses_a_saved_tensor_that_an_eager_call_has_written_to():

@@ -205,6 +205,7 @@ def fused_mlp(
             adds the weight's gradient to it and gives the weight none.
         router_weight: (E, H) in x's dtype; says that `weight` is router_scaling times the softmax over each token's K
             pairs of x · router_weight[e], of x detached: x's gradient through it is then in x's here. Its own is not.
+            Every pair must have an expert, which is not checked: it would wait for the GPU.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.

@@ -1,8 +1,8 @@
 """Ragged-K grouped GEMM in Gluon: o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e; grouped_mm_hopper.py
 launches it.
 
-With `paired` also o2[e] = Σ_r a2[r]ᵀ · b[row(r)]: an expert's tiles of o2 stand behind those of o, so that b's rows,
-which both read, are read while they are in L2.
+With `paired` also o2[e] = Σ_r a2[r]ᵀ · b[row(r)]: an expert's tiles of o2 stand below those of o, and both are walked
+before the next expert's, so that b's rows, which both read, are read while they are in L2.
 
 The roles are those of grouped_mm_hopper_kernel.py. An expert owns the same number of tiles whatever its rows; one
 without rows takes no step and stores the zeros it starts from. Both consumers share a tile: taking turns would read

@@ -41,7 +41,7 @@ class Routing:
     metrics: name → detached tensor, for logs only: `tokens_per_expert` (E,) int64 before any drop, always present;
         `invalid` () int64 pairs whose id was outside [0, E) although their token is no padding.
     router_weight, router_scaling: (E, H) and a number, where the weights come from x detached and the experts add their
-        gradient of x to x's, as `fused_mlp` takes them; None elsewhere.
+        gradient of x to x's, as `fused_mlp` takes them; None elsewhere, and with pairs that have no expert.
     """
 
     token: Tensor
