@@ -233,9 +233,12 @@ class MoEBase(nn.Module):
 
     def _has_plain_experts(self) -> bool:
         """Whether a call of the experts is `Experts.forward`: anything else may gather parameters, or count calls."""
-        as_made = type(self.experts) is Experts and Experts.forward is _FORWARD
-        with_router = is_as_made(self.experts, "forward_with_router", _FORWARD_WITH_ROUTER)
-        return as_made and with_router and _is_untouched(self.experts)
+        return (
+            type(self.experts) is Experts
+            and Experts.forward is _FORWARD
+            and is_as_made(self.experts, "forward_with_router", _FORWARD_WITH_ROUTER)
+            and _is_untouched(self.experts)
+        )
 
     def _owns_gradients(self) -> bool:
         """Whether what reads x is this package's, whose gradients of x are tensors that nobody else holds."""
