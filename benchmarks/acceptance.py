@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from children import chosen
+from first_call import ACTIVATIONS
 from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
 from growth import EXPERTS, SLACK, TOKENS, flatness, over_model
 from layer_candidates import GRAPHED
@@ -49,8 +50,8 @@ MANY_EXPERTS = 128
 PATIENCE_S = 8.0
 """For a benchmark that was told to stop, to write what it has."""
 SCATTERMOE_SHAPE = "24576,1536; 256/128/8"
-FIRST_CALLS = [(impl, activation, "Small")
-               for impl in ("grouped", "sparse", "scatter", "fused") for activation in ("gelu", "swiglu")]  # fmt: skip
+FIRST_IMPLS = ("grouped", "sparse", "scatter", "fused")
+FIRST_CALLS = [(impl, activation, "Small") for impl in FIRST_IMPLS for activation in ACTIVATIONS]
 FIRST_STEP = [("fused", "swiglu", SCATTERMOE_SHAPE)]
 """Whose first call is timed, with an empty cache and with a full one."""
 GPU = "NVIDIA H200"
@@ -114,10 +115,10 @@ STEPS = {
     "growth": Step("growth.py --rounds 7 --seconds 150 --out {out}/growth.json", 160),
     "quant": Step("quant.py --repeats 3 --out {out}", 120, alone=False),
     "first_call": Step(
-        "first_call.py --impls grouped,sparse,scatter,fused --out {out}/first_call.json", 200, alone=False
+        f"first_call.py --impls {','.join(FIRST_IMPLS)} --out {{out}}/first_call.json", 200, alone=False
     ),
     "first_step": Step(
-        "first_call.py --impls fused --activations swiglu --size '24576,1536; 256/128/8' --out {out}/first_step.json",
+        f"first_call.py --impls fused --activations swiglu --size '{SCATTERMOE_SHAPE}' --out {{out}}/first_step.json",
         100,
     ),
 }

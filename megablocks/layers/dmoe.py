@@ -79,7 +79,7 @@ class dMoE(MoEBase):  # noqa: N801
         config, width = self.config, self.experts.ffn_hidden_size
         taken = kernels_take(num_experts=config.num_experts, hidden_size=config.hidden_size, ffn_hidden_size=width)
         columns = width * (2 if config.is_gated else 1)
-        return router_pays(on_hopper=taken and runs_hopper(x), top_k=config.top_k, columns=columns)
+        return router_pays(on_hopper=taken and runs_hopper(x), top_k=self.router.config.top_k, columns=columns)
 
 
 _COMPUTE, _EXPERTS_FOR, _RUN = dMoE._compute, dMoE._experts_for, LocalDispatcher.run

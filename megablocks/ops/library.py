@@ -93,8 +93,17 @@ class Op:
             return call(*args)
 
 
+def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
+    """t, which would pass for a constant; where backward is itself to be differentiated, a derivative of it raises."""
+    if not torch.is_grad_enabled():
+        return t
+    refuse = torch._C._functions.DelayedError(f"{what}: no second derivative is known", 1)
+    refused: Tensor = refuse(t.requires_grad_())
+    return refused
+
+
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`backward` of an op that keeps what is no node of autograd: results of its own, or quantised inputs.
+    """`backward` of an op that keeps what is no node of autograd: results of its own.
 
     Under create_graph a gradient that came out without a graph would pass for a constant: a derivative of it raises.
     torch's decorator of this name asks whether the incoming gradients have a graph, which that of a sum has not.
@@ -102,11 +111,10 @@ def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..
 
     @functools.wraps(backward)
     def refusing(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        given = backward(ctx, *grads)
-        if not torch.is_grad_enabled():
-            return given
-        refuse = torch._C._functions.DelayedError(f"{backward.__module__}: no second derivative is known", 1)
-        return tuple(refuse(g.requires_grad_()) if isinstance(g, Tensor) and not g.requires_grad else g for g in given)
+        return tuple(
+            unknown_to_autograd(g, backward.__module__) if isinstance(g, Tensor) and not g.requires_grad else g
+            for g in backward(ctx, *grads)
+        )
 
     return refusing
 

@@ -125,7 +125,7 @@ def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
 
     The constant must exceed the spread of the logits, or some token chooses otherwise: check the loads.
     """
-    original, is_its_class_s = router.route, "route" not in vars(router)
+    original, replaced = router.route, "route" in vars(router)
     constant: Tensor | None = None
 
     def steered(logits: Tensor, **options: Any) -> Routing:
@@ -134,6 +134,6 @@ def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
             constant = torch.zeros_like(logits).scatter_(1, ids.to(logits.device), strength)
         return original(logits + constant, **options)
 
-    if is_its_class_s:  # its slopes are then those of the class's
+    if not replaced:  # its slopes are then those of its class's
         steered.adds_a_constant = True  # type: ignore[attr-defined]
     router.route = steered

@@ -60,6 +60,26 @@ def _with_gradients(fn, values, dy):
     return y.detach(), {k: t.grad for k, t in leaves.items() if t is not None}
 
 
+def _routed(v, x, ids):
+    """Of x by v["router"]: softmaxes over the logits of the chosen `ids` (T, K), (T·K,), in float32 or wider."""
+    logits = (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32))
+    return logits.gather(1, ids).softmax(1).flatten()
+
+
+def _routed_loop(ids, activation, scaling=1.0):
+    return lambda v: _loop({**v, "weight": scaling * _routed(v, v["x"], ids).to(v["x"].dtype)}, ids, activation)
+
+
+def _routed_fused(dispatch, ids, activation, scaling=1.0, **options):
+    """The op over weights that were made from x detached, given the router for what these pass on to x."""
+
+    def run(v):
+        fused = _fused(dispatch, activation, router_weight=v["router"], router_scaling=scaling, **options)
+        return fused({**v, "weight": scaling * _routed(v, v["x"].detach(), ids)})
+
+    return run
+
+
 def _fused(dispatch, activation, **options):
     def run(v):
         rest = {k: v[k] for k in ("v1", "b1", "c1", "b2")}
@@ -95,18 +115,9 @@ def test_N10_the_routers_part_of_the_gradient_of_x(activation, bias, options, sc
     values, dispatch, ids, dy = _case(13, 12, 10, 5, 3, activation in GATED, bias, dtype=dtype)
     values["router"] = torch.randn(5, 12, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype)
 
-    def weight(v, x):
-        return scaling * (x @ v["router"].t()).gather(1, ids).softmax(1).flatten()
-
-    want = _with_gradients(lambda v: _loop({**v, "weight": weight(v, v["x"])}, ids, activation), values, dy)
-    given = {"router_scaling": scaling, **options}
-
-    def fused(v):
-        run = _fused(dispatch, activation, router_weight=v["router"], **given)
-        return run({**v, "weight": weight(v, v["x"].detach())})
-
+    want = _with_gradients(_routed_loop(ids, activation, scaling), values, dy)
     with poisoned_empty():
-        got = _with_gradients(fused, values, dy)
+        got = _with_gradients(_routed_fused(dispatch, ids, activation, scaling, **options), values, dy)
     tolerance = 1e-9 if dtype == torch.float64 else 1e-5
     torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=tolerance)
     for name in set(want[1]) - {"weight"}:
@@ -135,22 +146,10 @@ def test_N1_the_routers_part_of_the_gradient_of_x_is_as_exact_as_torch(tokens, h
     generator = torch.Generator().manual_seed(9)
     values["router"] = (torch.randn(9, hidden, generator=generator) / hidden**0.5).bfloat16()
     wide = {n: None if t is None else t.double() for n, t in values.items()}
-
-    def weight(v, x):
-        logits = (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32))
-        return logits.gather(1, ids).softmax(1).flatten()
-
-    def loop(v):
-        return _loop({**v, "weight": weight(v, v["x"]).to(v["x"].dtype)}, ids, activation)
-
-    def fused(v):
-        run = _fused(dispatch, activation, router_weight=v["router"])
-        return run({**v, "weight": weight(v, v["x"].detach())})
-
-    want = _with_gradients(loop, wide, dy.double())[1]["x"]
-    plain = _with_gradients(loop, values, dy)[1]["x"]
+    want = _with_gradients(_routed_loop(ids, activation), wide, dy.double())[1]["x"]
+    plain = _with_gradients(_routed_loop(ids, activation), values, dy)[1]["x"]
     with poisoned_empty():
-        got = _with_gradients(fused, values, dy)[1]["x"]
+        got = _with_gradients(_routed_fused(dispatch, ids, activation), values, dy)[1]["x"]
     assert_as_exact_as(got, plain, want)
 
 
@@ -167,17 +166,11 @@ def test_N1_the_routers_part_of_the_gradient_of_x_in_bf16(tokens, hidden, inner,
     ids, dy = ids.cuda(), dy.cuda()
     dispatch = build_dispatch(make_routing(ids, ids.float(), 9))
 
-    def weight(v, x):
-        return (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32)).gather(1, ids).softmax(1).flatten()
-
-    def fused(v):
-        run = _fused(dispatch, activation, router_weight=v["router"])
-        return run({**v, "weight": weight(v, v["x"].detach())})
-
+    fused = _routed_fused(dispatch, ids, activation)
     wide = {n: None if t is None else t.double() for n, t in values.items()}
-    want = _with_gradients(lambda v: _loop({**v, "weight": weight(v, v["x"])}, ids, activation), wide, dy.double())[1]
+    want = _with_gradients(_routed_loop(ids, activation), wide, dy.double())[1]
     without = _with_gradients(
-        lambda v: _loop({**v, "weight": weight(v, v["x"].detach())}, ids, activation), wide, dy.double()
+        lambda v: _loop({**v, "weight": _routed(v, v["x"].detach(), ids)}, ids, activation), wide, dy.double()
     )[1]
     with poisoned_empty():
         got = _with_gradients(fused, values, dy)[1]

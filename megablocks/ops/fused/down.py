@@ -22,7 +22,7 @@ from megablocks.ops.grouped.grouped_mm import (
     under_autocast,
     weight_gradient,
 )
-from megablocks.ops.library import custom_op, once_differentiable
+from megablocks.ops.library import custom_op
 from megablocks.ops.quant.saved import OFF, pack, unpack
 
 
@@ -58,7 +58,6 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*kept_pre, *kept_gate, w if need_pre or need_gate else None, offsets)
 
 
-@once_differentiable
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     pre, pre_scales, gate_pre, gate_scales, w, offsets = ctx.saved_tensors
     pre, gate_pre = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate_pre, gate_scales)

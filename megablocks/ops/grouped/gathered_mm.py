@@ -35,7 +35,7 @@ from megablocks.ops.grouped.grouped_mm import (
     twin_kernels,
     under_autocast,
 )
-from megablocks.ops.library import custom_op, once_differentiable
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.combine import combine_op
 from megablocks.ops.permute.gather import gather_op
 from megablocks.ops.quant.saved import OFF, pack, unpack
@@ -233,7 +233,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *indices)
 
 
-def _gradients(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
     codes, scales, w, v, pair, gather, scatter, token_offsets, offsets = ctx.saved_tensors
     need_x, need_w, need_v = ctx.needs_input_grad[:3]  # asked again: a caller may want one gradient of three
     dx = dw = dv = None
@@ -252,13 +252,6 @@ def _gradients(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
     elif need_v and ctx.gated:
         dv = gathered_mm_dw_op(dz, x, *indices).transpose(1, 2)
     return dx, dw, dv, None, None, None, None, None, None
-
-
-_gradients_by_codes = once_differentiable(_gradients)
-
-
-def _backward(ctx: Any, dy: Tensor, dz: Tensor) -> tuple[Tensor | None, ...]:
-    return (_gradients if ctx.packed is None else _gradients_by_codes)(ctx, dy, dz)
 
 
 gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)

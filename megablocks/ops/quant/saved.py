@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megablocks.ops.library import unknown_to_autograd
 from megablocks.ops.quant.quant import dequantize_op, quantize_op
 
 OFF = -1
@@ -33,8 +34,12 @@ def pack(t: Tensor | None, num_bits: int) -> tuple[Packed | None, Tensor | None,
 
 
 def unpack(how: Packed | None, saved: Tensor | None, scales: Tensor | None) -> Tensor | None:
-    """What `pack` was given, as near as its bits allow."""
+    """What `pack` was given, as near as its bits allow.
+
+    It is a function of what was packed, which autograd does not see: a second derivative through it raises.
+    """
     if how is None:
         return saved
     assert saved is not None and scales is not None
-    return dequantize_op(saved, scales, how.num_bits, how.shape[-1], how.dtype).view(how.shape)
+    t = dequantize_op(saved, scales, how.num_bits, how.shape[-1], how.dtype).view(how.shape)
+    return unknown_to_autograd(t, "what is kept quantised")
