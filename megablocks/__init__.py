@@ -29,7 +29,7 @@ _PUBLIC = {
 }
 
 # 0.10 imported these with the package, so that its users reach megablocks.layers.moe without an import of it.
-_SUBMODULES = ("grouped_gemm_util", "layers", "ops")
+_SUBMODULES = ("backend", "grouped_gemm_util", "layers", "ops")
 
 __all__ = ["__version__", *_PUBLIC]
 

@@ -7,20 +7,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-ACTIVATIONS = ("gelu", "silu", "relu", "relu2", "swiglu", "geglu", "reglu")
-GLU_ACTIVATIONS = ("swiglu", "geglu", "reglu")
-MLP_IMPLS = ("auto", "reference", "grouped", "sparse", "scatter", "fused")
-_QUANTIZED = ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits")
-# What an implementation keeps as it is, or does not keep at all.
-_NOT_QUANTIZED = {"reference": _QUANTIZED[:2], "scatter": _QUANTIZED, "fused": _QUANTIZED[2:]}
-SPARSE_WIDTH = 64  # an expert's width is a multiple of this with mlp_impl="sparse"; of 128 for the fast kernels
+from megablocks.kinds import IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS
+from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
+
 QUANTIZE_NUM_BITS = (-1, 4, 8)
-ROUTER_TYPES = ("topk", "expert_choice")
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
 SOFTMAX_ORDERS = ("before_topk", "after_topk")
 CAPACITY_RULES = ("megablocks", "tutel")
@@ -36,16 +32,13 @@ def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
-def check_sparse_width(ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:
-    """Refuse a width, of the name `field`, of which one of `shards` equal parts is no whole number of blocks."""
-    if ffn_hidden_size % (shards * SPARSE_WIDTH):
+def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:
+    """Refuse a width, of the name `field`, that mlp_impl cannot compute after it is cut into `shards` equal parts."""
+    multiple = IMPLS[mlp_impl].width_multiple if mlp_impl in IMPLS else 1
+    if ffn_hidden_size % (shards * multiple):
         where = "" if shards == 1 else f" on each of {shards} shards"
-        _refuse(
-            field,
-            ffn_hidden_size,
-            f"must be a multiple of {SPARSE_WIDTH}, better 128,{where} with mlp_impl='sparse', "
-            "or use mlp_impl='grouped' or 'auto'",
-        )
+        allowed = f"must be a multiple of {multiple}{where} with mlp_impl={mlp_impl!r}, or use mlp_impl='auto'"
+        _refuse(field, ffn_hidden_size, allowed)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,43 +49,40 @@ class MoEConfig:
 
     Experts
         hidden_size, ffn_hidden_size, num_experts: H, I and E (global, before any expert parallelism).
-        activation: one of `ACTIVATIONS`; the last three are gated (act(x·w1ᵀ) ⊙ (x·v1ᵀ)).
+        activation: one of `ops.activation_table.ACTIVATIONS`. Gated ones compute act(x·w1ᵀ) ⊙ (x·v1ᵀ).
         gelu_approximate: "tanh" (the field's default in MoE training) or "none" (exact, erf).
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
-        output_bias: one bias (H,) shared by all experts and added after the combine (megablocks 0.10's `bias`).
-        mlp_impl: how rows sorted by expert are multiplied. "grouped": grouped GEMMs, nothing padded; "sparse":
-            block-sparse products, an expert's rows padded to whole blocks of 128, for ffn_hidden_size a multiple of 128
-            (of 64: smaller blocks, slower); "scatter": ScatterMoE's products, which gather and weigh rows in their own
-            loads and stores, in plain Triton; "fused": the whole MLP in one op that keeps only its input and the
-            pre-activations; "reference": the float32 oracle; "auto": grouped or fused by device and shape,
-            logged once. `MoE`, whose experts all have the same number of places, multiplies them by one
-            torch.bmm a projection instead, whichever is named; only "reference" is the oracle there too.
-        recompute_activation: keep the pre-activation only and recompute the activation in backward. "fused" does so
-            anyway; there it keeps the input alone, and the up-projection is recomputed.
-        quantize_inputs_num_bits: bits, 4 or 8, at which the experts' input is kept for the gradients of w1 and v1; -1
-            keeps it as it is. `ops.quant` gives bytes and errors.
-        quantize_rematerialize_num_bits: the same for the pre-activations; recomputes the activation. 8 bits take the
-            place of an fp8 copy: half of bf16's bytes, at a fifth of float8_e4m3fn's error.
-        quantize_scatter_num_bits: the same for the experts' output, of which the router's weights need a gradient.
+        output_bias: one bias (H,) that all experts share, added after the combine (megablocks 0.10's `bias`).
+        mlp_impl: how the experts are computed: one of `kinds.IMPLS`, which says what each needs and saves, or "auto",
+            which picks grouped or fused by device and shape and logs the choice once. All compute the same function.
+            `MoE`, whose experts all have the same number of places, uses one torch.bmm a projection instead; there only
+            "reference" differs.
+        recompute_activation: save less for backward and recompute it there; `kinds.IMPLS` says what each saves.
+        quantize_inputs_num_bits: 4 or 8 bits in which the experts' input is saved for the gradients of w1 and v1; -1
+            saves it as it is. `ops.quant` gives bytes and errors.
+        quantize_rematerialize_num_bits: the same for the pre-activations; the activation is then recomputed. 8 bits
+            take half of bf16's bytes, as fp8 does, at a fifth of float8_e4m3fn's error.
+        quantize_scatter_num_bits: the same for the experts' output, which the gradient of the router's weights needs.
         gradient_accumulation_fusion: where w1, v1 and w2 have a `main_grad`, as under Megatron's data parallelism, add
-            their gradients to it: "fused" in the products themselves, unrounded, the others each gradient when it is
-            complete. Nothing changes where they have none.
+            their gradients to it. "fused" adds them inside the products, unrounded; the others add each gradient when
+            it is complete. Without `main_grad` nothing changes.
         shared_expert_hidden_size: width of an expert that every token passes, None for none.
         shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
     Router
-        router_type: "topk" (each token picks K experts) or "expert_choice" (each expert picks T·K/E tokens).
+        router_type: one of `kinds.ROUTERS`: "topk" (each token picks K experts) or "expert_choice" (each expert picks
+            T·K/E tokens).
         score_function: "softmax" or "sigmoid" over the logits, in float32.
-        softmax_order: softmax "before_topk" (over E) or "after_topk" (over the K chosen). Ignored for sigmoid and
-            for expert choice, whose experts pick by the scores.
-        normalize_top_k: p of the p-norm by which a token's K weights are divided, None for no normalisation.
-        top_k_scaling: factor on the K weights after normalisation.
+        softmax_order: softmax "before_topk" (over E) or "after_topk" (over the K chosen). Sigmoid and expert choice
+            ignore it.
+        normalize_top_k: p of the p-norm that divides a token's K weights, None for no normalization.
+        top_k_scaling: factor on the K weights after normalization.
         jitter_eps: multiply the router's input by U(1-eps, 1+eps) in training, None for off.
         num_groups, group_top_k: group-limited top-k: only experts of the best `group_top_k` of `num_groups` groups.
-        expert_score_bias: aux-loss-free balancing: a buffer (E,) added to the scores for selection only.
+        expert_score_bias: balancing without a loss: a buffer (E,) added to the scores for selection only.
         expert_score_bias_rate: step by which that buffer moves towards balance at each update.
         uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
         token_rounding: in training, round each expert's load to a multiple of token_rounding_tile rows by one of
-            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.routers.token_rounding`. The tile None is the
+            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.ops.routing.rounding`. None for the tile means the
             grouped products' own, `megablocks.ops.grouped.TILE_ROWS`.
     Losses (float32, returned with the output)
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
@@ -102,7 +92,7 @@ class MoEConfig:
         capacity_factor: None in a dropless layer. 0 = the fullest expert's load, nothing dropped.
         capacity_rule: "megablocks": int(factor·K·T·ranks/E). "tutel": K·int(factor·ceil(T/E)); negative factor: the
             smaller of the fullest expert and that capacity with |factor|.
-    Initialisation
+    Initialization
         init_std: std of the normal from which w1, v1 and the router are drawn.
         output_init_std: the same for w2, None for init_std.
     """
@@ -159,9 +149,9 @@ class MoEConfig:
             _refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
         for name, choices in (
             ("activation", ACTIVATIONS),
-            ("gelu_approximate", ("tanh", "none")),
+            ("gelu_approximate", APPROXIMATIONS),
             ("mlp_impl", MLP_IMPLS),
-            ("router_type", ROUTER_TYPES),
+            ("router_type", tuple(ROUTERS)),
             ("score_function", SCORE_FUNCTIONS),
             ("softmax_order", SOFTMAX_ORDERS),
             ("load_balancing_scope", LOSS_SCOPES),
@@ -199,17 +189,12 @@ class MoEConfig:
         self._check_groups()
         if self.token_rounding is not None:
             self._check_token_rounding()
-        if self.router_type == "expert_choice":
-            for name in ("expert_score_bias", "uniform_assignment"):
-                if getattr(self, name):
-                    _refuse(name, True, "needs router_type='topk': expert choice is balanced by construction")
-            if self.normalize_top_k is not None:
-                allowed = "needs router_type='topk', where each token has K weights"
-                _refuse("normalize_top_k", self.normalize_top_k, allowed)
+        for name, needed, why in ROUTERS[self.router_type].needs:
+            if getattr(self, name) != needed:
+                _refuse(name, getattr(self, name), f"must be {needed!r} with router_type={self.router_type!r}: {why}")
         if self.shared_expert_gate and self.shared_expert_hidden_size is None:
             _refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
-        if self.mlp_impl == "sparse":
-            check_sparse_width(self.ffn_hidden_size)
+        check_width(self.mlp_impl, self.ffn_hidden_size)
 
     def _check_int(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
@@ -224,17 +209,18 @@ class MoEConfig:
             _refuse(name, value, f"must be a finite number{bound}")
 
     def _check_quantizers(self) -> None:
-        for name in _QUANTIZED:
+        impl = IMPLS.get(self.mlp_impl)
+        for name in QUANTIZED:
             value = getattr(self, name)
             if type(value) is not int or value not in QUANTIZE_NUM_BITS:
                 _refuse(name, value, f"must be one of {', '.join(map(str, QUANTIZE_NUM_BITS))}")
-            if value != -1 and name in _NOT_QUANTIZED.get(self.mlp_impl, ()):
-                allowed = f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', 'grouped' or 'sparse'"
-                _refuse(name, value, allowed)
+            if value != -1 and impl is not None and name in impl.not_quantized:
+                others = ", ".join(repr(key) for key, other in IMPLS.items() if name not in other.not_quantized)
+                _refuse(name, value, f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', {others}")
         bits = self.quantize_rematerialize_num_bits
-        if bits != -1 and self.mlp_impl == "fused" and self.recompute_activation:
-            allowed = "must be -1 with mlp_impl='fused' and recompute_activation=True, which keep no pre-activations"
-            _refuse("quantize_rematerialize_num_bits", bits, allowed)
+        if bits != -1 and self.recompute_activation and impl is not None and impl.recomputes_pre:
+            allowed = f"must be -1 with mlp_impl={self.mlp_impl!r} and recompute_activation=True, which save no "
+            _refuse("quantize_rematerialize_num_bits", bits, allowed + "pre-activations")
 
     def _check_groups(self) -> None:
         if (self.num_groups is None) != (self.group_top_k is None):
@@ -242,8 +228,6 @@ class MoEConfig:
             _refuse(missing, None, "num_groups and group_top_k are given together or not at all")
         if self.num_groups is None or self.group_top_k is None:
             return
-        if self.router_type != "topk":
-            _refuse("num_groups", self.num_groups, "needs router_type='topk'")
         if self.num_experts % self.num_groups:
             _refuse("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
         if self.group_top_k > self.num_groups:
@@ -258,7 +242,6 @@ class MoEConfig:
         if rule not in TOKEN_ROUNDINGS:
             _refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
         for name, needed in (
-            ("router_type", "topk"),
             ("num_groups", None),  # a token that rounding adds may lie outside its best groups
             ("uniform_assignment", False),
             ("capacity_factor", None),
@@ -269,7 +252,12 @@ class MoEConfig:
     @property
     def is_gated(self) -> bool:
         """Whether an expert has the second up-projection v1."""
-        return self.activation in GLU_ACTIVATIONS
+        return self.act.gated
+
+    @functools.cached_property
+    def act(self) -> Activation:
+        """The activation as the ops take it."""
+        return Activation(self.activation, self.gelu_approximate)
 
     def replace(self, **changes: Any) -> MoEConfig:
         """A copy with `changes`, validated again; unknown names are refused."""

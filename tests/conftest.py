@@ -1,4 +1,4 @@
-"""What every test shares: interpreted Triton where there is no GPU, xdist groups of tests that run one at a time."""
+"""Setup of all tests: Triton is interpreted without a GPU, and some tests run one at a time under xdist."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).parent
-MULTI_PROCESS = ("megatron", "parallel", "reliability")
-"""Folders whose tests run process groups. On one xdist worker they never compete with each other for the cores."""
+MULTI_PROCESS = ("megatron", "reliability")
+"""Folders whose tests start several processes. They run on one xdist worker, so that they do not compete for cores."""
 
 
 def _has_gpu() -> bool:
-    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # hidden: the CPU path is tested on a GPU machine so
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":  # the GPU is hidden to test the CPU path
         return False
-    # Asked of the driver, because importing torch here would cost each run of a torch-free test its seconds.
+    # nvidia-smi instead of torch, because the import of torch would cost tests without torch several seconds.
     try:
         return b"GPU" in subprocess.run(["nvidia-smi", "-L"], capture_output=True).stdout
     except FileNotFoundError:
@@ -27,7 +27,7 @@ def _has_gpu() -> bool:
 
 HAS_GPU = _has_gpu()
 if not HAS_GPU:
-    # Before the first import of triton, by anyone: it is read once.
+    # Triton reads it once, so it must be set before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
@@ -45,7 +45,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """Give the GPU's memory back after a test that held much, since xdist's other workers share it."""
+    """Free the GPU's memory after a test that used much, because the other xdist workers share the GPU."""
     yield
     cuda = sys.modules["torch"].cuda if HAS_GPU and "torch" in sys.modules else None
     if cuda is not None and cuda.is_initialized() and cuda.memory_reserved() > 2**30:
@@ -54,7 +54,7 @@ def pytest_runtest_teardown() -> Generator[None]:
 
 @pytest.fixture
 def poison() -> Iterator[None]:
-    """torch.empty and its kin return NaN, so that a result which was never written shows."""
+    """torch.empty and similar functions return NaN, so that tests see elements nobody wrote."""
     from megablocks.testing.poison import poisoned_empty
 
     with poisoned_empty():

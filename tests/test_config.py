@@ -5,7 +5,9 @@ import json
 
 import pytest
 
-from megablocks.config import ACTIVATIONS, GLU_ACTIVATIONS, ConfigError, MoEConfig
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.kinds import IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS, load
+from megablocks.ops.activation_table import ACTIVATIONS, GATED
 
 BASE = dict(hidden_size=16, ffn_hidden_size=32, num_experts=8)
 
@@ -18,13 +20,12 @@ BAD = [
     ({"top_k": None}, "top_k=None: must be an integer >= 1"),
     ({"activation": "swish"}, f"activation='swish': must be one of {', '.join(ACTIVATIONS)}"),
     ({"gelu_approximate": "erf"}, "gelu_approximate='erf': must be one of tanh, none"),
-    ({"mlp_impl": "dense"}, "mlp_impl='dense': must be one of auto, reference, grouped, sparse, scatter, fused"),
+    ({"mlp_impl": "dense"}, f"mlp_impl='dense': must be one of {', '.join(MLP_IMPLS)}"),
     (
         {"mlp_impl": "sparse", "ffn_hidden_size": 100},
-        "ffn_hidden_size=100: must be a multiple of 64, better 128, with mlp_impl='sparse', "
-        "or use mlp_impl='grouped' or 'auto'",
+        "ffn_hidden_size=100: must be a multiple of 64 with mlp_impl='sparse', or use mlp_impl='auto'",
     ),
-    ({"router_type": "hash"}, "router_type='hash': must be one of topk, expert_choice"),
+    ({"router_type": "hash"}, f"router_type='hash': must be one of {', '.join(ROUTERS)}"),
     ({"score_function": "relu"}, "score_function='relu': must be one of softmax, sigmoid"),
     ({"softmax_order": "before"}, "softmax_order='before': must be one of before_topk, after_topk"),
     ({"load_balancing_scope": "dp"}, "load_balancing_scope='dp': must be one of local, global"),
@@ -37,32 +38,36 @@ BAD = [
     ({"quantize_scatter_num_bits": None}, "quantize_scatter_num_bits=None: must be one of -1, 4, 8"),
     (
         {"mlp_impl": "reference", "quantize_inputs_num_bits": 8},
-        "quantize_inputs_num_bits=8: must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_inputs_num_bits=8: must be -1 with mlp_impl='reference', or use 'auto', 'grouped', 'fused', 'sparse'",
     ),
     (
         {"mlp_impl": "fused", "recompute_activation": True, "quantize_rematerialize_num_bits": 8},
         "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='fused' and recompute_activation=True, "
-        "which keep no pre-activations",
+        "which save no pre-activations",
     ),
     (
         {"mlp_impl": "reference", "quantize_rematerialize_num_bits": 4},
-        "quantize_rematerialize_num_bits=4: must be -1 with mlp_impl='reference', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_rematerialize_num_bits=4: must be -1 with mlp_impl='reference', "
+        "or use 'auto', 'grouped', 'fused', 'sparse'",
     ),
     (
         {"mlp_impl": "scatter", "quantize_inputs_num_bits": 4},
-        "quantize_inputs_num_bits=4: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_inputs_num_bits=4: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped', 'fused', 'sparse'",
     ),
     (
         {"mlp_impl": "scatter", "quantize_rematerialize_num_bits": 8},
-        "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='scatter', "
+        "or use 'auto', 'grouped', 'fused', 'sparse'",
     ),
     (
         {"mlp_impl": "scatter", "quantize_scatter_num_bits": 8},
-        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='scatter', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='scatter', "
+        "or use 'auto', 'grouped', 'sparse', 'reference'",
     ),
     (
         {"mlp_impl": "fused", "quantize_scatter_num_bits": 8},
-        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='fused', or use 'auto', 'grouped' or 'sparse'",
+        "quantize_scatter_num_bits=8: must be -1 with mlp_impl='fused', "
+        "or use 'auto', 'grouped', 'sparse', 'reference'",
     ),
     ({"uniform_assignment": 0}, "uniform_assignment=0: must be True or False"),
     ({"expert_score_bias": 1}, "expert_score_bias=1: must be True or False"),
@@ -88,19 +93,23 @@ BAD = [
     ),
     (
         {"num_groups": 4, "group_top_k": 2, "router_type": "expert_choice"},
-        "num_groups=4: needs router_type='topk'",
+        "num_groups=4: must be None with router_type='expert_choice': "
+        "each token chooses K experts only with router_type='topk'",
     ),
     (
         {"router_type": "expert_choice", "expert_score_bias": True},
-        "expert_score_bias=True: needs router_type='topk': expert choice is balanced by construction",
+        "expert_score_bias=True: must be False with router_type='expert_choice': "
+        "expert choice is balanced by construction",
     ),
     (
         {"router_type": "expert_choice", "uniform_assignment": True},
-        "uniform_assignment=True: needs router_type='topk': expert choice is balanced by construction",
+        "uniform_assignment=True: must be False with router_type='expert_choice': "
+        "expert choice is balanced by construction",
     ),
     (
         {"router_type": "expert_choice", "normalize_top_k": 1.0},
-        "normalize_top_k=1.0: needs router_type='topk', where each token has K weights",
+        "normalize_top_k=1.0: must be None with router_type='expert_choice': "
+        "each token chooses K experts only with router_type='topk'",
     ),
     ({"shared_expert_gate": True}, "shared_expert_gate=True: needs shared_expert_hidden_size"),
     ({"shared_expert_hidden_size": 0}, "shared_expert_hidden_size=0: must be an integer >= 1"),
@@ -157,9 +166,30 @@ def test_round_trip_and_replace():
 
 def test_gated_follows_the_activation():
     gated = tuple(a for a in ACTIVATIONS if MoEConfig(**BASE, activation=a).is_gated)
-    assert gated == GLU_ACTIVATIONS
+    assert gated == tuple(GATED)
 
 
 def test_every_field_is_documented():
     for field in dataclasses.fields(MoEConfig):
         assert field.name in (MoEConfig.__doc__ or ""), field.name
+
+
+def test_every_kind_names_code_that_exists_and_fields_that_a_config_has():
+    fields = {field.name: field.default for field in dataclasses.fields(MoEConfig)}
+    for impl in IMPLS.values():
+        assert callable(load(impl.function)) and set(impl.not_quantized) <= set(QUANTIZED)
+    for name, kind in ROUTERS.items():
+        assert load(kind.module).router_type == name
+        assert all(field in fields and fields[field] == needed for field, needed, _ in kind.needs)
+
+
+@pytest.mark.parametrize("impl", MLP_IMPLS)
+def test_what_an_implementation_refuses_stands_in_its_table(impl):
+    """Each quantized tensor that the table does not refuse is accepted, and the other way round."""
+    for name in QUANTIZED:
+        refused = impl in IMPLS and name in IMPLS[impl].not_quantized
+        if refused:
+            with pytest.raises(ConfigError, match=f"^{name}=8: must be -1 with mlp_impl={impl!r}"):
+                MoEConfig(**{**BASE, "ffn_hidden_size": 64, "mlp_impl": impl, name: 8})
+        else:
+            MoEConfig(**{**BASE, "ffn_hidden_size": 64, "mlp_impl": impl, name: 8})

@@ -19,6 +19,15 @@ PROOFS = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"
 PATCHES = sorted((ROOT / "tests/mutants").glob("*.patch"))
 
 
+def test_every_proof_has_a_mutant() -> None:
+    listed = re.findall(r"^\| ([A-Z]\d+) \|", (ROOT / "tests/PROOFS.md").read_text(), re.M)
+    names = [patch.stem for patch in PATCHES]
+    assert sorted(listed) == sorted(name for name in names if "-" not in name)
+    # another path of a proof is a plain word
+    assert [name for name in names if not re.fullmatch(r"([A-Z]\d+)(-[a-z]+)?", name)] == []
+    assert {name.split("-")[0] for name in names} == set(listed)
+
+
 @pytest.mark.parametrize("patch", PATCHES, ids=[patch.stem for patch in PATCHES])
 def test_mutant_applies_and_has_a_test(patch: Path) -> None:
     done = subprocess.run(["git", "apply", "--check", str(patch)], cwd=ROOT, capture_output=True, text=True)

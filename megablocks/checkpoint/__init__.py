@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there: markers, hashes, the newest complete one. No torch, no Megatron."""
+"""Checkpoints that are either complete or ignored: manifests with hashes. Needs neither torch nor Megatron."""

@@ -1,11 +1,10 @@
 """Which checkpoints of a folder are complete, and whether their files are what was saved.
 
-Megatron writes `iter_0000020/…` and then `latest_checkpointed_iteration.txt`, neither atomically. Here a checkpoint is
-complete when its folder holds `complete.json`: size and sha256 of every file, written last, to a temporary file that
-takes the name once it is on disk. So a save that was killed or ran out of disk leaves a folder without the marker,
-which is torn and ignored, and a folder with the marker whose files differ is damaged, which is an error.
-
-To test: remove `complete.json` (torn), truncate or flip a byte of a shard (damaged), write rubbish into the pointer.
+Megatron writes `iter_0000020/…` and then `latest_checkpointed_iteration.txt`, neither of them atomically. Here a
+checkpoint is complete if its folder holds the marker `complete.json`: the size and sha256 of every file. The marker is
+written last, to a temporary file that is renamed once it is on disk. A save that was killed, or that filled the disk,
+leaves a folder without a marker: it is torn and ignored. A folder with a marker whose files differ from it is damaged:
+that is an error.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class CheckpointError(RuntimeError):
 
 
 class SaveError(CheckpointError):
-    """A save that failed on this rank."""
+    """This rank could not save."""
 
 
 @dataclass(frozen=True)
 class Latest:
     """What `find_latest_complete` chose.
 
-    iteration: of the checkpoint to load, None to start anew. has_marker: whether its files can be verified.
-    warnings: one line each, about what was passed over.
+    iteration: of the checkpoint to load, None if there is none. has_marker: whether its files can be verified.
+    warnings: one line for each folder or pointer that was ignored.
     """
 
     iteration: int | None
@@ -59,30 +58,25 @@ def iterations(root: Path | str) -> list[int]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below `folder` but the marker, as relative paths in order."""
+    """Every file below `folder` except the marker, as sorted relative paths."""
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MARKER and not Path(name).name.startswith(f".{MARKER}"))
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of files of a checkpoint. Ranks share the work: each takes `files_of(folder)[rank::ranks]`."""
+    """Size and sha256 of files of a checkpoint. To share the work, rank r takes `files_of(folder)[r::ranks]`."""
     hashes = {}
     for name in names:
+        digest = hashlib.sha256()
         with open(folder / name, "rb") as file:
-            digest = hashlib.file_digest(file, "sha256") if hasattr(hashlib, "file_digest") else _digest(file)
-            hashes[name] = {"bytes": os.fstat(file.fileno()).st_size, "sha256": digest.hexdigest()}
+            while block := file.read(1 << 20):
+                digest.update(block)
+            hashes[name] = {"bytes": file.tell(), "sha256": digest.hexdigest()}
     return hashes
 
 
-def _digest(file: Any) -> Any:  # hashlib.file_digest is new in Python 3.11
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
-    return digest
-
-
 def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the marker. Call it last, on one rank, once every file is written and hashed."""
+    """Write the marker. Call it last and on one rank, after every file is written and hashed."""
     content = {"format": _FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
     for name in files:
         _sync(folder / name)
@@ -90,7 +84,7 @@ def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str,
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write to a temporary neighbour, flush it to disk, rename it to `path`, flush the folder."""
+    """Write a temporary file beside `path`, flush it to disk, rename it to `path`, flush the folder."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "w", encoding="utf-8") as file:
@@ -112,7 +106,7 @@ def _sync(path: Path) -> None:
 
 
 def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The files that a complete checkpoint must have, by name; None if it is torn (no marker)."""
+    """The files that a complete checkpoint must have, by name; None if it has no marker."""
     path = folder / MARKER
     if not path.is_file():
         return None
@@ -127,7 +121,7 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Every file of the marker is there with its size; else a CheckpointError that names it."""
+    """Check that every file of the marker is there and has its size. Raises CheckpointError, which names the file."""
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
@@ -140,7 +134,7 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
-    """Compare this rank's share of the files with the marker's sha256; a CheckpointError names the first bad one."""
+    """Compare this rank's share of the files with the marker. Raises CheckpointError, which names the first bad one."""
     files = read_marker(folder) or {}
     mine = sorted(files)[rank::ranks]
     check_sizes(folder, {name: files[name] for name in mine})
@@ -152,10 +146,13 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def find_latest_complete(root: Path | str) -> Latest:
-    """The checkpoint to resume from: the pointer's if it is complete, else the newest complete one.
+    """The checkpoint to resume from: the one that the pointer names if it is complete, else the newest complete one.
 
-    Torn folders are passed over with a warning. Raises CheckpointError if the chosen one is damaged (a file is missing
-    or has another size), or if the pointer names a checkpoint and nothing complete is left.
+    Torn folders are ignored with a warning.
+
+    Raises:
+        CheckpointError: the chosen checkpoint is damaged (a file is missing or has another size), or the pointer names
+            a checkpoint but no complete one is left.
     """
     root = Path(root)
     pointer, text = _read_pointer(root)
@@ -174,7 +171,7 @@ def find_latest_complete(root: Path | str) -> Latest:
             raise CheckpointError(f"{root / POINTER}: names iteration {pointer}, which {root} does not hold")
         warnings += [f"{folder_of(root, i)}: torn (no {MARKER}), ignored" for i in found]
         if text is not None:
-            warnings.append(f"{root / POINTER}: {text!r} is no iteration, and there is no complete checkpoint")
+            warnings.append(f"{root / POINTER}: {text!r} is not an iteration, and there is no complete checkpoint")
         return Latest(None, warnings=warnings)
     chosen = pointer if pointer in complete else complete[-1]
     warnings += [
@@ -197,12 +194,15 @@ def _read_pointer(root: Path) -> tuple[int | None, str | None]:
 
 
 def write_pointer(root: Path | str, iteration: int) -> None:
-    """Make Megatron's pointer name `iteration`, atomically."""
+    """Make Megatron's pointer name `iteration`. It is never half-written."""
     write_durably(Path(root) / POINTER, str(iteration))
 
 
 def make_room(root: Path | str, iteration: int) -> Path | None:
-    """Move what lies in the way of a save: a torn folder is removed, a complete one renamed until `drop` removes it."""
+    """Clear the folder of a save: remove a torn checkpoint; rename a complete one and return its new path.
+
+    After the save, `drop` the renamed one; if the save failed, `restore` it.
+    """
     folder = folder_of(root, iteration)
     if not folder.exists():
         return None
@@ -216,13 +216,13 @@ def make_room(root: Path | str, iteration: int) -> Path | None:
 
 
 def drop(folder: Path | None) -> None:
-    """Remove a folder that `make_room` put aside."""
+    """Remove the folder that `make_room` returned."""
     if folder is not None and folder.exists():
         shutil.rmtree(folder)
 
 
 def restore(folder: Path | None) -> None:
-    """Undo `make_room` after a save that failed: what was put aside takes its place again."""
+    """Give the folder that `make_room` returned its name back, after a save that failed."""
     if folder is not None and folder.exists():
         place = folder.with_name(folder.name.removesuffix(".replaced"))
         drop(place)

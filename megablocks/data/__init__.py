@@ -1,11 +1,12 @@
-"""From text to Megatron's `.bin/.idx` with a manifest, and the checks that refuse anything else.
+"""Text to Megatron's `.bin/.idx` files with a manifest, and the checks of such files before training.
 
-    sources      documents out of folders, text files, jsonl and tar archives
+    sources      reads documents from folders, text files, jsonl files and tar archives
     tokenizers   SentencePiece (trained here or given), Hugging Face, GPT-2 BPE
     indexed      Megatron's binary format: writer, reader, structural checks
-    manifest     what a prepared folder says about itself
-    verify       the checks behind `prepare_data.py verify` and the training driver's start
-    prepare      the pipeline and its command line
+    manifest     the description of a prepared folder
+    pipeline     tokenizes documents in several processes
+    verify       the checks of `prepare_data.py verify` and of the training driver's start
+    prepare      the command line
 
-Needs numpy, and the tokenizer's own package; neither torch nor megatron.
+Needs numpy and the package of the tokenizer, but neither torch nor megatron.
 """

@@ -1,16 +1,17 @@
-"""Megatron's indexed data set: `<prefix>.bin` (token ids back to back) and `<prefix>.idx` (where each sequence lies).
+"""Megatron's indexed data set: `<prefix>.bin` (token ids) and `<prefix>.idx` (where each sequence starts).
 
     .idx   magic (9 bytes) · version u64 = 1 · dtype code u8 · S u64 · D+1 u64
            lengths i32 (S) · pointers i64 (S), bytes into .bin · documents i64 (D+1), the first sequence of each, then S
 
-S sequences, D documents; little-endian. We write one sequence a document. The writer is ours because it needs numpy
-alone, and the reader because Megatron's trusts the file: with mmap off it returns uninitialised memory for a truncated
-.bin, and it never looks at the pointers. Source: megatron.core.datasets.indexed_dataset (0.19.2).
+S sequences, D documents; little-endian. We write one sequence for each document. Our writer needs only numpy. Our
+reader checks the file, which Megatron's does not: with mmap off it returns uninitialized memory for a truncated .bin,
+and it never checks the pointers. Source: megatron.core.datasets.indexed_dataset (0.19.2).
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import struct
 from dataclasses import dataclass
@@ -28,11 +29,11 @@ _CHUNK = 1 << 24
 
 
 class DataError(ValueError):
-    """A data file that is not what it must be. The message is one line that names the file."""
+    """A missing or invalid data file. The message is one line that names the file."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype Megatron itself picks for a vocabulary: uint16 below 65500 ids, else int32."""
+    """The dtype that Megatron picks for a vocabulary: uint16 below 65500 ids, else int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -45,7 +46,7 @@ def idx_path(prefix: str | Path) -> Path:
 
 
 class IndexedWriter:
-    """Writes one data set, a document a call; `close` writes the index and flushes both files to the disk."""
+    """Writes one data set. `add` appends a document; `close` writes the index and flushes both files to disk."""
 
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = prefix
@@ -76,7 +77,7 @@ def _flush(stream: BinaryIO) -> None:
 
 
 def _starts(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Byte offset (S,) of each sequence when they lie back to back, which is the only layout Megatron writes."""
+    """Byte offset (S,) of each sequence. Sequences lie back to back, the only layout that Megatron writes."""
     starts = np.zeros(lengths.size, dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
     return starts * itemsize
@@ -84,7 +85,7 @@ def _starts(lengths: np.ndarray, itemsize: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Index:
-    """A checked `.idx`: dtype of the tokens, lengths (S,) int32 in tokens, documents (D+1,) int64."""
+    """A valid `.idx`: dtype of the tokens, lengths (S,) int32 in tokens, documents (D+1,) int64."""
 
     dtype: np.dtype
     lengths: np.ndarray
@@ -97,7 +98,7 @@ class Index:
 
 @dataclass(frozen=True)
 class Report:
-    """What a full pass over one data set found: counts, and the SHA-256 of both files."""
+    """The result of a full pass over one data set: counts, and the SHA-256 of both files."""
 
     documents: int
     tokens: int
@@ -106,11 +107,11 @@ class Report:
 
 
 def read_index(prefix: str | Path) -> Index:
-    """Read and check `<prefix>.idx` against itself and against the size of `<prefix>.bin`.
+    """The index in `<prefix>.idx`, after a check of its structure and of the size of `<prefix>.bin`.
 
     Raises:
-        DataError: a missing, truncated or garbled index, a wrong version or dtype, negative lengths, pointers that
-            are not the running sum of the lengths, or a .bin that is shorter or longer than the index says.
+        DataError: the index is missing, truncated or garbled; its version or dtype is unknown; a length is negative;
+            the pointers are not the running sum of the lengths; or .bin is shorter or longer than the index says.
     """
     path, data = idx_path(prefix), bin_path(prefix)
     for file in (path, data):
@@ -118,18 +119,18 @@ def read_index(prefix: str | Path) -> Index:
             raise DataError(f"{file}: no such file")
     raw = path.read_bytes()
     if len(raw) < HEADER.size:
-        raise DataError(f"{path}: truncated: {len(raw)} bytes, the header alone has {HEADER.size}")
+        raise DataError(f"{path}: truncated: {len(raw)} bytes, but the header has {HEADER.size}")
     magic, version, code, sequences, boundaries = HEADER.unpack_from(raw)
     if magic != MAGIC:
-        raise DataError(f"{path}: not a Megatron index: it begins with {magic!r} instead of {MAGIC!r}")
+        raise DataError(f"{path}: not a Megatron index: it starts with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise DataError(f"{path}: index version {version}, this reader knows version {VERSION}")
+        raise DataError(f"{path}: index version {version}, must be {VERSION}")
     if code not in DTYPES:
         raise DataError(f"{path}: token dtype code {code}, must be one of {', '.join(map(str, DTYPES))}")
     expected = HEADER.size + 12 * sequences + 8 * boundaries
     if len(raw) != expected:
         kind = "truncated" if len(raw) < expected else "garbled"
-        raise DataError(f"{path}: {kind}: {len(raw)} bytes, {sequences} sequences need {expected}")
+        raise DataError(f"{path}: {kind}: {len(raw)} bytes, but {sequences} sequences need {expected}")
     dtype = np.dtype(DTYPES[code])
     lengths = np.frombuffer(raw, "<i4", sequences, HEADER.size)
     pointers = np.frombuffer(raw, "<i8", sequences, HEADER.size + 4 * sequences)
@@ -142,21 +143,21 @@ def read_index(prefix: str | Path) -> Index:
         at = int(wrong[0])
         raise DataError(
             f"{path}: the pointer of sequence {at} is {int(pointers[at])}, "
-            f"the lengths before it say {int(_starts(lengths, dtype.itemsize)[at])}"
+            f"but the lengths before it give {int(_starts(lengths, dtype.itemsize)[at])}"
         )
     ends = boundaries and documents[0] == 0 and documents[-1] == sequences
     if not ends or np.any(np.diff(documents) < 0):
-        raise DataError(f"{path}: document boundaries must rise from 0 to the {sequences} sequences")
+        raise DataError(f"{path}: document boundaries must rise from 0 to {sequences}, the number of sequences")
     index = Index(dtype, lengths, documents)
     have, need = data.stat().st_size, index.tokens * dtype.itemsize
     if have != need:
         kind = "truncated" if have < need else "longer than its index"
-        raise DataError(f"{data}: {kind}: {have} bytes, {path.name} describes {need}")
+        raise DataError(f"{data}: {kind}: {have} bytes, but {path.name} describes {need}")
     return index
 
 
 def check_dataset(prefix: str | Path, vocab_size: int | None = None) -> Report:
-    """Everything `read_index` checks, then one pass over the tokens: ids in [0, vocab_size) and the files' hashes.
+    """Counts and hashes of one data set, after the checks of `read_index` and a check that all ids < `vocab_size`.
 
     Raises:
         DataError: as `read_index`, and for an empty data set or a token id outside the vocabulary.
@@ -165,19 +166,15 @@ def check_dataset(prefix: str | Path, vocab_size: int | None = None) -> Report:
     path = bin_path(prefix)
     if not index.tokens:
         raise DataError(f"{path}: holds no tokens")
-    digest, position = hashlib.sha256(), 0
+    digest, position, limit = hashlib.sha256(), 0, math.inf if vocab_size is None else vocab_size
     with open(path, "rb") as stream:
         while chunk := stream.read(_CHUNK):
             digest.update(chunk)
             ids = np.frombuffer(chunk, index.dtype)
             low, high = int(ids.min()), int(ids.max())
-            if low < 0 or (vocab_size is not None and high >= vocab_size):
-                bad = (ids < 0) if low < 0 else (ids >= vocab_size)
-                at = int(np.flatnonzero(bad)[0])
-                raise DataError(
-                    f"{path}: token {position + at} has the id {int(ids[at])}, "
-                    f"outside the vocabulary of {vocab_size if vocab_size is not None else 'non-negative'} ids"
-                )
+            if low < 0 or high >= limit:
+                at = int(np.flatnonzero((ids < 0) | (ids >= limit))[0])
+                raise DataError(f"{path}: token {position + at} has the id {int(ids[at])}, must be in [0, {limit})")
             position += ids.size
     hashes = {path.name: digest.hexdigest(), idx_path(prefix).name: sha256_of(idx_path(prefix))}
     return Report(index.documents.size - 1, index.tokens, index.dtype.name, hashes)

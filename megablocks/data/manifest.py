@@ -1,4 +1,4 @@
-"""`manifest.json`: what a prepared folder says about itself, written last, so that its presence means completeness."""
+"""`manifest.json` describes a prepared folder. It is written last, so a folder that has one is complete."""
 
 from __future__ import annotations
 
@@ -13,29 +13,19 @@ from megablocks.data.indexed import DataError
 
 NAME = "manifest.json"
 FORMAT = 1
-# What decides which tokens a model sees: two folders with equal values of these are the same data set,
-# whichever machine and package versions prepared them.
+# These values decide which tokens a model sees. Folders in which they are equal are the same data set, even if
+# different machines or package versions made them.
 _IDENTITY = ("format", "files", "splits", "dtype", "vocab_size", "eod", "tokenizer")
 _TYPES: dict[str, type] = {
-    "format": int,
-    "files": dict,
-    "splits": dict,
-    "dtype": str,
-    "vocab_size": int,
-    "eod": int,
-    "tokenizer": dict,
-    "unigram": dict,
-    "source": dict,
-    "recipe": dict,
-    "versions": dict,
-    "fingerprint": str,
-    "checksum": str,
+    **dict.fromkeys(("files", "splits", "tokenizer", "unigram", "source", "recipe", "versions"), dict),
+    **dict.fromkeys(("format", "vocab_size", "eod"), int),
+    **dict.fromkeys(("dtype", "fingerprint", "checksum"), str),
 }
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest that was read and is consistent with itself; the files it names are not yet looked at."""
+    """A manifest with a correct checksum. The files that it names are not checked yet."""
 
     folder: Path
     files: dict[str, dict[str, Any]]
@@ -45,6 +35,7 @@ class Manifest:
     eod: int
     tokenizer_type: str
     tokenizer_path: Path
+    tokenizer_runs_code: bool
     unigram: dict[str, float]
     fingerprint: str
 
@@ -54,7 +45,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, content: dict[str, Any]) -> str:
-    """Complete `content` with its fingerprint and checksum and write it durably. Returns the fingerprint."""
+    """Add the fingerprint and the checksum to `content`, and write it to disk. Returns the fingerprint."""
     content = {"format": FORMAT, **content}
     content["fingerprint"] = _digest({key: content[key] for key in _IDENTITY})
     content["checksum"] = _digest(content)
@@ -70,7 +61,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: a rename alone may be lost with the power."""
+    """Flush the entries of a folder to disk, so that a rename survives a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -79,32 +70,32 @@ def sync_folder(folder: Path) -> None:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read `folder/manifest.json`.
+    """The manifest in `folder/manifest.json`.
 
     Raises:
-        DataError: no folder, no manifest (the preparation was interrupted, or this is something else), or a manifest
-            that is no JSON, of another format, edited, or that names files outside its folder.
+        DataError: the folder or the manifest is missing (the preparation was interrupted, or this is no data set); or
+            the manifest is not JSON, has another format, was edited, or names files outside its folder.
     """
     root = Path(folder)
     path = root / NAME
     if not root.is_dir():
-        raise DataError(f"{root}: no such data folder; scripts/prepare_data.py makes one")
+        raise DataError(f"{root}: no such data folder: make one with scripts/prepare_data.py")
     if not path.is_file():
-        raise DataError(f"{path}: missing: not a prepared data set, or one whose preparation was interrupted")
+        raise DataError(f"{path}: missing: this is no data set, or its preparation was interrupted")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise DataError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__
-        raise DataError(f"{path}: format {found!r}, this version reads format {FORMAT}")
+        raise DataError(f"{path}: format {found!r}, must be {FORMAT}")
     for key, kind in _TYPES.items():
         if not isinstance(content.get(key), kind):
-            raise DataError(f"{path}: {key!r} is missing or no {kind.__name__}")
+            raise DataError(f"{path}: {key!r} is missing or is no {kind.__name__}")
     rest = {key: value for key, value in content.items() if key != "checksum"}
     fingerprint = _digest({key: content[key] for key in _IDENTITY})
     if content["checksum"] != _digest(rest) or content["fingerprint"] != fingerprint:
-        raise DataError(f"{path}: its contents do not match its checksum: it was edited or damaged")
+        raise DataError(f"{path}: the contents do not match the checksum: the file was edited or damaged")
     for name in (*content["files"], content["tokenizer"]["path"]):
         _check_inside(path, root, name)
     return Manifest(
@@ -116,16 +107,17 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         eod=content["eod"],
         tokenizer_type=content["tokenizer"]["type"],
         tokenizer_path=root / content["tokenizer"]["path"],
+        tokenizer_runs_code=content["tokenizer"].get("runs_code", False),
         unigram=content["unigram"],
         fingerprint=fingerprint,
     )
 
 
 def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """The identity of a prepared data set: files, splits, vocabulary and tokenizer, in 64 hexadecimal digits.
+    """The identity of a prepared data set (files, splits, vocabulary, tokenizer) in 64 hexadecimal digits.
 
-    A checkpoint keeps it, and a resumed run compares. It trusts the manifest; `verify_folder` compares the manifest
-    with the files.
+    A checkpoint stores it, and a resumed run compares it. It is read from the manifest; `verify_folder` compares the
+    manifest with the files.
     """
     return read_manifest(folder).fingerprint
 
@@ -134,7 +126,7 @@ def _check_inside(path: Path, root: Path, name: str) -> None:
     parts = PurePosixPath(name)
     escapes = parts.is_absolute() or ".." in parts.parts or not parts.parts
     if escapes or not (root / name).resolve().is_relative_to(root.resolve()):
-        raise DataError(f"{path}: names the file {name!r}, which lies outside the folder")
+        raise DataError(f"{path}: names the file {name!r}, which is outside the folder")
 
 
 def _digest(value: Any) -> str:

@@ -1,6 +1,7 @@
-"""Documents to token files by many processes; the result does not depend on how many.
+"""Tokenizes documents in several processes and writes them to token files.
 
-Documents travel in batches in the source's order and come back in that order; each is tokenised by itself.
+Batches of documents keep the order of the source, and each document is tokenized alone. So the result does not depend
+on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ Raw = tuple[int, str, bytes]  # index of the source, key, contents
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: its tokens with the end-of-document id last, or None when it was empty or no text."""
+    """One document: its tokens and the end-of-document id, or None if it is empty or no text."""
 
     key: str
     digest: bytes
@@ -39,7 +40,7 @@ class Encoded:
 
 
 class Encoder:
-    """What each worker holds: the sources (to decode their documents) and the tokenizer."""
+    """The state of a worker: the tokenizer, and the sources that decode their documents."""
 
     def __init__(self, folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
         self._tokenizer = Tokenizer(folder, spec)
@@ -52,7 +53,7 @@ class Encoder:
     def _document(self, source: int, key: str, raw: bytes) -> Encoded:
         digest = hashlib.sha256(raw).digest()
         text = self._sources[source].text(key, raw) if is_text(raw) else ""
-        # Strings with lone surrogates (legal in JSON) are no Unicode text; the tokenizers refuse them.
+        # JSON may hold lone surrogates, which the tokenizers refuse.
         ids = self._tokenizer.encode(text.encode("utf-8", "replace").decode("utf-8")) if text else []
         if not ids:
             return Encoded(key, digest, None)
@@ -65,7 +66,7 @@ _encoder: Encoder | None = None
 def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
     global _encoder
     _encoder = Encoder(folder, spec, sources)
-    # A pool's workers wait on a pipe whose other end they hold themselves: without this they outlive a killed parent.
+    # Each worker also holds the writing end of the pipe that it reads, so a killed parent would leave it waiting.
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker"
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
@@ -97,13 +98,13 @@ def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
 def encode_all(
     raws: Iterable[Raw], folder: Path, spec: TokenizerSpec, sources: list[Source], workers: int
 ) -> Iterator[Encoded]:
-    """Tokenise every document, in order, in this process (`workers` = 1) or by a pool."""
+    """Every document, tokenized, in order. `workers` = 1 works in this process, a larger number starts a pool."""
     if workers == 1:
         encoder = Encoder(folder, spec, sources)
         for batch in _batches(raws):
             yield from encoder.encode(batch)
         return
-    # spawn: a forked child would inherit the locks of whatever threads run here (the tokenizer's, the progress bar's).
+    # spawn: a forked child would inherit locked locks from the threads of the tokenizer and of the progress bar.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _start_worker, (folder, spec, sources)) as pool:
         pending: deque[Future[list[Encoded]]] = deque()
@@ -115,7 +116,7 @@ def encode_all(
             while pending:
                 yield from pending.popleft().result()
         except BrokenProcessPool:
-            raise DataError(f"{folder}: a worker died, most often for want of memory: use fewer --workers") from None
+            raise DataError(f"{folder}: a worker died, probably because memory ran out: use fewer --workers") from None
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
@@ -123,7 +124,7 @@ def encode_all(
 
 @dataclass
 class SplitWriter:
-    """One split's files and what is counted on the way."""
+    """The files of one split, and counts of what was written."""
 
     folder: Path
     name: str
@@ -150,8 +151,9 @@ class SplitWriter:
 def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:
     """Entropies in nats per token from token counts (V,).
 
-    `valid_entropy` is the validation tokens' own unigram entropy: the least loss that any model without context can
-    reach on them. `valid_cross_entropy` is the loss of the training tokens' unigram, each count raised by one.
+    `valid_entropy`: unigram entropy of the validation tokens, the lowest loss that a model without context can reach.
+    `valid_cross_entropy`: loss on the validation tokens of the unigram model of the training tokens, with add-one
+    smoothing.
     """
     p = valid[valid > 0] / valid.sum()
     smoothed = np.log((train + 1) / (train.sum() + train.size))

@@ -1,7 +1,7 @@
-"""The command line of `scripts/prepare_data.py`: text in, a verified data folder out.
+"""The command line of `scripts/prepare_data.py`, which makes a data folder from text.
 
-The folder appears whole or not at all: work happens in a hidden sibling (`.<name>.partial`), the manifest is written
-last, and a rename ends it. The same inputs, options and package versions give the same bytes.
+The folder appears complete or not at all: it is built in a hidden sibling (`.<name>.partial`), with the manifest last,
+and then renamed. The same inputs, options and package versions give the same bytes.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -24,32 +25,24 @@ from megablocks import __version__
 from megablocks.config import ConfigError
 from megablocks.data import tokenizers
 from megablocks.data.indexed import DataError, sha256_of, token_dtype
+from megablocks.data.manifest import NAME as MANIFEST
 from megablocks.data.manifest import sync_folder, write_manifest
 from megablocks.data.pipeline import Raw, SplitWriter, encode_all, unigram_statistics
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
 
-# Enough text for a vocabulary of 50k, and small enough to train on in seconds.
+# Enough text to train a vocabulary of 50k, in seconds.
 _SAMPLE_BYTES = 32 << 20
-# Options that decide the tokens, kept in the manifest.
-_RECIPE = (
-    "include",
-    "exclude",
-    "max_document_bytes",
-    "max_documents",
-    "max_bytes",
-    "valid_fraction",
-    "tokenizer",
-    "vocab_size",
-)
+# Options that decide the tokens; the manifest stores them.
+_RECIPE = "include exclude max_document_bytes max_documents max_bytes valid_fraction tokenizer vocab_size".split()
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of a preparation; `verify DIR` is handled before them."""
+    """The options of a preparation. `main` handles `verify DIR` before them."""
     p = argparse.ArgumentParser(
         prog="prepare_data.py",
-        description="Text to Megatron's .bin/.idx with a manifest. `prepare_data.py verify DIR` checks a folder.",
+        description="Make Megatron's .bin/.idx files from text. `prepare_data.py verify DIR` checks such a folder.",
         epilog="DRY_RUN=1 prints what would be done.",
         allow_abbrev=False,
     )
@@ -58,28 +51,33 @@ def parser() -> argparse.ArgumentParser:
         "--input",
         nargs="+",
         default=[STDLIB],
-        help="folders (a document a file), text files, .jsonl files (a document a line), tar archives (.tar, .tar.xz, "
-        "...), or the word stdlib: the running Python's standard library (default)",
+        help="folders (each file is a document), text files, .jsonl files (each line is a document), tar archives "
+        "(.tar, .tar.xz, ...), or the word stdlib: the standard library of the running Python (default)",
     )
-    p.add_argument("--jsonl-field", default="text", help="field of a .jsonl line that holds the text (text)")
-    p.add_argument("--include", nargs="+", help="keep documents that match one of these patterns (stdlib: *.py)")
-    p.add_argument("--exclude", nargs="+", default=[], help="leave out documents that match one of these patterns")
+    p.add_argument("--jsonl-field", default="text", help="field of a .jsonl line that holds the text (default: text)")
+    p.add_argument("--include", nargs="+", help="keep only documents that match a pattern (default for stdlib: *.py)")
+    p.add_argument("--exclude", nargs="+", default=[], help="leave out documents that match a pattern")
     p.add_argument("--max-document-bytes", type=int, help="leave out longer documents, which are mostly tables")
-    p.add_argument("--max-documents", type=int, help="keep this many, chosen by the hash of their names")
-    p.add_argument("--max-bytes", type=int, help="keep documents of this many bytes in all, chosen likewise")
-    p.add_argument("--valid-fraction", type=float, default=0.05, help="share of documents held out (0.05)")
+    p.add_argument(
+        "--max-documents", type=int, help="keep at most this many documents, chosen by the hash of their names"
+    )
+    p.add_argument("--max-bytes", type=int, help="keep at most this many bytes in all, chosen in the same way")
+    p.add_argument(
+        "--valid-fraction", type=float, default=0.05, help="fraction of documents to hold out (default: 0.05)"
+    )
     p.add_argument("--tokenizer", choices=("sentencepiece", "hf", "gpt2"), default="sentencepiece")
-    p.add_argument("--tokenizer-model", help="a SentencePiece model, or a Hugging Face folder or name")
-    p.add_argument("--vocab-size", type=int, help="size of the SentencePiece vocabulary to train (8192)")
-    p.add_argument("--vocab-file", help="gpt2: vocab.json")
-    p.add_argument("--merges-file", help="gpt2: merges.txt")
-    p.add_argument("--workers", type=int, help="processes (all cores); the result does not depend on it")
-    p.add_argument("--overwrite", action="store_true", help="replace the folder if it exists")
+    p.add_argument("--tokenizer-model", help="a SentencePiece model, or the folder or name of a Hugging Face tokenizer")
+    p.add_argument("--trust-remote-code", action="store_true", help="allow the Python code of a Hugging Face tokenizer")
+    p.add_argument("--vocab-size", type=int, help="size of the SentencePiece vocabulary to train (default: 8192)")
+    p.add_argument("--vocab-file", help="vocab.json, for --tokenizer=gpt2")
+    p.add_argument("--merges-file", help="merges.txt, for --tokenizer=gpt2")
+    p.add_argument("--workers", type=int, help="processes (default: all cores); the result does not depend on them")
+    p.add_argument("--overwrite", action="store_true", help="replace the data set if it exists")
     return p
 
 
 def check_options(args: argparse.Namespace) -> None:
-    """Fill defaults and refuse bad values and combinations, one line each."""
+    """Set defaults. Bad values and combinations raise a ConfigError of one line."""
 
     def refuse(option: str, value: object, allowed: str) -> None:
         raise ConfigError(f"--{option}={value!r}: {allowed}")
@@ -89,40 +87,46 @@ def check_options(args: argparse.Namespace) -> None:
         if value is not None and value < 1:
             refuse(option.replace("_", "-"), value, "must be at least 1")
     if not 0 < args.valid_fraction < 1:
-        refuse("valid-fraction", args.valid_fraction, "must lie between 0 and 1")
-    trains = args.tokenizer == "sentencepiece" and args.tokenizer_model is None
-    if args.vocab_size is not None and not trains:
-        refuse("vocab-size", args.vocab_size, "only for a SentencePiece model trained here")
-    if trains:
+        refuse("valid-fraction", args.valid_fraction, "must be between 0 and 1")
+    if args.tokenizer == "sentencepiece" and args.tokenizer_model is None:
         args.vocab_size = 8192 if args.vocab_size is None else args.vocab_size
         if args.vocab_size < tokenizers.MIN_VOCAB_SIZE:
             refuse("vocab-size", args.vocab_size, f"must be at least {tokenizers.MIN_VOCAB_SIZE}")
+    elif args.vocab_size is not None:
+        refuse("vocab-size", args.vocab_size, "is only for a SentencePiece model that is trained here")
     if args.tokenizer == "hf" and args.tokenizer_model is None:
-        refuse("tokenizer-model", None, "a Hugging Face folder or name is required with --tokenizer=hf")
-    files = {"vocab-file": args.vocab_file, "merges-file": args.merges_file}
-    if args.tokenizer == "sentencepiece" and args.tokenizer_model is not None:
-        files["tokenizer-model"] = args.tokenizer_model
-    for option, value in files.items():
-        if args.tokenizer == "gpt2" or option == "tokenizer-model":
-            if value is None or not Path(value).is_file():
-                refuse(option, value, "must be a file")
-        elif value is not None:
-            refuse(option, value, "only with --tokenizer=gpt2")
+        refuse("tokenizer-model", None, "--tokenizer=hf needs the folder or name of a Hugging Face tokenizer")
     if args.tokenizer == "gpt2" and args.tokenizer_model is not None:
-        refuse("tokenizer-model", args.tokenizer_model, "gpt2 takes --vocab-file and --merges-file")
-    if args.include is None and args.input == [STDLIB]:
-        args.include = ["*.py"]
-    args.include = args.include or []
+        refuse("tokenizer-model", args.tokenizer_model, "--tokenizer=gpt2 takes --vocab-file and --merges-file")
+    files = {"vocab-file": args.vocab_file, "merges-file": args.merges_file}
+    for option, value in files.items():
+        if args.tokenizer != "gpt2" and value is not None:
+            refuse(option, value, "is only for --tokenizer=gpt2")
+    needed = files if args.tokenizer == "gpt2" else {}
+    if args.tokenizer == "sentencepiece" and args.tokenizer_model is not None:
+        needed = {"tokenizer-model": args.tokenizer_model}
+    for option, value in needed.items():
+        if value is None or not Path(value).is_file():
+            refuse(option, value, "must be a file")
+    if args.include is None:
+        args.include = ["*.py"] if args.input == [STDLIB] else []
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     args.out = Path(os.path.abspath(args.out))
-    if args.out.exists() and not args.overwrite and not (args.out.is_dir() and not any(args.out.iterdir())):
+    try:
+        str(args.out).encode()
+    except UnicodeEncodeError:
+        refuse("out", str(args.out), "must be a UTF-8 path, because the tokenizers' libraries take no other")
+    is_data_set = (args.out / MANIFEST).is_file()
+    if is_data_set and not args.overwrite:
         refuse("out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")
+    if not is_data_set and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        refuse("out", str(args.out), "exists and is no data set; choose another folder or remove it")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The documents that will be read: `wanted[i]` are the keys of source i, `valid` those held out."""
+    """The documents to read: `wanted[i]` holds the keys of source i, `valid` the keys to hold out."""
 
     sources: list[Source]
     entries: list[Entry]
@@ -130,7 +134,7 @@ class Plan:
     valid: set[str]
 
     def read(self, keys: set[str] | None = None) -> Iterator[Raw]:
-        """Raw documents in order, of all keys or of those given."""
+        """Raw documents in order: those of `keys`, or all."""
         for number, source in enumerate(self.sources):
             wanted = self.wanted[number] if keys is None else self.wanted[number] & keys
             if wanted:
@@ -139,7 +143,7 @@ class Plan:
 
 
 def make_plan(args: argparse.Namespace) -> Plan:
-    """List every source and decide which documents go where, by their names alone."""
+    """List every source, choose documents by their keys and sizes, and split them."""
     sources = [open_source(text, args.jsonl_field) for text in args.input]
     owner: dict[str, int] = {}
     entries: list[Entry] = []
@@ -156,8 +160,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
     chosen = choose(entries, args.max_documents, args.max_bytes)
     if len(chosen) < 2:
         raise ConfigError(
-            f"--input={args.input!r}: {len(chosen)} non-empty documents chosen of {len(entries)}; "
-            "at least 2 are needed, one of them to hold out"
+            f"--input={args.input!r}: {len(chosen)} of {len(entries)} non-empty documents chosen, must be at least 2: "
+            "one to train on and one to hold out"
         )
     wanted: list[set[str]] = [set() for _ in sources]
     for entry in chosen:
@@ -169,7 +173,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
     if args.tokenizer == "gpt2":
         return tokenizers.build_gpt2(folder, Path(args.vocab_file), Path(args.merges_file))
     if args.tokenizer == "hf":
-        return tokenizers.save_hugging_face(folder, args.tokenizer_model)
+        return tokenizers.save_hugging_face(folder, args.tokenizer_model, args.trust_remote_code)
     if args.tokenizer_model is not None:
         return tokenizers.copy_sentencepiece(folder, Path(args.tokenizer_model))
     keys: set[str] = set()
@@ -192,7 +196,7 @@ def _package_versions(args: argparse.Namespace) -> dict[str, str]:
 
 
 def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
-    """Fill `folder`, the manifest last; returns the manifest's content."""
+    """Write all files of a data set into `folder`, the manifest last. Returns the content of the manifest."""
     _say(f"{len(plan.entries):,} documents, {sum(e.size for e in plan.entries):,} bytes; making the tokenizer")
     spec = _make_tokenizer(args, plan, folder)
     writers = {name: SplitWriter(folder, name, spec.vocab_size) for name in ("train", "valid")}
@@ -209,14 +213,14 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
     splits = {name: writer.close() for name, writer in writers.items()}
     for name, counts in splits.items():
         if not counts["tokens"]:
-            raise DataError(f"{name}.bin: no tokens: the documents of this split are all empty or no text")
+            raise DataError(f"{name}.bin: no tokens: all documents of this split are empty or no text")
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     content: dict[str, Any] = {
         "splits": splits,
         "dtype": token_dtype(spec.vocab_size).name,
         "vocab_size": spec.vocab_size,
         "eod": spec.eod,
-        "tokenizer": {"type": spec.type, "path": spec.path},
+        "tokenizer": {"type": spec.type, "path": spec.path, **({"runs_code": True} if spec.runs_code else {})},
         "unigram": unigram_statistics(writers["train"].histogram, writers["valid"].histogram),
         "source": {
             "inputs": [source.name for source in plan.sources],
@@ -237,7 +241,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Plan, build in the hidden sibling, and put the result in place."""
+    """Plan, build in the hidden sibling, and rename it."""
     check_options(args)
     started = time.monotonic()
     plan = make_plan(args)
@@ -252,13 +256,18 @@ def prepare(args: argparse.Namespace) -> None:
         )
         return
     partial = args.out.with_name(f".{args.out.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--out={str(args.out)!r}: cannot be made ({error.strerror}); choose another folder"
+        ) from None
     lock = os.open(partial, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise DataError(f"{partial}: another preparation of the same folder is at work") from None
+            raise DataError(f"{partial}: another process prepares the same folder: wait until it ends") from None
         for leftover in partial.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         try:
@@ -290,24 +299,20 @@ def _put_in_place(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-class _progress:
-    """A tqdm bar on a terminal, nothing elsewhere or without tqdm."""
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    """Gives the function that advances a tqdm bar. It does nothing without a terminal or without tqdm."""
+    bar = None
+    if sys.stderr.isatty():
+        with suppress(ModuleNotFoundError):
+            from tqdm import tqdm
 
-    def __init__(self, total: int) -> None:
-        self._bar = None
-        if sys.stderr.isatty():
-            try:
-                from tqdm import tqdm
-            except ModuleNotFoundError:
-                return
-            self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenising")
-
-    def __enter__(self) -> Callable[[int], object]:
-        return self._bar.update if self._bar is not None else lambda size: None
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+            bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing")
+    try:
+        yield bar.update if bar is not None else lambda size: None
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def _say(line: str) -> None:
@@ -315,17 +320,17 @@ def _say(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a user's error (one line on stderr), 130 interrupted."""
+    """Returns the exit status: 0 done, 2 an error of the user (one line on stderr), 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["verify"]:
             verifier = argparse.ArgumentParser(prog="prepare_data.py verify", description="Check a prepared folder.")
             verifier.add_argument("folder")
             folder = verifier.parse_args(arguments[1:]).folder
-            _, lines = verify_folder(folder)
+            _, lines = verify_folder(folder, trust_remote_code=True)  # this loads no tokenizer
             for line in lines:
                 _say(f"ok  {line}")
-            _say(f"{folder} is whole")
+            _say(f"{folder} is complete")
         else:
             prepare(parser().parse_args(arguments))
     except (ConfigError, DataError) as error:
@@ -336,6 +341,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"prepare_data: error: {where}{error.strerror or error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("prepare_data: interrupted, nothing was left behind", file=sys.stderr)
+        print("prepare_data: interrupted, no files are left behind", file=sys.stderr)
         return 130
     return 0

@@ -1,8 +1,8 @@
-"""Documents out of folders, text files, jsonl and tar archives, in an order that depends on nothing but their names.
+"""Reads documents from folders, text files, jsonl files and tar archives, always in the same order.
 
-A source is read in passes: `entries` lists the documents (key, bytes), `read` yields the raw bytes of those asked for.
-An archive is streamed each time, so nothing is unpacked to the disk. Keys are paths relative to the input, hence
-equal on every machine; the held-out split and the choice of a subset go by their hashes.
+`entries` lists the documents of a source (key, bytes); `read` yields the raw bytes of some of them. Each pass streams
+an archive again, so nothing is unpacked to disk. Keys are paths relative to the input, so they are equal on every
+machine; their hashes decide which documents form a subset and which are held out.
 """
 
 from __future__ import annotations
@@ -23,20 +23,30 @@ from megablocks.data.indexed import DataError
 
 STDLIB = "stdlib"
 _ARCHIVES = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz", ".txz")
-# Test suites are half of the standard library's bytes, mostly tables of literals, and Debian ships Python without them.
+# Test suites are half of the standard library, mostly tables of literals, and Debian packages Python without them.
 _STDLIB_SKIP = ("test", "tests", "idle_test", "site-packages", "dist-packages")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One document: its key, and its size in bytes as it lies in the source."""
+    """One document: its key, and its size in the source in bytes."""
 
     key: str
     size: int
 
 
-class FolderSource:
-    """Every file below a folder, sorted by path; hidden files and folders are left out."""
+class _Files:
+    """Base of the sources in which a document is a whole file."""
+
+    def text(self, key: str, raw: bytes) -> str:
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError:  # old sources have names in Latin-1, in which every byte is a character
+            return raw.decode("latin-1")
+
+
+class FolderSource(_Files):
+    """Every file below a folder, sorted by path, except hidden files and files in hidden folders."""
 
     def __init__(self, root: Path, name: str, skip: tuple[str, ...] = ()) -> None:
         self.root, self.name, self._skip = root, name, set(skip)
@@ -55,43 +65,36 @@ class FolderSource:
         for key in sorted(wanted):
             yield key, (self.root / key).read_bytes()
 
-    def text(self, key: str, raw: bytes) -> str:
-        return _decode(raw)
 
-
-class TarSource:
-    """The regular files of a tar archive, compressed or not, in the archive's order."""
+class TarSource(_Files):
+    """The regular files of a tar archive, compressed or not, in the order of the archive."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
 
-    def _members(self) -> Iterator[tuple[tarfile.TarFile, tarfile.TarInfo]]:
+    def _members(self) -> Iterator[tuple[str, tarfile.TarFile, tarfile.TarInfo]]:
         try:
             with tarfile.open(self.path, "r|*") as archive:
                 for member in archive:
                     if member.isfile():
-                        yield archive, member
+                        yield PurePosixPath(member.name).as_posix(), archive, member
         except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
-            raise DataError(f"{self.path}: not a whole tar archive ({str(error).splitlines()[0]})") from None
+            raise DataError(f"{self.path}: not a complete tar archive ({' '.join(str(error).split())})") from None
 
     def entries(self) -> Iterator[Entry]:
-        for _, member in self._members():
-            yield Entry(PurePosixPath(member.name).as_posix(), member.size)
+        for key, _, member in self._members():
+            yield Entry(key, member.size)
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        for archive, member in self._members():
-            key = PurePosixPath(member.name).as_posix()
+        for key, archive, member in self._members():
             if key in wanted:
                 stream = archive.extractfile(member)
                 assert stream is not None, "a regular file has contents"
                 yield key, stream.read()
 
-    def text(self, key: str, raw: bytes) -> str:
-        return _decode(raw)
-
 
 class JsonlSource:
-    """One document a line, the text under `field`."""
+    """One document in each line, the text under `field`."""
 
     def __init__(self, path: Path, field: str) -> None:
         self.path, self.name, self.field = path, path.name, field
@@ -118,12 +121,12 @@ class JsonlSource:
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: not valid JSON ({error})") from None
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: no text under the field {self.field!r}")
+            raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: the field {self.field!r} holds no text")
         return value
 
 
-class FileSource:
-    """One text file, one document."""
+class FileSource(_Files):
+    """One text file, which is one document."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
@@ -135,22 +138,19 @@ class FileSource:
         if self.name in wanted:
             yield self.name, self.path.read_bytes()
 
-    def text(self, key: str, raw: bytes) -> str:
-        return _decode(raw)
-
 
 Source = FolderSource | TarSource | JsonlSource | FileSource
 
 
 def open_source(text: str, jsonl_field: str) -> Source:
-    """The source that an `--input` names: the word stdlib, a folder, a .jsonl, a tar archive or a text file."""
+    """The source for an `--input`: the word stdlib, a folder, a .jsonl file, a tar archive or a text file."""
     if text == STDLIB:
         return FolderSource(Path(sysconfig.get_path("stdlib")), STDLIB, _STDLIB_SKIP)
     path = Path(text)
     if path.is_dir():
         return FolderSource(path, path.resolve().name)
     if not path.is_file():
-        raise ConfigError(f"--input={text!r}: must be the word {STDLIB}, a folder or a file, and no such path exists")
+        raise ConfigError(f"--input={text!r}: must be the word {STDLIB}, or an existing folder or file")
     if path.name.endswith(_ARCHIVES):
         return TarSource(path)
     if path.suffix in (".jsonl", ".ndjson"):
@@ -159,35 +159,27 @@ def open_source(text: str, jsonl_field: str) -> Source:
 
 
 def is_text(raw: bytes) -> bool:
-    """Whether the bytes hold no NUL, which no text encoding of source code has and nearly every binary has."""
+    """Whether the bytes contain no NUL, which is in nearly every binary file and in no UTF-8 or Latin-1 text."""
     return b"\0" not in raw
 
 
-def _decode(raw: bytes) -> str:
-    # Old sources hold a few names in Latin-1; every byte is a letter there, so nothing is lost or replaced.
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError:
-        return raw.decode("latin-1")
-
-
 def matches(key: str, include: list[str], exclude: list[str]) -> bool:
-    """Shell patterns against the whole key; `*` also matches `/`."""
+    """Whether a key matches a pattern to include and none to exclude: shell patterns, where `*` also matches `/`."""
     if include and not any(fnmatch.fnmatchcase(key, pattern) for pattern in include):
         return False
     return not any(fnmatch.fnmatchcase(key, pattern) for pattern in exclude)
 
 
 def rank(key: str, purpose: str) -> float:
-    """A number in [0, 1) from the key's hash: the same everywhere, independent between purposes."""
+    """A number in [0, 1) from the hash of the key. It is the same on every machine; purposes are independent."""
     digest = hashlib.sha256(f"{purpose}\0{key}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def choose(entries: list[Entry], max_documents: int | None, max_bytes: int | None) -> list[Entry]:
-    """The documents with the lowest hashes until a limit is met, in their original order.
+    """The documents with the lowest hashes, up to a limit, in their original order.
 
-    A smaller limit thus gives a subset of a larger one, whatever the order of the source.
+    So a smaller limit gives a subset of what a larger one gives.
     """
     if max_documents is None and max_bytes is None:
         return entries
@@ -203,7 +195,7 @@ def choose(entries: list[Entry], max_documents: int | None, max_bytes: int | Non
 
 
 def held_out(entries: list[Entry], fraction: float) -> set[str]:
-    """Keys of the validation split: those whose hash falls below `fraction`, at least one and never all."""
+    """Keys of the validation split: the keys whose hash is below `fraction`, at least one and never all."""
     ranked = sorted(entries, key=lambda entry: (rank(entry.key, "split"), entry.key))
     count = sum(rank(entry.key, "split") < fraction for entry in ranked)
     return {entry.key for entry in ranked[: min(max(count, 1), len(ranked) - 1)]}

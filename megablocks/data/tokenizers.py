@@ -1,7 +1,7 @@
-"""Tokenizers for data preparation: made ready inside the data folder, then loaded from there by every worker.
+"""Tokenizers for data preparation. Each is first saved in the data folder, and every worker loads it from there.
 
-The files left in the folder are what Megatron loads at training (`--tokenizer-type`, `--tokenizer-model`), so
-preparation and training cannot use different ones.
+Megatron loads the same files at training (`--tokenizer-type`, `--tokenizer-model`), so preparation and training always
+use the same tokenizer.
 """
 
 from __future__ import annotations
@@ -18,27 +18,32 @@ from typing import Any
 
 from megablocks.config import ConfigError
 
+NEEDS_TRUST = "the tokenizer brings its own Python code: read the code, then allow it with --trust-remote-code"
 SENTENCEPIECE = "SentencePieceTokenizer"
 HUGGING_FACE = "HuggingFaceTokenizer"
 _SPM_FILE = "tokenizer.model"
 _HF_FOLDER = "tokenizer"
-# Reserved ids of a vocabulary trained here; 256 byte pieces follow them.
+# The first ids of a vocabulary that is trained here; 256 byte pieces follow.
 _UNK, _EOD = 0, 1
 MIN_VOCAB_SIZE = 2 + 256 + 1 + 128
 
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Which tokenizer a data folder holds: Megatron's type, path inside the folder, ids in [0, vocab_size), eod id."""
+    """The tokenizer of a data folder: Megatron's type, path inside the folder, ids in [0, vocab_size), eod id.
+
+    runs_code: a Hugging Face tokenizer with Python code of its own, which runs when the tokenizer is loaded.
+    """
 
     type: str
     path: str
     vocab_size: int
     eod: int
+    runs_code: bool = False
 
 
 class Tokenizer:
-    """Text to ids. SentencePiece and Hugging Face behind one call."""
+    """Text to ids, with SentencePiece or Hugging Face."""
 
     def __init__(self, folder: Path, spec: TokenizerSpec) -> None:
         self.spec = spec
@@ -46,27 +51,26 @@ class Tokenizer:
             self._spm = _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / spec.path))
         else:
             os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            self._hf = _load_hf(str(folder / spec.path))
-            self._hf.model_max_length = 1 << 60  # a document may be longer than a model's window: no warning
+            self._hf = _load_hf(str(folder / spec.path), spec.runs_code)
+            self._hf.model_max_length = 1 << 60  # no warning for documents longer than a model's window
 
     def encode(self, text: str) -> list[int]:
-        """Ids of the text alone: no begin, end or padding token."""
+        """Ids of the text, without begin, end or padding tokens."""
         if self.spec.type == SENTENCEPIECE:
             return self._spm.encode(text)
         return self._hf.encode(text, add_special_tokens=False)
 
 
 def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> TokenizerSpec:
-    """Train a byte-pair SentencePiece model of `vocab_size` ids on `texts`, lossless: every string decodes to itself
-    (but for U+2581, SentencePiece's own sign for a space).
+    """Train a lossless byte-pair SentencePiece model of `vocab_size` ids on `texts`.
 
-    Whitespace is kept as it stands, runs of spaces may be pieces, newline is a piece, and characters that are not in
-    the vocabulary become bytes. Byte-pair merging is a sequence of integer counts, so the model does not depend on
-    the machine or its number of threads.
+    Every string without U+2581 (SentencePiece's sign for a space) decodes to itself: whitespace is kept, runs of spaces
+    may be pieces, newline is a piece, and characters outside the vocabulary become bytes. Byte-pair merging counts
+    integers, so the model does not depend on the machine or its number of threads.
     """
     spm = _need("sentencepiece")
     model = io.BytesIO()
-    # A list first: SentencePiece turns what a generator raises into an error of its own.
+    # A list, because SentencePiece replaces an error that a generator raises by its own error.
     sample = list(texts)
     lines = (line for text in sample for line in text.split("\n") if line and not line.isspace())
     try:
@@ -98,7 +102,7 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
 
 
 def copy_sentencepiece(folder: Path, model: Path) -> TokenizerSpec:
-    """Use a given SentencePiece model; its end-of-sentence token ends a document."""
+    """Copy a SentencePiece model. Its end-of-sentence token ends a document."""
     shutil.copyfile(model, folder / _SPM_FILE)
     try:
         return _sentencepiece_spec(folder)
@@ -109,37 +113,36 @@ def copy_sentencepiece(folder: Path, model: Path) -> TokenizerSpec:
 def _sentencepiece_spec(folder: Path) -> TokenizerSpec:
     spm = _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / _SPM_FILE))
     if spm.eos_id() < 0:
-        raise ConfigError("--tokenizer-model: must have an end-of-sentence piece, which ends a document; it has none")
+        raise ConfigError("--tokenizer-model: must have an end-of-sentence piece, which ends a document")
     return TokenizerSpec(SENTENCEPIECE, _SPM_FILE, spm.get_piece_size(), spm.eos_id())
 
 
-def save_hugging_face(folder: Path, name: str) -> TokenizerSpec:
-    """Use a Hugging Face tokenizer, from a folder or by its name; its end-of-sequence token ends a document."""
-    tokenizer = _load_hf(name)
+def save_hugging_face(folder: Path, name: str, trust_remote_code: bool) -> TokenizerSpec:
+    """Save a Hugging Face tokenizer, given by folder or name. Its end-of-sequence token ends a document."""
+    tokenizer = _load_hf(name, trust_remote_code)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"--tokenizer-model={name!r}: must have an end-of-sequence token, which ends a document")
     target = folder / _HF_FOLDER
     tokenizer.save_pretrained(str(target))
-    return TokenizerSpec(HUGGING_FACE, _HF_FOLDER, len(tokenizer), tokenizer.eos_token_id)
+    runs_code = type(tokenizer).__module__.startswith("transformers_modules.")
+    return TokenizerSpec(HUGGING_FACE, _HF_FOLDER, len(tokenizer), tokenizer.eos_token_id, runs_code)
 
 
 def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path, eod: str = "<|endoftext|>") -> TokenizerSpec:
-    """GPT-2's byte-level BPE from its two files.
+    """Save GPT-2's byte-level BPE, given by its two files.
 
-    Kept as a Hugging Face folder: Megatron's own GPT2BPETokenizer asks the network for a configuration even where
-    both files are at hand.
+    It is saved as a Hugging Face tokenizer, because Megatron's GPT2BPETokenizer downloads a configuration even if it
+    has both files.
     """
     library, transformers = _need("tokenizers"), _need("transformers")
     try:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
         bpe = library.ByteLevelBPETokenizer(str(vocab_file), str(merges_file))
     except Exception as error:  # the Rust side raises plain Exception
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(
-            f"--vocab-file={str(vocab_file)!r}: with --merges-file={str(merges_file)!r} must be GPT-2's: {reason}"
-        ) from None
+        names = f"--vocab-file={str(vocab_file)!r} --merges-file={str(merges_file)!r}"
+        raise ConfigError(f"{names}: must be the two files of GPT-2's tokenizer: {_first_line(error)}") from None
     if eod not in vocabulary:
-        raise ConfigError(f"--vocab-file={str(vocab_file)!r}: must hold {eod}, which ends a document")
+        raise ConfigError(f"--vocab-file={str(vocab_file)!r}: must contain {eod}, which ends a document")
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=bpe._tokenizer, eos_token=eod, bos_token=eod, unk_token=eod
     )
@@ -147,15 +150,20 @@ def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path, eod: str = "<|
     return TokenizerSpec(HUGGING_FACE, _HF_FOLDER, len(tokenizer), tokenizer.eos_token_id)
 
 
-def _load_hf(name: str) -> Any:
+def _load_hf(name: str, trust_remote_code: bool) -> Any:
     transformers = _need("transformers")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = (str(error).strip().splitlines() or ["unknown reason"])[0]
-        raise ConfigError(
-            f"--tokenizer-model={name!r}: must be a folder of a Hugging Face tokenizer, or a name on its hub: {reason}"
-        ) from None
+        # The library's default, None, asks a question on the terminal.
+        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code)
+    except Exception as error:  # its parsers raise errors of many kinds
+        if "trust_remote_code" in str(error):
+            raise ConfigError(f"--tokenizer-model={name!r}: {NEEDS_TRUST}") from None
+        rule = "must be the folder of a Hugging Face tokenizer or its name on the hub"
+        raise ConfigError(f"--tokenizer-model={name!r}: {rule}: {_first_line(error)}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _need(package: str) -> Any:

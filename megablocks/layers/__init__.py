@@ -1,4 +1,4 @@
-"""Layers: dropless (`dMoE`) and capacity (`MoE`) mixture of experts, imported on first use."""
+"""The layers of megablocks 0.10 by its names, imported on first use; `megablocks.moe` computes them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 _PUBLIC = {
     "Arguments": "megablocks.layers.arguments",
-    "Experts": "megablocks.layers.experts",
-    "MixtureOfAttention": "megablocks.layers.mixture_of_attention",
     "MoE": "megablocks.layers.moe",
-    "SharedExpert": "megablocks.layers.shared_expert",
     "dMoE": "megablocks.layers.dmoe",
 }
 
-# The modules of megablocks 0.10, attributes without an import as they were there.
+# megablocks 0.10 imports these modules with the package, so programs reach them as attributes.
 _SUBMODULES = (
     "activation_fn", "all_to_all", "arguments", "common", "dmlp_registry", "dmoe", "gelu", "glu", "mlp", "moe", "mpu",
     "router", "sharedexpert_registry",

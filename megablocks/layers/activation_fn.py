@@ -1,6 +1,6 @@
 """A function of values applied to a block-sparse matrix's blocks, by megablocks 0.10's name.
 
-Matrices here are `megablocks.ops.sparse.Matrix` or stanford-stk's, and a result is of its argument's kind.
+A matrix here is a `megablocks.ops.sparse.Matrix` or stanford-stk's. A result is of the same kind as its argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def is_matrix(x: object) -> bool:
 
 
 def check_matrix(x: object) -> None:
-    """Raise the ValueError of what takes matrices alone."""
+    """Raise a ValueError unless x is a block-sparse matrix."""
     if not is_matrix(x):
         raise ValueError(f"x is a {type(x).__name__}: must be a block-sparse Matrix")
 
@@ -39,8 +39,8 @@ def act_fn(
     """function(values, **kwargs) over the pattern of the matrix x.
 
     Args:
-        return_grad_fn: also return a function that takes the gradient of the result's values and adds what follows from
-            it to `x.data.grad`, which x.data then keeps a graph for, whether or not gradients are on.
+        return_grad_fn: also return a function that takes the gradient of the result's values and adds the gradient of
+            x's values to `x.data.grad`. The graph for it is built even where gradients are off.
 
     Returns:
         a matrix, or (matrix, function).

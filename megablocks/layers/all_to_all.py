@@ -1,4 +1,4 @@
-"""The all-to-all of rows by megablocks 0.10's signature, which may return before the rows have arrived."""
+"""The all-to-all of rows by megablocks 0.10's signature. It may return before the rows have arrived."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megablocks.parallel.all_to_all import all_to_all as _exchange
+from megablocks.moe.dispatchers import all_to_all as _exchange
+from megablocks.ops.upstream import function_class
 
 
-class AllToAllOp(torch.autograd.Function):
-    """The exchange under way: rows and the handle to wait for. Its gradient is the finished exchange back."""
+class _Exchange(torch.autograd.Function):
+    """Start an exchange: the rows, and the handle to wait for. Backward exchanges the gradients and waits."""
 
     @staticmethod
     def forward(
@@ -49,13 +50,16 @@ def all_to_all(
         ((sum(output_split_sizes), ...), handle); the handle is None without async_op. Differentiable in x.
 
     Raises:
-        ValueError: x of another number of rows than input_split_sizes.
+        ValueError: x has another number of rows than input_split_sizes adds up to.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:
-        raise ValueError("group=None: needs torch.distributed to be initialised")
+        raise ValueError("group=None: needs torch.distributed to be initialized")
     if not async_op:
         return _exchange(x, input_split_sizes, output_split_sizes, group), None
     if x.shape[0] != sum(input_split_sizes):
         raise ValueError(f"x: has {x.shape[0]} rows, but input_split_sizes={list(input_split_sizes)} adds up otherwise")
-    return AllToAllOp.apply(x, output_split_sizes, input_split_sizes, group)
+    return _Exchange.apply(x, output_split_sizes, input_split_sizes, group)
+
+
+AllToAllOp = function_class("AllToAllOp", all_to_all)

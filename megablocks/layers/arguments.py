@@ -1,8 +1,8 @@
 """`Arguments`: a layer described by the names and defaults of megablocks 0.10, and its translation to `MoEConfig`.
 
-Differences from 0.10, each on purpose: values are checked once the object is filled (also by `from_megatron`); creating
-one needs no GPU, the current CUDA device is looked up when a layer is built; losses and router scores are computed in
-float32 whatever `moe_lbl_in_fp32` and `moe_zloss_in_fp32` say.
+Differences from 0.10, each on purpose: values are checked once the object is filled, also by `from_megatron`. Creating
+one needs no GPU, since a layer looks up the current CUDA device when it is built. Losses and router scores are computed
+in float32, whatever `moe_lbl_in_fp32` and `moe_zloss_in_fp32` say.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megablocks.config import ConfigError, MoEConfig
+from megablocks.ops.activation_table import Activation
 
 InitFn = Callable[[Tensor], Any]
 
@@ -31,8 +32,8 @@ def _refuse(field: str, value: object, allowed: str) -> None:
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
-def activation_of(function: object) -> tuple[str, str]:
-    """(name in the enum, gelu approximation) of an upstream `activation_fn`."""
+def activation_of(function: object) -> Activation:
+    """The activation that an `activation_fn` of megablocks 0.10 stands for."""
     keywords: dict[str, Any] = {}
     inner: Any = function
     while isinstance(inner, partial):
@@ -43,22 +44,23 @@ def activation_of(function: object) -> tuple[str, str]:
     for module, of_module in ((torch.nn.SiLU, F.silu), (torch.nn.ReLU, F.relu)):
         inner = of_module if isinstance(inner, module) else inner
     if isinstance(inner, str) and inner in ("gelu", "silu", "relu", "relu2"):
-        return inner, "tanh"
+        return Activation(inner)
     try:
         name = _ACTIVATION_FUNCTIONS[inner]
     except (KeyError, TypeError):
         allowed = "gelu, silu, relu, relu2 by name, or torch.nn.functional's gelu, silu, relu"
         raise ConfigError(f"activation_fn={function!r}: must be one of {allowed}") from None
-    return name, keywords.get("approximate", "none") if name == "gelu" else "tanh"
+    return Activation(name, keywords.get("approximate", "none") if name == "gelu" else "tanh")
 
 
 @dataclasses.dataclass
 class Arguments:
-    """The fields of megablocks 0.10's `Arguments`, in its order and with its defaults (source: its arguments.py).
+    """The fields of megablocks 0.10's `Arguments`, in its order (source: its arguments.py).
 
-    `device` None means the current CUDA device where there is one, else the CPU, decided when a layer is built.
-    `mlp_impl` may also be "auto", "fused", "scatter" or "reference" beside 0.10's "grouped" and "sparse".
-    `activation_fn` may be a name. The quantize_* fields are 0.5.1's and stand last; they need no other package.
+    The defaults are 0.10's, except those of `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses
+    with Triton 3.2 and newer. `device` None means the current CUDA device, or the CPU where there is none.
+    `mlp_impl` may also be "auto", "fused", "scatter" or "reference", and `activation_fn` may be a name. The quantize_*
+    fields come from 0.5.1 and stand last. They need no other package.
 
     Raises:
         ConfigError: one line with the field, its value and what is allowed.
@@ -147,8 +149,8 @@ class Arguments:
     def to_config(self) -> MoEConfig:
         """The same layer as a `MoEConfig`.
 
-        `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that adding up the layers' losses of
-        `forward_with_aux` gives what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
+        `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that the sum of the losses of layers built from
+        the configs is what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
         """
         activation, approximate = activation_of(self.activation_fn)
         if self.mlp_type == "glu":
@@ -206,10 +208,9 @@ class Arguments:
 
 
 def from_megatron(megatron_args: Any) -> Arguments:
-    """`Arguments` from the attributes of a Megatron argument namespace that bear the same names.
+    """`Arguments` from a Megatron namespace, by its attributes of the same names.
 
-    An attribute that is None where the field has a non-None default leaves that default (Megatron's parser sets None
-    for flags that were not given).
+    Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default.
     """
     values = {}
     for field in dataclasses.fields(Arguments):

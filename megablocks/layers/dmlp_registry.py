@@ -1,4 +1,4 @@
-"""Which class computes a dropless layer's experts, by megablocks 0.10's function."""
+"""The class that computes a dropless layer's experts, by megablocks 0.10's function."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megablocks.layers.mlp import GroupedMLP, SparseMLP
 
 MlpType = SparseMLP | SparseGLU
 
-# mlp_type → mlp_impl "sparse", or "grouped" for all others, which the class looks at
+# mlp_type → "sparse" or "grouped". The grouped class computes every other mlp_impl too.
 _REGISTRY: dict[str, dict[str, type[SparseMLP]]] = {
     "mlp": {"grouped": GroupedMLP, "sparse": SparseMLP},
     "glu": {"grouped": GroupedGLU, "sparse": SparseGLU},

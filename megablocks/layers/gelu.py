@@ -1,4 +1,4 @@
-"""GELU, tanh's form, of block-sparse matrices and its gradient in place, by megablocks 0.10's names."""
+"""GELU (its tanh form) of block-sparse matrices, and its gradient in place, by megablocks 0.10's names."""
 
 from __future__ import annotations
 

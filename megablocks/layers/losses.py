@@ -1,12 +1,12 @@
-"""The losses of layers built from `Arguments`, recorded for the functions by which megablocks 0.10's callers get them.
+"""The losses of layers built from `Arguments`, by the functions of megablocks 0.10.
 
-New code does not need this: `forward_with_aux` returns the losses with the output. Here `forward` leaves what the two
-batched losses need, and the caller adds them up once a step, then clears:
+New code does not need them: `forward_with_aux` of a layer built from a `MoEConfig` returns the losses with the output.
+A layer built from `Arguments` records what the two batched losses need. The caller adds them up once a step and clears:
 
     loss = loss + batched_load_balancing_loss(args) + sum(batched_router_zloss(args))
     loss.backward(); clear_load_balancing_loss(); clear_router_zloss()
 
-A layer run again in backward (activation checkpointing) is not recorded a second time. Checkpoint with
+A layer that runs again in backward (activation checkpointing) is not recorded a second time. Checkpoint with
 use_reentrant=False: the reentrant kind runs the recorded forward without a graph, so its losses train nothing.
 """
 
@@ -23,12 +23,12 @@ from megablocks.layers.arguments import Arguments
 
 T = TypeVar("T")
 
-# More than any stage has layers: who reaches it never clears, and would keep every step's graph alive.
+# No pipeline stage has so many layers. A program that reaches the limit never clears, and keeps every step's graph.
 LIMIT = 1024
 
 
 class Recorder(Generic[T]):
-    """At most `LIMIT` entries, the oldest dropped first with one warning."""
+    """At most `LIMIT` entries. Beyond them it drops the oldest, and warns once."""
 
     def __init__(self, name: str, clear: str) -> None:
         self._entries: collections.deque[T] = collections.deque(maxlen=LIMIT)
@@ -60,12 +60,12 @@ def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
 
 
 def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
-    """What was recorded since the last clear: (tokens per expert (E,), scores (T, E)) of each layer, in order."""
+    """(tokens per expert (E,), scores (T, E)) of each layer that ran since the last clear, in order."""
     return _load_balancing.entries()
 
 
 def clear_load_balancing_loss() -> None:
-    """Forget the recorded (tokens per expert, scores), and let go of their graphs."""
+    """Forget the recorded (tokens per expert, scores) and free their graphs."""
     _load_balancing.clear()
 
 
@@ -75,7 +75,7 @@ def save_router_logits(logits: Tensor) -> None:
 
 
 def clear_router_zloss() -> None:
-    """Forget the recorded logits, and let go of their graphs."""
+    """Forget the recorded logits and free their graphs."""
     _router_logits.clear()
 
 
@@ -85,7 +85,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
     Source: megablocks 0.10, layers/moe.py.
 
     Raises:
-        ValueError: when the number of recorded layers is not that of this pipeline stage, or shapes disagree.
+        ValueError: another number of layers was recorded than this pipeline stage has, or shapes disagree.
     """
     if args.moe_loss_weight == 0:
         return 0.0
@@ -98,7 +98,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
             f"load-balancing losses recorded: {len(recorded)}, must be {expected} with num_layers={args.num_layers}, "
             f"pipeline_model_parallel_size={args.pipeline_model_parallel_size}, "
             f"num_layers_per_virtual_pipeline_stage={args.num_layers_per_virtual_pipeline_stage}; "
-            "clear_load_balancing_loss() is due once a step"
+            "call clear_load_balancing_loss() once a step"
         )
     tokens = recorded[0][1].shape[0]
     for counts, scores in recorded:
@@ -107,7 +107,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
                 f"moe_num_experts={args.moe_num_experts}: a layer recorded tokens_per_expert {tuple(counts.shape)} "
                 f"and scores {tuple(scores.shape)}, must be (E,) and ({tokens}, E)"
             )
-    # Of no tokens the mean is 0, and so is the loss; the sum keeps the graph.
+    # Without tokens the mean and the loss are 0. The sum keeps the graph.
     mean_scores = torch.cat([scores.float().sum(dim=0) for _, scores in recorded]) / max(tokens, 1)
     all_counts = torch.cat([counts for counts, _ in recorded]).to(mean_scores.dtype)
     scale = args.moe_num_experts * args.moe_loss_weight / (args.num_layers * max(tokens, 1) * args.moe_top_k)

@@ -1,4 +1,4 @@
-"""Experts by the names of megablocks 0.10, built from `Arguments`; what they compute is in `megablocks.layers.experts`.
+"""Experts by the names of megablocks 0.10, built from `Arguments`; `megablocks.moe.experts` computes them.
 
     MLP                     (E, C, H) → the same: as many places for every expert
     SparseMLP, SparseGLU    rows padded to whole blocks an expert, and the pattern of the hidden blocks (glu.py: gated)
@@ -6,8 +6,9 @@
     SharedMLP, SharedGLU    the expert of every token
 
 Legend: E experts of this rank, C places, H hidden, I width of an expert here, R rows, T tokens. Parameters have 0.10's
-names and shapes: w1, v1, w2 (E·I, H), but in MLP w1, v1 (E, H, I) and w2 (E, I, H). Each class is an `Experts` too and
-takes that one's call, a Dispatch in the second place: with it the layers use every faster way through.
+names and shapes: w1, v1, w2 (E·I, H), but in MLP w1, v1 (E, H, I) and w2 (E, I, H). A parameter may be replaced by a
+DTensor, of which the local part is computed. The sparse and grouped classes also take the call of `Experts`, with a
+Dispatch in the second place. The layers use it, since every mlp_impl can compute it.
 """
 
 from __future__ import annotations
@@ -22,34 +23,71 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig
 from megablocks.layers import mpu
-from megablocks.layers.arguments import Arguments, activation_of
-from megablocks.layers.expert_mlp import ExpertWeights
-from megablocks.layers.experts import Experts
-from megablocks.layers.shared_expert import SharedExpert
+from megablocks.layers.arguments import Arguments, InitFn, activation_of
+from megablocks.moe.experts import Experts, scale_gradient, without_autocast
+from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.fused.down import activate_and_project
+from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.ops.sparse.matrix import Matrix
 from megablocks.ops.sparse.mlp import sparse_mlp
+from megablocks.ops.upstream import function_class
+
+ScaleGradient = function_class("ScaleGradient", scale_gradient)
+
+
+def resolve_dtensor(weight: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
+
+
+def create_moe_expert_weights(
+    args: Arguments, num_experts: int, ffn_hidden_size: int, hidden_size: int, init_method: InitFn
+) -> Tensor:
+    """This rank's part of a new matrix (E, I, H) of all experts, which init_method fills.
+
+    Every rank draws all experts for a moment, as in 0.10: one seed gives equal experts over any number of ranks.
+    """
+    weights = torch.empty(num_experts, ffn_hidden_size, hidden_size, device=args.resolve_device(), dtype=args.dtype)
+    init_method(weights)
+    shard = mpu.expert_shard(args)
+    mine = weights.narrow(0, shard.expert_offset, shard.num_local_experts)
+    return mine.chunk(shard.ffn_size, dim=1)[shard.ffn_rank]
+
+
+def create_dmoe_expert_weights(
+    args: Arguments, num_experts: int, rows: int, columns: int, init_method: InitFn
+) -> Tensor:
+    """`create_moe_expert_weights` as one matrix (E·rows, columns)."""
+    return create_moe_expert_weights(args, num_experts, rows, columns, init_method).reshape(-1, columns)
 
 
 class _ArgumentsExperts(Experts):
-    """The experts of this rank by `Arguments`, drawn by its init methods and marked as in 0.10."""
+    """The experts of this rank by `Arguments`: drawn, marked and scaled as in 0.10."""
 
     def __init__(self, args: Arguments, config: MoEConfig) -> None:
-        shard = mpu.expert_shard(args)
-        super().__init__(
-            config,
-            num_local_experts=shard.num_local_experts,
-            expert_offset=shard.expert_offset,
-            ffn_shard=(shard.ffn_rank, shard.ffn_size),
-            init_method=args.init_method,
-            output_init_method=args.output_layer_init_method,
-            grad_scale=1 / mpu.get_expert_parallel_world_size(args),
-            device=args.resolve_device(),
-            dtype=args.dtype,
-        )
-        self.args = args
+        self.args = args  # first, since the base class draws the parameters
+        ranks = mpu.get_expert_parallel_world_size(args)
+        self.gradient_scale = 1 / ranks if args.moe_expert_model_parallelism else None
+        super().__init__(config, shard=mpu.expert_shard(args), device=args.resolve_device(), dtype=args.dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw w1, w2 and v1 anew, in this order, from torch's generator."""
+        args = dataclasses.replace(self.args, device=self.w1.device)
+        size = args.moe_num_experts, args.ffn_hidden_size, args.hidden_size
+        inits = args.init_method, args.output_layer_init_method, args.init_method
+        for weight, init in zip((self.w1, self.w2, self.v1), inits, strict=True):
+            if weight is not None:
+                self._per_expert(weight).copy_(create_moe_expert_weights(args, *size, init))
+
+    def scale_grad(self, w: Tensor) -> Tensor:
+        """w itself; its gradient is multiplied by `gradient_scale`, where that is a number."""
+        return w if self.gradient_scale is None else scale_gradient(w, self.gradient_scale)
+
+    def _per_expert(self, weight: Tensor) -> Tensor:
+        return super()._per_expert(resolve_dtensor(self.scale_grad(weight)))
 
     def _mark(self) -> None:
         for parameter in self.parameters():
@@ -57,7 +95,7 @@ class _ArgumentsExperts(Experts):
 
 
 class MLP(_ArgumentsExperts):
-    """Experts with the same number of places each; gated with mlp_type "glu", which 0.10 ignores here."""
+    """Experts with the same number of places each. With mlp_type "glu" they are gated; 0.10 ignores it here."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args, args.to_config())
@@ -73,10 +111,8 @@ class MLP(_ArgumentsExperts):
     def _per_expert(self, weight: Tensor) -> Tensor:
         if weight.dim() == 2:  # as the base class makes them
             return super()._per_expert(weight)
-        if weight is self.w2:
-            return weight
-        assert weight is self.w1 or weight is self.v1
-        return weight.transpose(1, 2)
+        local = resolve_dtensor(self.scale_grad(weight))
+        return local if weight is self.w2 else local.transpose(1, 2)
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
         """From any layout that `Experts` takes to this one."""
@@ -111,8 +147,8 @@ class SparseMLP(_ArgumentsExperts):
 
         Args:
             x: (M, H).
-            topo: the hidden blocks (M, E·I), values ignored: `megablocks.ops.sparse.Matrix` or stanford-stk's, which is
-                checked on the host. Or a Dispatch, for the call of `Experts`: x (T, H), weight (R,) → (T, H).
+            topo: the hidden blocks (M, E·I) without values: a `megablocks.ops.sparse.Matrix`, or stanford-stk's, which
+                is checked on the host. Or a Dispatch, for the call of `Experts`: x (T, H), weight (R,) → (T, H).
 
         Returns:
             (M, H).
@@ -122,19 +158,18 @@ class SparseMLP(_ArgumentsExperts):
         """
         if isinstance(topo, Dispatch):
             return super().forward(x, topo, weight)
-        x = self._prepare(x)
-        with torch.autocast(x.device.type, enabled=False):
-            return self._multiply_blocks(x, self._weights(x.dtype), _pattern(topo))
+        x = self._checked(x)
+        with without_autocast(x):
+            return self._multiply_blocks(x, self._parameters_in(x.dtype), _pattern(topo))
 
-    def _multiply_blocks(self, x: Tensor, weights: ExpertWeights, pattern: Matrix) -> Tensor:
+    def _multiply_blocks(self, x: Tensor, weights: ExpertParameters, pattern: Matrix) -> Tensor:
         return sparse_mlp(
             x,
             weights.w1.flatten(0, 1).t(),
             weights.w2.flatten(0, 1),
             pattern,
             v1=None if weights.v1 is None else weights.v1.flatten(0, 1).t(),
-            activation=self.config.activation,
-            approximate=self.config.gelu_approximate,
+            activation=self.config.act,
             recompute=self.config.recompute_activation,
             input_bits=self.config.quantize_inputs_num_bits,
             pre_bits=self.config.quantize_rematerialize_num_bits,
@@ -142,7 +177,7 @@ class SparseMLP(_ArgumentsExperts):
 
 
 class _Grouped:
-    """The call of grouped experts; stands before an `Experts` in the bases."""
+    """The call of grouped experts. It comes before an `Experts` in the bases."""
 
     _grouped: ClassVar[bool] = True
 
@@ -188,7 +223,7 @@ def offsets_of(counts: Tensor, device: torch.device) -> Tensor:
 def memory_optimized_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, topo: Any, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
-    """act(x·w1ᵀ)·w2 at the blocks of `topo`, keeping the pre-activation only for backward.
+    """act(x·w1ᵀ)·w2 at the blocks of `topo`. Only the pre-activation is saved for backward.
 
     Args:
         x: (M, H). w1, w2: (E·I, H). topo: as in `SparseMLP`. activation_fn: as in `Arguments`.
@@ -196,14 +231,13 @@ def memory_optimized_mlp(
     Returns:
         (M, H).
     """
-    name, approximate = activation_of(activation_fn)
-    return sparse_mlp(x, w1.t(), w2, _pattern(topo), activation=name, approximate=approximate, recompute=True)
+    return sparse_mlp(x, w1.t(), w2, _pattern(topo), activation=activation_of(activation_fn), recompute=True)
 
 
 def memory_optimized_grouped_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, batch_sizes: Tensor, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
-    """act(x·w1ᵀ)·w2 of rows sorted by expert, keeping the pre-activation only for backward.
+    """act(x·w1ᵀ)·w2 of rows sorted by expert. Only the pre-activation is saved for backward.
 
     Args:
         x: (R, H). w1, w2: (E, I, H). batch_sizes: (E,) integer on any device. activation_fn: as in `Arguments`.
@@ -211,21 +245,13 @@ def memory_optimized_grouped_mlp(
     Returns:
         (R, H).
     """
-    name, approximate = activation_of(activation_fn)
     offsets = offsets_of(batch_sizes, x.device)
-    return activate_and_project(grouped_mm(x, w1.transpose(1, 2), offsets), None, w2, offsets, name, approximate)
+    pre = grouped_mm(x, w1.transpose(1, 2), offsets)
+    return activate_and_project(pre, None, w2, offsets, activation_of(activation_fn))
 
 
-class MemoryOptimizedMLP:
-    """0.10's autograd function, of which `apply` is called; see `memory_optimized_mlp`."""
-
-    apply = staticmethod(memory_optimized_mlp)
-
-
-class MemoryOptimizedGroupedMLP:
-    """0.10's autograd function, of which `apply` is called; see `memory_optimized_grouped_mlp`."""
-
-    apply = staticmethod(memory_optimized_grouped_mlp)
+MemoryOptimizedMLP = function_class("MemoryOptimizedMLP", memory_optimized_mlp)
+MemoryOptimizedGroupedMLP = function_class("MemoryOptimizedGroupedMLP", memory_optimized_grouped_mlp)
 
 
 class SharedMLP(SharedExpert):
@@ -244,10 +270,10 @@ class SharedMLP(SharedExpert):
             dtype=args.dtype,
         )
         self.args = args
-        self.down_proj._is_residual = True  # type: ignore[assignment]  # by which llm-foundry's initialisers find it
+        self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 
     def add_experts_sharedexpert(self, shared_expert_out: Tensor, expert_out: Tensor) -> Tensor:
-        """shared + experts, or with shared_expert_weighted_sum their mean over the K + 1 experts of a token."""
+        """The sum of both, or with shared_expert_weighted_sum the mean over the K + 1 experts of a token."""
         if not self.args.shared_expert_weighted_sum:
             return shared_expert_out + expert_out
         top_k = self.args.moe_top_k

@@ -1,26 +1,18 @@
-"""`MoE`: the capacity layer. An expert has C places; tokens beyond are dropped, empty places are computed as padding.
-
-The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE; as
-there, mlp_impl "grouped", "sparse" and "auto" name ways to compute ragged rows, which this layer does not have.
-
-Host synchronisations: on one rank none for a positive factor, whose C follows from the number of tokens; one for a
-factor <= 0, whose C is the fullest expert's load. Over several ranks one more than the dispatcher's own, since ranks
-may hold different numbers of tokens.
-"""
+"""The capacity layer by the names of megablocks 0.10, built from `Arguments`; `megablocks.moe` computes it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import dataclasses
+from abc import ABCMeta
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
-from megablocks.config import ConfigError, MoEConfig
-from megablocks.layers import mpu
+from megablocks import moe
+from megablocks.config import MoEConfig
+from megablocks.layers import mpu, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
-from megablocks.layers.base import MoEBase
 from megablocks.layers.losses import (
     batched_load_balancing_loss,
     clear_load_balancing_loss,
@@ -28,12 +20,13 @@ from megablocks.layers.losses import (
     save_load_balancing_loss,
 )
 from megablocks.layers.mlp import MLP
-from megablocks.ops.permute.binned import binned_gather, binned_scatter
-from megablocks.ops.permute.padded import bin_dispatch
-from megablocks.ops.routing.capacity import apply_capacity, capacity_of
-from megablocks.ops.routing.dispatch import Dispatch, Routing, make_routing
-from megablocks.parallel.dispatcher import AllToAllDispatcher, LocalDispatcher
-from megablocks.parallel.groups import group_rank, group_size
+from megablocks.layers.router import LearnedRouter
+from megablocks.moe.capacity import limit_to_capacity
+from megablocks.moe.dispatchers import make_dispatcher
+from megablocks.moe.groups import group_size
+from megablocks.moe.memory import out_of_memory
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op, make_routing, pad_indices
 
 __all__ = [
     "MoE",
@@ -44,63 +37,11 @@ __all__ = [
     "save_load_balancing_loss",
 ]
 
-Dispatcher = LocalDispatcher | AllToAllDispatcher
-
-
-class _PaddedExperts:
-    """Experts that compute a fixed number of places each, filled or not."""
-
-    def __init__(self, mlp: Callable[[Tensor], Tensor], places: int, num_bits: int) -> None:
-        self.mlp, self.places, self.num_bits = mlp, places, num_bits
-
-    def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-        bins = bin_dispatch(dispatch, self.places)
-        places = self.mlp(binned_gather(x, dispatch, self.places, bins=bins))
-        return binned_scatter(places, weight, dispatch, bins=bins, num_bits=self.num_bits)
-
-
-def _with_capacity(
-    x: Tensor,
-    routing: Routing,
-    config: MoEConfig,
-    mlp: Callable[[Tensor], Tensor],
-    dispatcher: Dispatcher,
-    group: ProcessGroup | None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """x (T, H) → (T, H) by mlp: (E, C, H) → (E, C, H), and the metrics of `MoE`."""
-    with torch.no_grad():
-        capacity, places, before = _capacity(routing, config, group)
-    kept = apply_capacity(routing, capacity, before=before)
-    y = dispatcher.run(x, kept, _PaddedExperts(mlp, places, config.quantize_scatter_num_bits))
-    return y, {"dropped": kept.metrics["dropped"], "capacity": torch.tensor(places)}
-
-
-def _capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> tuple[int, int, Tensor | None]:
-    """(pairs an expert takes by the rule, places it computes, places (E,) already taken by lower ranks)."""
-    factor, rule = config.capacity_factor, config.capacity_rule
-    assert factor is not None
-    load, tokens = routing.metrics["tokens_per_expert"], routing.num_tokens
-    if group is None or group_size(group) == 1:
-        capacity = int(capacity_of(rule, factor, config.top_k, tokens, config.num_experts, load))
-        return capacity, capacity, None
-    ranks = group.size()
-    mine = torch.cat([load, load.new_full((1,), tokens)])
-    table = mine.new_empty(ranks * mine.shape[0])
-    dist.all_gather_into_tensor(table, mine, group=group)
-    loads, every_tokens = table.view(ranks, -1).split([config.num_experts, 1], dim=1)
-    together = loads.sum(0) if rule == "megablocks" else loads.amax(0)
-    fullest, total, largest = torch.stack([together.max(), every_tokens.sum(), every_tokens.max()]).tolist()
-    counted = total if rule == "megablocks" else largest
-    capacity = int(capacity_of(rule, factor, config.top_k, counted, config.num_experts, torch.tensor([fullest])))
-    if rule == "megablocks":  # a count over all ranks: lower ranks' pairs come first
-        return capacity, capacity, loads[: group_rank(group)].sum(0)
-    return capacity, capacity * ranks, None
-
 
 class ParallelMLP(nn.Module):
-    """The experts of megablocks 0.10's capacity layer behind its router: `mlp`, and the layer's one output `bias` (H,).
+    """The experts of a capacity layer behind its router: `mlp`, and the layer's one output `bias` (H,).
 
-    It owns all exchange of tokens between ranks, so it is the module to wrap in FSDP.
+    All exchange of tokens between ranks happens in it, so it is the module to wrap in FSDP.
 
     Args:
         args: the layer; a capacity factor is needed.
@@ -112,15 +53,13 @@ class ParallelMLP(nn.Module):
         self.config = self._config_of(args)
         self.num_experts, self.top_k = self.config.num_experts, self.config.top_k
         self.expert_parallel_group = group = mpu.expert_parallel_group(args)
-        self.dispatcher: Dispatcher = LocalDispatcher()
-        if group is not None and group_size(group) > 1:
-            shards, num_bits = mpu.hidden_sharding_degree(args), self.config.quantize_scatter_num_bits
-            self.dispatcher = AllToAllDispatcher(
-                group, self.num_experts, ffn_shards=shards, ffn_fastest=False, quantize_num_bits=num_bits
-            )
+        shards, bits = mpu.hidden_sharding_degree(args), self.config.quantize_scatter_num_bits
+        self.dispatcher = make_dispatcher(group, self.num_experts, ffn_shards=shards, quantize_num_bits=bits)
         self.mlp = self._init_mlp(args)
         zeros = torch.zeros(args.hidden_size, device=args.resolve_device(), dtype=args.dtype)
         self.bias = nn.Parameter(zeros) if args.bias else None
+        self.sort_end_bit = max((self.num_experts - 1).bit_length(), 1)
+        self.forward_fn = self.parallel_forward_once if args.moe_expert_model_parallelism else self.forward_once
 
     def _config_of(self, args: Arguments) -> MoEConfig:
         return args.to_config()
@@ -133,50 +72,127 @@ class ParallelMLP(nn.Module):
         ranks = mpu.get_expert_parallel_world_size(self.args)
         return int(self.args.moe_capacity_factor * (self.top_k * tokens * ranks / self.num_experts))
 
-    def compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        """x (T, H) → (T, H) without bias, and metrics that the routing does not have."""
-        return _with_capacity(x, routing, self.config, self.mlp, self.dispatcher, self.expert_parallel_group)
+    def indices_and_bins(self, top_expert: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """top_expert (R,) → indices (R,), bin_ids (R,), bins (E,), tokens_per_expert (E,), int32, see `megablocks.ops`.
+
+        Ids outside [0, E) come last: their bin_ids are E, and no bin holds them.
+        """
+        experts, pairs = self.num_experts, top_expert.shape[0]
+        ids = top_expert.clamp(-1, experts).remainder(experts + 1).int()
+        row = torch.arange(pairs, dtype=torch.int32, device=ids.device)
+        offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1, 1)
+        return indices, ids.index_select(0, indices), offsets[1:-1], offsets.diff()[:-1]
+
+    def permute_and_compute(
+        self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
+        bins: Tensor, expert_capacity: int, top_k: int,
+    ) -> Tensor:  # fmt: skip
+        """x (..., H) of T tokens → (T, H) by the first expert_capacity pairs of each expert in the order of indices."""
+        padded = pad_indices(indices, bins, int(expert_capacity), top_k)
+        rows = gather(x.reshape(-1, x.shape[-1]), padded).view(bins.shape[0], int(expert_capacity), x.shape[-1])
+        bits = self.config.quantize_scatter_num_bits
+        return combine(self.mlp(rows).flatten(0, 1), expert_weights, padded, num_bits=bits)
+
+    def forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
+        """x (..., H) → (T, H) without bias, and tokens_per_expert (E,), where this rank holds every expert."""
+        with torch.no_grad():
+            indices, bin_ids, bins, counts = self.indices_and_bins(top_experts.flatten())
+            capacity = -1  # of a dropless layer
+            if self.config.capacity_factor is not None:
+                capacity = self.expert_capacity(x.shape[:-1].numel()) or int(counts.max())
+        weights = expert_weights.flatten()
+        return self.permute_and_compute(x, counts, indices, bin_ids, weights, bins, capacity, self.top_k), counts
+
+    def parallel_forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
+        """As `forward_once`, where ranks hold different experts: each computes the rows that it receives."""
+        if group_size(self.expert_parallel_group) == 1:
+            return self.forward_once(x, expert_weights, top_experts)
+        shape = (-1, self.top_k)
+        routing = make_routing(top_experts.reshape(shape), expert_weights.reshape(shape), self.num_experts)
+        kept, capacity = routing, -1
+        if self.config.capacity_factor is not None:
+            kept, capacity = limit_to_capacity(routing, self.config, self.expert_parallel_group)
+
+        def compute(x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+            bins, counts = dispatch.expert_offsets[1:], dispatch.expert_offsets.diff()
+            bin_ids = torch.repeat_interleave(counts, output_size=x.shape[0])
+            return self.permute_and_compute(x, counts, dispatch.pair, bin_ids, weight, bins, capacity, 1)
+
+        y = self.dispatcher.run(x.reshape(-1, x.shape[-1]), kept, compute)
+        return y, routing.metrics["tokens_per_expert"].int()
 
     def forward(
         self, x: Tensor, scores: Tensor, expert_weights: Tensor, top_experts: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Send tokens through the experts chosen for them; in training, record what the load-balancing loss needs.
+        """Send tokens through the experts chosen for them. In training, record what the load-balancing loss needs.
 
         Args:
             x: (..., H), T tokens in all.
-            scores: (T, E), recorded only.
-            expert_weights, top_experts: (T, K), or as many values in another shape; ids outside [0, E) are nobody's.
+            scores: (T, E), only recorded.
+            expert_weights, top_experts: (T, K), or as many values in another shape; an id outside [0, E) is no expert.
 
         Returns:
             (..., H) with the bias added, or with `return_bias` (without it, bias).
         """
-        shape = (-1, self.top_k)
-        routing = make_routing(top_experts.reshape(shape), expert_weights.reshape(shape), self.num_experts)
-        y, _ = self.compute(x.reshape(-1, x.shape[-1]), routing)
+        y, tokens_per_expert = self.forward_fn(x, expert_weights, top_experts)
         if self.training and self.args.moe_loss_weight > 0:
-            save_load_balancing_loss((routing.metrics["tokens_per_expert"], scores))
+            save_load_balancing_loss((tokens_per_expert, scores))
         y = y.view(x.shape)
         if self.bias is None:
             return y
         return (y, self.bias) if self.args.return_bias else y + self.bias.to(y.dtype)
 
 
-class MoE(MoEBase):
-    """Capacity mixture of experts. Arguments as in `MoEBase`; config.capacity_factor is required.
+class MoE(nn.Module, metaclass=ABCMeta):
+    """megablocks 0.10's capacity layer: modules `router`, `experts` (a `ParallelMLP`) and `shared_expert`.
 
-    Which pairs drop: an expert takes the earliest, by rank, then token, then choice; see `ops.routing.capacity` for the
-    rules. A token all of whose pairs dropped yields zeros. aux.metrics: `dropped` () this rank's dropped pairs,
-    `capacity` () places an expert computes on its rank.
+    `MoE(config)` with a `MoEConfig` gives a `megablocks.moe.MoE` instead, which counts as an instance of this class.
+
+    Raises:
+        ValueError: another argument is given beside an `Arguments`.
     """
 
-    def _checked_config(self, config: MoEConfig) -> MoEConfig:
-        if config.capacity_factor is None:
-            raise ConfigError("capacity_factor=None: must be a number for MoE, or use dMoE")
-        return config
+    _of_config: type[moe.MoELayer] = moe.MoE
+
+    def __new__(cls, args: Arguments | MoEConfig | None = None, **options: Any) -> Any:
+        if isinstance(args, MoEConfig):
+            return cls._of_config(args, **options)
+        return super().__new__(cls)
+
+    def __init__(self, args: Arguments, **options: Any) -> None:
+        super().__init__()
+        if options:
+            raise ValueError(f"{', '.join(options)}: must be left out, an Arguments says them itself")
+        # This copies and checks the object. Later changes of it do not reach the layer.
+        self.args = args = dataclasses.replace(args)
+        self.router = LearnedRouter(args)
+        self.experts = self._init_experts_mlp(args)
+        self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None
 
     def _init_experts_mlp(self, args: Arguments) -> ParallelMLP:
         return ParallelMLP(args)
 
-    def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        group = self.expert_parallel_group
-        return _with_capacity(x, routing, self.config, self.experts.forward_padded, self.dispatcher, group)
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        """x (..., H) → (..., H) with the bias added, or with `bias` and `return_bias` (without it, bias).
+
+        In training it records what `batched_load_balancing_loss` and `batched_router_zloss` need.
+
+        Raises:
+            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
+        """
+        hidden = self.args.hidden_size
+        if x.shape[-1] != hidden:
+            raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
+        scores, weights, ids = self.router(x)
+        try:
+            out = self.experts(x, scores, weights, ids)
+        except torch.OutOfMemoryError as error:
+            tokens = x.reshape(-1, x.shape[-1])
+            raise out_of_memory(self.experts.config, tokens, ids.numel(), error) from error
+        if self.shared_expert is None:
+            return out
+        shared, add = self.shared_expert(x), self.shared_expert.add_experts_sharedexpert
+        return (add(shared, out[0]), out[1]) if isinstance(out, tuple) else add(shared, out)
+
+
+MoE.register(moe.MoE)

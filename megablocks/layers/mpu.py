@@ -1,7 +1,7 @@
 """How `Arguments` spread the experts over ranks, and the mark on expert parameters, by megablocks 0.10's names.
 
-With as many ranks as experts or fewer, each holds a block of experts; with more (a multiple), the ranks of one block
-each hold an equal slice of every expert's width. Source: megablocks 0.10, megablocks/layers/mpu.py.
+With as many ranks as experts or fewer, each rank holds a block of experts. With more ranks (a multiple of the experts),
+the ranks of one block each hold an equal slice of every expert's width. Source: megablocks 0.10, layers/mpu.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megablocks.layers.arguments import Arguments
-from megablocks.parallel.groups import ExpertShard, group_rank, group_size, shard_of
+from megablocks.moe.groups import ExpertShard, group_rank, group_size, shard_of
 
 
 class MoeParam(Tensor):

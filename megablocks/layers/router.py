@@ -1,4 +1,4 @@
-"""The router and its losses by the names of megablocks 0.10; what it computes is in `megablocks.routers`."""
+"""The router and its losses by the names of megablocks 0.10; `megablocks.moe.router` computes it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from torch import Tensor
 
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.losses import batched_router_zloss, clear_router_zloss, save_router_logits
+from megablocks.moe.router import TopKRouter, route
 from megablocks.ops.routing.topk import router_scores
-from megablocks.routers.functional import route
-from megablocks.routers.router import TopKRouter
 
 __all__ = ["LearnedRouter", "batched_router_zloss", "clear_router_zloss"]
 
@@ -21,15 +20,15 @@ class LearnedRouter(TopKRouter):
         self.args = args
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Choose experts for x (..., H), T tokens in all; in training, record what the z-loss needs.
+        """Choose experts for x (..., H), T tokens in all. In training, record what the z-loss needs.
 
         Returns:
-            (scores (T, E), expert_weights (T, K), expert_indices (T, K) int64); float32 where 0.10 has x's dtype.
+            (scores (T, E), expert_weights (T, K), expert_indices (T, K) int64), float32; in 0.10 they have x's dtype.
         """
         logits = self.logits(x)
         if self.training and self.args.moe_zloss_weight > 0:
             save_router_logits(logits)
         routing = route(logits, self.config, training=False)  # its losses are the recorded ones
         shape = (logits.shape[0], self.config.top_k)
-        scores = router_scores(logits, self.config.score_function)
+        scores = router_scores(logits, self.config.score_function == "sigmoid")
         return scores, routing.weight.view(shape), routing.expert.view(shape).long()

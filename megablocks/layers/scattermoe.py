@@ -1,66 +1,28 @@
 """ScatterMoE's modules under its names (arXiv 2403.08245; github.com/shawntan/scattermoe), on our `parallel_linear`.
 
 Constructors, forward signatures, parameter names and shapes are those of its package, so that its checkpoints load.
-They take the router's choice as it comes: expert_p (T, K) weights and expert_idxs (T, K) ids.
+They take the router's choice as it comes: expert_p (T, K) weights and expert_idxs (T, K) ids. A program that imports
+this module as `scattermoe` finds `scattermoe.mlp.MLP` and `scattermoe.kernels.ops.group` where its package has them.
 """
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 
-import torch
 from torch import Tensor, nn
 
+from megablocks.moe.parallel_experts import ParallelExperts
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear
+from megablocks.ops.upstream import function_class
+from megablocks.ops.upstream import scattermoe as _kernels
 
-__all__ = ["GLUMLP", "MLP", "ParallelExperts", "flatten_sort_count", "parallel_linear"]
+__all__ = ["GLUMLP", "MLP", "ParallelExperts", "ParallelLinear", "flatten_sort_count", "kernels", "parallel_linear"]
 
-
-class ParallelExperts(nn.Module):
-    """E linear maps: weight (E, output_size, input_size), bias (E, output_size) or None."""
-
-    def __init__(
-        self,
-        num_experts: int,
-        input_size: int,
-        output_size: int,
-        bias: bool = False,
-        *,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size, device=device, dtype=dtype))
-        empty_bias = torch.empty(num_experts, output_size, device=device, dtype=dtype) if bias else None
-        self.bias = None if empty_bias is None else nn.Parameter(empty_bias)
-        self.num_experts, self.input_size, self.output_size = num_experts, input_size, output_size
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """A normal of std 0.02, biases 0."""
-        nn.init.normal_(self.weight, std=0.02)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-
-    def forward(
-        self,
-        inputs: Tensor,
-        k: int,
-        sorted_expert_idxs: Tensor,
-        sorted_scattered_idxs: Tensor,
-        expert_offsets: Tensor,
-        gates: Tensor | None = None,
-        grouped_in: bool = False,
-        grouped_out: bool = False,
-    ) -> Tensor:
-        """As `parallel_linear`."""
-        return parallel_linear(
-            inputs, self.weight.transpose(1, 2), k, sorted_expert_idxs, sorted_scattered_idxs, expert_offsets,
-            expert_biases=self.bias, gates=gates, grouped_in=grouped_in, grouped_out=grouped_out,
-        )  # fmt: skip
-
-    def extra_repr(self) -> str:
-        return f"num_experts={self.num_experts}, input_size={self.input_size}, output_size={self.output_size}"
+mlp = parallel_experts = sys.modules[__name__]
+kernels = types.SimpleNamespace(ops=_kernels)
+ParallelLinear = function_class("ParallelLinear", parallel_linear)
 
 
 class MLP(nn.Module):

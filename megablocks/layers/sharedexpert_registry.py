@@ -1,4 +1,4 @@
-"""Which class computes the shared expert, by megablocks 0.10's function."""
+"""The class that computes the shared expert, by megablocks 0.10's function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The driver's flags on top of Megatron's: `--megablocks-*`, `--data-prefix`, the old fork's names, and defaults.
+"""The driver's flags beside Megatron's: `--megablocks-*`, `--data-prefix`, the old fork's names, and defaults.
 
-Every flag of Megatron-LM stays. `add_arguments` is the `extra_args_provider` of Megatron's `parse_and_validate_args`:
-it returns a parser that, after parsing, maps the old names to Megatron's, fills defaults that depend on the machine
-(no GPU, no Transformer Engine) and refuses bad values with one line, before Megatron's own validation sees them.
+Every flag of Megatron-LM stays but those of `UNSUPPORTED`. `add_arguments` is the `extra_args_provider` of Megatron's
+`parse_and_validate_args`. Its parser first parses; then it maps the old names to Megatron's, fills defaults that depend
+on the machine (no GPU, no Transformer Engine) and refuses bad values in one line. Megatron's own validation follows.
 
 | old fork                            | here                                                                         |
 |-------------------------------------|------------------------------------------------------------------------------|
@@ -26,12 +26,13 @@ import math
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 
 from megablocks.config import ConfigError
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.settings import MegaBlocksSettings, option
 
 PREFIX = "megablocks_"
 
@@ -40,48 +41,55 @@ PREFIX = "megablocks_"
 class DriverSettings:
     """What the driver adds to Megatron's training loop; one `--megablocks-*` flag a field."""
 
-    run_dir: str | None = dataclasses.field(
-        default=None, metadata={"help": "folder of loss.csv, loss.png, expert_load.*, env.txt; default: --save"}
+    run_dir: str | None = option(None, "folder of loss.csv, loss.png, expert_load.* and env.txt; unset: --save")
+    nonfinite_guard: bool = option(
+        True, "at a NaN or Inf, stop every rank before the optimizer step and name the layer that it came from"
     )
-    nonfinite_guard: bool = dataclasses.field(
-        default=True, metadata={"help": "stop every rank before the optimizer step at a NaN or Inf, naming its layer"}
+    loss_spike_factor: float = option(
+        0.0, "skip the update of a step whose loss exceeds this many times the median of the past losses; 0: never"
     )
-    loss_spike_factor: float = dataclasses.field(
-        default=0.0, metadata={"help": "skip an update whose loss exceeds this times the window's median; 0: off"}
+    loss_spike_window: int = option(64, "number of past losses in that median; checkpoints keep them")
+    hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
+    verify_checkpoint: bool = option(
+        True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
     )
-    loss_spike_window: int = dataclasses.field(
-        default=64, metadata={"help": "number of past losses in that median (kept in checkpoints)"}
-    )
-    hang_timeout: float = dataclasses.field(
-        default=600.0, metadata={"help": "seconds of silence after which a rank counts as dead; 0: off"}
-    )
-    verify_checkpoint: bool = dataclasses.field(
-        default=True, metadata={"help": "compare every checkpoint file with its recorded sha256 before loading it"}
+    allow_other_model: bool = option(
+        False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
     )
 
+    def __post_init__(self) -> None:
+        if self.loss_spike_factor != 0 and not self.loss_spike_factor > 1:
+            raise ConfigError(f"loss_spike_factor={self.loss_spike_factor}: must be > 1, or 0 for never")
+        if self.loss_spike_window < 4:
+            raise ConfigError(f"loss_spike_window={self.loss_spike_window}: must be >= 4")
+        if not self.hang_timeout >= 0:
+            raise ConfigError(f"hang_timeout={self.hang_timeout}: must be >= 0 seconds")
 
-class _Alias(NamedTuple):
-    dest: str
-    kind: type
-    help: str
 
-
-ALIASES = {
-    "moe_num_experts": _Alias("num_experts", int, "old name of --num-experts"),
-    "moe_top_k": _Alias("moe_router_topk", int, "old name of --moe-router-topk"),
-    "moe_loss_weight": _Alias("moe_aux_loss_coeff", float, "load-balancing weight, averaged over layers"),
-    "moe_zloss_weight": _Alias("moe_z_loss_coeff", float, "old name of --moe-z-loss-coeff"),
-    "moe_jitter_eps": _Alias("moe_input_jitter_eps", float, "old name of --moe-input-jitter-eps"),
-    "moe_capacity_factor": _Alias(
-        PREFIX + "capacity_factor", float, "old name of --megablocks-capacity-factor; unset: dropless"
-    ),
-    "moe_normalize_expert_weights": _Alias(
-        PREFIX + "normalize_top_k", float, "old name of --megablocks-normalize-top-k"
-    ),
+ALIASES: dict[str, tuple[str, type]] = {
+    "moe_num_experts": ("num_experts", int),
+    "moe_top_k": ("moe_router_topk", int),
+    "moe_loss_weight": ("moe_aux_loss_coeff", float),
+    "moe_zloss_weight": ("moe_z_loss_coeff", float),
+    "moe_jitter_eps": ("moe_input_jitter_eps", float),
+    "moe_capacity_factor": (PREFIX + "capacity_factor", float),
+    "moe_normalize_expert_weights": (PREFIX + "normalize_top_k", float),
 }
-
-UNSUPPORTED = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
-"""Megatron flags that need parts of its pretrain_gpt.py which this driver leaves out."""
+"""The old fork's names: Megatron's or ours, and the type."""
+_PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
+UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
+    "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
+}
+"""Megatron's flags that this driver does not take, and why."""
+POSITIVE = {
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
+    "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
+    "train_iters", "train_samples", "log_interval", "log_memory_interval", "eval_interval", "save_interval",
+    "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
+    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+}  # fmt: skip
+"""Flags whose value must be > 0."""
+FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
 
 
 def add_arguments(
@@ -89,7 +97,8 @@ def add_arguments(
 ) -> argparse.ArgumentParser:
     """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours.
 
-    parsed: receives the namespace before Megatron validates it, so that an error can name its values.
+    Args:
+        parsed: gets the namespace before Megatron validates it, so that an error message can name its values.
     """
     driver = DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
     driver.parsed = parsed
@@ -97,7 +106,7 @@ def add_arguments(
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Prints help texts of Megatron that are no format strings ("10%)" in 0.19.2) as they stand."""
+    """Prints a help text with a stray % as it is, such as "10%)" in Megatron 0.19.2, instead of failing."""
 
     def _expand_help(self, action: argparse.Action) -> str:
         try:
@@ -107,7 +116,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class DriverParser(argparse.ArgumentParser):
-    """Parses, then resolves: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
+    """A parser whose result is resolved: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
 
     parsed: list[argparse.Namespace] | None = None
 
@@ -120,9 +129,19 @@ class DriverParser(argparse.ArgumentParser):
             for field in dataclasses.fields(settings):
                 _add_flag(group, field)
         group = self.add_argument_group("names of the old Megatron fork")
-        for name, alias in ALIASES.items():
-            group.add_argument(_flag(name), type=alias.kind, help=alias.help)
+        for name, (dest, kind) in ALIASES.items():
+            by_layer = " times the number of layers" if name == "moe_loss_weight" else ""
+            group.add_argument(_flag(name), type=kind, help=f"old name of {_flag(dest)}{by_layer}")
         group.add_argument("--moe-expert-model-parallelism", action="store_true", help="spread experts over all ranks")
+
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except Exception as error:
+            if isinstance(error, argparse.ArgumentError) and isinstance(action.type, type):
+                raise  # argparse names the type, such as int; a function's name would say nothing
+            text = (action.help or "").split(". ")[0]
+            raise argparse.ArgumentError(action, f"invalid value {arg_string!r}; it takes: {text}") from error
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("unrecognized arguments: "):
@@ -163,7 +182,7 @@ def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
 
 
 def settings_from[S: (MegaBlocksSettings, DriverSettings)](args: argparse.Namespace, kind: type[S]) -> S:
-    """The settings dataclass `kind` from parsed flags. Its ConfigError names the flag's field."""
+    """The settings dataclass `kind` from parsed flags. Its ConfigError names the flag."""
     try:
         return kind(**{f.name: getattr(args, PREFIX + f.name) for f in dataclasses.fields(kind)})
     except ConfigError as error:
@@ -171,7 +190,7 @@ def settings_from[S: (MegaBlocksSettings, DriverSettings)](args: argparse.Namesp
 
 
 def resolve(args: argparse.Namespace) -> None:
-    """Aliases, data folder and defaults into Megatron's own names. ConfigError at what cannot stand."""
+    """Set Megatron's own arguments from aliases, data folder and defaults. Raises ConfigError for a bad value."""
     explicit: set[str] = args.megablocks_explicit
     _resolve_aliases(args, explicit)
     if args.data_prefix is not None:
@@ -179,7 +198,10 @@ def resolve(args: argparse.Namespace) -> None:
 
         for dest, value in flags_of_folder(args.data_prefix).items():
             if dest in explicit and getattr(args, dest) != value:
-                raise ConfigError(f"{dest}={getattr(args, dest)!r}: {value!r} in --data-prefix {args.data_prefix}")
+                raise ConfigError(
+                    f"{dest}={getattr(args, dest)!r}: must be left out with --data-prefix {args.data_prefix}, "
+                    f"which sets {value!r}"
+                )
             setattr(args, dest, value)
     chosen = {k: v for k, v in machine_defaults(args).items() if k not in explicit and getattr(args, k) != v[0]}
     for dest, (value, _) in chosen.items():
@@ -193,7 +215,7 @@ def resolve(args: argparse.Namespace) -> None:
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
-    for name, alias in ALIASES.items():
+    for name, (dest, _) in ALIASES.items():
         value = getattr(args, name)
         if value is None:
             continue
@@ -201,21 +223,22 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
             if not args.num_layers:
                 raise ConfigError(f"moe_loss_weight={value}: needs --num-layers, over which it is averaged")
             value = value / args.num_layers
-        twin = getattr(args, alias.dest)
+        twin = getattr(args, dest)
         if isinstance(twin, list) and len(twin) == 1:
             twin = twin[0]
-        if alias.dest in explicit and not (isinstance(twin, (int, float)) and math.isclose(twin, value)):
+        if dest in explicit and not (isinstance(twin, (int, float)) and math.isclose(twin, value)):
             raise ConfigError(
-                f"{name}={getattr(args, name)}: sets {alias.dest}={value:g}, and {_flag(alias.dest)} {twin} is given"
+                f"{name}={getattr(args, name)}: sets {dest}={value:g}, but {_flag(dest)} {twin} is given "
+                "too; leave one of them out"
             )
-        setattr(args, alias.dest, value)
-        explicit.add(alias.dest)
+        setattr(args, dest, value)
+        explicit.add(dest)
     if args.moe_expert_model_parallelism:
         size = _expert_parallel_size(args)
         if "expert_model_parallel_size" in explicit and args.expert_model_parallel_size != size:
             raise ConfigError(
-                f"moe_expert_model_parallelism=True: spreads experts over {size} ranks, and "
-                f"--expert-model-parallel-size {args.expert_model_parallel_size} is given too"
+                f"moe_expert_model_parallelism=True: spreads experts over {size} ranks, but "
+                f"--expert-model-parallel-size {args.expert_model_parallel_size} is given too; leave one of them out"
             )
         args.expert_model_parallel_size = size
         explicit.add("expert_model_parallel_size")
@@ -238,14 +261,14 @@ def _expert_parallel_size(args: argparse.Namespace) -> int:
     size = min(ranks, experts)
     if size < 1 or experts % size or ranks % size:
         raise ConfigError(
-            f"num_experts={args.num_experts}: with --moe-expert-model-parallelism must be a multiple or a divisor of "
-            f"the {ranks} data-parallel ranks"
+            f"num_experts={args.num_experts}: must be a multiple or a divisor of the {ranks} data-parallel ranks with "
+            "--moe-expert-model-parallelism"
         )
     return size
 
 
 def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
-    """Values that a user should not have to know: dest → (value, why). They apply where the flag is not given."""
+    """Defaults that depend on the machine and the other flags: dest → (value, why)."""
     out: dict[str, tuple[Any, str]] = {"exit_signal_handler": (True, "SIGTERM saves and exits 0")}
     has_engine = importlib.util.find_spec("transformer_engine") is not None
     if not has_engine:
@@ -271,7 +294,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["add_bias_linear"] = (False, "experts without bias")
         out["moe_token_dispatcher_type"] = ("alltoall", "dropless")
         if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
-            # the old fork's rule, and the only one for top-1, whose weight would else always be 1
+            # As in the old fork. With top-1 a softmax after top-k would make every weight 1.
             out["moe_router_pre_softmax"] = (True, "softmax over all experts")
     if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
@@ -285,49 +308,85 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse what cannot train, in one line a user can act on. Megatron's validation still follows."""
+    """Refuse values that cannot train, in one line. Megatron's own validation follows."""
+    for dest, why in UNSUPPORTED.items():
+        if getattr(args, dest, None):
+            raise ConfigError(f"{dest}={getattr(args, dest)!r}: {why}")
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
-        if getattr(args, dest) is None and not args.yaml_cfg and not args.use_checkpoint_args:
+        if getattr(args, dest) is None and not args.use_checkpoint_args:
             raise ConfigError(f"{dest}=None: {_flag(dest)} is required")
     if args.train_iters is None and args.train_samples is None:
         raise ConfigError("train_iters=None: --train-iters or --train-samples is required")
-    positive = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "seq_length", "micro_batch_size",
-                "global_batch_size", "train_iters", "log_interval", "eval_interval", "save_interval", "lr")  # fmt: skip
-    for dest in positive:
-        value = getattr(args, dest)
-        if value is not None and not value > 0:
+    for dest, value in vars(args).items():
+        if dest in POSITIVE and value is not None and not value > 0:
             raise ConfigError(f"{dest}={value}: must be > 0")
-    for dest in UNSUPPORTED:
-        if getattr(args, dest, None):
-            raise ConfigError(f"{dest}={getattr(args, dest)}: this driver pretrains GPT models only")
-    if args.num_attention_heads and args.kv_channels is None and args.hidden_size % args.num_attention_heads:
-        raise ConfigError(
-            f"num_attention_heads={args.num_attention_heads}: must divide hidden_size={args.hidden_size}, "
-            "or --kv-channels must be given"
-        )
-    if args.save and args.save_interval is None:
-        raise ConfigError(f"save={args.save!r}: needs --save-interval")
+        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, float)]
+        if dest in args.megablocks_explicit and not all(map(math.isfinite, numbers)):
+            raise ConfigError(f"{dest}={value}: must be a finite number")
+        if dest in FRACTIONS and not 0 <= value <= 1:
+            raise ConfigError(f"{dest}={value}: must be 0 to 1")
+    _check_sizes(args)
+    _check_schedule(args)
+    _check_folders(args)
     ranks = _data_parallel_size(args)
     if args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
         raise ConfigError(
             f"global_batch_size={args.global_batch_size}: must be a multiple of micro_batch_size="
             f"{args.micro_batch_size} times the {ranks} data-parallel ranks"
         )
-    _check_driver(settings_from(args, DriverSettings))
-    settings = settings_from(args, MegaBlocksSettings)
+    if args.save and args.save_interval is None:
+        raise ConfigError(f"save={args.save!r}: needs --save-interval")
+    settings_from(args, DriverSettings)
+    settings_from(args, MegaBlocksSettings)
     if args.num_experts:
-        _check_experts(args, settings, ranks)
+        _check_experts(args, ranks)
     else:
         _check_dense(args)
 
 
-def _check_driver(driver: DriverSettings) -> None:
-    if driver.loss_spike_factor != 0 and not driver.loss_spike_factor > 1:
-        raise ConfigError(f"megablocks_loss_spike_factor={driver.loss_spike_factor}: must be > 1, or 0 for off")
-    if driver.loss_spike_window < 4:
-        raise ConfigError(f"megablocks_loss_spike_window={driver.loss_spike_window}: must be an integer >= 4")
-    if not driver.hang_timeout >= 0:
-        raise ConfigError(f"megablocks_hang_timeout={driver.hang_timeout}: must be >= 0 seconds")
+def _check_sizes(args: argparse.Namespace) -> None:
+    hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
+    if hidden and heads:  # both come later with --use-checkpoint-args
+        if args.kv_channels is None and hidden % heads:
+            raise ConfigError(f"num_attention_heads={heads}: must divide hidden_size={hidden}, or give --kv-channels")
+        if args.group_query_attention and heads % groups:
+            raise ConfigError(f"num_query_groups={groups}: must divide num_attention_heads={heads}")
+        size = args.kv_channels or hidden // heads
+        if args.position_embedding_type == "rope" and size % 2:
+            raise ConfigError(f"kv_channels={size}: must be even with --position-embedding-type rope")
+    frequency = args.moe_layer_freq
+    if isinstance(frequency, int) and frequency < 1:
+        raise ConfigError(f"moe_layer_freq={frequency}: must be >= 1; 2 puts experts into every second layer")
+    if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
+        raise ConfigError(f"moe_layer_freq={frequency}: must have one entry for each of num_layers={args.num_layers}")
+
+
+def _check_schedule(args: argparse.Namespace) -> None:
+    """Refuse a warm-up that is not shorter than the schedule, which Megatron asserts without a message."""
+    unit = "iters" if args.train_iters else "samples"
+    total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
+    warmup = getattr(args, f"lr_warmup_{unit}")
+    if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
+        raise ConfigError(f"lr_warmup_fraction={args.lr_warmup_fraction}: must be >= 0 and < 1")
+    if warmup >= total:
+        raise ConfigError(
+            f"lr_warmup_{unit}={warmup}: must be smaller than {total}, the {unit} of the whole schedule "
+            f"(--lr-decay-{unit}, else --train-{unit})"
+        )
+
+
+def _check_folders(args: argparse.Namespace) -> None:
+    """Refuse a folder that this user can neither write nor create."""
+    for dest in ("save", "tensorboard_dir", "data_cache_path", PREFIX + "run_dir"):
+        path = getattr(args, dest)
+        if path is None or "://" in path:
+            continue
+        there = next(parent for parent in (Path(path), *Path(path).absolute().parents) if os.path.lexists(parent))
+        if not there.is_dir():
+            raise ConfigError(f"{dest}={path!r}: {there} is not a folder; choose another path")
+        is_read = dest == "data_cache_path" and there == Path(path) and any(there.iterdir())  # a cache that is complete
+        if not is_read and not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"{dest}={path!r}: {there} cannot be written by this user; choose another path")
 
 
 def _check_dense(args: argparse.Namespace) -> None:
@@ -338,20 +397,24 @@ def _check_dense(args: argparse.Namespace) -> None:
         raise ConfigError(f"expert_model_parallel_size={args.expert_model_parallel_size}: needs --num-experts")
 
 
-def _check_experts(args: argparse.Namespace, settings: MegaBlocksSettings, ranks: int) -> None:
+def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if args.num_experts < 1:
-        raise ConfigError(f"num_experts={args.num_experts}: must be > 0")
+        raise ConfigError(f"num_experts={args.num_experts}: must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
         raise ConfigError(f"moe_router_topk={args.moe_router_topk}: must be 1 to num_experts={args.num_experts}")
     size = args.expert_model_parallel_size
-    if size < 1 or args.num_experts % size:
+    if args.num_experts % size:
         raise ConfigError(f"expert_model_parallel_size={size}: must divide num_experts={args.num_experts}")
-    expert_ranks = ranks * args.tensor_model_parallel_size * args.context_parallel_size
-    if expert_ranks % (size * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)):
+    stage = ranks * args.tensor_model_parallel_size * args.context_parallel_size
+    shards = args.expert_tensor_parallel_size
+    if shards and stage % (size * shards):
+        raise ConfigError(
+            f"expert_tensor_parallel_size={shards}: times expert_model_parallel_size={size} must divide the {stage} "
+            "ranks of a pipeline stage"
+        )
+    if stage % (size * (shards or args.tensor_model_parallel_size)):
         raise ConfigError(f"expert_model_parallel_size={size}: must divide the {ranks} data-parallel ranks")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
         raise ConfigError(
-            f"tensor_model_parallel_size={args.tensor_model_parallel_size}: with experts needs --sequence-parallel"
+            f"tensor_model_parallel_size={args.tensor_model_parallel_size}: needs --sequence-parallel with experts"
         )
-    if settings.capacity_factor is not None and not math.isfinite(settings.capacity_factor):
-        raise ConfigError(f"megablocks_capacity_factor={settings.capacity_factor}: must be a finite number")

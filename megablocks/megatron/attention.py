@@ -1,9 +1,9 @@
 """Core attention through torch's scaled_dot_product_attention, for Megatron without Transformer Engine.
 
-Megatron's own fallback builds the (batch·heads, S, S) scores in memory. Here, without a mask, a causal layer runs the
-fused causal kernel. A mask that is given is honoured as it is: with `--reset-attention-mask` it is more than causal,
-and telling the two apart would cost a host synchronisation. Pass `--no-create-attention-mask-in-dataloader` where
-attention is plainly causal.
+Megatron's own fallback builds the (batch·heads, S, S) scores in memory. Here a causal layer without a mask runs the
+fused causal kernel. If there is a mask, it is applied as it is: with `--reset-attention-mask` it is more than causal,
+and to find that out would need a host synchronization. If attention is only causal, pass
+`--no-create-attention-mask-in-dataloader`; the driver does so by itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
 class SDPAttention(MegatronModule):
-    """Attention over heads that are already projected; the arguments are those of Megatron's DotProductAttention.
+    """Attention over projected heads, with the arguments of Megatron's DotProductAttention.
 
-    Use `supports(config)` first: context parallelism, sliding windows and softmax sinks need other modules, and are a
-    ConfigError here.
+    Raises:
+        ConfigError: context parallelism, sliding windows or softmax sinks, for which `supports(config)` is False.
     """
 
     def __init__(
@@ -52,8 +52,8 @@ class SDPAttention(MegatronModule):
                 raise ConfigError(f"{name}={value!r}: must be {allowed!r}, or use --megablocks-attention megatron")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
-        # apply_query_key_layer_scaling divides the scores by the layer number and multiplies the softmax's input by it,
-        # against fp16 overflow in the scores: the value is the same, and the fused kernel keeps scores in float32.
+        # apply_query_key_layer_scaling has no effect here. Against overflow in fp16 it divides the scores by the layer
+        # number and multiplies them by it again; the fused kernel keeps scores in float32.
         self.scale = softmax_scale if softmax_scale is not None else 1 / math.sqrt(config.kv_channels)
 
     def forward(
@@ -87,11 +87,11 @@ class SDPAttention(MegatronModule):
             lower = torch.ones(seq, seq_k, dtype=torch.bool, device=query.device).tril(seq_k - seq)
             keep = lower if keep is None else keep & lower
         if query.shape[1] != key.shape[1]:
-            # Not enable_gqa: with a mask it leaves only the kernel that stores all scores.
+            # With a mask, enable_gqa would select the kernel that stores all scores.
             groups = query.shape[1] // key.shape[1]
             key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
         dropout = self.dropout if self.training else 0.0
-        # Under sequence parallelism the transformer block has entered the fork already.
+        # With sequence parallelism the transformer block has forked the generator already.
         fork = dropout > 0 and not self.config.sequence_parallel
         with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             causal = causal and keep is None

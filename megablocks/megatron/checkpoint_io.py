@@ -1,24 +1,175 @@
-"""Around Megatron's checkpoints: saving without a helper process, errors that say why, the very same random state.
+"""What Megatron's checkpoints need besides: safe reading, a comparison with the run's flags, fast and exact saving.
 
-For every save, asynchronous or not, megatron-core 0.19.2 hands the results of writing from the writer to the trainer
-through a queue of `multiprocessing.Manager`, a process of its own that starts by importing torch: 3 to 10 seconds
-before the first save of each rank, and a process that outlives a rank killed by SIGKILL. Where writer and trainer are
-one process, a plain queue does.
+A torch_dist checkpoint is a folder of files: `.metadata` (a pickle that says where everything lies) and `*.distcp`
+(tensors, and pickled objects such as the flags of the run).
 """
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import enum
 import functools
+import io
+import pickle
 import queue
-from typing import Any
+import re
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import IO, Any
 
 import torch
+from megatron.core import dist_checkpointing, safe_globals
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.training import training
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.megatron.failures import cause_of, line_of
+
+MODEL = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
+    "seq_length", "max_position_embeddings", "vocab_size", "bf16", "fp16",
+    "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "add_bias_linear", "add_qkv_bias", "normalization",
+    "apply_layernorm_1p", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
+    "untie_embeddings_and_output_weights",
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",
+    "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
+    "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
+    "megablocks_router_type", "megablocks_token_rounding", "megablocks_normalize_top_k",
+    "megablocks_uniform_assignment", "megablocks_capacity_factor", "megablocks_capacity_rule",
+)  # fmt: skip
+"""Flags that define the model: with other values, the same weights compute something else or do not fit."""
+SCHEDULE = (
+    "train_iters", "train_samples", "global_batch_size", "lr", "min_lr", "lr_decay_style", "lr_decay_iters",
+    "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction", "lr_wsd_decay_iters",
+    "lr_wsd_decay_samples", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
+)  # fmt: skip
+"""Flags that define the learning rate and the weight decay of each step."""
+
+_OF_DATACLASSES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
+"""Modules whose dataclasses and enums `.metadata` may hold."""
+_OTHERS = {
+    "torch": ("Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("PosixPath",),
+    "pathlib._local": ("PosixPath",),
+    "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
+}
+"""What else `.metadata` may hold, by module. Megatron before 0.19 wrote the last two classes."""
+_TRUST = "; for a file that you trust, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
+
+
+def saved_args(folder: Path) -> argparse.Namespace | None:
+    """The flags of the run that saved a torch_dist checkpoint, None if it holds none.
+
+    Raises:
+        CheckpointError: a file cannot be read, or holds a class that may run code.
+    """
+    try:
+        FileSystemReader(folder).read_metadata()  # the next line reads it too, but hides its errors
+        return dist_checkpointing.load_common_state_dict(folder).get("args")
+    except (Exception, CheckpointException) as error:
+        cause = cause_of(error)
+        if isinstance(cause, CheckpointError):
+            raise cause from error
+        raise CheckpointError(f"{folder}: cannot be read: {line_of(cause)}") from error
+
+
+def differences(args: argparse.Namespace, saved: argparse.Namespace, names: tuple[str, ...]) -> str:
+    """The flags of `names` that both runs have with different values, as "field=given (saved: value), …"."""
+    both = [name for name in names if hasattr(args, name) and hasattr(saved, name)]
+    pairs = [(name, getattr(args, name), getattr(saved, name)) for name in both]
+    return ", ".join(f"{name}={given!r} (saved: {value!r})" for name, given, value in pairs if given != value)
+
+
+def restrict_unpickling() -> None:
+    """Let checkpoints hold only the classes that torch and Megatron put there. Call it once a process or more often.
+
+    torch.distributed.checkpoint unpickles `.metadata` and objects without a restriction, so that a file could run any
+    code. From here on `.metadata` may hold the classes of `_OF_DATACLASSES` and `_OTHERS`. An object may hold those
+    that torch.load(weights_only=True) allows, to which Megatron adds some (megatron.core.safe_globals).
+    """
+    if hasattr(FileSystemReader.read_data, "__wrapped__"):
+        return
+    # A random state is an array of numpy, whose module has one name before numpy 2 and another since.
+    names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
+    torch.serialization.add_safe_globals([(safe_globals._reconstruct, name) for name in names])
+    filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": _load_metadata})  # type: ignore[assignment, attr-defined]
+    DefaultLoadPlanner.load_bytes = _load_bytes(DefaultLoadPlanner.load_bytes)  # type: ignore[method-assign]
+    FileSystemReader.read_data = _read_data(FileSystemReader.read_data)  # type: ignore[method-assign]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _OTHERS.get(module, ()):
+            return super().find_class(module, name)
+        found = super().find_class(module, name) if module in _OF_DATACLASSES else None
+        is_data = dataclasses.is_dataclass(found) or isinstance(found, enum.EnumType)
+        if is_data and getattr(found, "__module__", None) == module:
+            return found
+        raise pickle.UnpicklingError(f"GLOBAL {module}.{name}")
+
+
+def _load_metadata(file: IO[bytes]) -> Any:
+    try:
+        return _MetadataUnpickler(file).load()
+    except pickle.UnpicklingError as error:
+        raise _refusal(file.name, error) from error
+
+
+def _load_bytes(original: Any) -> Any:
+    @functools.wraps(original)
+    def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+        copy = io.BytesIO()
+        torch.save(torch.load(value), copy)  # this load is restricted; the original's, of our copy, is not
+        copy.seek(0)
+        original(self, read_item, copy)
+
+    return load_bytes
+
+
+def _read_data(original: Any) -> Any:
+    @functools.wraps(original)
+    def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        files = defaultdict(list)
+        for item in plan.items:
+            files[self.storage_data[item.storage_index].relative_path].append(item)
+        done = original(self, dataclasses.replace(plan, items=[]), planner)
+        for name, items in files.items():
+            try:
+                done = original(self, dataclasses.replace(plan, items=items), planner)
+            except pickle.UnpicklingError as error:
+                raise _refusal(f"{self.path}/{name}", error, _TRUST) from error
+        return done
+
+    return read_data
+
+
+def _refusal(file: str, error: pickle.UnpicklingError, advice: str = "") -> CheckpointError:
+    named = re.search(r"GLOBAL ([\w.]+)", str(error))
+    if named is None:
+        return CheckpointError(f"{file}: damaged: {line_of(error)[:200]}")
+    return CheckpointError(
+        f"{file}: holds {named[1]}, which Megatron does not put there and which could run code; refused before it "
+        f"ran{advice}"
+    )
 
 
 def write_in_process(args: Any) -> bool:
-    """Give synchronous saves a plain queue, once, before the first save. Returns whether the run's saves are such."""
+    """Let synchronous saves work without a helper process. Call it before the first save.
+
+    megatron-core 0.19.2 passes results from writer to trainer through a `multiprocessing.Manager`, a process that
+    imports torch first: 3 to 10 seconds at the first save of each rank. It also outlives a rank that is killed. If
+    writer and trainer are one process, a plain queue is enough.
+
+    Returns:
+        whether the run's saves are synchronous.
+    """
     if args.async_save:
         return False
     if filesystem_async._results_queue is None:
@@ -27,11 +178,11 @@ def write_in_process(args: Any) -> bool:
 
 
 def keep_random_state() -> None:
-    """Let the building of data iterators leave the random state as it was, once a process.
+    """Let building the data iterators keep the random state. Call it once a process or more often.
 
-    Every torch DataLoader iterator draws a seed for its workers when it is built: at the start of a run, and again when
-    the run is resumed, after the checkpoint has put the generator back. From there on a resumed run would drop other
-    activations than the run it continues (on a CPU, where dropout draws from that same generator).
+    A torch DataLoader iterator draws a seed for its workers when it is built. A resumed run builds it after the
+    checkpoint has restored the generator, so that on a CPU, where dropout draws from the same generator, dropout would
+    differ from that of the run that it continues.
     """
     original = training.build_train_valid_test_data_iterators
     if hasattr(original, "__wrapped__"):
@@ -46,7 +197,7 @@ def keep_random_state() -> None:
 
 
 def name_write_errors() -> None:
-    """Let a write that fails (a full disk) say why, once a process: Megatron passes on nothing but the error's type."""
+    """Let a failed write, as on a full disk, say why. Megatron reports only the type of the error."""
     writer = filesystem_async.FileSystemWriterAsync
     original = writer.write_preloaded_data
     if hasattr(original, "names_write_errors"):
@@ -58,7 +209,7 @@ def name_write_errors() -> None:
         error = result[1] if result is not None else None
         if not isinstance(error, Exception):
             return result
-        # torch.save, in the middle of a tensor, replaces the error of the file by one of its own.
+        # torch.save replaces the file's error by its own if it happens inside a tensor.
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, OSError):
             cause = cause.__cause__ or cause.__context__

@@ -1,19 +1,20 @@
-"""CPU with gloo as a device for megatron-core 0.19.2: every change that Megatron needs where there is no CUDA, and why.
+"""The CPU with gloo as a device for megatron-core 0.19.2: every change that Megatron needs without CUDA, and why.
 
-`install()` does nothing on a machine with CUDA. Without CUDA it applies `PATCHES` once per process; each entry names
-what it replaces and what breaks without it (`tests/megatron/test_cpu.py` switches each off and sees the failure).
-Nothing here changes what a model computes: devices named "cuda" become the CPU, the CUDA random generator becomes the
-CPU generator, and streams, which order work on a GPU, become no-ops, because work on the CPU is ordered already.
+`install()` does nothing on a machine with CUDA. Elsewhere it applies `PATCHES` once a process. Each entry says what it
+replaces and what fails without it; `tests/megatron/test_cpu.py` leaves out each one and sees the failure. No patch
+changes what a model computes: devices named "cuda" become the CPU, the CUDA random generator becomes the CPU's, and
+streams do nothing, because work on the CPU is in order already.
 
-Importing `megablocks.megatron.specs` calls `install()`, which is early enough for Megatron-LM's own pretrain_gpt.py
-with `--spec megablocks.megatron.specs block_spec`: Megatron imports the spec after parsing its flags and before
-`initialize_megatron`. `REQUIRED_FLAGS` lists what must be said on the command line.
+Importing `megablocks.megatron.specs` calls `install()`. That is early enough for Megatron-LM's own pretrain_gpt.py with
+`--spec megablocks.megatron.specs block_spec`, because Megatron imports the spec before `initialize_megatron`. It also
+needs `REQUIRED_FLAGS`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.util
 import logging
 import os
 from collections import defaultdict
@@ -32,14 +33,14 @@ REQUIRED_FLAGS = (
     "--no-masked-softmax-fusion",
     "--no-rope-fusion",
 )
-"""What Megatron's own driver must be told on a CPU; all but the first two also on a GPU without Transformer Engine."""
+"""Flags that Megatron's own driver needs on a CPU; without Transformer Engine a GPU needs all but the first two."""
 
 _installed: set[str] = set()
-_cuda: Any = torch.cuda  # what the patches below write to
+_cuda: Any = torch.cuda  # without types, since the patches write to it
 
 
 class _NoStream:
-    """Stands for torch.cuda.Stream and torch.cuda.Event: the CPU runs work in the order it is issued."""
+    """Stands for torch.cuda.Stream and torch.cuda.Event: the CPU runs work in the order of the calls."""
 
     cuda_stream = 0
     device = torch.device("cpu")
@@ -72,9 +73,9 @@ _CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind i
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Calls that name the device "cuda" get "cpu"; Tensor.cuda() is the tensor; Tensor.type() names the CUDA class.
+    """Calls that name the device "cuda" get "cpu"; Tensor.cuda() gives the tensor; Tensor.type() names the CUDA class.
 
-    Costs about one microsecond a torch call. Active in the thread that installed it.
+    Costs about one microsecond a torch call. It is active in the thread that installed it.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -92,19 +93,19 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _current_device() -> None:
-    """`torch.cuda.current_device`: Megatron passes it as device= to almost every tensor it makes."""
+    """`torch.cuda.current_device`, which Megatron passes as device= to almost every tensor that it makes."""
     _cuda.current_device = lambda: torch.device("cpu")
 
 
 def _literals() -> None:
-    """Device literals "cuda" in schedules, optimizers, gradient clipping and the training loop, and `Tensor.type()`,
-    by whose name Megatron's mixed-precision and distributed optimizers sort parameters."""
+    """The literal "cuda" in schedules, optimizers, gradient clipping and the training loop. Also `Tensor.type()`, by
+    whose result Megatron's mixed-precision and distributed optimizers sort parameters."""
     _CudaMeansCpu().__enter__()
 
 
 def _random_state() -> None:
-    """The CUDA generator, which dropout and weight initialisation fork by name: here the CPU's. Megatron warns when the
-    CPU state changes inside such a fork, which is now what has to happen, so that warning is dropped."""
+    """The CUDA generator, which dropout and weight initialization fork by name: here it is the CPU's. Megatron warns
+    when the CPU's state changes inside a fork. Here it must change, so the warning is dropped."""
     from megatron.core.tensor_parallel import random as tp_random
 
     def get_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -122,7 +123,7 @@ def _random_state() -> None:
 
 
 def _streams() -> None:
-    """Streams and events of DDP construction, Megatron's token dispatchers and its timers."""
+    """Streams and events, which data parallelism, Megatron's token dispatchers and its timers make."""
     _cuda.Stream = _cuda.Event = _NoStream
     _cuda.current_stream = _cuda.default_stream = lambda device=None: _NoStream()
     _cuda.stream = lambda stream: contextlib.nullcontext()
@@ -130,18 +131,18 @@ def _streams() -> None:
 
 
 def _synchronize() -> None:
-    """`torch.cuda.synchronize` after point-to-point communication and in timers; nothing runs ahead on a CPU."""
+    """`torch.cuda.synchronize`, called after point-to-point communication and in timers; a CPU does not run ahead."""
     _cuda.synchronize = lambda device=None: None
 
 
 def _device_count() -> None:
-    """Megatron builds its process groups and seeds its generators only if it counts a device for each local rank."""
+    """Megatron makes process groups and seeds its generators only if there is a device for each local rank."""
     _cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     _cuda.set_device = lambda device: None
 
 
 class _NoProperties:
-    """Stands for the properties of a CUDA device: compute capability 0.0, which asks Megatron for nothing special."""
+    """Stands for the properties of a CUDA device. Megatron uses nothing special at compute capability 0.0."""
 
     name = "cpu"
     major = minor = 0
@@ -150,24 +151,24 @@ class _NoProperties:
 
 
 def _device_properties() -> None:
-    """With tensor parallelism Megatron's argument check asks for the compute capability, by `get_device_properties`."""
+    """`get_device_properties`: with tensor parallelism Megatron's validation asks for the compute capability."""
     _cuda.get_device_properties = lambda device=None: _NoProperties()
 
 
 def _memory_statistics() -> None:
-    """`--log-memory-to-tensorboard` looks up fields that `torch.cuda.memory_stats` lacks without CUDA: all are 0."""
+    """`--log-memory-to-tensorboard` reads fields of `torch.cuda.memory_stats`, which is empty without CUDA: now 0."""
     _cuda.memory_stats = lambda device=None: defaultdict(int)
 
 
 def _no_compiler() -> None:
-    """Megatron decorates small functions with torch.compile, which on a CPU calls a C++ compiler in every process:
-    half a minute of start-up, and an error where there is none. They run eagerly instead."""
+    """Megatron decorates small functions with torch.compile. On a CPU that calls a C++ compiler in every process: half
+    a minute at the start, or an error if there is no compiler. Here they run eagerly."""
     torch.compiler.set_stance("force_eager")
 
 
 def _dispatcher_splits() -> None:
-    """Megatron's own all-to-all dispatcher copies split sizes to the host "if they are on CUDA", and gives tensors,
-    not numbers, to the collective otherwise."""
+    """Megatron's own all-to-all dispatcher turns split sizes into numbers only if they are on CUDA, but the collective
+    needs numbers."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -177,16 +178,24 @@ def _dispatcher_splits() -> None:
 
 
 def _initialize() -> None:
-    """`initialize_megatron` asserts CUDA unless told `allow_no_cuda`, which `pretrain` does not pass on."""
+    """`initialize_megatron` asserts CUDA unless it gets `allow_no_cuda`, which `pretrain` does not pass on."""
+    if importlib.util.find_spec("megatron.training") is None:  # a program on megatron.core alone
+        return
     from megatron.training import training
 
     original = training.initialize_megatron
     training.initialize_megatron = functools.partial(original, allow_no_cuda=True)
 
 
-def _prebuilt_helpers() -> None:
-    """The wheel ships the built data-set helpers and no Makefile, so Megatron's "make" of them fails, on any device."""
-    skip_compile_helpers()
+def skip_compile_helpers() -> None:
+    """Megatron runs "make" for its data-set helpers. Its wheel holds them built and no Makefile, so that would fail.
+
+    Every device needs this, so the driver and the specs call it beside `install`.
+    """
+    with contextlib.suppress(ImportError):
+        from megatron.core.datasets import helpers_cpp, utils  # noqa: F401
+
+        utils.compile_helpers = lambda: None
 
 
 PATCHES: dict[str, Callable[[], None]] = {
@@ -201,42 +210,20 @@ PATCHES: dict[str, Callable[[], None]] = {
     "no_compiler": _no_compiler,
     "dispatcher_splits": _dispatcher_splits,
     "initialize": _initialize,
-    "prebuilt_helpers": _prebuilt_helpers,
+    "prebuilt_helpers": skip_compile_helpers,
 }
-TRAINING_PATCHES = ("initialize",)
-"""Those that need Megatron's training package; a program on megatron.core alone can leave them out."""
 
 
-def skip_compile_helpers() -> bool:
-    """Make Megatron's `compile_helpers` a no-op where the built module imports already. Returns whether it does.
-
-    Needed on every device: the wheel of megatron-core holds the built module and no Makefile.
-    """
-    try:
-        from megatron.core.datasets import helpers_cpp  # noqa: F401
-    except ImportError:
-        return False
-    from megatron.core.datasets import utils
-
-    utils.compile_helpers = lambda: None
-    return True
-
-
-def install(*, training: bool | None = None, skip: Collection[str] = ()) -> bool:
-    """Apply `PATCHES` where there is no CUDA. Idempotent. Returns whether this process runs on the CPU path.
+def install(*, skip: Collection[str] = ()) -> bool:
+    """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path.
 
     Args:
-        training: also patch `megatron.training`; None: if it can be imported.
-        skip: names in `PATCHES` to leave out (for the tests that show each to be needed).
+        skip: names in `PATCHES` to leave out, for the tests that show each to be needed.
     """
     if torch.cuda.is_available():
         return False
-    if training is None:
-        import importlib.util
-
-        training = importlib.util.find_spec("megatron.training") is not None
     for name, patch in PATCHES.items():
-        if name in skip or name in _installed or (name in TRAINING_PATCHES and not training):
+        if name in skip or name in _installed:
             continue
         patch()
         _installed.add(name)

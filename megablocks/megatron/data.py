@@ -1,7 +1,7 @@
-"""Data for the training driver: flags out of a prepared folder, verification at start, Megatron's own data sets.
+"""Data for the training driver: flags from a prepared folder, verification at the start, Megatron's own data sets.
 
-A folder of `scripts/prepare_data.py` stands for four of Megatron's flags (`flags_of_folder`). `open_data` reads every
-byte once, before Megatron starts, on the first process of each host; the others meet it at the rendezvous.
+A folder made by `scripts/prepare_data.py` stands for five of Megatron's flags (`flags_of_folder`). Before Megatron
+starts, `open_data` reads every byte once on the first process of each host; the others wait at the rendezvous.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _SPLITS = ("train", "valid", "test")
 
 
 def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """Megatron's argument names and values that a prepared folder stands for. Reads its manifest alone.
+    """The names and values of Megatron's arguments that a prepared folder stands for. Reads only its manifest.
 
     Raises:
-        DataError: no folder, no manifest or a damaged one.
+        DataError: there is no folder or no manifest, or the manifest is damaged.
     """
     manifest = read_manifest(folder)
     return {
@@ -39,14 +39,16 @@ def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_data(args: argparse.Namespace) -> str | None:
-    """Verify the run's data and return its fingerprint, which a checkpoint keeps and a resumed run compares.
+    """Verify the run's data and return their fingerprint, which a checkpoint keeps and a resumed run compares.
 
-    Call it after the flags are validated and before `pretrain`. On the first process of each host everything is read;
-    on the others only a folder's manifest (and nothing for bare `--data-path` prefixes, where they return None, as
-    every process does with --mock-data).
+    Call it after the flags are validated and before `pretrain`. The first process of each host reads everything. The
+    others read only the folder's manifest, or nothing with --data-path.
+
+    Returns:
+        the fingerprint; None with --mock-data, and with --data-path on other processes than the first of a host.
 
     Raises:
-        DataError: the first file that is not what it must be, or a split smaller than one sample.
+        DataError: a file is missing or damaged, or a split is smaller than one sample.
     """
     if args.mock_data:
         return None
@@ -54,7 +56,7 @@ def open_data(args: argparse.Namespace) -> str | None:
     if args.data_prefix is not None:
         if not first:
             return fingerprint(args.data_prefix)
-        manifest, _ = verify_folder(args.data_prefix)
+        manifest, _ = verify_folder(args.data_prefix, args.trust_remote_code)
         for split in ("train", "valid") if args.eval_iters > 0 or args.full_validation else ("train",):
             _check_sample(manifest.prefix(split), manifest.splits[split]["tokens"], args)
         return manifest.fingerprint
@@ -71,7 +73,7 @@ def open_data(args: argparse.Namespace) -> str | None:
 
 
 def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, float]]]]:
-    """Every data set of the flags, with the shares of its sequences that the splits in use take."""
+    """Every data set of the flags, with the parts (begin, end in 0 to 1) of its sequences that this run reads."""
     from megatron.core.datasets.blended_megatron_dataset_config import (
         convert_split_vector_to_split_matrix,
         parse_and_normalize_split,
@@ -91,19 +93,20 @@ def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, flo
 
 
 def _check_sample(prefix: Path, tokens: int, args: argparse.Namespace) -> None:
-    # Megatron would repeat a smaller data set within the sample without a word.
+    # Megatron would silently repeat a smaller data set within one sample.
     if tokens < args.seq_length + 1:
         raise DataError(
-            f"{prefix}.bin: a split of {tokens} tokens, less than one sample of --seq-length {args.seq_length} plus 1"
+            f"{prefix}.bin: a split of {tokens} tokens, less than one sample of --seq-length {args.seq_length} plus 1; "
+            "use more data or a smaller --seq-length"
         )
 
 
 def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = None) -> tuple[Any, Any, Any]:
-    """Megatron's `train_valid_test_datasets_provider`: GPT data sets of the flags, built where they are read.
+    """The training, validation and test set of the flags: Megatron's `train_valid_test_datasets_provider`.
 
     Args:
-        num_samples: samples of the training, validation and test split; None for one epoch.
-        vp_stage: virtual pipeline stage whose iterator is being built.
+        num_samples: of the three sets; None for one epoch.
+        vp_stage: virtual pipeline stage that the sets are built for.
     """
     from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
     from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
@@ -116,7 +119,7 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     return train, valid, test
 
 
-# Every rank calls the provider, and the builder decides where a data set is opened.
+# Every rank must call the provider; the builder decides which ones open the data sets.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
@@ -156,8 +159,10 @@ def _config(args: argparse.Namespace) -> Any:
 
 
 def cache_folder(args: argparse.Namespace) -> str | None:
-    """Where Megatron keeps the sample indices: `--data-cache-path`, else inside the run's folder, so that the data
-    folder may be read-only and holds nothing but what its manifest lists. None without a run folder."""
+    """The folder of Megatron's sample indices: `--data-cache-path`, else one in the run's folder, None without either.
+
+    So the data folder may be read-only, and holds only the files that its manifest lists.
+    """
     if args.data_cache_path is not None:
         return args.data_cache_path
     root = args.megablocks_run_dir or args.save

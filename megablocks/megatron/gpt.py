@@ -1,7 +1,7 @@
 """A GPT for Megatron's `pretrain()`: model config with our layers, batches, forward step and loss.
 
-Follows Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which is not part of the wheel; what belongs to other jobs
-(fine-tuning, distillation, fill-in-the-middle) is left out and refused by `arguments.UNSUPPORTED`.
+It follows Megatron-LM's pretrain_gpt.py (tag core_v0.19.0), which is not part of the wheel, without fine-tuning,
+distillation and fill-in-the-middle; `arguments.UNSUPPORTED` refuses their flags.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
 from megatron.training.argument_utils import gpt_config_from_args
@@ -22,37 +23,49 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megablocks.megatron.arguments import settings_from
+from megablocks.config import ConfigError
+from megablocks.megatron.arguments import PREFIX, settings_from
 from megablocks.megatron.model_config import check_config, moe_config
 from megablocks.megatron.settings import MegaBlocksSettings
 from megablocks.megatron.specs import block_spec
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _SPIKE_FACTOR = 10
-"""Of Megatron's --check-for-spiky-loss: times the largest loss seen."""
+"""Megatron's --check-for-spiky-loss reports a loss that exceeds the largest one so far this many times."""
 
 Observer = Callable[[Tensor, Tensor], None]
 """Called with a micro-batch's summed loss () and its token count ()."""
 
 
 def model_config(args: argparse.Namespace) -> Any:
-    """Megatron's GPTModelConfig with our settings on it and, unless `--spec` names others, our layer specs.
+    """Megatron's GPTModelConfig with our settings and, unless `--spec` names others, our layer specs.
 
     Raises:
-        ConfigError: what our layers refuse, before Megatron sets up anything.
+        ConfigError: our layers refuse a value.
     """
     config = gpt_config_from_args(args)
     config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
-    if args.spec is None and args.num_experts and settings.layer in ("megablocks", "experts"):
-        check_config(config.transformer)
-        moe_config(config.transformer, settings)
     if args.spec is None:
         config.transformer_layer_spec = block_spec
+        if args.num_experts and settings.layer in ("megablocks", "experts"):
+            check_config(config.transformer)
+            _check_experts(config.transformer, settings)
+    elif config.transformer_layer_spec is None:
+        raise ConfigError(f"spec={args.spec!r}: {args.spec[0]} cannot be imported; give a module and a name in it")
     return config
 
 
+def _check_experts(config: TransformerConfig, settings: MegaBlocksSettings) -> None:
+    try:
+        moe_config(config, settings)
+    except ConfigError as error:  # it names a field of MoEConfig, not the flag
+        field = str(error).split("=")[0]
+        prefix = "moe_" if field == "ffn_hidden_size" else PREFIX if hasattr(settings, field) else ""
+        raise ConfigError(f"{prefix}{error}") from None
+
+
 def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Tensor | None]:
-    """This rank's part of the next micro-batch, on its device; all None on pipeline stages that read no data."""
+    """This rank's part of the next micro-batch, on its device. All values are None if its stage reads no data."""
     args = get_args()
     config = core_transformer_config_from_args(args)
     here = mtp_on_this_rank(
@@ -93,13 +106,13 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
 def loss_func(
     loss_mask: Tensor | None, output: Tensor, observe: Observer | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Summed loss of a micro-batch, as Megatron's schedules want it.
+    """The summed loss of a micro-batch, in the form that Megatron's schedules need.
 
     Args:
-        loss_mask: (B, S). output: (B, S) losses a token.
+        loss_mask: (B, S). output: (B, S), the loss of each token.
 
     Returns:
-        the sum (), the number of tokens () int32, and {"lm loss": (2,) both}, for the log.
+        the sum (), the number of tokens () int32, and {"lm loss": (2,)} with both, for the log.
     """
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     args = get_args()
@@ -120,7 +133,7 @@ def loss_func(
 
 
 def forward_step_with(observe: Observer) -> Callable[..., tuple[Any, Any]]:
-    """Megatron's `forward_step_func`, which shows each training micro-batch's loss to `observe`."""
+    """Megatron's `forward_step_func` that passes each training micro-batch's loss to `observe`."""
     return partial(forward_step, observe=observe)
 
 
@@ -130,7 +143,7 @@ def forward_step(
     return_schedule_plan: bool = False,
     observe: Observer | None = None,
 ) -> tuple[Any, Any]:
-    """The next micro-batch through the model: its output and the function that turns it into a loss."""
+    """Run the next micro-batch through the model. Returns its output and the function that makes a loss of it."""
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
@@ -142,7 +155,7 @@ def forward_step(
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline group that hold the word embedding: the first, the last if tied, those that predict ahead."""
+    """Ranks of a pipeline group that hold the word embedding: the first; the last if tied; those that predict ahead."""
     args = get_args()
     ranks = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:

@@ -1,12 +1,13 @@
-"""Guards around Megatron's training loop: non-finite steps, loss spikes, dead ranks, torn and damaged checkpoints.
+"""Guards around Megatron's training loop: non-finite steps, loss spikes, dead ranks, torn and unfit checkpoints.
 
-`Guards.install` replaces four names that `megatron.training.training` looks up as globals (`setup_model_and_optimizer`,
-`load_checkpoint`, `save_checkpoint`; and `optimizer.step` once it exists), each by a wrapper that calls the original.
+`Guards.install` replaces globals of `megatron.training.training`, and later `optimizer.step`, by wrappers that call the
+original.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import math
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import training
+from megatron.training import checkpointing
 from megatron.training.utils import print_rank_0
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -25,26 +26,33 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError, SaveError
 from megablocks.config import ConfigError
+from megablocks.megatron import checkpoint_io
 from megablocks.megatron.arguments import DriverSettings
+from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
+from megablocks.megatron.reporting import shape_of, wrap_training
+from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
 from megablocks.monitor.heartbeat import Heartbeat
 
 STATE = "megablocks.json"
-"""File of a checkpoint with what Megatron's does not hold: the loss window and the data's fingerprint."""
+"""File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
 
 
 class Guards:
     """One run's guards.
 
     Args:
-        args: validated; `save`, `load` and `ckpt_step` are read, `load` and `ckpt_step` set by `choose_checkpoint`.
-        data_fingerprint: of the run's data (None where this process does not know it or data are mock).
+        args: validated, after `choose_checkpoint`.
+        verifiable: what `choose_checkpoint` returned.
+        data_fingerprint: of the run's data; None if this process does not know it, or with mock data.
     """
 
-    def __init__(self, args: argparse.Namespace, settings: DriverSettings, data_fingerprint: str | None) -> None:
-        self.args, self.settings, self.fingerprint = args, settings, data_fingerprint
+    def __init__(
+        self, args: argparse.Namespace, settings: DriverSettings, verifiable: bool, data_fingerprint: str | None
+    ) -> None:
+        self.args, self.settings, self.verifiable, self.fingerprint = args, settings, verifiable, data_fingerprint
         self.window = LossWindow(settings.loss_spike_window, settings.loss_spike_factor)
-        self.verifiable = False
+        self.is_training = False
         self.heartbeat: Heartbeat | None = None
         self._sums: Tensor | None = None
         self._sentinels: LayerSentinels | None = None
@@ -52,18 +60,21 @@ class Guards:
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
-        for name, wrapper in (
-            ("load_checkpoint", self._load),
-            ("save_checkpoint", self._save),
-            ("setup_model_and_optimizer", self._setup),
-        ):
-            original = getattr(training, name)
-            setattr(training, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        wrap_training(
+            load_checkpoint=self._load,
+            save_checkpoint=self._save,
+            setup_model_and_optimizer=self._setup,
+            train_step=self._train_step,
+        )
+
+    def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        self.is_training = True
+        return original(*args, **kwargs)
 
     # A step.
 
     def observe(self, loss: Tensor, tokens: Tensor) -> None:
-        """Add a micro-batch's summed loss () and token count (), without a synchronisation."""
+        """Add a micro-batch's summed loss () and token count (), without a synchronization."""
         if self._sums is None:
             self._sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
         self._sums[0] += torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
@@ -73,6 +84,7 @@ class Guards:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.heartbeat is not None:
             self.heartbeat.wait_until_known()
+        _check_memory(self.args)
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
             self._model = model
@@ -83,7 +95,7 @@ class Guards:
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
-        """In place of `optimizer.step`. Costs one all-reduce of three numbers and one synchronisation a step."""
+        """Stands for `optimizer.step`. Costs one all-reduce of three numbers and one synchronization a step."""
         sums, self._sums = self._sums, None
         if sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
@@ -114,7 +126,7 @@ class Guards:
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
     def _describe(self, step: int, loss_is_bad: bool, is_bad_here: bool) -> str:
-        """One line, the same on every rank: the rank that saw it born earliest, and where. A collective call."""
+        """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it and gets the same."""
         born, where = self._sentinels.first_bad() if self._sentinels is not None else (None, None)
         if born != "forward" and loss_is_bad:
             born, where = "loss", "the loss"
@@ -134,48 +146,28 @@ class Guards:
 
     # Checkpoints.
 
-    def choose_checkpoint(self) -> None:
-        """Before Megatron looks: point it at the newest complete checkpoint of --load, or at none.
-
-        Raises:
-            ConfigError: --save holds checkpoints that this run does not resume from.
-            CheckpointError: the chosen checkpoint is damaged.
-        """
-        args, first = self.args, int(os.environ.get("RANK", 0)) == 0
-        resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
-        if args.save and not resumes and (found := atomic.iterations(args.save)):
-            raise ConfigError(
-                f"save={args.save!r}: holds a run's checkpoints up to iteration {found[-1]}; "
-                f"resume it with --load {args.save}, or choose an empty folder"
-            )
-        if not args.load or args.ckpt_format != "torch_dist":
-            return
-        if args.ckpt_step:
-            self.verifiable = atomic.read_marker(atomic.folder_of(args.load, args.ckpt_step)) is not None
-            return
-        latest = atomic.find_latest_complete(args.load)
-        for warning in latest.warnings if first else ():
-            print(f"WARNING: {warning}", flush=True)
-        if latest.iteration is not None:
-            args.ckpt_step, self.verifiable = latest.iteration, latest.has_marker
-            if latest.warnings and first:  # Megatron reads the pointer all the same, and exits 0 at a garbled one
-                atomic.write_pointer(args.load, latest.iteration)
-        elif latest.warnings or not (Path(args.load) / atomic.POINTER).exists():
-            print_rank_0(f"{args.load}: no checkpoint to resume from, starting at iteration 0")
-            args.load = None
-
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        folder = None
+        folder, saved = Path(self.args.load or self.args.pretrained_checkpoint), None
         if self.args.load and self.args.ckpt_step:
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
             _together(functools.partial(self._open, folder))
+            saved = checkpoint_io.saved_args(folder)
+            if not self.args.finetune:
+                self._compare(folder, saved)
         try:
             return original(*args, **kwargs)
-        except AssertionError as error:  # Megatron's way to say that flags and checkpoint disagree
-            advice = (
-                "; give the run's own flags, or --override-opt-param-scheduler" if "ParamSched" in str(error) else ""
-            )
-            raise CheckpointError(f"{folder or self.args.load}: {' '.join(str(error).split())}{advice}") from error
+        except (Exception, SystemExit, CheckpointException) as error:
+            cause = cause_of(error)
+            if out_of_memory(cause, self.args):
+                raise cause from error
+            if "OptimizerParamScheduler" in str(cause) and saved is not None:
+                changed = checkpoint_io.differences(self.args, saved, checkpoint_io.SCHEDULE)
+                raise CheckpointError(
+                    f"{folder}: saved with another learning-rate schedule: {changed}; give "
+                    "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
+                    "saved one"
+                ) from error
+            raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
 
     def _open(self, folder: Path) -> None:
         if self.verifiable and self.settings.verify_checkpoint:
@@ -189,8 +181,22 @@ class Guards:
         if saved is not None and self.fingerprint is not None and saved != self.fingerprint and not self.args.finetune:
             raise CheckpointError(
                 f"{path}: saved with data {saved[:12]}, this run's are {self.fingerprint[:12]}: the data changed; "
-                "use the same data, or --finetune to start anew from the weights"
+                "use the same data, or --finetune to start at iteration 0 with the saved weights"
             )
+
+    def _compare(self, folder: Path, saved: argparse.Namespace | None) -> None:
+        """Refuse to resume as a model other than the saved one, unless the settings allow it."""
+        if saved is None:
+            print_rank_0(f"WARNING: {folder}: holds no flags, so its model is not compared with this run's")
+            return
+        changed = checkpoint_io.differences(self.args, saved, checkpoint_io.MODEL)
+        if changed and not self.settings.allow_other_model:
+            raise CheckpointError(
+                f"{folder}: saved as another model: {changed}; give the saved values, or --finetune to start at "
+                "iteration 0 with the saved weights, or --megablocks-allow-other-model to continue as this run's model"
+            )
+        if changed:
+            print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         if self.args.ckpt_format != "torch_dist" or self.args.async_save or kwargs.get("non_persistent_ckpt"):
@@ -213,7 +219,7 @@ class Guards:
                 atomic.mark_complete(folder, iteration, merged)
                 atomic.drop(aside)
             dist.barrier()
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             if rank == 0:
                 atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
@@ -221,13 +227,72 @@ class Guards:
     def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
         survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
-        lines = str(error).strip().splitlines() or [type(error).__name__]  # torch's end with the cause
+        lines = str(error).strip().splitlines() or [type(error).__name__]  # torch puts the cause last
         reason = " ".join(lines[-1].split())
         return f"{folder}: could not be saved by rank {dist.get_rank()}: {reason[:300]}; {survives}"
 
 
+def choose_checkpoint(args: argparse.Namespace) -> bool:
+    """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
+
+    Call it before Megatron looks for a checkpoint. A second call changes nothing.
+
+    Returns:
+        whether the checkpoint has a manifest, so that its files can be verified.
+
+    Raises:
+        ConfigError: --save holds checkpoints that this run does not resume from.
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    first = int(os.environ.get("RANK", 0)) == 0
+    resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
+    if args.save and not resumes and (found := atomic.iterations(args.save)):
+        raise ConfigError(
+            f"save={args.save!r}: holds a run's checkpoints up to iteration {found[-1]}; "
+            f"resume it with --load {args.save}, or choose an empty folder"
+        )
+    if not args.load or args.ckpt_format != "torch_dist":
+        return False
+    if args.ckpt_step:
+        folder = atomic.folder_of(args.load, args.ckpt_step)
+        if not folder.is_dir():
+            there = ", ".join(map(str, atomic.iterations(args.load))) or "none"
+            raise CheckpointError(f"{folder}: no such checkpoint; {args.load} holds those of iterations: {there}")
+        return atomic.read_marker(folder) is not None
+    latest = atomic.find_latest_complete(args.load)
+    for warning in latest.warnings if first else ():
+        print(f"WARNING: {warning}", flush=True)
+    if latest.iteration is not None:
+        args.ckpt_step = latest.iteration
+        if latest.warnings and first:  # Megatron reads the pointer too, and exits with 0 if it is garbled
+            atomic.write_pointer(args.load, latest.iteration)
+    elif latest.warnings or not (Path(args.load) / atomic.POINTER).exists():
+        if args.exit_on_missing_checkpoint:
+            raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
+        if first:
+            print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
+        args.load = None
+    return latest.has_marker
+
+
+def choose_before_reading_args() -> None:
+    """Let --use-checkpoint-args read the checkpoint that `choose_checkpoint` chooses. May be called repeatedly."""
+    original = checkpointing.load_args_from_checkpoint
+    if hasattr(original, "__wrapped__"):
+        return
+
+    @functools.wraps(original)
+    def load_args(args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
+        choose_checkpoint(args)
+        if args.load and args.ckpt_step:
+            checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
+        return original(args, *rest, **options)
+
+    checkpointing.load_args_from_checkpoint = load_args
+
+
 def _together(check: Any) -> None:
-    """Run `check` on every rank; if it fails on any, all raise the first failure."""
+    """Run `check` on every rank. If it fails on one or more, every rank raises the first failure."""
     try:
         check()
         failure = None
@@ -238,6 +303,23 @@ def _together(check: Any) -> None:
     for message in failures:
         if message is not None:
             raise CheckpointError(message)
+
+
+def _check_memory(args: argparse.Namespace) -> None:
+    """Refuse a model whose parameters alone do not fit the memory of all ranks together."""
+    shape = shape_of(args)
+    parts = forward_flops_per_token(dataclasses.replace(shape, top_k=shape.num_experts))
+    parameters = (sum(parts.values()) - parts["attention"]) / 2  # a token costs 2 FLOPs for each
+    wanted = parameters * args.params_dtype.itemsize / dist.get_world_size()
+    if torch.cuda.is_available():
+        there = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if wanted > there:
+        raise ConfigError(
+            f"{sizes_of(args)}: {parameters:.3g} parameters need {wanted / 2**30:.0f} GiB or more on each rank, which "
+            f"has {there / 2**30:.0f} GiB; take a smaller model or more ranks"
+        )
 
 
 def _device() -> torch.device:

@@ -1,4 +1,4 @@
-"""The load of the experts: counted on the device in every training step, read once per log interval."""
+"""The load of the experts: counted on the device in every training step, read once a log interval."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class ExpertLoad:
-    """Sums of a layer's counts on this rank since the last reset. No tensor leaves the device until `gather_load`."""
+    """A layer's counts on this rank since the last reset. They stay on the device until `gather_load` reads them."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -18,7 +18,12 @@ class ExpertLoad:
 
     @torch.no_grad()
     def add(self, tokens_per_expert: Tensor, dropped: Tensor | int) -> None:
-        """tokens_per_expert (E,): pairs that chose each expert, before any drop. dropped (): pairs dropped of those."""
+        """Add a step's counts.
+
+        Args:
+            tokens_per_expert: (E,), pairs (token, expert) by expert, before any drop.
+            dropped: (), how many of these pairs were dropped.
+        """
         if self.counts is None:
             self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens_per_expert.device)
         self.counts[:-1] += tokens_per_expert
@@ -29,15 +34,15 @@ class ExpertLoad:
 
 
 def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:
-    """Counts of all layers and all ranks since the last call, then reset. Collective over the whole world.
+    """Counts of all layers and all ranks since the last call; then reset. Every rank of the world must call it.
 
     Args:
-        model: this rank's model chunks. Their layers carry an `ExpertLoad` as `expert_load` and a global, 1-based
-            `layer_number`; the ranks of a tensor-parallel group hold different tokens (sequence parallelism).
+        model: this rank's model chunks. A layer with experts has an `ExpertLoad` as `expert_load`, and its 1-based
+            number in the whole model as `layer_number`. Ranks of a tensor-parallel group hold different tokens.
 
     Returns:
-        (num_layers, num_experts + 1) int64 on the CPU: pairs per expert, and in the last column the dropped ones. Rows
-        of layers without experts are 0.
+        (num_layers, num_experts + 1) int64 on the CPU: pairs of each expert, then dropped pairs. Rows of layers without
+        experts are 0.
     """
     table: Tensor | None = None
     for chunk in model:

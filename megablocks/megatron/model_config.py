@@ -15,8 +15,9 @@ from megatron.core.activations import fast_gelu, squared_relu
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megablocks.config import ConfigError, MoEConfig, check_sparse_width
+from megablocks.config import ConfigError, MoEConfig, check_width
 from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.ops.activation_table import Activation
 
 _UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp8": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
@@ -88,9 +89,9 @@ def check_without_engine(config: TransformerConfig) -> None:
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:
     """What one of the model's mixture-of-experts layers computes. Losses, jitter and shared experts stay Megatron's."""
     assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
-    if settings.mlp_impl == "sparse":
-        check_sparse_width(config.moe_ffn_hidden_size, config.expert_tensor_parallel_size or 1, "moe_ffn_hidden_size")
-    activation, approximate = activation_of(config.activation_func, config.gated_linear_unit)
+    shards = config.expert_tensor_parallel_size or 1
+    check_width(settings.mlp_impl, config.moe_ffn_hidden_size, shards, "moe_ffn_hidden_size")
+    activation = activation_of(config.activation_func, config.gated_linear_unit)
     sigmoid = config.moe_router_score_function == "sigmoid"
     recompute = settings.recompute_activation or (
         config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
@@ -113,8 +114,8 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         ffn_hidden_size=config.moe_ffn_hidden_size,
         num_experts=config.num_moe_experts,
         top_k=config.moe_router_topk,
-        activation=activation,
-        gelu_approximate=approximate,
+        activation=activation.name,
+        gelu_approximate=activation.approximate,
         mlp_bias=config.add_bias_linear,
         mlp_impl=settings.mlp_impl,
         recompute_activation=recompute,
@@ -154,8 +155,8 @@ def _aux_loss_is_on(config: TransformerConfig) -> bool:
     return any(c > 0 for c in coeff) if isinstance(coeff, list) else coeff > 0
 
 
-def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> tuple[str, str]:
-    """Megatron's (activation_func, gated_linear_unit) → our (activation, gelu_approximate)."""
+def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> Activation:
+    """Megatron's (activation_func, gated_linear_unit) → our activation."""
     approximate = "none"
     if isinstance(function, functools.partial) and function.func is F.gelu:
         approximate = function.keywords.get("approximate", "none")
@@ -171,4 +172,4 @@ def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool)
             f"activation_func={name!r}, gated_linear_unit={gated}: must be one of gelu, silu, relu"
             + ("" if gated else ", squared_relu")
         )
-    return table[function], approximate
+    return Activation(table[function], approximate)

@@ -1,8 +1,8 @@
 """LayerNorm and RMSNorm for Megatron without Transformer Engine or apex.
 
-Megatron's own fallback (`WrappedTorchNorm`) refuses sequence parallelism and zero-centred weights. Under sequence
-parallelism every tensor-parallel rank normalises its own part of the sequence, so the gradients of the norm's
-parameters are partial sums; marking the parameters `sequence_parallel` makes Megatron add them up.
+Megatron's own fallback (`WrappedTorchNorm`) refuses sequence parallelism and zero-centered weights. With sequence
+parallelism each tensor-parallel rank normalizes its own part of the sequence. So the gradients of the norm's parameters
+are partial sums, which Megatron adds up if the parameters are marked `sequence_parallel`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from megablocks.config import ConfigError
 
 
 class Norm(torch.nn.Module):
-    """Normalises (…, H) over H as `config.normalization` says. Parameters: weight (H,) and, for LayerNorm, bias (H,).
+    """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
-    Takes the arguments of Megatron's LayerNormBuilder. `persist_layer_norm` chooses an apex kernel and is ignored.
-    Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
+    The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
+    effect.
+
+    Raises:
+        ConfigError: a normalization other than LayerNorm or RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:

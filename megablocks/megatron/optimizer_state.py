@@ -1,16 +1,16 @@
 """Resuming Megatron's distributed optimizer where neither apex nor Transformer Engine is installed.
 
 Without them Megatron uses torch's AdamW, whose state holds a `step` tensor for each parameter. megatron-core 0.19.2
-handles that in four places in ways that stop a resume or, worse, let it go on wrongly:
+then has four faults, of which the third makes a resumed run train wrongly without an error:
 
-1. `DistributedOptimizer.state_dict` asserts that all steps agree, which an optimizer that has not stepped yet (as when
-   a checkpoint is loaded) cannot satisfy: its state is filled with zeros and step 0 first, as AdamW itself would.
-2. `_set_main_param_and_optimizer_states` looks up every tensor of the state in what it loads, and `step` is not there
-   (it travels in the parameter groups): it is left alone.
-3. `load_state_dict` gives all parameters one and the same `step` tensor, to which AdamW then adds one for each
-   parameter in a single step; the bias correction is silently wrong from then on: each parameter gets its own copy.
-4. `_set_main_param_and_optimizer_states` also copies into the float32 parameters in place, which autograd refuses for
-   a view of a parameter (any optimizer, without mixed precision): it copies without autograd.
+1. `DistributedOptimizer.state_dict` asserts that all steps are equal. An optimizer that has not stepped yet, as when a
+   checkpoint is loaded, has none. Fix: fill its state with zeros and step 0 first, as AdamW would.
+2. `_set_main_param_and_optimizer_states` looks for every tensor of the state in what it loads, but `step` is saved with
+   the parameter groups. Fix: leave `step` out.
+3. `load_state_dict` gives all parameters the same `step` tensor. AdamW adds one to it for each parameter, so the bias
+   correction is wrong. Fix: give each parameter a copy.
+4. `_set_main_param_and_optimizer_states` copies in place into float32 parameters. Without mixed precision these are
+   views of parameters, for which autograd refuses it. Fix: copy without autograd.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 
 def install() -> bool:
-    """Apply the three fixes, once. Returns whether they are needed, that is, whether torch's AdamW is in use."""
+    """Apply the fixes, once a process. Returns whether they are needed, that is, whether torch's AdamW is in use."""
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return False
     if not hasattr(DistributedOptimizer.state_dict, "__wrapped__"):
@@ -72,7 +72,7 @@ def _without_steps(original: Any) -> Any:
     @functools.wraps(original)
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
         if _is_torch_adam(self) and "step" not in tensors:
-            tensors = {**tensors, "step": None}  # the original skips what is no tensor
+            tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
         with torch.no_grad():
             original(self, model_param, tensors)
 

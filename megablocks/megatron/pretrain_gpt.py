@@ -2,11 +2,12 @@
 
     torchrun --nproc-per-node 2 -m megablocks.megatron.pretrain_gpt --data-prefix data/stdlib --num-layers 4 …
 
-Every flag of Megatron-LM holds; `arguments` lists ours. One process needs no torchrun. Exit codes: 0 done, or stopped
-by SIGTERM after a save; 1 stopped by a guard or a checkpoint that cannot be read or written; 2 bad arguments or data;
-75 another rank died. Each of them says why in one line.
+The flags are Megatron-LM's and those of `arguments`. A single process needs no torchrun. Every failure that the user
+can mend is one line. Exit codes: 0 done, or saved and stopped by SIGTERM or SIGINT; 1 stopped by a guard, by a
+checkpoint that cannot be read or written, or by a full memory; 2 bad arguments or data; 75 another rank died; 130
+interrupted before training.
 
-Nothing heavy is imported before it is known to be there, so that what is missing is said in one line too.
+The imports are late, so that a package that is not installed is one line too.
 """
 
 from __future__ import annotations
@@ -14,11 +15,10 @@ from __future__ import annotations
 import importlib.util
 import io
 import os
-import re
+import signal
 import socket
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,7 @@ def missing() -> str | None:
 
 
 def single_process_environment() -> None:
-    """Without torchrun: the variables it would set for one process."""
+    """Without torchrun, set the variables that it would set for one process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
     with socket.socket() as free:
@@ -51,50 +51,60 @@ def single_process_environment() -> None:
 
 
 def print_whole_lines() -> None:
-    """torchrun runs Python unbuffered, where print writes a line's end by itself: lines of two ranks run together."""
+    """Write each line at once and whole. Under torchrun Python does not buffer, which mixes the lines of ranks."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
-def one_line(error: BaseException, args: Any) -> str:
-    """What was wrong with the arguments; a bare assertion of Megatron's is told by its source and the values in it."""
-    text = " ".join(str(error).split())
-    if not isinstance(error, AssertionError):
-        return text or type(error).__name__
-    source = traceback.extract_tb(error.__traceback__)[-1].line or ""
-    names = dict.fromkeys(re.findall(r"\bargs\.(\w+)", source))
-    values = ", ".join(f"{name}={getattr(args, name)!r}" for name in names if hasattr(args, name))
-    rule = text or source.removeprefix("assert ").rstrip(", \\(")
-    return f"{values}: Megatron asks for: {rule}" if values else f"Megatron asks for: {rule}"
+def bad_environment() -> str | None:
+    """One line that names a variable of torchrun that is missing or wrong, None if all are right."""
+    advice = "launch with torchrun, or unset RANK and WORLD_SIZE to run one process"
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        value = os.environ.get(name)
+        if value is None and name.startswith("LOCAL"):  # Megatron has a default
+            continue
+        if value is None or not value.isdecimal():
+            return f"{name}={value!r}: must be a whole number; {advice}"
+    rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if int(rank) >= int(world):
+        return f"RANK={rank}: must be smaller than WORLD_SIZE={world}; {advice}"
+    if not os.environ.get("MASTER_ADDR"):
+        return f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}: must be the host name of rank 0; {advice}"
+    return None
 
 
 def main() -> int:
     """Returns the exit code."""
     print_whole_lines()
     single_process_environment()
+    if (problem := bad_environment()) is not None:
+        return _fail(problem, 2, True)
     first = int(os.environ["RANK"]) == 0
-    if (lacking := missing()) is not None:
-        return _fail(lacking, 2, first)
+    if (problem := missing()) is not None:
+        return _fail(problem, 2, first)
     from megablocks.checkpoint.atomic import CheckpointError, SaveError
     from megablocks.monitor.guards import NonFiniteError
 
     try:
-        prepared = prepare()
+        return train(*prepare())
     except SystemExit as exit_:  # --help
         return int(exit_.code or 0)
+    except KeyboardInterrupt:
+        return _fail("interrupted before training", 130, True)
     except ArgumentError as error:
         return _fail(str(error), 2, first)
-    except CheckpointError as error:
-        return _fail(str(error), 1, first)
-    try:
-        return train(*prepared)
-    except (NonFiniteError, CheckpointError) as error:  # the same on every rank, but for a save that one rank failed
-        return _fail(str(error), 1, first or isinstance(error, SaveError))
+    except (NonFiniteError, CheckpointError, OutOfMemory) as error:
+        # A failed save and a full memory concern one rank; the others are the same on every rank.
+        return _fail(str(error), 1, first or isinstance(error, (SaveError, OutOfMemory)))
 
 
 class ArgumentError(Exception):
     """Bad flags or data; the message is one line."""
+
+
+class OutOfMemory(Exception):
+    """A tensor did not fit on this rank; the message is one line."""
 
 
 def prepare() -> tuple[Any, ...]:
@@ -103,7 +113,7 @@ def prepare() -> tuple[Any, ...]:
 
     if int(os.environ["RANK"]) != 0:
         warnings.filterwarnings("ignore")
-    # Said once, and better, by "set automatically".
+    # The lines "set automatically" say the same as these warnings.
     for text in ("Transformer Engine and Apex are not", "Apex is not installed", "Only transformer-engine"):
         warnings.filterwarnings("ignore", message=text)
     from megablocks.checkpoint.atomic import CheckpointError
@@ -114,9 +124,10 @@ def prepare() -> tuple[Any, ...]:
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 
-    from megablocks.megatron import arguments, data, gpt
-    from megablocks.megatron.guards import Guards
+    from megablocks.megatron import arguments, checkpoint_io, data, failures, gpt, guards
 
+    checkpoint_io.restrict_unpickling()
+    guards.choose_before_reading_args()
     parsed: list[Any] = []
     try:
         args = parse_and_validate_args(
@@ -125,13 +136,17 @@ def prepare() -> tuple[Any, ...]:
         )
         settings = arguments.settings_from(args, arguments.DriverSettings)
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
-        guards = Guards(args, settings, data.open_data(args))
-        guards.choose_checkpoint()
+        fingerprint = data.open_data(args)
+        verifiable = guards.choose_checkpoint(args)
     except CheckpointError:
         raise
-    except (AssertionError, ValueError, RuntimeError, NotImplementedError, OSError, ImportError) as error:
-        raise ArgumentError(one_line(error, parsed[0] if parsed else None)) from error
-    return args, settings, config, guards
+    except SystemExit as exit_:
+        if not parsed:  # --help
+            raise
+        raise ArgumentError(failures.explain(exit_, parsed[0])) from exit_
+    except Exception as error:
+        raise ArgumentError(failures.explain(error, parsed[0] if parsed else None)) from error
+    return args, settings, config, guards.Guards(args, settings, verifiable, fingerprint)
 
 
 def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
@@ -142,7 +157,8 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.utils import print_rank_0
 
-    from megablocks.megatron import checkpoint_io, data, gpt, optimizer_state
+    from megablocks.checkpoint.atomic import CheckpointError
+    from megablocks.megatron import checkpoint_io, data, failures, gpt, optimizer_state
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
@@ -155,6 +171,8 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     checkpoint_io.keep_random_state()
     guards.install()
     reporter.install()
+    if args.exit_signal_handler:
+        save_at_interrupt(args.exit_signal)
     heartbeat = None
     if args.world_size > 1 and settings.hang_timeout > 0:
         heartbeat = guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
@@ -162,7 +180,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     code, failure = 0, None
     try:
-        # A rank has one GPU, whose thread of autograd's own would only wait for this one, and this one for it.
+        # A rank has one GPU, so autograd's thread for it and the main thread would only wait for each other.
         with torch.autograd.set_multithreading_enabled(False):
             wrapped(
                 config,
@@ -176,7 +194,11 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
         code = int(exit_.code or 0)
     except Exception as error:
         failure = error
-        raise
+        if (line := failures.out_of_memory(error, args)) is not None:
+            raise OutOfMemory(f"rank {args.rank}: {line}") from error
+        if guards.is_training or isinstance(error, CheckpointError):
+            raise
+        raise ArgumentError(failures.explain(error, args)) from error
     finally:
         if heartbeat is not None and failure is not None:
             heartbeat.fail(failure)
@@ -188,6 +210,18 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     dist.barrier()
     dist.destroy_process_group()
     return code
+
+
+def save_at_interrupt(exit_signal: int) -> None:
+    """Let the first SIGINT (Ctrl-C) save and exit, as `exit_signal` does, and the second end the process at once."""
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.write(2, b"interrupted: saving after this iteration; interrupt again to end at once\n")
+        signal.raise_signal(exit_signal)
+
+    if exit_signal != signal.SIGINT:
+        signal.signal(signal.SIGINT, interrupt)
 
 
 def _announce(args: Any, run_dir: str | None) -> None:
@@ -212,8 +246,8 @@ def _unigram_entropy(args: Any) -> float | None:
 
 def _fail(message: str, code: int, speak: bool) -> int:
     if not speak and "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun ends every rank once one has ended, which must be one that has spoken. Whoever is still here after
-        # the wait met this error alone.
+        # The first rank speaks for all, and torchrun ends the others once it exits. A rank that still runs after the
+        # wait is the only one with this error.
         time.sleep(_WAIT_TO_BE_ENDED_S)
         speak = True
     if speak:

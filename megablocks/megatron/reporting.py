@@ -1,8 +1,7 @@
 """What a run reports: fields added to Megatron's log line, CSV files, pictures, a summary.
 
-`Reporter.install` wraps two names that `megatron.training.training` looks up as globals: `training_log`, so that expert
-load is read once a log interval, and `print_rank_last`, through which the log lines pass. Numbers in the files are
-those of the lines.
+`Reporter.install` wraps globals of `megatron.training.training`: `training_log`, to read the experts' load once a log
+interval, and `print_rank_last`, which prints the log lines. The files hold the numbers of these lines.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import functools
 import math
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ _SAVE_EVERY_S = 20.0
 
 
 def moe_layers(args: argparse.Namespace) -> list[int]:
-    """Numbers (1-based) of the layers that hold experts."""
+    """Numbers (from 1) of the layers that hold experts."""
     if not args.num_experts:
         return []
     frequency = args.moe_layer_freq
@@ -40,7 +40,7 @@ def moe_layers(args: argparse.Namespace) -> list[int]:
 
 
 def shape_of(args: argparse.Namespace) -> GPTShape:
-    """The sizes that fix the model's FLOPs, from validated Megatron arguments."""
+    """The sizes that decide the model's FLOPs, from Megatron's validated arguments."""
     return GPTShape(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -59,12 +59,19 @@ def shape_of(args: argparse.Namespace) -> GPTShape:
     )
 
 
+def wrap_training(**wrappers: Callable[..., Any]) -> None:
+    """Replace globals of `megatron.training.training` by wrappers, which get the original as their first argument."""
+    for name, wrapper in wrappers.items():
+        original = getattr(training, name)
+        setattr(training, name, functools.wraps(original)(functools.partial(wrapper, original)))
+
+
 class Reporter:
     """One run's report.
 
     Args:
-        run_dir: folder of the files, None for none.
-        unigram_entropy: nats a token of the validation tokens, None if unknown.
+        run_dir: folder of the files; None writes no files.
+        unigram_entropy: of the validation tokens, in nats a token; None if unknown.
     """
 
     def __init__(self, args: argparse.Namespace, run_dir: Path | None, unigram_entropy: float | None) -> None:
@@ -81,18 +88,14 @@ class Reporter:
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
-        for name, wrapper in (
-            ("setup_model_and_optimizer", self._setup),
-            ("training_log", self._training_log),
-            ("print_rank_last", self._print),
-        ):
-            original = getattr(training, name)
-            setattr(training, name, functools.wraps(original)(functools.partial(wrapper, original)))
+        wrap_training(
+            setup_model_and_optimizer=self._setup, training_log=self._training_log, print_rank_last=self._print
+        )
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
         self._model = model
-        if torch.cuda.is_available():  # asked before Megatron chose its device, this would start CUDA on the first
+        if torch.cuda.is_available():  # earlier, before Megatron has chosen a device, this would start CUDA on GPU 0
             self._device_name = torch.cuda.get_device_name()
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
@@ -108,7 +111,7 @@ class Reporter:
         iteration, first = args[3], kwargs.get("is_first_iteration", False)
         if self.layers and (iteration % self.args.log_interval == 0 or first):
             table = gather_load(self._model, self.args.num_layers, self.args.num_experts)
-            if table.any():  # layers of a foreign --spec do not count
+            if table.any():  # the layers of another --spec do not count
                 self.summary = LoadSummary.from_table(table, self.layers)
                 self.dropped += int(self.summary.dropped.sum())
         return original(*args, **kwargs)
@@ -138,7 +141,7 @@ class Reporter:
             if name in values:
                 row[column] = values[name]
         if values.get("number of skipped iterations") and not row.get("train_loss"):
-            row.pop("train_loss", None)  # Megatron prints 0 where every update of the interval was skipped
+            row.pop("train_loss", None)  # Megatron prints 0 if every update of the interval was skipped
         text = f" tokens/s: {rate:.0f} |"
         used = mfu(rate, self.shape, self._device_name, dist.get_world_size())
         if used is not None:
@@ -169,7 +172,7 @@ class Reporter:
             self._saved_at = time.monotonic()
 
     def finish(self) -> None:
-        """Write files and pictures and print the summary, on the rank that has the losses."""
+        """Write the files and pictures and print the summary, on the rank that has the losses."""
         if dist.get_rank() != dist.get_world_size() - 1:
             return
         if self._is_writer and self.history.rows:
@@ -193,7 +196,7 @@ class Reporter:
         plot_expert_load(rows, run_dir / "expert_load.png", title=title, layers=self.layers)
 
     def summary_line(self) -> str:
-        """validation loss | unigram entropy | below by | tokens dropped | tokens/s, as far as they are known."""
+        """validation loss | unigram entropy | below by | tokens dropped | tokens/s, without those that are unknown."""
         parts = []
         _, losses = self.history.series("validation_loss")
         if losses:

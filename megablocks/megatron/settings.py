@@ -1,8 +1,8 @@
-"""What our layers need to know beyond Megatron's TransformerConfig, and how they learn it.
+"""The settings of our layers that Megatron's TransformerConfig lacks, and where they come from.
 
-The driver generates its `--megablocks-*` flags from the dataclass and stores the result on the TransformerConfig as
-the attribute `megablocks`. Where nothing stored it (Megatron-LM's own pretrain_gpt.py with `--spec`), environment
-variables of the same names fill it: MEGABLOCKS_CAPACITY_FACTOR=1.25.
+The driver makes one `--megablocks-*` flag of each field and stores the result on the TransformerConfig as the attribute
+`megablocks`. Megatron-LM's own pretrain_gpt.py with `--spec` stores nothing; then environment variables of the same
+names fill the settings: MEGABLOCKS_CAPACITY_FACTOR=1.25.
 """
 
 from __future__ import annotations
@@ -15,14 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import (
-    CAPACITY_RULES,
-    MLP_IMPLS,
-    QUANTIZE_NUM_BITS,
-    ROUTER_TYPES,
-    TOKEN_ROUNDINGS,
-    ConfigError,
-)
+from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError
+from megablocks.kinds import IMPLS, MLP_IMPLS, ROUTERS
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
@@ -31,7 +25,7 @@ ENV_PREFIX = "MEGABLOCKS_"
 _ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
 _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
-# What a layer that is not ours, or not all ours, never reads. Megatron weights the output of our experts itself.
+# The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
 _NOT_READ = {
     "experts": (*_ROUTING, "capacity_factor", "quantize_scatter_num_bits"),
     "megatron": (*_ROUTING, "capacity_factor", *_EXPERTS),
@@ -39,58 +33,69 @@ _NOT_READ = {
 }
 
 
-def _option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
+def option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
+    """A dataclass field of which `arguments` makes a flag."""
     return field(default=default, metadata={"help": text, "choices": choices})
 
 
 @dataclass(frozen=True, kw_only=True)
 class MegaBlocksSettings:
-    """Each field's metadata holds its help text and its choices; flags are generated from them."""
+    """What our layers compute and how. A field holds its default, help text and choices; its flag has the same."""
 
-    layer: str = _option(
+    layer: str = option(
         "megablocks",
-        "mixture-of-experts layer: ours; Megatron's MoELayer with our experts; Megatron's own; Tutel's own where the "
-        "package tutel is installed, otherwise ours with Tutel's capacity rule",
+        "mixture-of-experts layer: megablocks, ours; experts, our experts in Megatron's MoELayer; megatron, Megatron's "
+        "own; tutel, Tutel's own if the package tutel is installed, else ours with Tutel's capacity rule",
         LAYERS,
     )
-    mlp_impl: str = _option(
+    mlp_impl: str = option(
         "auto",
-        "how the experts are computed: grouped GEMMs; block-sparse products, for a width that is a multiple of 64, "
-        "better 128; scatter, products that gather and weigh rows themselves; fused, the whole MLP in one op that "
-        "keeps the least; the float32 reference; auto picks grouped or sparse by device and shape",
+        "how the experts are computed; auto: grouped or fused, by device and shape; "
+        + "; ".join(f"{name}: {impl.summary}" for name, impl in IMPLS.items()),
         MLP_IMPLS,
     )
-    router_type: str = _option("topk", "tokens choose experts, or experts choose tokens", ROUTER_TYPES)
-    token_rounding: str | None = _option(
-        None, "in training, round each expert's load to a multiple of a tile by this rule; unset: plain top-k",
+    router_type: str = option(
+        "topk", "; ".join(f"{name}: {kind.summary}" for name, kind in ROUTERS.items()), tuple(ROUTERS)
+    )
+    token_rounding: str | None = option(
+        None, "in training, round each expert's number of tokens to a multiple of a tile, by this rule; unset: do not",
         TOKEN_ROUNDINGS,
     )  # fmt: skip
-    token_rounding_tile: int | None = _option(None, "that tile in rows; unset: the experts' products' own")
-    normalize_top_k: float | None = _option(
-        None, "p of the p-norm that divides a token's weights (softmax before top-k only); Megatron's own rule if unset"
+    token_rounding_tile: int | None = option(None, "rows of that tile; unset: as many as the experts' kernels use")
+    normalize_top_k: float | None = option(
+        None,
+        "divide a token's weights by their p-norm with this p, only with softmax before top-k; unset: as Megatron does",
     )
-    capacity_factor: float | None = _option(
-        None, "drop tokens beyond this many times an expert's fair share; 0: the fullest expert's load; unset: dropless"
+    capacity_factor: float | None = option(
+        None,
+        "drop tokens beyond this many times an expert's fair share; 0: the capacity is the fullest expert's load; "
+        "unset: drop none",
     )
-    capacity_rule: str = _option(
+    capacity_rule: str = option(
         "megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES
     )
-    uniform_assignment: bool = _option(False, "replace the router's choice by round robin, for benchmarks")
-    recompute_activation: bool = _option(False, "recompute the experts' activation in backward instead of storing it")
-    quantize_inputs_num_bits: int = _option(-1, "bits of the experts' kept input; -1: as it is", QUANTIZE_NUM_BITS)
-    quantize_rematerialize_num_bits: int = _option(
-        -1, "bits of the kept pre-activations, from which backward recomputes; -1: as they are", QUANTIZE_NUM_BITS
+    uniform_assignment: bool = option(False, "give tokens to experts in turn, without the router, for benchmarks")
+    recompute_activation: bool = option(False, "recompute the experts' activation in backward instead of saving it")
+    quantize_inputs_num_bits: int = option(
+        -1, "bits to which the experts' saved input is quantized; -1: not at all", QUANTIZE_NUM_BITS
     )
-    quantize_scatter_num_bits: int = _option(
-        -1, "bits of the experts' output kept for the router; -1: as it is", QUANTIZE_NUM_BITS
+    quantize_rematerialize_num_bits: int = option(
+        -1,
+        "bits to which the experts' saved pre-activations are quantized, from which backward recomputes the "
+        "activation; -1: not at all",
+        QUANTIZE_NUM_BITS,
     )
-    gradient_accumulation_fusion: bool | None = _option(
+    quantize_scatter_num_bits: int = option(
+        -1, "bits to which the experts' output is quantized that is saved for the router's gradient; -1: not at all",
+        QUANTIZE_NUM_BITS,
+    )  # fmt: skip
+    gradient_accumulation_fusion: bool | None = option(
         None,
-        "add the gradients of the experts' matrices to Megatron's main gradients as they are computed; "
-        "unset: as --no-gradient-accumulation-fusion and the lack of apex say",
+        "let the experts' kernels add the gradients of their matrices to Megatron's main gradients; unset: as "
+        "Megatron's own flag says, which needs apex",
     )
-    attention: str = _option(
-        "sdpa", "core attention without Transformer Engine: torch's fused one, or Megatron's", ATTENTIONS
+    attention: str = option(
+        "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS
     )
 
     def __post_init__(self) -> None:
@@ -99,7 +104,7 @@ class MegaBlocksSettings:
             unset = value is None and f.default is None
             if choices is not None and not unset and value not in choices:
                 raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(map(str, choices))}")
-        if self.layer == "tutel":  # the rule is Tutel's, whichever code runs it, and so is the default factor
+        if self.layer == "tutel":  # whichever code runs it, the rule and the default factor are Tutel's
             object.__setattr__(self, "capacity_rule", "tutel")
             if self.capacity_factor is None:
                 object.__setattr__(self, "capacity_factor", 1.0)
@@ -113,7 +118,7 @@ class MegaBlocksSettings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
-        """Read MEGABLOCKS_<FIELD> for each field. ConfigError, naming the variable, at a value of the wrong type."""
+        """The settings in MEGABLOCKS_<FIELD>. Raises ConfigError, which names the variable, at a wrong value."""
         hints = typing.get_type_hints(cls)
         values = {}
         for f in dataclasses.fields(cls):
@@ -141,6 +146,6 @@ def _parse(name: str, text: str, hint: Any) -> Any:
 
 
 def settings_of(config: Any) -> MegaBlocksSettings:
-    """The settings stored on a TransformerConfig (attribute `megablocks`), else those of the environment."""
+    """The settings stored on a TransformerConfig as `megablocks`, else those of the environment."""
     stored = getattr(config, "megablocks", None)
     return stored if stored is not None else MegaBlocksSettings.from_env()

@@ -35,12 +35,12 @@ from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.megatron import attention  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
-from megablocks.megatron.experts import MegaBlocksExperts  # noqa: E402
-from megablocks.megatron.layer import MegaBlocksMoELayer  # noqa: E402
+from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
 from megablocks.megatron.model_config import check_without_engine  # noqa: E402
+from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
 from megablocks.megatron.norm import Norm  # noqa: E402
-from megablocks.megatron.router import CountingTopKRouter, MegaBlocksRouter  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
+from megablocks.megatron.topk_router import CountingTopKRouter, MegaBlocksRouter  # noqa: E402
 
 
 def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:

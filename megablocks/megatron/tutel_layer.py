@@ -86,7 +86,7 @@ class TutelMoELayer(MoELayer):
 
     @torch.no_grad()
     def _draw(self) -> None:
-        """Megatron's initialisation; every expert under its own draw, the same for any expert-parallel size."""
+        """Megatron's initialization; every expert under its own draw, the same for any expert-parallel size."""
         config, first = self.config, self.local_expert_indices[0]
         for gate in self.moe.gates:
             config.init_method(gate.wg.weight)

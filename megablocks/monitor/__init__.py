@@ -1,1 +1,1 @@
-"""What a run tells about itself: FLOPs, MFU, expert load, guards, heartbeat, environment, pictures. No Megatron."""
+"""Reports and guards of a training run: FLOPs, MFU, expert load, heartbeat, environment, plots. No Megatron here."""

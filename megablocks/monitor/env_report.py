@@ -1,6 +1,6 @@
-"""What a run ran on: versions, devices, commit and command, for env.txt in the run folder and for bug reports.
+"""Versions, devices, commit and command of a run, for env.txt in the run folder and for bug reports.
 
-`python -m megablocks.monitor.env_report` prints it. Works without torch.
+`python -m megablocks.monitor.env_report` prints them. It works without torch.
 """
 
 from __future__ import annotations
@@ -38,21 +38,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def _git(*args: str) -> str:
-    try:
-        root = Path(__file__).resolve().parent
-        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
-
-
 def commit() -> str:
-    """The commit of the checkout that this package lies in, "+changes" where files differ, "unknown" outside git."""
-    head = _git("rev-parse", "HEAD")
-    if not head:
+    """The commit of the git checkout that holds this package, or "unknown". "+changes": tracked files were modified."""
+    folder = str(Path(__file__).resolve().parent)
+    describe = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return head + ("+changes" if _git("status", "--porcelain", "--untracked-files=no") else "")
+    return done.stdout.strip() or "unknown"
 
 
 def _devices() -> list[str]:
@@ -68,7 +62,7 @@ def _devices() -> list[str]:
 
 
 def env_report(argv: Sequence[str] | None = None) -> str:
-    """A text of `name: value` lines. argv: the command to record, default this process's."""
+    """A text of `name: value` lines. argv: the command to report; default: the command of this process."""
     command = shlex.join(sys.orig_argv if argv is None else argv)
     lines = [f"command: {command}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
     lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")

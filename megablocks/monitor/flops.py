@@ -1,9 +1,9 @@
-"""Model FLOPs of a GPT, dense or mixture-of-experts, and the peak rate of known GPUs: what MFU is made of.
+"""Model FLOPs utilization (MFU): the FLOPs of a dense or mixture-of-experts GPT over the peak rate of known GPUs.
 
-Counted are the matrix products a model needs, at 2 FLOPs a multiply-add, three times for forward + backward: attention
-projections, causal attention (half of S²), router, the top-k experts and shared experts that a token visits, logits.
-Recomputed activations, padding and dropped tokens are not model FLOPs. Megatron's `num_floating_point_operations`
-counts the same but for the router.
+Only matrix products count, with 2 FLOPs per multiply-add: attention projections, causal attention (half of S²), router,
+the top-k experts and shared experts of a token, logits. Backward costs twice the forward. Recomputed activations,
+padding and dropped tokens are not model FLOPs. Megatron's `num_floating_point_operations` counts the same, except that
+it leaves out the router.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """Sizes that fix a GPT's FLOPs. Widths are per expert; `gated` MLPs have three products instead of two."""
+    """The sizes that determine the FLOPs of a GPT. Expert widths are per expert. `gated`: three products per MLP."""
 
     num_layers: int
     hidden_size: int
@@ -33,7 +33,7 @@ class GPTShape:
 
 
 def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
-    """FLOPs of one token's forward pass, by part."""
+    """Forward FLOPs of one token, by part of the model."""
     hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
     groups = shape.num_query_groups or shape.num_attention_heads
     products = 3 if shape.gated else 2
@@ -51,7 +51,7 @@ def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
 
 
 def training_flops_per_token(shape: GPTShape) -> float:
-    """FLOPs of forward and backward for one token: backward has two products for each of the forward."""
+    """Forward and backward FLOPs of one token. Backward has two products for each product of the forward."""
     return 3 * sum(forward_flops_per_token(shape).values())
 
 
@@ -69,13 +69,13 @@ PEAK_BF16_TFLOPS = (
     ("A40", 149.7),
     ("V100", 125.0),
 )
-"""Dense (not sparse) bf16 TFLOP/s by a part of the device name, first match wins (V100: fp16). NVIDIA data sheets."""
+"""Peak dense bf16 TFLOP/s (V100: fp16), by words of the device name. The first match counts. Source: data sheets."""
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense 16-bit FLOP/s of a GPU by its name, None where unknown: no MFU is better than a wrong one.
+    """Peak dense 16-bit FLOP/s of a GPU; None if the name is unknown, because no MFU is better than a wrong MFU.
 
-    A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") has part of the device, so it counts as unknown.
+    A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the device, so it counts as unknown.
     """
     if " MIG " in f" {device_name} ":
         return None
@@ -86,7 +86,7 @@ def peak_flops(device_name: str) -> float | None:
 
 
 def mfu(tokens_per_second: float, shape: GPTShape, device_name: str, num_devices: int) -> float | None:
-    """Model FLOPs utilisation in [0, 1] of `num_devices` equal devices; None where the device is unknown."""
+    """Model FLOPs utilization, in [0, 1], of `num_devices` equal devices; None if the device is unknown."""
     peak = peak_flops(device_name)
     if peak is None:
         return None

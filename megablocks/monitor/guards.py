@@ -1,7 +1,7 @@
-"""Guards of a training step: a loss window that spots spikes, and sentinels that say in which layer a NaN was born.
+"""Guards of a training step: a loss window that detects spikes, and sentinels that find the first layer with a NaN.
 
-Sentinels cost one reduction over each layer's output and over its gradient, and no synchronisation: they raise flags on
-the device. Only when a step has gone wrong are the flags read.
+The sentinels reduce each layer's output and its gradient to one flag on the device. They do not synchronize: the flags
+are read only after a step has failed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """A NaN or Inf in loss or gradients. The message is one line: step, rank, layer."""
+    """The loss or a gradient holds a NaN or Inf. The message is one line with step, rank and layer."""
 
 
 class LossWindow:
-    """The median of the last finite losses, against which a spike is measured.
+    """The last `size` finite losses. A loss above `factor` times their median is a spike; factor 0 finds no spikes.
 
-    A spike enters the window too, so a loss that stays high is accepted once it is the median, and an update is never
-    skipped for ever. A NaN or Inf never enters. Nothing is a spike before `minimum` losses are known.
+    A spike enters the window too. So a loss that stays high becomes the median, and updates are not skipped for ever.
+    NaN and Inf never enter the window. While the window holds fewer than `minimum` losses, no loss is a spike.
     """
 
     def __init__(self, size: int, factor: float) -> None:
@@ -33,18 +33,18 @@ class LossWindow:
         self._losses: deque[float] = deque(maxlen=size)
 
     def is_spike(self, loss: float) -> bool:
-        """Whether `loss` exceeds factor × median of the past; then it is remembered. factor 0: never."""
+        """Whether `loss` is a spike. Then adds `loss` to the window if it is finite."""
         median = self.median()
         if math.isfinite(loss):
             self._losses.append(loss)
         return self.factor > 0 and median is not None and loss > self.factor * median
 
     def median(self) -> float | None:
-        """Median of the window, None while it holds fewer than `minimum` losses."""
+        """Median of the window; None while the window holds fewer than `minimum` losses."""
         return statistics.median(self._losses) if len(self._losses) >= self.minimum else None
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serialisable; `load_state_dict` reads it back, into a window of any size."""
+        """A state that JSON can hold. `load_state_dict` reads it into a window of any size."""
         return {"losses": list(self._losses)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -53,18 +53,18 @@ class LossWindow:
 
 
 def is_bad(tensor: Tensor) -> Tensor:
-    """() bool on the tensor's device: whether any element is NaN or Inf. No copy of the tensor, no synchronisation."""
+    """() bool on the tensor's device: whether any element is NaN or Inf. Copies nothing and does not synchronize."""
     if tensor.numel() == 0:
         return torch.zeros((), dtype=torch.bool, device=tensor.device)
     return ~torch.isfinite(torch.linalg.vector_norm(tensor.detach(), ord=math.inf))
 
 
 class LayerSentinels:
-    """One flag a layer for its output and one for the gradient of its output, raised at the first NaN or Inf.
+    """Two flags per layer: its output, or the gradient of its output, held a NaN or Inf since the last `reset`.
 
     Args:
-        layers: modules in the order of computation; an output may be a tensor or a tuple that starts with one.
-        names: what to call them.
+        layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
+        names: the names of the layers in `first_bad`.
     """
 
     def __init__(self, layers: Iterable[torch.nn.Module], names: Sequence[str], device: torch.device | str) -> None:
@@ -89,15 +89,15 @@ class LayerSentinels:
         return watch
 
     def reset(self) -> None:
-        """Lower all flags; once a step."""
+        """Clear all flags. Call it once per step."""
         self._forward.zero_()
         self._backward.zero_()
 
     def first_bad(self) -> tuple[str, str] | tuple[None, None]:
-        """("forward" or "backward", where) of the step's first NaN or Inf, (None, None) if no flag is up. Synchronises.
+        """("forward" or "backward", where) of the first NaN or Inf, or (None, None). Synchronizes.
 
-        Forward: the first layer whose output is bad. Backward only: the gradient of a layer's output is the work of
-        the layers after it, so the last layer with a bad one lies just before the culprit.
+        In forward the first layer with a bad output is the cause. In backward the later layers compute the gradient of
+        a layer's output, so the cause is the layer after the last one with a bad gradient.
         """
         forward, backward = self._forward.tolist(), self._backward.tolist()
         if any(forward):
@@ -110,7 +110,7 @@ class LayerSentinels:
 
 
 def first_bad_parameter(named_gradients: Iterable[tuple[str, Tensor | None]]) -> str | None:
-    """Name of the first parameter whose gradient holds a NaN or Inf. Synchronises once a parameter."""
+    """Name of the first parameter whose gradient holds a NaN or Inf, or None. Synchronizes once per parameter."""
     for name, grad in named_gradients:
         if grad is not None and bool(is_bad(grad)):
             return name

@@ -1,18 +1,21 @@
-"""A thread that notices dead or frozen ranks while the main thread waits in a collective, names them and ends the rank.
+"""A thread that detects dead or frozen ranks while the main thread waits in a collective, and then ends this rank.
 
-Each rank counts up a key of the rendezvous store and watches the counters of others (all, or in a large world the next
-few) with its own clock, so no clocks are compared; who finds one dead says so in a key that all read. A killed rank, a
-stopped one (SIGSTOP), a machine that is gone: their counters stand still. The thread has its own connection to the
-store, since the main thread may hold the default one, and ends the process with `os._exit`, since the main thread may
-never return from its collective.
+Each rank increments a key of the rendezvous store and watches the keys of other ranks. A rank whose key stands still is
+dead: it was killed or stopped (SIGSTOP), or its machine is gone. Silence is measured with the watcher's own clock, so
+clocks of machines are not compared. A rank that finds a dead rank writes a message into a key that all ranks read.
 
-A launcher that finds a dead worker sends SIGTERM to the rest and kills them later. Handlers in Python need the main
-thread, so the C-level wake-up pipe is watched here: after a SIGTERM a few silent beats are enough to call a rank dead.
+The thread opens its own connection to the store, because the main thread may hold the default one. It ends the process
+with `os._exit`, because the main thread may never return from its collective.
+
+A launcher that finds a dead worker sends SIGTERM to the others and kills them later. Python runs signal handlers in the
+main thread only, so this thread reads the pipe that Python writes signal numbers to. After a SIGTERM a rank counts as
+dead after a few silent beats.
 """
 
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import select
 import signal
@@ -20,17 +23,16 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 EXIT_CODE = 75
-"""Exit code of a rank that ended itself because another was dead."""
+"""Exit code of a rank that ends itself because another rank is dead."""
 
 _GRACE_BEATS = 10
 _WATCHED = 8
-"""Ranks that each rank watches: the store's load grows with the world, not with its square."""
+"""Number of ranks that each rank watches. It is fixed, so that the store's load grows linearly with the world."""
 _START_S = 120.0
-"""A rank that has never beaten may still be importing, however short the timeout."""
+"""Shortest timeout of a rank before its first beat, because it may still be importing."""
 
 
 def _say(message: str) -> None:
@@ -38,34 +40,24 @@ def _say(message: str) -> None:
 
 
 class Heartbeat:
-    """Beats from construction until `stop`.
+    """Beats and watches other ranks from construction until `stop`.
 
     Args:
-        host, port: the TCP store that torch.distributed.init_process_group used (MASTER_ADDR, MASTER_PORT).
+        host, port: the TCP store of torch.distributed.init_process_group (MASTER_ADDR, MASTER_PORT).
         rank, world_size: of this process.
-        timeout: seconds of a rank's silence after which it counts as dead.
-        on_dead: called with the one-line message instead of printing it and ending the process (tests).
+        timeout: seconds of silence after which a rank counts as dead.
     """
 
-    def __init__(
-        self,
-        host: str,
-        port: int,
-        rank: int,
-        world_size: int,
-        timeout: float,
-        on_dead: Callable[[str], None] | None = None,
-    ) -> None:
+    def __init__(self, host: str, port: int, rank: int, world_size: int, timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.interval = min(1.0, timeout / 5)
         self._watched = [(rank + 1 + i) % world_size for i in range(min(_WATCHED, world_size - 1))]
-        self._prefix = f"heartbeat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # a restart shares the store
+        self._prefix = f"heartbeat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # restarts share the store
         self._address = (host, port)
-        self._on_dead = on_dead or self._exit
         self._stopped = threading.Event()
         self._connected = threading.Event()
-        self._terminated: float | None = None
-        self._failure: str | None = None
+        self._impatient = False
+        self._last_word = "done"
         self._read_end, self._write_end = os.pipe()
         for end in (self._read_end, self._write_end):
             os.set_blocking(end, False)
@@ -75,29 +67,29 @@ class Heartbeat:
 
     @classmethod
     def from_environment(cls, timeout: float) -> Heartbeat:
-        """By torchrun's variables."""
+        """A heartbeat that takes its other arguments from torchrun's environment variables."""
         env = os.environ
         return cls(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), timeout)
 
     def wait_until_known(self, timeout: float = 60.0) -> bool:
-        """Wait until this rank's first beat is in the store, as it must be before the rank can be missed."""
+        """Wait until the store holds this rank's first beat. Before that the other ranks cannot miss it."""
         return self._connected.wait(timeout)
 
     def fail(self, error: BaseException) -> None:
-        """This rank ends with `error`: tell the others, which end too; but if one of them is dead, name it and exit.
+        """End because of `error`, and make the other ranks end too. If a watched rank is dead, name it and exit.
 
-        A collective of gloo fails at once when a peer dies, long before its silence counts, so a failure here makes
-        this rank as impatient as a SIGTERM does.
+        When a peer dies, gloo's collectives fail at once, long before the timeout. So after such a failure a rank
+        counts as dead after a few silent beats, as after a SIGTERM.
         """
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
         if type(error).__module__.startswith("torch") or isinstance(error, RuntimeError) and "onnection" in str(error):
-            self._terminated = time.monotonic()
+            self._impatient = True
             self._thread.join((_GRACE_BEATS + 3) * self.interval)
-        self._failure = reason
+        self._last_word = f"failed {reason}"
         self.stop()
 
     def stop(self) -> None:
-        """End the thread; tell the others that silence from now on is no death."""
+        """End the thread, and tell the other ranks that this rank ends on purpose."""
         if not self._stopped.is_set():
             self._stopped.set()
             self._thread.join(self.interval + 5)
@@ -107,32 +99,29 @@ class Heartbeat:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, port = self._address
+        own = f"{self._prefix}/{self.rank}"
         wait = datetime.timedelta(seconds=max(self.timeout, 30.0))
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
-            store.set(f"{self._prefix}/{self.rank}/host", f"{socket.gethostname()} pid {os.getpid()}")
+            store.set(f"{own}/host", f"{socket.gethostname()} pid {os.getpid()}")
         except RuntimeError as error:
             _say(f"rank {self.rank}: no heartbeat, the store at {host}:{port} does not answer ({error})")
             return
         now = time.monotonic()
         seen = {rank: (-1, now) for rank in self._watched}
-        beat = 0
-        while True:
-            stopped = self._stopped.is_set()
-            try:
-                if stopped:
-                    last = "done" if self._failure is None else f"failed {self._failure}"
-                    store.set(f"{self._prefix}/{self.rank}", last)
+        try:
+            for beat in itertools.count():
+                if self._stopped.is_set():
+                    store.set(own, self._last_word)
                     return
-                store.set(f"{self._prefix}/{self.rank}", str(beat))
+                store.set(own, str(beat))
                 self._connected.set()
                 self._look(store, seen)
-            except RuntimeError as error:  # the store's host is gone
-                if not self._stopped.is_set():
-                    self._lost_store(error)
-                return
-            beat += 1
-            self._sleep(self.interval)
+                self._sleep(self.interval)
+        except RuntimeError as error:  # the process that hosts the store has ended
+            self._sleep(2 * self.interval)  # it may have ended because all ranks end
+            reason = str(error).splitlines()[0]
+            self._end(f"the rendezvous store at {host}:{port} is gone: the launcher or rank 0 has ended ({reason})")
 
     def _look(self, store: Any, seen: dict[int, tuple[int, float]]) -> None:
         if store.check([f"{self._prefix}/dead"]):
@@ -143,9 +132,8 @@ class Heartbeat:
             if value == "done":
                 del seen[rank]
             elif value.startswith("failed"):
-                self._sleep(2 * self.interval)  # it may have failed on all ranks, which then say so themselves
+                self._sleep(2 * self.interval)  # if it failed on all ranks, this rank says so itself
                 self._end(f"rank {rank} ended ({value[7:]})")
-                del seen[rank]
             elif int(value) != seen[rank][0]:
                 seen[rank] = (int(value), time.monotonic())
             elif (silence := time.monotonic() - seen[rank][1]) > self._limit(started=seen[rank][0] >= 0):
@@ -153,30 +141,21 @@ class Heartbeat:
                 message = f"rank {rank} ({where}) has been silent for {silence:.0f} s: killed, stopped or cut off"
                 store.set(f"{self._prefix}/dead", message)
                 self._end(message)
-                del seen[rank]
 
     def _limit(self, started: bool) -> float:
         if not started:
             return max(self.timeout, _START_S)
-        return self.timeout if self._terminated is None else min(self.timeout, _GRACE_BEATS * self.interval)
+        return min(self.timeout, _GRACE_BEATS * self.interval) if self._impatient else self.timeout
 
     def _end(self, message: str) -> None:
+        """End this process, unless `stop` was called meanwhile."""
         if not self._stopped.is_set():
-            self._on_dead(f"rank {self.rank}: {message}; this rank ends")
-
-    def _lost_store(self, error: Exception) -> None:
-        self._sleep(2 * self.interval)  # rank 0 may have ended because all ranks do
-        host, port = self._address
-        reason = str(error).splitlines()[0]
-        self._end(f"the rendezvous store at {host}:{port} is gone, and with it the launcher or rank 0 ({reason})")
+            _say(f"rank {self.rank}: {message}; this rank ends")
+            os._exit(EXIT_CODE)
 
     def _sleep(self, seconds: float) -> None:
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stopped.is_set():
             if select.select([self._read_end], [], [], min(left, 0.2))[0]:
                 if signal.SIGTERM in os.read(self._read_end, 512):
-                    self._terminated = time.monotonic()
-
-    def _exit(self, message: str) -> None:
-        _say(message)
-        os._exit(EXIT_CODE)
+                    self._impatient = True

@@ -1,14 +1,13 @@
-"""The numbers of a run as CSV files that survive a resume: loss.csv (train and validation) and expert_load.csv.
+"""The losses and rates of a run, as a CSV file that survives a resume.
 
-A history is kept whole in memory (a row a log interval) and written whole, to a temporary file that then takes the
-name, so a reader or a crash never sees half a file. Rows later than the iteration that a run resumes from are dropped:
-the run that wrote them went beyond its last checkpoint, and this run writes them again.
+A history is complete in memory, with one row per log interval. It is written to a temporary file that is then renamed,
+so neither a reader nor a crash sees half a file. A resumed run drops the rows after the iteration of its checkpoint
+and writes them again.
 """
 
 from __future__ import annotations
 
 import csv
-import io
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -27,12 +26,12 @@ LOSS_COLUMNS = (
     "empty_experts",
     "tokens_dropped",
 )
-"""tokens: consumed so far. Expert load of the log interval: mean of max/mean over layers, empty experts of all layers.
-tokens_dropped: since the first iteration, resumed runs included."""
+"""tokens: consumed so far. expert_load_max_over_mean: of the log interval, the mean over the layers. empty_experts: of
+the log interval, the sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
 
 
 def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write `data` to a temporary neighbour of `path`, flush it to disk and rename it to `path`."""
+    """Write `data` to a temporary file beside `path`, flush it to disk and rename it to `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -46,7 +45,7 @@ def write_atomically(path: Path, data: str | bytes) -> None:
 
 
 def parse_log_line(line: str) -> dict[str, float]:
-    """Numbers of a Megatron log line ("... iteration 5/ 10 | lm loss: 9.1E+00 | ..."), by name; iteration as such."""
+    """Numbers of a Megatron log line ("... iteration 5/ 10 | lm loss: 9.1E+00 | ..."), by name."""
     values: dict[str, float] = {}
     start = re.search(r"\biteration\s+(\d+)", line)
     if start:
@@ -57,7 +56,7 @@ def parse_log_line(line: str) -> dict[str, float]:
 
 
 class History:
-    """Rows of floats under fixed columns, keyed by iteration (the first column)."""
+    """A table of floats with fixed columns and one row per iteration, which is the first column."""
 
     def __init__(self, path: Path, columns: Iterable[str]) -> None:
         self.path = path
@@ -65,7 +64,7 @@ class History:
         self.rows: dict[int, dict[str, float]] = {}
 
     def load(self, up_to: int) -> None:
-        """Read an earlier run's rows of iterations <= `up_to`. A file with other columns is left out."""
+        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns."""
         if not self.path.exists():
             return
         with open(self.path, newline="") as file:
@@ -78,23 +77,21 @@ class History:
                     self.add(iteration, {name: float(text) for name, text in row.items() if text})
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
-        """Set values of `iteration`; columns not named keep what they had. Unknown names are ignored."""
+        """Set values of `iteration`. Other columns of the row keep their values. Unknown names are ignored."""
         row = self.rows.setdefault(iteration, {self.columns[0]: iteration})
         row.update({name: value for name, value in values.items() if name in self.columns})
 
     def series(self, column: str) -> tuple[list[int], list[float]]:
-        """Iterations and values where `column` is set, in order."""
+        """The iterations at which `column` has a value, in order, and these values."""
         pairs = [(i, row[column]) for i, row in sorted(self.rows.items()) if column in row]
         return [i for i, _ in pairs], [v for _, v in pairs]
 
     def save(self) -> None:
-        """Write the CSV; integers without a point, other values with 7 significant digits as in the log."""
-        text = io.StringIO()
-        writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(self.columns)
+        """Write the CSV file. Integers have no decimal point, other values 7 significant digits, as in the log."""
+        lines = [",".join(self.columns)]
         for _, row in sorted(self.rows.items()):
-            writer.writerow([_format(row[name]) if name in row else "" for name in self.columns])
-        write_atomically(self.path, text.getvalue())
+            lines.append(",".join(_format(row[name]) if name in row else "" for name in self.columns))
+        write_atomically(self.path, "\n".join(lines) + "\n")
 
 
 def _format(value: float) -> str:

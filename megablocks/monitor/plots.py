@@ -1,4 +1,4 @@
-"""Pictures of runs, drawn without a display: loss.png, expert_load.png, and runs.png of several."""
+"""Plots of training runs, drawn without a display: loss.png, expert_load.png, and runs.png of several runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _save(figure: Any, path: Path) -> None:
 
 
 def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = None) -> None:
-    """Train and validation loss (nats a token) over iterations, and the unigram entropy that a model must beat."""
+    """Train and validation loss (nats per token) over iterations, and the unigram entropy as a baseline."""
     figure = _figure(7, 4.5)
     axes = figure.add_subplot()
     axes.plot(*history.series("train_loss"), color="tab:blue", linewidth=1.2, label="train")
@@ -43,7 +43,7 @@ def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = N
 
 
 def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
-    """Train losses (nats a token) of several runs over iterations; below, how far each is from the first one's."""
+    """Train losses (nats per token) of several runs over iterations, and below the differences to the first run."""
     figure = _figure(7, 6.5)
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     (first, base), *_ = runs.items()
@@ -63,9 +63,9 @@ def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
 
 
 def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers: list[int]) -> None:
-    """Heat map of layers × experts: each expert's tokens over its layer's mean (1 is balance).
+    """Heat map of layers × experts: the tokens of each expert over the mean of its layer (1 is balance).
 
-    tokens: L rows of E token counts. layers: their L numbers.
+    tokens: L rows of E token counts. layers: the numbers of these L layers.
     """
     from matplotlib.colors import TwoSlopeNorm
 

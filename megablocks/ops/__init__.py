@@ -20,18 +20,21 @@ _PUBLIC = {
     "build_dispatch": "megablocks.ops.routing.dispatch",
     "make_routing": "megablocks.ops.routing.dispatch",
     "check_routing": "megablocks.ops.routing.dispatch",
-    "route_topk": "megablocks.ops.routing.router",
-    "route_rounded": "megablocks.ops.routing.rounded_router",
+    "route_topk": "megablocks.ops.routing.topk",
+    "route_rounded": "megablocks.ops.routing.rounding",
+    "RouterOptions": "megablocks.ops.routing.topk",
     "apply_capacity": "megablocks.ops.routing.capacity",
     "capacity_of": "megablocks.ops.routing.capacity",
-    "select_tokens": "megablocks.ops.routing.rounding",
+    "Activation": "megablocks.ops.activation_table",
     "activate": "megablocks.ops.activation",
-    "combine": "megablocks.ops.permute.combine",
-    "pad_dispatch": "megablocks.ops.permute.padded",
+    "combine": "megablocks.ops.permute.rows",
+    "pad_dispatch": "megablocks.ops.routing.dispatch",
     "grouped_mm": "megablocks.ops.grouped.grouped_mm",
     "gathered_mm": "megablocks.ops.grouped.gathered_mm",
-    "gathered_mm_pair": "megablocks.ops.grouped.gathered_mm",
+    "gathered_mm_gated": "megablocks.ops.grouped.gathered_mm",
     "add_expert_bias": "megablocks.ops.grouped.bias",
+    "ExpertParameters": "megablocks.ops.fused.mlp",
+    "MainGrads": "megablocks.ops.fused.mlp",
     "fused_mlp": "megablocks.ops.fused.mlp",
     "activate_and_project": "megablocks.ops.fused.down",
     "flatten_sort_count": "megablocks.ops.scattered.parallel_linear",
@@ -71,10 +74,14 @@ class _ModuleOf010(ModuleType):
     """`megablocks.ops.<module>` for imports from it; a file of that name would take the function's place here."""
 
     def __getattr__(self, name: str) -> Any:
-        module = self.__name__.rpartition(".")[2]
-        if name not in _OF_0_10[module]:
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        return __getattr__(name)
+        for function in _OF_0_10[self.__name__.rpartition(".")[2]]:
+            if name == function:
+                return __getattr__(name)
+            if name == f"{function.title().replace('_', '')}Op":  # the autograd function: `GatherOp` of `gather`
+                function_class = importlib.import_module("megablocks.ops.upstream").function_class
+                setattr(self, name, function_class(name, __getattr__(function)))
+                return getattr(self, name)
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
 
 for _name in _OF_0_10:

@@ -1,7 +1,7 @@
 """Triton kernels of the activations: one pass over memory forward, one backward, float32 inside.
 
-Legend: n elements, in rows of I. Bytes: forward 3·n values for a gated activation (2·n for a plain one), backward 5·n
-(3·n). The activation of one element and its derivative are device functions, which fused kernels share.
+Legend: n elements, in rows of I. A gated activation moves 3·n values forward and 5·n backward, a plain one 2·n and 3·n.
+The activation of one element and its derivative are a device function, which fused kernels share.
 """
 
 # mypy: allow-untyped-defs
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.activation import GATED
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.launch import cdiv, quick
 
 _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half precision, two loads an operand
@@ -82,30 +82,30 @@ def _backward_kernel(
     tl.store(d_pre_ptr + i, (grad * slope).to(d_pre_ptr.dtype.element_ty), mask=i < n)
 
 
-def activation_launch(pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str) -> Tensor:
-    """`pre` (..., I), `gate_pre` (..., I) or None → (..., I); one launch."""
+def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
+    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch."""
     pre = pre.contiguous()
-    gate = None if gate_pre is None else gate_pre.contiguous()
+    gate = None if gate is None else gate.contiguous()
     out = torch.empty_like(pre)
     if out.numel():
         _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
-            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], NAME=GATED.get(name, name),
-            EXACT=approximate == "none", GATED=gate is not None, BLOCK=_BLOCK,
+            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], NAME=activation.unary,
+            EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
 
 def activation_backward_launch(
-    grad: Tensor, pre: Tensor, gate_pre: Tensor | None, name: str, approximate: str
+    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `pre` and `gate_pre` (None without one); one launch."""
+    """Gradients of `pre` and `gate` (None without one); one launch."""
     grad, pre = grad.contiguous(), pre.contiguous()
-    gate = None if gate_pre is None else gate_pre.contiguous()
+    gate = None if gate is None else gate.contiguous()
     d_pre = torch.empty_like(pre)
     d_gate = None if gate is None else torch.empty_like(pre)
     if d_pre.numel():
         _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
-            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], NAME=GATED.get(name, name),
-            EXACT=approximate == "none", GATED=gate is not None, BLOCK=_BLOCK,
+            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], NAME=activation.unary,
+            EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return d_pre, d_gate

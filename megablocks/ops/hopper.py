@@ -1,9 +1,13 @@
-"""What the Gluon kernels for Hopper (sm_90) share on the host: when they may run, and descriptors for the TMA unit."""
+"""What the Gluon kernels for Hopper (sm_90) share on the host: when they run, tiles, and descriptors for the TMA unit.
+
+None of their launches synchronizes with the host or compiles for a token count. All can be captured in a CUDA graph.
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,6 +16,50 @@ from torch import Tensor
 
 # Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
 TRITON_RELEASES = Version("3.6"), Version("3.8")
+
+ROW_BOUND = 2**30
+"""Row coordinates of a descriptor by `ragged_rows`, and so row numbers, stay below this."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How a product is cut. Two consumers compute `rows` × BN each.
+
+    pingpong: each consumer computes tiles of its own, in turns; else the two are upper and lower half of one tile.
+    stages: how many steps of BK the shared memory holds.
+    out_parts: in how many column parts a consumer writes its tile; out_buffers: how many parts are in flight.
+    group_m: how many row tiles are walked before the next column tile; 1 walks columns first.
+    """
+
+    rows: int
+    BN: int
+    stages: int
+    pingpong: bool = False
+    out_parts: int = 2
+    out_buffers: int = 1
+    BK: int = 64
+    group_m: int = 1
+
+    @property
+    def row_parts(self) -> int:
+        return 1 if self.pingpong else 2
+
+    @property
+    def BM(self) -> int:
+        return self.rows * self.row_parts
+
+    @property
+    def out_cols(self) -> int:
+        return self.BN // self.out_parts
+
+    @property
+    def left_bytes(self) -> int:
+        """Of a stage's left operand; the right one's are beside it."""
+        return self.BM * self.BK * 2
+
+    @property
+    def right_bytes(self) -> int:
+        return self.BN * self.BK * 2
 
 
 @functools.cache
@@ -38,8 +86,13 @@ def multiprocessors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+def is_available(device: int = 0) -> bool:
+    """Whether the kernels can run on this CUDA device: Hopper, and a Triton with the Gluon they were written for."""
+    return torch.cuda.is_available() and is_hopper(device) and has_gluon()
+
+
 def switched_on() -> bool:
-    """MEGABLOCKS_HOPPER=0 in the environment leaves all kernels for Hopper out."""
+    """Whether kernels for Hopper may run. MEGABLOCKS_HOPPER=0 in the environment leaves them all out."""
     return os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
 
 
@@ -55,9 +108,9 @@ def runs_hopper(t: Tensor) -> bool:
 
 
 def aligned(t: Tensor, major: int = -1) -> bool:
-    """TMA reads a tensor whose start and rows stand on 16 bytes and whose `major` dimension is contiguous.
+    """Whether TMA can read t: its start and rows are multiples of 16 bytes, and its `major` dimension is contiguous.
 
-    Rows may not overlap: a stride below the contiguous dimension's length (0 of an expanded gradient) is refused.
+    Rows may not overlap: a stride below the contiguous dimension's length, as of an expanded gradient, is refused.
     """
     shape, unit = t.shape, 16 // t.element_size()
     if t.data_ptr() % 16:
@@ -76,7 +129,7 @@ def aligned(t: Tensor, major: int = -1) -> bool:
 
 @functools.cache
 def _descriptor_of(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
-    """The class and a layout of it: made anew they would take half of a launch's time on the host."""
+    """The class of descriptors and their layout, kept because a new one takes half of a launch's host time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -87,18 +140,28 @@ def _descriptor_of(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
 def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
     """A TMA descriptor of t, whose last dimension is contiguous, in pieces of `box`; see `aligned`.
 
-    Triton's constructor checks the pointer, the strides and the box at every call, a third of a launch's time on the
-    host with eight descriptors. `aligned` has said the same of operands, and results are allocated to suit.
+    Triton's constructor, which is left out here, checks what `aligned` has checked: a third of a launch's host time.
     """
     tensor_descriptor, layout = _descriptor_of(tuple(box), t.dtype)
     if strides is None:
         strides, sizes = list(t.stride()), t.shape
         if 1 in sizes:
             unit = 16 // t.element_size()
-            # The stride of a dimension of one is anything; TMA wants it on 16 bytes all the same.
+            # a dimension of one may have any stride, but TMA wants a multiple of 16 bytes
             strides = [s if n > 1 else -(-max(s, 1) // unit) * unit for s, n in zip(strides, sizes, strict=True)]
             strides[-1] = 1
     made = object.__new__(tensor_descriptor)
     made.base, made.shape, made.strides = t, list(t.shape) if shape is None else shape, strides
     made.block_shape, made.layout = box, layout
     return made
+
+
+def ragged_rows(t: Tensor, box: list[int]) -> Any:
+    """A descriptor of t (R, C) with which the TMA unit leaves out rows >= `end`, for an `end` given at each access.
+
+    Coordinates (2³⁰, end, 2³⁰ − end + row, col) address row·s + col for row stride s: the outer strides 2³⁴ − s and s
+    make the sum 2⁶⁴ + row·s, whose carry is lost. The row dimension's bound of 2³⁰ then stands exactly at `end`.
+    """
+    stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
+    shape = [ROW_BOUND + 1, t.shape[0] + 1, ROW_BOUND, t.shape[1]]
+    return descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])

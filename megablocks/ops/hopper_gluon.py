@@ -1,11 +1,21 @@
-"""What the Gluon kernels for Hopper (sm_90) share on the device: the ring of stages, a tile's products, its parts.
+"""What the Gluon kernels for Hopper (sm_90) share on the device.
 
-A kernel is one persistent program a multiprocessor, warp-specialised: a producer fills the ring's stages, two consumers
-multiply by wgmma what is in them. With `pingpong` the consumers own alternate tiles, and take turns at the ring;
-otherwise they share a tile, upper and lower half.
+    the ring of stages and a tile's products            barriers, issue, retire, multiply, parts_of, stage_out
+    tiles over each expert's ragged number of rows      walk, find_tile, store_rows, gather_rows and what they need
+    activations                                         unary
 
-c is a kernel's plan. Of it are used: stages, pingpong, row_parts, rows, BN, gather and producer_warps, a_k_major,
-b_k_major, out_parts, out_buffers.
+A kernel is one persistent program a multiprocessor, warp-specialized: a producer fills the ring's stages by TMA (with
+gathered rows by cp.async, which arrives at the same barrier), and two consumers multiply by wgmma and store by TMA.
+With `pingpong` the consumers own alternate tiles and take turns at the ring, so that one's epilogue hides under the
+other's products; otherwise they share a tile, upper and lower half.
+
+Which rows a tile covers is found on the device. Every role keeps the running number of tiles of each expert in
+registers (E / 32 a lane, a prefix sum over `offsets` at the start). The number of experts that end before a tile is the
+tile's expert: one warp-wide sum, one maximum and two cached loads, taken one tile ahead. Where an expert's rows end
+inside a tile, a second descriptor of the same memory (`hopper.ragged_rows`) lets the TMA unit clip the store there, so
+tails need neither registers nor masks.
+
+c is a kernel's plan, with which the kernel is compiled.
 """
 
 # mypy: allow-untyped-defs
@@ -13,6 +23,7 @@ b_k_major, out_parts, out_buffers.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -20,6 +31,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from megablocks.ops import activation_triton, hopper
+
+ROW_BOUND = gl.constexpr(hopper.ROW_BOUND)
+_unary = gluon.jit(activation_triton.unary.fn)
 
 
 @gluon.jit
@@ -120,3 +136,165 @@ def stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
     buf.store(part.to(bufs.dtype))
     fence_async_shared()
     return buf
+
+
+@gluon.jit
+def _add(a, b):
+    return a + b
+
+
+@gluon.jit
+def tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
+    """(c.lanes,) int32 in every warp: the number of ragged-M tiles of experts 0..e."""
+    layout: gl.constexpr = gl.BlockedLayout([c.lanes // 32], [32], [WARPS], [0])
+    e = gl.arange(0, c.lanes, layout)
+    first = gl.load(offsets_ptr + e, mask=e < experts, other=0)
+    end = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0)
+    return gl.associative_scan((end - first + (c.BM - 1)) // c.BM * c.n_tiles, 0, _add)
+
+
+@gluon.jit
+def find_tile(tile, ends, offsets_ptr, c: gl.constexpr):
+    """Expert, first row, end of the expert's rows, first column of a ragged-M tile."""
+    done = ends <= tile
+    e = gl.sum(done.to(gl.int32), 0)
+    r = tile - gl.max(gl.where(done, ends, 0), 0)
+    first = gl.load(offsets_ptr + e)
+    end = gl.load(offsets_ptr + e + 1)
+    if c.group_m == 1:
+        m = r // c.n_tiles
+        n = r - m * c.n_tiles
+    else:  # c.group_m row tiles share each column tile of W while it is in L2
+        per_group: gl.constexpr = c.group_m * c.n_tiles
+        g = r // per_group
+        height = gl.minimum((end - first + (c.BM - 1)) // c.BM - g * c.group_m, c.group_m)
+        r -= g * per_group
+        n = r // height
+        m = g * c.group_m + r - n * height
+    # without any tile m is negative: what is loaded ahead for it must not begin before the first row
+    return e, gl.maximum(first + m * c.BM, first), end, n * c.BN
+
+
+@gluon.jit
+def walk(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
+    """tile_ends and their last, the program's first tile and the stride to its next, the first stage."""
+    ends = tile_ends(offsets_ptr, experts, c, WARPS)
+    return ends, gl.max(ends, 0), gl.program_id(0), gl.num_programs(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def consumer_walk(offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    """As walk, over the tiles that a consumer owns."""
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, 4)
+    if c.pingpong:
+        start += WG * step
+        step *= 2
+        it += WG * c.steps
+    return ends, tiles, start, step, it
+
+
+@gluon.jit
+def store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """Write the i-th part of a consumer's tile, whose first column is col, to rows [row, end)."""
+    buf = stage_out(part, i, bufs, WG, c)
+    if row + c.rows <= end:
+        tma.async_copy_shared_to_global(desc, [row, col], buf)
+    else:  # rows [row, end) belong to this expert, the next ones to another
+        tma.async_copy_shared_to_global(
+            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
+        )
+
+
+@gluon.jit
+def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
+    """Shared memory for the stages of the rows and of the weights."""
+    w_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
+    x_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages * c.row_parts, c.rows, c.BK], gl.NVMMASharedLayout.get_default_for([c.rows, c.BK], dtype)
+    )
+    w_bufs = gl.allocate_shared_memory(
+        dtype, [c.stages] + w_shape, gl.NVMMASharedLayout.get_default_for(w_shape, dtype)
+    )
+    return x_bufs, w_bufs
+
+
+@gluon.jit
+def gather_lanes(c: gl.constexpr):
+    """Rows of a row part and columns of a stage, as the threads copy them."""
+    # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
+    lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
+    return gl.arange(0, c.rows, gl.SliceLayout(1, lanes)), gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
+
+
+@gluon.jit
+def _ids(gather_ptr, row, end, lanes):
+    i, _ = lanes
+    return gl.load(gather_ptr + (row + i), mask=row + i < end, other=0)
+
+
+@gluon.jit
+def row_ids(gather_ptr, row, end, lanes, c: gl.constexpr):
+    """Which rows of x a tile gathers, for each of its row parts. row: the tile's first; end: of the expert's rows."""
+    ids = _ids(gather_ptr, row, end, lanes)
+    if c.row_parts == 1:
+        return (ids,)
+    else:
+        return ids, _ids(gather_ptr, row + c.rows, end, lanes)
+
+
+@gluon.jit
+def _source(x_ptr, x_row, ids, row, end, lanes):
+    i, cols = lanes
+    live = (row + i < end)[:, None]
+    return x_ptr + (ids.to(gl.int64) * x_row * 8)[:, None] + cols[None, :], live
+
+
+@gluon.jit
+def row_sources(x_ptr, x_row, ids, row, end, lanes, c: gl.constexpr):
+    """For each row part the addresses of its rows at a stage's columns, and which rows are the expert's."""
+    first = _source(x_ptr, x_row, ids[0], row, end, lanes)
+    if c.row_parts == 1:
+        return (first,)
+    else:
+        return first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes)
+
+
+@gluon.jit
+def gather_rows(x_bufs, s, sources, k0, lanes, bar, c: gl.constexpr):
+    """Copy a tile's rows into stage s, columns from k0 on.
+
+    Rows past the expert's last are not copied. Copying row 0 in their place makes all programs queue for that row.
+    """
+    _, cols = lanes
+    ROW_PARTS: gl.constexpr = c.row_parts
+    for p in gl.static_range(ROW_PARTS):
+        src, mask = sources[p]
+        if c.K % c.BK != 0:
+            mask = mask & (cols + k0 < c.K)[None, :]
+        async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts + p), src + k0, mask=mask)
+    async_copy.mbarrier_arrive(bar, increment_count=False)
+
+
+@gluon.jit
+def _sigmoid(z):
+    """σ(z) in 4 instructions, where exp and a division take 12. Relative error up to 1e-6, below z = -5 up to 5e-6."""
+    return gl.inline_asm_elementwise(
+        """{
+            .reg .f32 t;
+            mul.f32 t, $1, 0fBFB8AA3B;
+            ex2.approx.ftz.f32 t, t;
+            add.f32 t, t, 0f3F800000;
+            rcp.approx.ftz.f32 $0, t;
+        }""",
+        "=f,f",
+        [z],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
+def unary(z, NAME: gl.constexpr, EXACT: gl.constexpr):
+    """The activation NAME of float32 z and its derivative, as activation_triton's with the cheaper sigmoid."""
+    return _unary(z, NAME, EXACT, _sigmoid)

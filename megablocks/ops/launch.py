@@ -1,29 +1,35 @@
-"""Launches of Triton kernels without the look-up of their compiled form.
+"""Launches of Triton kernels: without the look-up of their compiled form, and compiled before a layer's first step.
 
-`kernel[grid](…)` of Triton describes every argument in a string, hashes all and looks the compiled kernel up, at each
-launch: of the 23 µs of a launch of four arguments and the 51 µs of one with four TMA descriptors on an H200's host, 9
-and 27 µs. What the compiled form hangs on is little: dtypes, which pointers and sizes are multiples of 16, sizes of 1,
-the compile-time values, and Triton's switches for debugging and profiling. `quick` keeps the compiled kernels by that,
-and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and `compiled[grid](…)` launches it.
+Both lean on private parts of Triton and torch. Other releases of Triton than `_RELEASES` get Triton's own launch.
 
-`compile_ahead` makes a step's kernels ready beside each other: one after the other, those of a layer's first step take
-13 to 17 s on an H200's host.
+`quick`. `kernel[grid](…)` of Triton describes every argument in a string, hashes all of them and looks the compiled
+kernel up, at each launch. That is 9 of the 23 µs of a launch of four arguments on an H200's host, and 27 of the 51 µs
+of a launch with four TMA descriptors. Triton specializes on little: dtypes, which pointers and sizes are multiples of
+16, sizes of 1, the compile-time values, and its switches for debugging and profiling. `quick` keeps the compiled
+kernels by these, and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and
+`compiled[grid](…)` launches it.
+
+`compile_first_call`. One after the other, the kernels of a layer's first step compile in 13 to 17 s on an H200's host;
+beside each other in 6 to 10 s. So before its first call a module runs a step in which launches compile and do not run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
+import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from packaging.version import Version
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton import knobs
 
@@ -31,11 +37,15 @@ _RELEASES = Version("3.6"), Version("3.8")  # whose rules of specialization thes
 _MOST = 1024  # compiled forms kept a kernel
 _MOST_THREADS = 16
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
+_PLAIN = (Tensor, nn.Parameter, type(None))
 _here = threading.local()
+_seen: weakref.WeakKeyDictionary[nn.Module, set[Hashable]] = weakref.WeakKeyDictionary()
+_done: set[Hashable] = set()
+logger = logging.getLogger(__name__)
 
 
 class _Places(NamedTuple):
-    """Where arguments of certain types have what the compiled form hangs on."""
+    """The arguments, by type, that Triton specializes on."""
 
     tensors: list[int]
     sizes: list[tuple[int, bool]]  # and whether it is specialized
@@ -128,7 +138,7 @@ class QuickLaunch:
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """What torch would leave unwritten is 0, so that an index which no kernel has computed is one that exists."""
+    """torch.empty gives zeros, so that an index which no kernel has computed is one that exists."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -155,12 +165,12 @@ def hash_triton() -> threading.Thread:
 
 
 def is_compiling_ahead() -> bool:
-    """Whether this thread is within `compile_ahead`."""
+    """Whether this thread runs a step in which launches compile and do not run."""
     return getattr(_here, "ahead", False)
 
 
 def can_compile_ahead() -> bool:
-    """Whether kernels are launched by `QuickLaunch`, and nothing else looks on: a trace, a transform or a capture.
+    """Whether kernels are launched by `QuickLaunch`, outside of any trace, transform or capture.
 
     MEGABLOCKS_COMPILE_AHEAD=0 in the environment leaves each kernel to its first launch.
     """
@@ -174,12 +184,58 @@ def can_compile_ahead() -> bool:
     )
 
 
+def compile_first_call(
+    module: nn.Module, call: Hashable, step: Callable[..., Iterable[Tensor]], *inputs: Tensor | None
+) -> None:
+    """Before the first such call of `module`: compile the kernels of `step` and of its backward beside each other.
+
+    The step runs with stand-ins for the module's parameters and buffers, and with zeros for what kernels would compute.
+    So it leaves no gradient, count or random number behind. What fails here is only logged: it fails in the call, too.
+
+    Args:
+        module: whose kernels are compiled. Modules of one type, `config` and parameter sizes share what was compiled.
+            Nothing is done where a parameter is sharded (a DTensor).
+        call: names the kind of call, beside the inputs' dtypes and whether they need gradients.
+        step: computes the results of the call from the inputs.
+        inputs: on a GPU; stand-ins are passed to `step`.
+    """
+    kinds = [None if t is None else (t.dtype, t.device, t.requires_grad) for t in inputs]
+    key = (call, torch.is_grad_enabled(), *kinds)
+    seen = _seen.setdefault(module, set())
+    if key in seen:
+        return
+    if is_compiling_ahead():  # within the first call of a module around this one
+        seen.add(key)
+        return
+    plain = all(type(p) is nn.Parameter for p in module.parameters()) and all(type(t) in _PLAIN for t in inputs)
+    if not plain or not can_compile_ahead():
+        return
+    seen.add(key)
+    sizes = tuple((p.shape, p.dtype, p.requires_grad) for p in module.parameters())
+    shared = (type(module), getattr(module, "config", None), key, sizes)
+    if shared in _done:
+        return
+    _done.add(shared)
+    device = next(t.device for t in inputs if t is not None)
+    try:
+        with (
+            torch.random.fork_rng(devices=[device]),
+            torch.autograd.set_multithreading_enabled(False),
+            torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint around the call counts what it saves
+            torch.cuda.device(device),
+            _stand_ins(module),
+        ):
+            compile_ahead(lambda: _backward_ahead(step(*map(_leaf, inputs))))
+    except Exception as error:
+        logger.debug("compiling ahead ended early: %s", error)
+
+
 def compile_ahead(step: Callable[[], object]) -> None:
     """Run `step`, in which launches of quick kernels compile, beside each other, and do not run.
 
-    Their results are the zeros that torch.empty gives meanwhile. At the end all kernels are compiled; what one of them
-    raised is raised by its first launch. A backward must run in this thread, see
-    `torch.autograd.set_multithreading_enabled`, and by `backward_ahead`.
+    Their results are the zeros that torch.empty gives meanwhile. At the end all kernels are compiled. If one does not
+    compile, its first launch raises the error. A backward must run in this thread, see
+    `torch.autograd.set_multithreading_enabled`, and by `_backward_ahead`.
     """
     # in a context of its own: AsyncCompileMode stays on where waiting for the compilations was broken off
     contextvars.copy_context().run(_compile_ahead, step)
@@ -197,10 +253,10 @@ def _compile_ahead(step: Callable[[], object]) -> None:
         _here.ahead = False
 
 
-def backward_ahead(results: Iterable[Tensor]) -> None:
+def _backward_ahead(results: Iterable[Tensor]) -> None:
     """Backward of a step that `compile_ahead` runs, with zeros as gradients; torch.empty gives zeros in it too.
 
-    torch.autograd.backward is a function to the mode that makes those, and so runs without it.
+    To the mode that makes those zeros torch.autograd.backward is a function, so it would run without the mode.
     """
     wanted = tuple(t for t in results if t.requires_grad)
     if wanted:
@@ -208,6 +264,34 @@ def backward_ahead(results: Iterable[Tensor]) -> None:
         torch.autograd.Variable._execution_engine.run_backward(
             wanted, zeros, False, False, (), allow_unreachable=True, accumulate_grad=True
         )
+
+
+@contextlib.contextmanager
+def _stand_ins(module: nn.Module) -> Iterator[None]:
+    """Other parameters of the same memory and marks, and copies of the buffers, in the module's place for them."""
+    kept = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
+    try:
+        for m, parameters, buffers in kept:
+            for name, p in parameters.items():
+                if p is not None:
+                    m._parameters[name] = stand_in = nn.Parameter(p.detach(), requires_grad=p.requires_grad)
+                    vars(stand_in).update(vars(p))
+            for name, b in buffers.items():
+                m._buffers[name] = None if b is None else b.clone()
+        yield
+    finally:
+        for m, parameters, buffers in kept:
+            m._parameters.update(parameters)
+            m._buffers.update(buffers)
+
+
+def _leaf(t: Tensor | None) -> Tensor | None:
+    """The tensor without its history; it needs a gradient if it did."""
+    return None if t is None else t.detach().requires_grad_(t.requires_grad)
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
 
 
 def interpreted() -> bool:

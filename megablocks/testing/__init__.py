@@ -1,1 +1,1 @@
-"""Helpers for tests of this package and of programs that build on it; nothing in the package imports them."""
+"""Helpers for tests of this package and of programs that use it. No other folder of the package imports them."""

@@ -1,11 +1,11 @@
-"""Compile the package's kernels for any NVIDIA architecture, on a machine without a GPU, through their own launchers.
+"""Compile the package's kernels for any NVIDIA architecture on a machine without a GPU, through their own launchers.
 
     with compiling_for(86) as compiled:
-        launch(torch.empty(…))                 # a CPU tensor stands for one on the GPU; nothing runs
-    compiled["megablocks.ops.….kernel_name"]   # the binaries that the launch needed: metadata.shared, asm["cubin"]
+        launch(torch.empty(…))                 # a CPU tensor stands for a GPU tensor; no kernel runs
+    compiled["megablocks.ops.….kernel_name"]   # the binaries of the launch: metadata.shared, asm["cubin"]
 
-Works in a process where Triton is not interpreted (TRITON_INTERPRET unset before triton is imported) and that asks for
-one architecture only, since launchers remember what a device can do.
+TRITON_INTERPRET must be unset before the process imports triton. A process can compile for one architecture only,
+because the launchers cache the properties of the device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from unittest import mock
 import megablocks
 
 SHARED_BYTES = {80: 166_912, 86: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-"""Shared memory that a program may have, by compute capability (CUDA programming guide, table 21 of version 12.9)."""
+"""Largest shared memory of a program, by compute capability (CUDA programming guide 12.9, table 21)."""
 MULTIPROCESSORS = 132
 
 
 def _stub(architecture: int) -> Any:
-    """A driver of Triton that has a target and properties, and no device behind them."""
+    """A Triton driver with a target and device properties, but without a device."""
     from triton.backends.compiler import GPUTarget
 
     properties = {
@@ -43,9 +43,15 @@ def _stub(architecture: int) -> Any:
     )
 
 
+def _counter(device: Any) -> Any:
+    import torch
+
+    return torch.zeros(4, dtype=torch.int32)
+
+
 @contextlib.contextmanager
 def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
-    """Within it a launch compiles and does not run; yields what was compiled, by module and name of the kernel."""
+    """Inside the context a launch only compiles. Yields the compiled kernels by module and name of the kernel."""
     import torch
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -69,16 +75,16 @@ def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
             mock.patch.object(JITFunction, "run", compile_instead),
             mock.patch.object(torch.cuda, "get_device_properties", lambda device=None: properties),
             mock.patch.object(torch.cuda, "get_device_capability", lambda device=None: divmod(architecture, 10)),
-            mock.patch.object(torch.cuda, "current_device", lambda: -1),  # what a CPU tensor's get_device() is
-            mock.patch("megablocks.ops.sparse.hopper._counter", lambda device: torch.zeros(4, dtype=torch.int32)),
+            mock.patch.object(torch.cuda, "current_device", lambda: -1),  # get_device() of a CPU tensor
+            mock.patch("megablocks.ops.sparse.products_hopper._counter", _counter),
         ):
             yield compiled
     finally:
-        driver.set_active(None)  # found anew at the next use
+        driver.set_active(None)  # Triton searches for a driver at the next use
 
 
 def kernels_of_the_package() -> set[str]:
-    """Module and name of every JIT function that is a kernel: named so, or launched under its name anywhere."""
+    """Module and name of every kernel: a JIT function whose name ends with _kernel, or that is launched by name."""
     root = Path(megablocks.__file__).parent
     found: set[tuple[str, str]] = set()
     launched: set[str] = set()

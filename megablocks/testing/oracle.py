@@ -1,20 +1,30 @@
-"""The mixture of experts as its formula reads, one expert at a time in float64, for tests to compare with."""
+"""A mixture of experts that computes one expert at a time in float64, for tests to compare with."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from megablocks.ops.activation_table import GATED
 
-def _act(name: str, z: Tensor, approximate: str) -> Tensor:
-    if name in ("gelu", "geglu"):
-        return F.gelu(z, approximate=approximate)
-    if name in ("silu", "swiglu"):
-        return F.silu(z)
-    return F.relu(z) ** 2 if name == "relu2" else F.relu(z)
+
+def gelu(z: Tensor, approximate: str) -> Tensor:
+    """The textbook's formula, not torch's function."""
+    if approximate == "none":
+        return 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
+    return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
+
+
+FORMULAS: dict[str, Callable[[Tensor, str], Tensor]] = {
+    "gelu": gelu,
+    "silu": lambda z, approximate: z / (1 + torch.exp(-z)),
+    "relu": lambda z, approximate: torch.maximum(z, z.new_zeros(())),
+    "relu2": lambda z, approximate: torch.maximum(z, z.new_zeros(())) ** 2,
+}
+"""The unary activations as their papers write them; tests compare `megablocks.ops.activation_table` with them."""
 
 
 def experts_oracle(
@@ -27,11 +37,11 @@ def experts_oracle(
     activation: str,
     approximate: str = "tanh",
 ) -> Tensor:
-    """Σ over the pairs of each token of weight · expert(x).
+    """Sum over the pairs of each token of weight · expert(x).
 
     Args:
-        x: (T, H) float64; token, expert, weight: (R,), ids outside [0, E) contribute nothing.
-        parameters: w1, v1, w2 as (E·I, H), b1, c1 (E, I), b2 (E, H); float64, those that exist.
+        x: (T, H) float64. token, expert, weight: (R,). Pairs with an id outside [0, E) contribute nothing.
+        parameters: w1, v1, w2 as (E·I, H), b1, c1 (E, I), b2 (E, H), in float64. v1 and the biases are optional.
         activation, approximate: as in `MoEConfig`.
 
     Returns:
@@ -50,7 +60,7 @@ def experts_oracle(
         up = x[rows] @ of("w1", e).t()
         if "b1" in parameters:
             up = up + of("b1", e)
-        act = _act(activation, up, approximate)
+        act = FORMULAS[GATED.get(activation, activation)](up, approximate)
         if "v1" in parameters:
             gate = x[rows] @ of("v1", e).t()
             act = act * (gate + of("c1", e) if "c1" in parameters else gate)
@@ -62,7 +72,7 @@ def experts_oracle(
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; ‖actual‖ where `expected` is zero. NaN counts as inf."""
+    """‖actual − expected‖ / ‖expected‖ in float64; ‖actual‖ if `expected` is zero; inf if it is NaN."""
     difference, scale = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     error = difference / scale if scale else difference
     return float("inf") if error != error else error

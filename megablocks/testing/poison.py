@@ -1,6 +1,6 @@
-"""Fill what torch.empty returns, so that a result never written shows: NaN for floats, a huge id for integers.
+"""Fill the memory that torch.empty returns with NaN or huge integers, so that tests see elements nobody wrote.
 
-Nothing is compiled ahead meanwhile: that leaves what kernels would write as it was allocated.
+Kernels are not compiled ahead meanwhile, because that step leaves the outputs of the kernels unwritten.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _poisoned(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @contextlib.contextmanager
 def poisoned_empty() -> Iterator[None]:
-    """Within it, torch.empty, torch.empty_like and Tensor.new_empty return poisoned memory."""
+    """Inside the context torch.empty, torch.empty_like and Tensor.new_empty return poisoned memory."""
     with (
         mock.patch.object(torch, "empty", _poisoned(torch.empty)),
         mock.patch.object(torch, "empty_like", _poisoned(torch.empty_like)),

@@ -1,6 +1,8 @@
-"""The kernels of routers, of the scattered and fused experts, and whole layers."""
+"""Families of the routers, the scattered and fused experts, and whole layers."""
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -10,7 +12,7 @@ from gpu.family import WIDTH, E, H, K, Step, T, chosen, draws, family, offsets_o
 
 @family
 def router(device: torch.device) -> Step:
-    from megablocks.ops.routing.router import route_topk
+    from megablocks.ops.routing.topk import RouterOptions, route_topk
 
     mask = torch.arange(T, device=device) % 7 == 0
     inputs = [
@@ -21,15 +23,17 @@ def router(device: torch.device) -> Step:
     def step() -> list[Tensor]:
         out = []
         for logits, bias, k in inputs:
-            for options in (
-                {},
-                {"score_function": "sigmoid", "norm_p": 1.0, "bias": bias, "padding_mask": mask, "scaling": 2.5},
-                {"softmax_order": "after_topk", "norm_p": 2.0},
+            plain = RouterOptions(k, balance_weight=0.1, z_weight=0.1)
+            for options, given in (
+                (plain, {}),
+                (plain._replace(sigmoid=True, norm_p=1.0, scaling=2.5), {"bias": bias, "padding_mask": mask}),
+                (plain._replace(after=True, norm_p=2.0), {}),
+                (plain._replace(norm_p=3.0, num_groups=5, group_top_k=2), {"bias": bias, "padding_mask": mask}),
             ):
-                r = route_topk(logits, k, balance_weight=0.1, z_weight=0.1, **options)
+                r = route_topk(logits, options, **given)
                 out += [r.expert, r.token, r.load, r.stats]
                 out += with_gradients([r.weight, r.balance, r.z, r.sums], [logits])
-            r = route_topk(logits, k, softmax_order="after_topk", losses=False)
+            r = route_topk(logits, RouterOptions(k, after=True))
             out += with_gradients(r.weight, [logits])
         return out
 
@@ -38,27 +42,20 @@ def router(device: torch.device) -> Step:
 
 @family
 def rounding(device: torch.device) -> Step:
-    from megablocks.ops.routing.rounded_router import route_rounded
-    from megablocks.ops.routing.rounding import ROUNDINGS, select_tokens
+    from megablocks.ops.routing.rounding import ROUNDINGS, route_rounded
+    from megablocks.ops.routing.topk import RouterOptions
 
     mask = torch.arange(T, device=device) % 7 == 0
-    inputs = []
-    for experts, k in ((E, K), (130, 8)):
-        weights = torch.randn(T, experts, generator=torch.Generator().manual_seed(1)).softmax(1)
-        loads = torch.arange(experts) * 37 % 150  # none, and up to 149 of the 172 tokens that are no padding
-        some = int(loads.sum()) + 9
-        inputs.append((weights.to(device), weights.topk(k, dim=1).indices.to(device), loads.to(device), some))
-
     logits = [(draws(device, dtype)(T, n), k) for dtype, n, k in ((torch.bfloat16, E, K), (torch.float32, 130, 8))]
 
     def step() -> list[Tensor]:
-        out = [t for one in inputs for m in (mask, None) for t in select_tokens(*one, padding_mask=m)]
-        for x, k in logits:
-            for rule in ROUNDINGS:
-                options = {"padding_mask": mask, "generator": torch.Generator(device).manual_seed(0)}
-                r = route_rounded(x, k, rule, 16, norm_p=1.0, balance_weight=0.1, z_weight=0.1, **options)
-                out += [r.expert, r.token, r.load, r.stats, r.rounded, r.dropped]
-                out += with_gradients([r.weight, r.balance, r.z, r.sums], [x])
+        out = []
+        for (x, k), padding, rule in itertools.product(logits, (mask, None), ROUNDINGS):
+            options = RouterOptions(k, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+            generator = torch.Generator(device).manual_seed(0)
+            r = route_rounded(x, options, rule, 16, padding_mask=padding, generator=generator)
+            out += [r.expert, r.token, r.load, r.stats, r.rounded, r.dropped]
+            out += with_gradients([r.weight, r.balance, r.z, r.sums], [x])
         return out
 
     return step
@@ -66,7 +63,7 @@ def rounding(device: torch.device) -> Step:
 
 @family
 def replicate(device: torch.device) -> Step:
-    from megablocks.ops.permute.replicate import replicate
+    from megablocks.ops.upstream.bookkeeping import replicate
 
     inputs = [draws(device, dtype)(3, E) for dtype in (torch.bfloat16, torch.float32)]
     ends = offsets_of([130, 0, 1, 66, 4], device)[1:]
@@ -79,6 +76,7 @@ def replicate(device: torch.device) -> Step:
 
 @family
 def scattered(device: torch.device) -> Step:
+    from megablocks.ops.activation_table import Activation
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
     from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
     from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear
@@ -104,7 +102,7 @@ def scattered(device: torch.device) -> Step:
             )
             d = build_dispatch(make_routing(ids, gates, E))
             z = gathered_linear(x, w, bias, d)
-            y = linear_combine(z, z, w2, bias @ w2.detach()[0], gates.flatten(), d, "swiglu")
+            y = linear_combine(z, z, w2, bias @ w2.detach()[0], gates.flatten(), d, Activation("swiglu"))
             out += with_gradients(y, [x, w, bias, gates, w2])
         return out
 
@@ -112,30 +110,30 @@ def scattered(device: torch.device) -> Step:
 
 
 def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width: int = WIDTH) -> Step:
-    from megablocks.ops.fused.mlp import fused_mlp
+    from megablocks.ops.activation_table import Activation
+    from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, fused_mlp
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
     draw = draws(device, dtype)
     x, w1, v1, w2 = draw(T, hidden), *(draw(E, width, hidden) for _ in range(3))
     b1, c1, b2 = draw(E, width), draw(E, width), draw(E, hidden)
+    gated, plain = ExpertParameters(w1, v1, w2), ExpertParameters(w1, None, w2)
+    biased, swiglu = gated._replace(b1=b1, c1=c1, b2=b2), Activation("swiglu")
     routes = [(chosen(device, k), draws(device, torch.float32)(T, k)) for k in (2, 3)]
 
     def step() -> list[Tensor]:
         out = []
         for ids, weight in routes:
             d = build_dispatch(make_routing(ids, weight, E))
-            gated = dict(v1=v1, b1=b1, c1=c1, b2=b2, activation="swiglu")
-            y = fused_mlp(x, weight.flatten(), d, w1, w2, **gated)
+            y = fused_mlp(x, weight.flatten(), d, biased, swiglu)
             out += with_gradients(y, [x, weight, w1, v1, w2, b1, c1, b2])
-            y = fused_mlp(x, weight.flatten(), d, w1, w2, activation="gelu", approximate="none", recompute=True)
+            y = fused_mlp(x, weight.flatten(), d, plain, Activation("gelu", "none"), recompute=True)
             out += with_gradients(y, [x, weight, w1, w2])
-            y = fused_mlp(x, None, d, w1, w2, v1=v1, activation="geglu", input_bits=8, pre_bits=4)
+            y = fused_mlp(x, None, d, gated, Activation("geglu"), input_bits=8, pre_bits=4)
             out += with_gradients(y, [x, w1, v1, w2])
             mains = [torch.ones_like(w, dtype=torch.float32) for w in (w1, v1, w2)]
-            y = fused_mlp(x, None, d, w1, w2, v1=v1, main_grads=tuple(mains))
+            y = fused_mlp(x, None, d, gated, swiglu, main_grads=MainGrads(*mains))
             out += with_gradients(y, [x]) + mains
-            y = fused_mlp(x, weight.softmax(1).flatten(), d, w1, w2, v1=v1, router_weight=b2)
-            out += with_gradients(y, [x, weight])
         return out
 
     return step
@@ -144,7 +142,7 @@ def fused_step(device: torch.device, dtype: torch.dtype, hidden: int = H, width:
 @family
 def fused(device: torch.device) -> Step:
     steps = [fused_step(device, dtype) for dtype in (torch.bfloat16, torch.float16)]
-    steps.append(fused_step(device, torch.bfloat16, 2056, 264))  # the other tile of the gradient through the activation
+    steps.append(fused_step(device, torch.bfloat16, 2056, 264))  # other tile of the activation gradient
     return lambda: [t for one in steps for t in one()]
 
 

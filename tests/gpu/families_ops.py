@@ -1,4 +1,4 @@
-"""The kernels of the separate ops: routing, movement, activations, quantisers, grouped and block-sparse products."""
+"""Families of the single ops: routing, movement, activations, quantizers, grouped and block-sparse products."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ from gpu.family import (
 def routing(device: torch.device) -> Step:
     from megablocks.ops.routing.capacity import apply_capacity
     from megablocks.ops.routing.dispatch import Routing, build_dispatch, make_routing
-    from megablocks.ops.routing.topk import topk_weights
+    from megablocks.ops.routing.topk import RouterOptions, route_topk
 
     logits, ids = draws(device, torch.float32)(T, E), chosen(device)
-    lengths = torch.arange(T, device=device) % 4  # from none to three pairs a token
+    lengths = torch.arange(T, device=device) % 4  # 0 to 3 pairs per token
     token = torch.repeat_interleave(torch.arange(T, device=device), lengths).int()
     expert = (torch.arange(len(token), device=device) * 7 % (E + 2) - 1).int()
 
     def step() -> list[Tensor]:
-        best, weight = topk_weights(logits, K)
+        top = route_topk(logits, RouterOptions(K))
+        best, weight = top.expert, top.weight.view(T, K)
         fixed = make_routing(ids, weight, E)
         ragged = Routing(token, expert, token.float(), T, E, metrics={})
         kept = apply_capacity(fixed, 20)
-        return [best, *build_dispatch(fixed), *build_dispatch(ragged), kept.expert, *with_gradients(weight, [logits])]
+        indices = [*build_dispatch(fixed)[:5], *build_dispatch(ragged)[:5]]
+        return [best, *indices, kept.expert, *with_gradients(weight, [logits])]
 
     return step
 
 
 @family
 def permute(device: torch.device) -> Step:
-    from megablocks.ops.permute.binned import binned_gather, binned_scatter
-    from megablocks.ops.permute.combine import combine
-    from megablocks.ops.permute.gather import gather
-    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+    from megablocks.ops.permute.rows import combine, gather
+    from megablocks.ops.routing.dispatch import bin_dispatch, build_dispatch, make_routing
 
     weight, ids = draws(device, torch.float32)(T, K), chosen(device)
-    inputs = [(draws(device)(T, h), draws(device)(T * K, h)) for h in (H, 4200)]  # one block of features, and several
+    inputs = [(draws(device)(T, h), draws(device)(T * K, h)) for h in (H, 4200)]  # one and several blocks of features
 
     def step() -> list[Tensor]:
         d = build_dispatch(make_routing(ids, weight, E))
@@ -60,7 +60,8 @@ def permute(device: torch.device) -> Step:
         for x, rows in inputs:
             kept = torch.where(live, rows, 0)  # the gradient of unused rows is unspecified
             results = [torch.where(live, gather(x, d), 0), combine(kept, weight.flatten(), d), combine(kept, None, d)]
-            binned = binned_scatter(binned_gather(x, d, 20), weight.flatten(), d)
+            bins = bin_dispatch(d, 20)
+            binned = combine(gather(x, bins), weight.flatten(), bins)
             out += with_gradients([*results, binned], [x, rows, weight])
         return out
 
@@ -69,8 +70,8 @@ def permute(device: torch.device) -> Step:
 
 @family
 def padded(device: torch.device) -> Step:
-    from megablocks.ops.permute.padded import pad_dispatch, padded_gather, padded_scatter
-    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+    from megablocks.ops.permute.rows import combine, gather
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing, pad_dispatch
     from megablocks.ops.sparse import topology
 
     weight, ids = draws(device, torch.float32)(T, K), chosen(device)
@@ -80,10 +81,10 @@ def padded(device: torch.device) -> Step:
         d = build_dispatch(make_routing(ids, weight, E))
         ends = topology(d.expert_offsets, 128, max_rows=T * K)
         rows = pad_dispatch(d, ends.padded_offsets, ends.pattern.shape[0])
-        out = [*rows]
+        out = [*rows[:5]]
         for x in inputs:
-            here = padded_gather(x, rows)
-            results = [here, padded_scatter(here, weight.flatten(), rows), padded_scatter(here, None, rows)]
+            here = gather(x, rows)
+            results = [here, combine(here, weight.flatten(), rows), combine(here, None, rows)]
             out += with_gradients(results, [x, weight])
         return out
 
@@ -92,7 +93,8 @@ def padded(device: torch.device) -> Step:
 
 @family
 def activation(device: torch.device) -> Step:
-    from megablocks.ops.activation import GATED, UNARY, activate
+    from megablocks.ops.activation import activate
+    from megablocks.ops.activation_table import GATED, UNARY, Activation
 
     inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
 
@@ -100,9 +102,9 @@ def activation(device: torch.device) -> Step:
         out = []
         for z, gate in inputs:
             for name in UNARY:
-                out += with_gradients(activate(z, None, name, "none" if name == "gelu" else "tanh"), [z])
+                out += with_gradients(activate(z, None, Activation(name, "none" if name == "gelu" else "tanh")), [z])
             for name in GATED:
-                out += with_gradients(activate(z, gate, name), [z, gate])
+                out += with_gradients(activate(z, gate, Activation(name)), [z, gate])
         return out
 
     return step
@@ -125,6 +127,7 @@ def quant(device: torch.device) -> Step:
 
 
 def grouped_step(device: torch.device, dtype: torch.dtype, *, used: int = T) -> Step:
+    from megablocks.ops.activation_table import Activation
     from megablocks.ops.fused.down import activate_and_project
     from megablocks.ops.grouped.bias import add_expert_bias
     from megablocks.ops.grouped.grouped_mm import grouped_mm
@@ -136,7 +139,7 @@ def grouped_step(device: torch.device, dtype: torch.dtype, *, used: int = T) -> 
 
     def step() -> list[Tensor]:
         pre = add_expert_bias(grouped_mm(x, w1.transpose(1, 2), offsets), bias, offsets)
-        y = activate_and_project(pre, None, w2, offsets, "gelu")
+        y = activate_and_project(pre, None, w2, offsets, Activation("gelu"))
         return with_gradients(torch.where(live, y, 0), [x, w1, w2, bias])
 
     return step
@@ -149,7 +152,7 @@ def grouped(device: torch.device) -> Step:
 
 @family
 def gathered(device: torch.device) -> Step:
-    from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_pair
+    from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
     from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
     ids, draw = chosen(device), draws(device)
@@ -160,7 +163,7 @@ def gathered(device: torch.device) -> Step:
         d = build_dispatch(make_routing(ids, weight, E))
         live = (torch.arange(T * K, device=device) < d.expert_offsets[E])[:, None]
         one = gathered_mm(x, w.transpose(1, 2), d)
-        two = gathered_mm_pair(x, w.transpose(1, 2), v.transpose(1, 2), d)
+        two = gathered_mm_gated(x, w.transpose(1, 2), v.transpose(1, 2), d)
         return with_gradients([torch.where(live, y, 0) for y in (one, *two)], [x, w, v])
 
     return step
@@ -188,6 +191,8 @@ def grouped_twin(device: torch.device) -> Step:
 @family
 def grouped_hopper(device: torch.device) -> Step:
     from megablocks.ops.grouped import grouped_mm_hopper as hopper
+    from megablocks.ops.grouped import grouped_mm_hopper_dw as hopper_dw
+    from megablocks.ops.grouped.grouped_mm import hopper_ragged_m
 
     draw = draws(device)
     offsets, order = offsets_of([130, 0, 1, 66, 4], device), torch.arange(T, device=device).flip(0).int()
@@ -196,22 +201,20 @@ def grouped_hopper(device: torch.device) -> Step:
     shapes = ((128, 64, False), (128, 512, False), (264, 1024, True), (264, 4096, True))  # N, K, gathered
     tiles = [hopper.choose_m(*shape) for shape in shapes]
 
-    dy, right, slope = draw(T, 264).detach(), draw(E, 264).detach(), draw(T).detach().float()
+    dy = draw(T, 264).detach()
 
     def step() -> list[Tensor]:
-        if not hopper.supports_m(x, w, offsets, T):
+        if hopper_ragged_m(x) is None:
             return []
         with launching_on(device):
             return launches()
 
     def launches() -> list[Tensor]:
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
-        out += [hopper.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        out += [hopper_dw.ragged_k(dy, x, offsets, g) for g in (None, order)]
         for g in (None, order):
-            out += hopper.ragged_k_pair(dy, 2 * dy, x, offsets, g)
-        for t in tiles:
-            out.append(hopper.ragged_m_outer(x, w, None, None, slope, right, offsets, tile=t))
-        for tile in tiles:  # no row of any expert: nothing of `order` may be read, not even ahead
+            out += hopper_dw.ragged_k_gated(dy, 2 * dy, x, offsets, g)
+        for tile in tiles:  # no expert has rows, so no element of `order` may be read, not even prefetched
             hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
         return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]
 
@@ -219,6 +222,7 @@ def grouped_hopper(device: torch.device) -> Step:
 
 
 def sparse_step(device: torch.device, dtype: torch.dtype, block: int, hidden: int = H) -> Step:
+    from megablocks.ops.activation_table import Activation
     from megablocks.ops.sparse import dds, dsd, sdd, sparse_mlp, topology
 
     draw = draws(device, dtype)
@@ -229,10 +233,10 @@ def sparse_step(device: torch.device, dtype: torch.dtype, block: int, hidden: in
 
     def step() -> list[Tensor]:
         p = topology(offsets, 2 * block, max_rows=T, block_size=block).pattern
-        used = (p.row_indices >= 0)[:, None, None]
+        used = (p.blocks.row_indices >= 0)[:, None, None]
         s = sdd(x, w1, p)
         s = s.with_data(torch.where(used, s.data, 0))
-        y = sparse_mlp(x, w1, w2, p, bias=bias, activation="silu")
+        y = sparse_mlp(x, w1, w2, p, bias=bias, activation=Activation("silu"))
         return with_gradients([s.data, dsd(s, w2), dsd(s.t(), g), dds(x.t(), s), y], [x, w1, w2, bias, g])
 
     return step
@@ -240,28 +244,29 @@ def sparse_step(device: torch.device, dtype: torch.dtype, block: int, hidden: in
 
 @family
 def sparse(device: torch.device) -> Step:
-    steps = [sparse_step(device, torch.bfloat16, 128, hidden) for hidden in (H, 1032)]  # either tile of sdd
+    steps = [sparse_step(device, torch.bfloat16, 128, hidden) for hidden in (H, 1032)]  # both tiles of sdd
     return lambda: [t for one in steps for t in one()]
 
 
 @family
 def sparse_hopper(device: torch.device) -> Step:
-    """The tiles that only products with many block columns take."""
-    from megablocks.ops.sparse import hopper, topology
+    """The tiles that only products with many block columns use."""
+    from megablocks.ops.hopper import runs_hopper
+    from megablocks.ops.sparse import products_hopper as hopper
+    from megablocks.ops.sparse import topology
 
     draw = draws(device)
     p = topology(offsets_of([130, 0, 1, 66, 4], device), 256, max_rows=T).pattern
     x, w = draw(p.shape[0], H).detach(), draw(p.shape[1], H).detach()
     data = draw(p.num_blocks, 128, 128).detach()
-    by_column = p.column_work, p.column_indices_t, p.block_offsets_t
 
     def step() -> list[Tensor]:
-        if not hopper.supports(128, data, w):
+        if not runs_hopper(data):
             return []
         with launching_on(device):
             return [
-                hopper.spmm(data, w, p.row_work, p.column_indices, None, True, tile=hopper.FEW_ROW),
-                hopper.spmm(data, x, *by_column, True, tile=hopper.FEW_COLUMN),
+                hopper.spmm(data, w, *p.blocks.lines(False), True, tile=hopper.FEW_ROW),
+                hopper.spmm(data, x, *p.blocks.lines(True), True, tile=hopper.FEW_COLUMN),
             ]
 
     return step

@@ -1,7 +1,7 @@
-"""What the families of kernels share: their register, their inputs, and which kernels a step launches.
+"""Shared parts of the kernel families: their registry, their inputs, and the kernels that a step launches.
 
-A family is a function of a device that makes its inputs and returns a step: step() computes the same list of tensors
-at each call. A new kernel joins a family or brings a function of its own; test_families.py fails while one is missing.
+A family is a function that takes a device, makes its inputs and returns a step. Each call of step() computes the same
+list of tensors. A new kernel joins a family or gets a family of its own. test_families.py fails if a kernel has none.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 Step = Callable[[], list[Tensor]]
 FAMILIES: dict[str, Callable[[torch.device], Step]] = {}
 T, H, WIDTH, E, K = 201, 72, 136, 5, 2
-"""Tokens, hidden, width, experts, top-k: TMA can read them (multiples of 8 in memory), and they fill no tile."""
+"""Tokens, hidden, width, experts, top-k. Rows have multiples of 8 values, as TMA requires. No size fills a tile."""
 
 
 def family(make: Callable[[torch.device], Step]) -> Callable[[torch.device], Step]:
@@ -36,7 +36,7 @@ def draws(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> Callable
 
 
 def chosen(device: torch.device, k: int = K) -> Tensor:
-    """(T, k) ids: a long tail, an expert without tokens, and pairs without an expert."""
+    """(T, k) ids with a long tail of loads, an expert without tokens, and pairs without an expert."""
     odds = torch.tensor([8.0, 0.0, 2.0, 1.0, 1.0])
     ids = torch.multinomial(odds.expand(T, E), k, generator=torch.Generator().manual_seed(0))
     ids[::7, 1] = -1
@@ -54,7 +54,7 @@ def with_gradients(outputs: Tensor | list[Tensor], inputs: list[Tensor]) -> list
 
 
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """For steps that call launchers past their ops, which see to it that a launch goes to the device of its tensors."""
+    """For steps that call launchers directly. Only the ops select the device of their tensors themselves."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -72,7 +72,7 @@ def without_hopper() -> Iterator[None]:
 
 @contextlib.contextmanager
 def launches() -> Iterator[set[str]]:
-    """Within it, module and name of every Triton kernel that is launched, by Triton or as compiled before."""
+    """Yields a set of module and name of every Triton kernel that is launched inside the context."""
     from triton.runtime.jit import JITFunction
 
     from megablocks.ops.launch import QuickLaunch, is_compiling_ahead

@@ -1,9 +1,9 @@
-"""Every family of kernels once, at one small and odd size: what compute-sanitizer watches and the tests here repeat.
+"""Runs every family of kernels once, at one small and odd size. The tests run this program under compute-sanitizer.
 
 python tests/gpu/sanitize.py [FAMILY…]
 
-Run so, the persistent kernels have three programs, or none would have a second tile: it is from there on that buffers
-are used again and that two consumers take turns.
+As a program it gives persistent kernels only three programs, so that a program has more than one tile. Only then does
+it reuse buffers, and only then do two consumers take turns.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 if __name__ == "__main__":
-    sys.path[0] = str(Path(__file__).parents[1])  # as the tests see it
+    sys.path[0] = str(Path(__file__).parents[1])  # the path that the tests have
 
 from gpu import families_layers, families_ops  # noqa: F401 (they register)
 from gpu.family import FAMILIES, launches, offsets_of
 from megablocks.ops.fused import gradient_hopper, up_hopper
-from megablocks.ops.grouped import grouped_mm_hopper
-from megablocks.ops.sparse import hopper
+from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_hopper_dw
+from megablocks.ops.sparse import products_hopper as hopper
 
 __all__ = ["FAMILIES", "accesses", "launches", "offsets_of"]
 
@@ -30,14 +30,14 @@ PROGRAMS = 3
 
 
 def accesses(said: str) -> list[tuple[str, str, int]]:
-    """Kernel, file and line (where it has none "", 0) of each access in a hazard that racecheck's output reports."""
+    """Kernel, file and line of each access that racecheck's output reports as a hazard; "", 0 if it has no line."""
     found = re.findall(r" access at (.+)\+0x[0-9a-f]+(?: in (\S+):(\d+))?(?: \[\d+ hazards?\])?$", said, re.MULTILINE)
-    assert len(found) == said.count(" access at "), "an access that is not understood"
+    assert len(found) == said.count(" access at "), "an access that could not be parsed"
     return [(kernel, file, int(line or 0)) for kernel, file, line in found]
 
 
 def main() -> None:
-    for module in (gradient_hopper, up_hopper, grouped_mm_hopper, hopper):
+    for module in (gradient_hopper, up_hopper, grouped_mm_hopper, grouped_mm_hopper_dw, hopper):
         assert callable(module.multiprocessors)
         module.multiprocessors = lambda device: PROGRAMS
     for name in sys.argv[1:] or FAMILIES:

@@ -1,4 +1,4 @@
-"""N2: ten reruns of every family of kernels, the same bits each time, whatever lies in fresh memory."""
+"""N2: ten runs of every family of kernels give the same bits, whatever fresh memory holds."""
 
 from __future__ import annotations
 

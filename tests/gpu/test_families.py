@@ -1,4 +1,4 @@
-"""That every kernel of the package is in a family, found without a GPU: launches are noted, and nothing runs."""
+"""Every kernel of the package is in a family. No GPU is needed: launches are recorded, and no kernel runs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ARCHITECTURE = 90
 
 @contextlib.contextmanager
 def tensors_pass_for_cuda() -> Iterator[None]:
-    """CPU tensors say that they are on a GPU, and fresh memory holds zeros, as no kernel writes anything.
+    """CPU tensors report that they are on a GPU. Fresh memory holds zeros, because no kernel writes anything.
 
-    Nothing is compiled ahead, or it would be that step's launches that are seen.
+    Nothing is compiled ahead, because that step would launch kernels of its own.
     """
     import torch
     from torch import Tensor
@@ -44,7 +44,7 @@ def tensors_pass_for_cuda() -> Iterator[None]:
 
 
 def launched_by(*names: str, compiled: bool = False) -> set[str]:
-    """Kernels that the families launch on sm_90, each launch compiled or left out; where Triton is not interpreted."""
+    """Kernels that the families launch on sm_90. A launch only compiles, or does nothing. Triton is not interpreted."""
     import torch
     from triton.runtime.jit import JITFunction
 
@@ -60,7 +60,7 @@ def launched_by(*names: str, compiled: bool = False) -> set[str]:
 
 
 def in_another_process(program: str, *arguments: str, **switches: str) -> Any:
-    """What a program of these tests prints as JSON; in a process of its own, as Triton may be interpreted here."""
+    """The JSON that a program of these tests prints. It is another process, because Triton may be interpreted here."""
     environment = {k: v for k, v in os.environ.items() if k not in ("TRITON_INTERPRET", "MEGABLOCKS_HOPPER")} | switches
     path = f"{Path(__file__).parents[1]}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     done = subprocess.run(
@@ -83,20 +83,20 @@ def test_accesses_are_read_from_what_racecheck_says() -> None:
     from .sanitize import accesses
 
     said = """
-========= Error: Race reported between Read access at ragged_m_kernel+0x1c0 in grouped_mm_hopper_kernel.py:272
-=========     and Write access at ragged_m_kernel+0x5ee0 in grouped_mm_hopper_kernel.py:284 [8 hazards]
+========= Error: Race reported between Read access at ragged_m_kernel+0x1c0 in grouped_mm_hopper.py:272
+=========     and Write access at ragged_m_kernel+0x5ee0 in grouped_mm_hopper.py:284 [8 hazards]
 =========     and Write access at spmm_kernel+0x20 [1 hazards]
 ========= Error: Race reported between Write access at void at::native::sum<int, float>(int)+0x90
 layer done
 """
-    file = "grouped_mm_hopper_kernel.py"
+    file = "grouped_mm_hopper.py"
     assert accesses(said) == [
         ("ragged_m_kernel", file, 272),
         ("ragged_m_kernel", file, 284),
         ("spmm_kernel", "", 0),
         ("void at::native::sum<int, float>(int)", "", 0),
     ]
-    with pytest.raises(AssertionError, match="not understood"):
+    with pytest.raises(AssertionError, match="could not be parsed"):
         accesses(said + "========= and Write access at 0x90 of no kernel")
 
 

@@ -1,4 +1,4 @@
-"""A layer's first step on a GPU with an empty cache: every kernel of it was compiled ahead, beside the others."""
+"""A layer's first step on a GPU with an empty cache: all of its kernels were compiled ahead, at the same time."""
 
 import os
 import subprocess

@@ -1,11 +1,12 @@
-"""Which kernels the block-sparse products launch: blocks of 128 in half precision Hopper's, all others Triton's."""
+"""Which kernels the block-sparse products launch: Hopper's for blocks of 128 in half precision, otherwise Triton's."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from megablocks.ops.sparse import dsd, hopper, sdd, topology
+from megablocks.ops.hopper import is_available
+from megablocks.ops.sparse import dsd, sdd, topology
 
 from .sanitize import launches, offsets_of
 
@@ -22,9 +23,9 @@ def test_the_kernels_of_a_block_size_and_dtype(
     x, w = (torch.randn(*shape, device="cuda", dtype=dtype) for shape in ((pattern.shape[0], 64), (64, 2 * block)))
     with launches() as launched:
         dsd(sdd(x, w, pattern), w.t())
-    fast = switch == "1" and block == 128 and dtype != torch.float32 and hopper.is_available()
+    fast = switch == "1" and block == 128 and dtype != torch.float32 and is_available()
     names = (
-        ("hopper_kernels.sdd_kernel", "hopper_kernels.spmm_kernel")
+        ("products_hopper.sdd_kernel", "products_hopper.spmm_kernel")
         if fast
         else ("kernels._sdd_kernel", "kernels._spmm_kernel")
     )

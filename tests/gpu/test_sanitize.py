@@ -1,4 +1,4 @@
-"""compute-sanitizer on every family of kernels: no access out of bounds, no two threads at one place unordered."""
+"""compute-sanitizer on every family of kernels: no access out of bounds, and no data race."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ pytestmark = [
 
 
 def watched(tool: str, *program: str) -> tuple[int, str]:
-    """Exit status (9: something was found) and output of a Python program under compute-sanitizer."""
-    # Not Triton's assembler too, and at ports of its own: else all of the tool's runs on a machine share ten.
+    """Exit status (9: the tool found an error) and output of a Python program under compute-sanitizer."""
+    # Do not watch Triton's assembler. Use own ports, otherwise all runs of the tool on a machine share ten ports.
     port = 49152 + 10 * int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     watch = [TOOL, "--tool", tool, "--target-processes", "application-only", "--port", str(port)]
     command = [*watch, "--error-exitcode", "9", "--print-limit", "1000", sys.executable, *program]
-    # each tensor an allocation of its own, or an overrun would land in torch's pool unseen
+    # Each tensor is an allocation of its own, otherwise an overrun would stay inside torch's memory pool.
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout + done.stderr
@@ -56,7 +56,7 @@ def test_N12_memcheck(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_N12_racecheck(name: str) -> None:
-    """No hazard in the package's kernels but in two hand-overs between warps, which benchmarks/NOTES.md explains."""
+    """No hazards in the package's kernels, except in two hand-overs between warps: benchmarks/notes/sanitizers.md."""
     _, said = watched("racecheck", str(HERE / "sanitize.py"), name)
     assert f"{name} done" in said and "RACECHECK SUMMARY" in said, said[-3000:]
     ours = {kernel.rsplit(".", 1)[1] for kernel in kernels_of_the_package()}
@@ -67,9 +67,9 @@ def test_N12_racecheck(name: str) -> None:
 
 @functools.cache
 def place(file: str, line: int) -> str:
-    """Which function of the package a line is in; "warp_specialize" for what a kernel does to start its roles.
+    """The function of the package that holds the line; "warp_specialize" if the line starts the roles of a kernel.
 
-    The compiler gives that the line of the kernel's decorator or of the call.
+    The compiler gives the code that starts the roles the line of the kernel's decorator or of the call.
     """
     if not file:
         return "no line"
@@ -96,8 +96,8 @@ __global__ void kernel(float* x, int n) {
     x[threadIdx.x] = s[63 - threadIdx.x];
 }
 """
-# A warp writes, and hands over by an mbarrier at which its first lane, or each, arrives; __syncwarp and the arrival's
-# release order the other lanes' writes before it.
+# A warp writes and then hands over through an mbarrier. Either its first lane arrives there, or every lane. __syncwarp
+# and the release of the arrival order the writes of the other lanes before it.
 HAND_OVER = """
 __global__ void kernel(float* x, int n) {
     __shared__ float s[32];
@@ -122,7 +122,7 @@ __global__ void kernel(float* x, int n) {
 
 
 def control(tool: str, source: str, folder: Path) -> tuple[int, str]:
-    """A CUDA kernel of one block under the tool."""
+    """Run a CUDA kernel of one block under the tool."""
     if not hasattr(torch.cuda, "_compile_kernel"):
         pytest.skip("needs a torch that compiles CUDA source")
     program = folder / "program.py"
@@ -144,6 +144,6 @@ def test_the_tool_sees_what_it_is_asked_for(tool: str, source: str, words: str, 
 
 @pytest.mark.parametrize("arrivals,hazards", [(32, False), (1, True)])
 def test_racecheck_orders_by_an_mbarrier_only_who_arrives_at_it(arrivals: int, hazards: bool, tmp_path: Path) -> None:
-    """Why `announce` and `announced` are reported: Gluon's arrive is one thread's, after a barrier of its warps."""
+    """Why racecheck reports `announce` and `announced`: in Gluon one thread arrives, after a barrier of its warps."""
     _, said = control("racecheck", HAND_OVER.replace("ARRIVALS", str(arrivals)), tmp_path)
     assert "RACECHECK SUMMARY" in said and ("Race reported" in said) == hazards, said[-3000:]

@@ -1,4 +1,4 @@
-"""N11: every family of kernels on a stream and on a device that are not the default ones."""
+"""N11: every family of kernels on a stream and on a device other than the default."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sanitize import FAMILIES
 
 pytestmark = pytest.mark.gpu
 BUSY_CYCLES = 4_000_000_000
-"""Two seconds of a GPU at 2 GHz: longer than any of the steps takes, its kernels compiled."""
+"""Two seconds of a GPU at 2 GHz, longer than any step takes after its kernels are compiled."""
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -19,7 +19,7 @@ def test_N11_on_a_side_stream_while_the_default_stream_is_busy(name: str) -> Non
     side, busy = torch.cuda.Stream(), torch.cuda.Event()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step()  # fills the side stream's memory pool: an allocation may wait for the whole device
+        step()  # fills the side stream's memory pool, because an allocation may synchronize the device
     torch.cuda.synchronize()
     torch.cuda._sleep(BUSY_CYCLES)
     busy.record()

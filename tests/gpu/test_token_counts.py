@@ -1,4 +1,4 @@
-"""That no layer has a kernel compiled for a new token count, found without a GPU: launches are noted, nothing runs."""
+"""No layer compiles a kernel for a new token count. No GPU is needed: launches are recorded, and no kernel runs."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ LAYERS: dict[str, dict[str, Any]] = {
         ("swiglu", {"top_k": 2, "mlp_bias": True}),
     )
 }
-# with as many block columns as the other tiles of the block-sparse products ask for
+# with enough block columns for the other tiles of the block-sparse products
 LAYERS["sparse, wide"] = {**LAYERS["sparse, gelu"], "hidden_size": 8, "num_experts": 1024}
 
 
 def compiled_late(options: dict[str, Any]) -> list[str]:
-    """Kernels of a layer's steps that Triton's rules tell apart from all of the step at FIRST tokens, and when."""
+    """The kernels, with token counts, that Triton would specialize anew after the step with FIRST tokens."""
     import torch
     from triton.runtime.jit import JITFunction
 

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megablocks.ops.routing.router import RouterOptions
+    from megablocks.ops.routing.dispatch import Dispatch
+    from megablocks.ops.routing.topk import RouterOptions
 
 
 def fused_across_lanes(ptx: str) -> int:
@@ -73,18 +74,14 @@ def routing() -> None:
         dispatch_launch(ints(4096), ints(4096), 512, experts, top_k)
 
 
-@family(
-    "routing.rounding_triton",
-    *("_keys_kernel", "_odds_kernel", "_loads_kernel", "_select_kernel", "_count_kernel", "_place_kernel"),
-)
+@family("routing.rounding_triton", "_odds_kernel", "_loads_kernel", "_select_kernel", "_count_kernel", "_place_kernel")
 def rounding() -> None:
     from megablocks.ops.routing.rounding import ROUNDINGS, STOCHASTIC
-    from megablocks.ops.routing.rounding_triton import place_launch, round_launch, select_launch
+    from megablocks.ops.routing.rounding_triton import flags_launch, place_launch, round_launch
 
-    for experts, top_k, padding in ((8, 1, None), (128, 8, torch.zeros(512, dtype=torch.bool)), (600, 8, None)):
-        ids = torch.zeros(512, top_k, dtype=torch.int64)
-        select_launch(torch.zeros(512, experts), ids, torch.zeros(experts, dtype=torch.int64), padding, 2000)
-        place_launch(torch.zeros(experts, 512, dtype=torch.int8), ints(512), 2000, torch.zeros(512, experts))
+    for experts in (8, 128, 600):
+        flags, ends = flags_launch(ints(experts, 512), ints(experts).long())
+        place_launch(flags, ends, 2000, torch.zeros(512, experts))
         for rule in ROUNDINGS:
             draw = torch.zeros(experts) if rule in STOCHASTIC else None
             round_launch(ints(experts, 512), ints(experts).long(), ints(3).long(), draw, rule, 128)
@@ -93,21 +90,22 @@ def rounding() -> None:
 @family("permute.permute_triton", "_expand_kernel", "_combine_kernel", "_combine_backward_kernel")
 def permute() -> None:
     from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
+    from megablocks.ops.routing.dispatch import Dispatch
 
+    d = Dispatch(ints(5), ints(9), ints(32), ints(32), ints(32))
     for dtype, hidden in product(EVERY, (512, 1536, 8192)):
-        x, rows, index, weight = torch.zeros(8, hidden, dtype=dtype), ints(32), ints(9), torch.zeros(32)
-        expanded = expand_launch(x, rows, index, rows)
-        expand_launch(x, rows, index, rows, True)
+        x, weight = torch.zeros(8, hidden, dtype=dtype), torch.zeros(32)
+        expanded = expand_launch(x, d)
+        expand_launch(x, d._replace(padded=True))
         for w in (weight, None):
-            combine_launch(expanded, w, rows, rows, index)
-        for kept in (expanded, None):
-            for padded in (False, True):
-                combine_backward_launch(x, kept, weight, rows, rows, index, padded)
+            combine_launch(expanded, w, d)
+        for kept, padded in product((expanded, None), (False, True)):
+            combine_backward_launch(x, kept, weight, d._replace(padded=padded))
 
 
 def router_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, RouterOptions]]:
     """Logits, bias, padding mask and options."""
-    from megablocks.ops.routing.router import RouterOptions
+    from megablocks.ops.routing.topk import RouterOptions
 
     for dtype, (experts, k) in product((torch.bfloat16, torch.float32), ((8, 1), (128, 8), (130, 8), (1000, 32))):
         logits, bias = torch.zeros(64, experts, dtype=dtype), torch.zeros(experts)
@@ -116,55 +114,51 @@ def router_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Route
         yield logits, bias, None, RouterOptions(k, False, True, 1, 1.0, 0.0, 0.0)
 
 
-@family("routing.router_triton", "_route_kernel", "_finish_kernel")
+@family("routing.topk_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel", "_weight_backward_kernel")
 def router() -> None:
-    from megablocks.ops.routing.router_triton import route_launch, score_launch
+    from megablocks.ops.routing import topk_triton
+    from megablocks.ops.routing.topk import RouterGradients, RouterSaved
 
     for logits, bias, mask, options in router_cases():
-        route_launch(logits, bias, mask, options)
-        score_launch(logits, bias, mask, None, (torch.zeros(logits.shape), ints(*logits.t().shape)), options)
-
-
-@family("routing.router_backward_triton", "_route_backward_kernel", "_weight_backward_kernel", "_chosen_slopes_kernel")
-def router_backward() -> None:
-    from megablocks.ops.routing import router_backward_triton as backward
-
-    for logits, _, mask, options in router_cases():
+        topk_triton.route_launch(logits, bias, mask, options)
+        every = (torch.zeros(logits.shape), ints(*logits.t().shape))
+        topk_triton.score_launch(logits, bias, mask, None, every, options)
         (tokens, experts), one = logits.shape, torch.ones(())
-        pairs = tokens * options.top_k
-        counts = (ints(experts).long(), ints(3).long())
-        grads = (torch.zeros(pairs), one, one, torch.ones(experts))
-        backward.route_backward_launch(logits, mask, ints(pairs), *counts, grads, options)
-        kept = {"flags": torch.zeros(experts, tokens, dtype=torch.int8), "ends": ints(tokens)}
-        backward.route_backward_launch(logits, mask, None, *counts, grads, options, **kept)
+        pairs, counts = tokens * options.top_k, (ints(experts).long(), ints(3).long())
+        grads = RouterGradients(torch.zeros(pairs), one, one, torch.ones(experts))
+        flags = torch.zeros(experts, tokens, dtype=torch.int8)
+        for saved in (RouterSaved(ints(pairs), *counts), RouterSaved(None, *counts, flags, ints(tokens))):
+            topk_triton.route_backward_launch(logits, mask, saved, grads, options)
         if options.after:
-            backward.weight_backward_launch(grads[0], ints(pairs), grads[0], experts, logits.dtype, options)
-            backward.chosen_slopes_launch(grads[0], grads[0], ints(pairs), options.top_k, options.scaling)
+            weight = torch.zeros(pairs)
+            topk_triton.weight_backward_launch(weight, ints(pairs), weight, experts, logits.dtype, options)
 
 
 @family("permute.padded_triton", "_pad_kernel", "_replicate_kernel", "_bin_sum_kernel")
 def padded() -> None:
     from megablocks.ops.permute.padded_triton import bin_sum_launch, pad_launch, replicate_launch
+    from megablocks.ops.routing.dispatch import Unpadded
 
     for dtype, experts in product(EVERY, (8, 512)):
         replicate_launch(torch.zeros(2, experts, dtype=dtype), ints(experts), 64)
         bin_sum_launch(torch.zeros(2, 64, dtype=dtype), ints(experts))
 
     for experts, index in product((8, 128, 512), (ints(32), None)):
-        pad_launch(ints(experts), ints(experts), 0, 64, ints(32), index, index, 2)
-        pad_launch(ints(experts), None, 4, 4 * experts, ints(32), index, index, 2)
+        rows = Unpadded(ints(experts), ints(32), index, index, 2)
+        pad_launch(rows, ints(experts), 0, 64)
+        pad_launch(rows, None, 4, 4 * experts)
 
 
 @family("activation_triton", "_forward_kernel", "_backward_kernel")
 def activation() -> None:
-    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
     from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
 
-    for dtype, name, approximate in product(EVERY, (*UNARY, *GATED), ("tanh", "none")):
-        z = torch.zeros(64, dtype=dtype)
-        gate = z if name in GATED else None
-        activation_launch(z, gate, name, approximate)
-        activation_backward_launch(z, z, gate, name, approximate)
+    for dtype, *form in product(EVERY, ACTIVATIONS, APPROXIMATIONS):
+        z, one = torch.zeros(64, dtype=dtype), Activation(*form)
+        gate = z if one.gated else None
+        activation_launch(z, gate, one)
+        activation_backward_launch(z, z, gate, one)
 
 
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
@@ -192,9 +186,9 @@ def grouped() -> None:
             ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, add_to=torch.zeros(32, 256, n))
 
 
-@family("grouped.grouped_mm_hopper_kernel", "ragged_m_kernel", architectures=(90,))
+@family("grouped.grouped_mm_hopper", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_outer, ragged_m_sum
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
 
     # the shapes reach each tile of choose_m
     rows = 1024
@@ -204,22 +198,19 @@ def grouped_hopper() -> None:
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
         ragged_m_sum(x, w, x, w, ints(17))
-        outer = torch.zeros(rows), torch.zeros(16, n, dtype=torch.bfloat16)
-        for x2, w2 in ((None, None), (x, w)):
-            ragged_m_outer(x, w, x2, w2, *outer, ints(17))
 
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
 def grouped_hopper_dw() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_k, ragged_k_pair
+    from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k, ragged_k_gated
 
     for m, n in ((64, 128), (128, 128), (512, 512)):  # each tile of choose_k
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
             ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
-            ragged_k_pair(a, a, b, ints(17), gather)
-            ragged_k_pair(a, a, b, ints(17), gather, add_to=(torch.zeros(16, m, n), torch.zeros(16, m, n)))
+            ragged_k_gated(a, a, b, ints(17), gather)
+            ragged_k_gated(a, a, b, ints(17), gather, add_to=(torch.zeros(16, m, n), torch.zeros(16, m, n)))
 
 
 @family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")
@@ -232,82 +223,93 @@ def bias() -> None:
         expert_sum_launch(rows, ints(experts + 1))
 
 
+def dispatch_of(tokens: int, rows: int, experts: int) -> Dispatch:
+    from megablocks.ops.routing.dispatch import Dispatch
+
+    return Dispatch(ints(experts + 1), ints(tokens + 1), ints(rows), ints(rows), ints(rows))
+
+
 @family("fused.gradient_triton", "_mlp_gradient_kernel")
 def fused_gradient() -> None:
-    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_table import ACTIVATIONS, Activation
     from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
 
-    for dtype, width, name in product(EVERY, (20, 256, 4096), (*UNARY, *GATED)):
-        z, gate = torch.zeros(8, width, dtype=dtype), torch.zeros(8, width, dtype=dtype) if name in GATED else None
-        mlp_gradient_launch(z, z, gate, torch.zeros(8), ints(8), ints(5), name, "tanh")
+    for dtype, width, name in product(EVERY, (20, 256, 4096), ACTIVATIONS):
+        z, activation = torch.zeros(8, width, dtype=dtype), Activation(name)
+        mlp_gradient_launch(z, z, z if activation.gated else None, torch.zeros(8), dispatch_of(4, 8, 4), activation)
 
 
-@family("fused.gradient_hopper_kernel", "down_gradient_kernel", architectures=(90,))
+@family("fused.gradient_hopper", "down_gradient_kernel", architectures=(90,))
 def fused_gradient_hopper() -> None:
-    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_table import ACTIVATIONS, Activation
     from megablocks.ops.fused.gradient_hopper import down_gradient
 
     rows = 256
-    for name, hidden in (*product((*UNARY, *GATED), (200,)), ("gelu", 4096), ("swiglu", 4096)):  # each tile
+    for name, hidden in (*product(ACTIVATIONS, (200,)), ("gelu", 4096), ("swiglu", 4096)):  # each tile
         dy, w2 = torch.zeros(64, hidden, dtype=torch.bfloat16), torch.zeros(16, 96, hidden, dtype=torch.bfloat16)
-        z = torch.zeros(rows, 96, dtype=torch.bfloat16)
-        rest = torch.zeros(rows), ints(rows), ints(rows), ints(17), name, "none" if hidden == 200 else "tanh"
-        down_gradient(dy, w2, z, z if name in GATED else None, *rest)
+        z, activation = (
+            torch.zeros(rows, 96, dtype=torch.bfloat16),
+            Activation(name, "none" if hidden == 200 else "tanh"),
+        )
+        gate = z if activation.gated else None
+        down_gradient(dy, w2, z, gate, torch.zeros(rows), dispatch_of(64, rows, 16), activation)
 
 
 @family("fused.up_triton", "_up_kernel")
 def fused_up_twin() -> None:
-    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_table import ACTIVATIONS, Activation
     from megablocks.ops.fused.up_triton import up
 
-    for dtype, (name, inner) in product(EVERY, product((*UNARY, *GATED), (64, 512))):
+    for dtype, (name, inner) in product(EVERY, product(ACTIVATIONS, (64, 512))):
         x, w = torch.zeros(64, 256, dtype=dtype), torch.zeros(8, inner, 256, dtype=dtype)
-        v, bias = w if name in GATED else None, torch.zeros(8, inner, dtype=dtype)
-        up(x, w, v, bias, None if v is None else bias, ints(4096), ints(9), name, "tanh")
+        v, bias = w if Activation(name).gated else None, torch.zeros(8, inner, dtype=dtype)
+        up(x, w, v, bias, None if v is None else bias, dispatch_of(64, 4096, 8), Activation(name))
 
 
-@family("fused.up_hopper_kernel", "up_kernel", architectures=(90,))
+@family("fused.up_hopper", "up_kernel", architectures=(90,))
 def fused_up() -> None:
-    from megablocks.ops.activation import GATED, UNARY
+    from megablocks.ops.activation_table import ACTIVATIONS, Activation
     from megablocks.ops.fused.up_hopper import up
 
-    rows = 256
-    for name in (*UNARY, *GATED):
+    d = dispatch_of(64, 256, 16)
+    for name in ACTIVATIONS:
         x, w = torch.zeros(64, 200, dtype=torch.bfloat16), torch.zeros(16, 96, 200, dtype=torch.bfloat16)
-        v = w if name in GATED else None
+        v = w if Activation(name).gated else None
         bias = torch.zeros(16, 96, dtype=torch.bfloat16)
-        up(x, w, v, None, None, ints(rows), ints(17), name, "tanh")
-        up(x, w, v, bias, None if v is None else bias, ints(rows), ints(17), name, "none")
+        up(x, w, v, None, None, d, Activation(name))
+        up(x, w, v, bias, None if v is None else bias, d, Activation(name, "none"))
 
 
-@family("scattered.scattered_triton", "_rows_kernel", "_weights_kernel")
+@family("scattered.scattered_mm_triton", "_rows_kernel", "_weights_kernel")
 def scattered() -> None:
-    from megablocks.ops.scattered.scattered_triton import rows_launch, weights_launch
+    from megablocks.ops.scattered.dispatched import Rows
+    from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_dw_launch, scattered_mm_launch
 
     rows = 4096
     for dtype in (torch.bfloat16, torch.float32):
-        order, gate, ends = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows), torch.zeros(32, dtype=torch.int64)
+        order, weight = torch.zeros(rows, dtype=torch.int64), torch.zeros(rows)
+        ends = torch.zeros(32, dtype=torch.int64)
+        up, down = Rows(ends, in_index=order, in_fan=8), Rows(ends, out_index=order, pair=order)
         for n, k in ((64, 256), (128, 256), (512, 256), (65, 73)):  # one element a thread where rows are odd
             x, tokens = torch.zeros(rows, n, dtype=dtype), torch.zeros(rows // 8, k, dtype=dtype)
             w, bias = torch.zeros(32, n, k, dtype=dtype).mT, torch.zeros(32, n, dtype=dtype)
-            up = (None, None, None, None, 1, None)
-            rows_launch(tokens, w, ends, rows, order, 8, None, None, *up, True)
-            rows_launch(tokens, w, ends.int(), rows, order.int(), 1, None, bias, *up, False)
-            rows_launch(x, w.mT, ends, rows, None, 1, order, bias[:, :1].expand(32, k), gate, order, *up[2:], True)
-            # backward of the last: the gradient of the output, wᵀ, gates and the dots with x
-            slope = (order, 8, None, None, gate, order, x, None, 1, torch.zeros(32, k, dtype=dtype))
-            rows_launch(tokens, w, ends, rows, *slope, True)
-            weights_launch(x, tokens, ends, None, 1, order, 8, gate, order, False, True)
-            weights_launch(tokens, x, ends, order, 8, None, 1, None, None, True, False)
+            none = None, None, None
+            scattered_mm_launch(tokens, w, None, *none, up, True)
+            scattered_mm_launch(tokens, w, bias, *none, Rows(ends.int(), in_index=order.int()), False)
+            scattered_mm_launch(x, w.mT, bias[:, :1].expand(32, k), weight, None, None, down, True)
+            # backward of the last: the gradient of the output, wᵀ, weights and the dots with x
+            dot_bias = torch.zeros(32, k, dtype=dtype)
+            scattered_mm_launch(tokens, w, None, weight, x, dot_bias, up._replace(pair=order), True)
+            scattered_mm_dw_launch(x, tokens, weight, down._replace(out_fan=8), False, True)
+            scattered_mm_dw_launch(tokens, x, None, up, True, False)
 
 
 @family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")
 def sparse() -> None:
     from megablocks.ops.sparse import kernels
-    from megablocks.ops.sparse.topology import topology_launch
 
     for experts, per_row in ((8, 4), (128, 32), (512, 3)):
-        topology_launch(ints(experts + 1), per_row, 64, 128)
+        kernels.topology_launch(ints(experts + 1), per_row, 64, 128)
     for dtype, size in product((torch.bfloat16, torch.float32), (64, 128, 256)):
         a, data = torch.zeros(size, 256, dtype=dtype), torch.zeros(1, size, size, dtype=dtype)
         for x, y in ((a, a.t()), (a.t().contiguous().t(), a.t().contiguous())):
@@ -318,9 +320,9 @@ def sparse() -> None:
             kernels.spmm(data, d if left else d.t(), ints(1, 4), ints(1), order, left)
 
 
-@family("sparse.hopper_kernels", "sdd_kernel", "spmm_kernel", architectures=(90,))
+@family("sparse.products_hopper", "sdd_kernel", "spmm_kernel", architectures=(90,))
 def sparse_hopper() -> None:
-    from megablocks.ops.sparse import hopper
+    from megablocks.ops.sparse import products_hopper as hopper
 
     data = torch.zeros(2, 128, 128, dtype=torch.bfloat16)
     for k in (256, 1024):  # either tile of choose_sdd
@@ -337,7 +339,7 @@ def sparse_hopper() -> None:
 
 
 def epilogues(data: Tensor) -> list:
-    from megablocks.ops.activation import UNARY
+    from megablocks.ops.activation_table import UNARY
     from megablocks.ops.sparse.epilogue import Epilogue
 
     bias = torch.zeros(256)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megablocks.ops.activation import GATED, UNARY, activation_backward_ref, activation_ref
+from megablocks.ops.activation import activation_backward_ref, activation_ref
+from megablocks.ops.activation_table import GATED, UNARY, Activation
 from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
 
 pytestmark = pytest.mark.any_device
@@ -18,10 +19,10 @@ def test_what_overflowed_downwards_is_zero_for_relu(name: str, poison: None) -> 
     """As torch's: a float16 product may be -inf, which relu makes 0 and 0 · -inf would make NaN."""
     pre = torch.tensor([float("-inf"), -1.0, 0.0, 2.0], dtype=torch.float16, device=DEVICE)
     gate = torch.full_like(pre, 3.0) if name == "reglu" else None
-    grad = torch.ones_like(pre)
-    assert torch.equal(activation_launch(pre, gate, name, "tanh"), activation_ref(pre, gate, name, "tanh"))
-    found = activation_backward_launch(grad, pre, gate, name, "tanh")
-    for one, other in zip(found, activation_backward_ref(grad, pre, gate, name, "tanh"), strict=True):
+    grad, activation = torch.ones_like(pre), Activation(name)
+    assert torch.equal(activation_launch(pre, gate, activation), activation_ref(pre, gate, activation))
+    found = activation_backward_launch(grad, pre, gate, activation)
+    for one, other in zip(found, activation_backward_ref(grad, pre, gate, activation), strict=True):
         assert other is None or torch.equal(one, other)
 
 
@@ -35,11 +36,9 @@ def test_N10_activation_kernels_equal_float64(name: str, approximate: str, dtype
     grad = torch.randn(1, 67, device=DEVICE).to(dtype).expand(13, 67)
     pre[3, 5] = float("nan")
     wide = [None if t is None else t.double() for t in (grad, pre, gate)]
-    expected = (activation_ref(wide[1], wide[2], name, approximate), *activation_backward_ref(*wide, name, approximate))
-    found = (
-        activation_launch(pre, gate, name, approximate),
-        *activation_backward_launch(grad, pre, gate, name, approximate),
-    )
+    activation = Activation(name, approximate)
+    expected = activation_ref(wide[1], wide[2], activation), *activation_backward_ref(*wide, activation)
+    found = activation_launch(pre, gate, activation), *activation_backward_launch(grad, pre, gate, activation)
     eps = torch.finfo(dtype).eps
     for one, other in zip(found, expected, strict=True):
         if other is None:

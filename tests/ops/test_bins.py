@@ -1,4 +1,4 @@
-"""histogram and replicate against loops, on the references and on the kernels."""
+"""count_valid and replicate against loops, on the references and on the kernels."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import torch
 from torch.autograd import gradcheck
 
 from megablocks.ops.permute.padded_triton import bin_sum_launch, replicate_launch
-from megablocks.ops.permute.replicate import bin_sum_ref, replicate, replicate_ref
+from megablocks.ops.permute.replicate import bin_sum_ref, replicate_ref
 from megablocks.ops.routing import dispatch_triton
-from megablocks.ops.routing.histogram import histogram, histogram_ref
+from megablocks.ops.routing.dispatch import count_valid, count_valid_ref
+from megablocks.ops.upstream.bookkeeping import replicate
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LOADS = [[3, 0, 4], [0, 0, 5], [7], [0, 0], [1, 2, 3, 4, 5, 0, 6]]
@@ -42,25 +43,14 @@ def test_replicate_kernels_equal_references(loads, dtype, poison):
 
 @pytest.mark.any_device
 @pytest.mark.parametrize(("count", "num_bins"), [(1, 1), (40, 5), (100, 16), (33, 70)])
-def test_R7_histogram_counts_what_is_inside(count, num_bins, monkeypatch, poison):
+def test_R7_counts_are_of_the_ids_inside(count, num_bins, monkeypatch, poison):
     monkeypatch.setattr(dispatch_triton, "_CHUNK", 16)
     ids = torch.randint(-2, num_bins + 2, (count,), device=DEVICE)
     expected = [sum(i == e for i in ids.tolist()) for e in range(num_bins)]
-    assert histogram(ids, num_bins).tolist() == expected
-    assert histogram_ref(ids, num_bins).tolist() == expected
+    assert count_valid(ids, num_bins).tolist() == expected
+    assert count_valid_ref(ids, num_bins).tolist() == expected
     assert dispatch_triton.count_launch(ids, num_bins).sum(0)[:num_bins].tolist() == expected
 
 
-def test_histogram_of_nothing():
-    assert histogram(torch.empty(0, dtype=torch.int32), 3).tolist() == [0, 0, 0]
-
-
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match=r"^x \(2, 3\) and ends \(2,\): must be \(B, E\) and \(E,\)"):
-        replicate(torch.ones(2, 3), ends_of([1, 2]), 3)
-    with pytest.raises(ValueError, match="^num_places=-1: must be >= 0"):
-        replicate(torch.ones(2, 2), ends_of([1, 2]), -1)
-    with pytest.raises(ValueError, match=r"^ids is \(3,\) torch.float32: must be \(R,\) integer"):
-        histogram(torch.ones(3), 2)
-    with pytest.raises(ValueError, match="^num_bins=0: must be >= 1"):
-        histogram(torch.ones(3, dtype=torch.int32), 0)
+def test_counts_of_nothing():
+    assert count_valid(torch.empty(0, dtype=torch.int32), 3).tolist() == [0, 0, 0]

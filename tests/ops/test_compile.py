@@ -45,7 +45,7 @@ def test_one_family_compiles_for_the_architecture_with_the_least_shared_memory(t
 
 @pytest.mark.parametrize(
     "family",
-    ["quant", *(pytest.param(name, marks=pytest.mark.slow) for name in ("router", "router_backward", "scattered"))],
+    ["quant", *(pytest.param(name, marks=pytest.mark.slow) for name in ("router", "scattered"))],
 )
 def test_N12_lanes_of_one_sum_hold_the_same_bits(family: str, tmp_path: Path) -> None:
     """Where racecheck, on a GPU, reported two kernels and missed a third."""

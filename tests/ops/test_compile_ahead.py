@@ -11,8 +11,8 @@ import pytest
 import torch
 import triton
 
-from megablocks import MoEConfig, dMoE
-from megablocks.layers import ahead, experts
+from megablocks import MoEConfig
+from megablocks.moe import Experts, dMoE
 from megablocks.ops import launch
 
 PROGRAM = """
@@ -59,13 +59,13 @@ print("compiled ahead")
 
 def test_experts_on_a_gpu_start_the_hash_of_triton(monkeypatch):
     started = []
-    monkeypatch.setattr(experts, "hash_triton", lambda: started.append(1))
-    monkeypatch.setattr(experts, "can_compile_ahead", lambda: True)
+    monkeypatch.setattr(launch, "hash_triton", lambda: started.append(1))
+    monkeypatch.setattr(launch, "can_compile_ahead", lambda: True)
     config = MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=2)
-    experts.Experts(config)
+    Experts(config)
     assert not started  # on a CPU
     monkeypatch.setattr(torch.nn.Parameter, "is_cuda", True, raising=False)
-    experts.Experts(config)
+    Experts(config)
     assert started == [1]
 
 
@@ -76,66 +76,88 @@ def test_launches_compile_in_threads_and_are_not_compiled_again(tmp_path):
 
 
 @pytest.fixture
-def steps(monkeypatch):
-    """The steps that are compiled for; on a GPU each would run in compiling_ahead."""
-    ran = []
+def on_cpu(monkeypatch):
+    """`compile_first_call` takes tensors of the CPU; on a GPU launches would compile within its step."""
+    fork = torch.random.fork_rng
     monkeypatch.setattr(launch, "can_compile_ahead", lambda: True)
-    monkeypatch.setattr(ahead, "_compile", lambda device, step: ran.append(step()))
-    monkeypatch.setattr(ahead, "_done", set())
-    return ran
+    monkeypatch.setattr(launch, "_done", set())
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork(devices=[]))
 
 
-X, W = torch.zeros(3), torch.nn.Parameter(torch.zeros(2))
+class Part(torch.nn.Module):
+    """A module with one parameter and one buffer."""
+
+    def __init__(self, config="a", size=2):
+        super().__init__()
+        self.config = config
+        self.w = torch.nn.Parameter(torch.ones(size))
+        self.register_buffer("count", torch.zeros(()))
 
 
-def test_once_a_kind_of_call_and_once_for_modules_alike(steps):
-    first, twin, other = ahead.Ahead("a", 1), ahead.Ahead("a", 1), ahead.Ahead("b", 1)
-    for module in (first, first, twin, other):
-        module("sorted", X, W, lambda: "sorted")
-    assert steps == ["sorted"] * 2
-    first("dispatched", X, W, lambda: "dispatched")
-    first("sorted", X.double(), W, lambda: "double")
+X = torch.zeros(3)
+
+
+def _ran(module, call="sorted", x=X):
+    """How often the step runs ahead of this call."""
+    steps = []
+
+    def step(x):
+        steps.append(1)
+        return []
+
+    launch.compile_first_call(module, call, step, x)
+    return len(steps)
+
+
+def test_once_a_kind_of_call_and_once_for_modules_alike(on_cpu):
+    first = Part()
+    assert _ran(first) == 1 and _ran(first) == 0
+    assert _ran(Part()) == 0, "a twin compiles again"
+    assert _ran(Part("b")) == 1 and _ran(Part(size=3)) == 1
+    assert _ran(first, "dispatched") == 1 and _ran(first, x=X.double()) == 1
     with torch.no_grad():
-        first("sorted", X, W, lambda: "no gradient")
-    assert steps[2:] == ["dispatched", "double", "no gradient"]
+        assert _ran(first) == 1
 
 
-def test_what_fails_is_left_to_the_call_itself(steps):
-    def fails():
+def test_what_fails_is_left_to_the_call_itself(on_cpu):
+    def fails(x):
         raise torch.OutOfMemoryError("full")
 
-    module = ahead.Ahead("a")
-    module("sorted", X, W, fails)
-    module("sorted", X, W, lambda: "again")
-    assert steps == []
+    module = Part()
+    launch.compile_first_call(module, "sorted", fails, X)
+    assert _ran(module) == 0 and isinstance(module.w, torch.nn.Parameter)
 
 
-def test_sharded_parameters_are_left_alone(steps):
+def test_sharded_parameters_are_left_alone(on_cpu):
     class Sharded(torch.nn.Parameter):
         pass
 
-    ahead.Ahead("a")("sorted", X, Sharded(torch.zeros(2)), lambda: "sharded")
-    assert steps == []
+    module = Part()
+    module.w = Sharded(torch.zeros(2))
+    assert _ran(module) == 0
 
 
-def test_a_checkpoint_around_the_call_sees_nothing_of_it(monkeypatch):
-    """Nor do the caller's gradients, generator and hooks."""
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(launch, "compile_ahead", lambda step: step())
-    fork = torch.random.fork_rng
-    monkeypatch.setattr(torch.random, "fork_rng", lambda devices: fork(devices=[]))
-    w, packed, ran = torch.ones(3, requires_grad=True), [], []
+def test_nobody_around_the_call_sees_anything_of_it(on_cpu):
+    """A checkpoint, gradients, marks of Megatron, the generator, buffers and the caller's own graph."""
+    module, packed, ran = Part(), [], []
+    module.w.main_grad, module.w.grad_added_to_main_grad = torch.ones(2), False
+    x = torch.ones(2, requires_grad=True) * 2
 
-    def step():
-        y = ahead.leaf(w) * torch.rand(3).requires_grad_()
+    def step(x):
+        assert x.is_leaf and x.requires_grad and module.w.main_grad is not None
+        module.count += 1
+        module.w.grad_added_to_main_grad = True
+        y = (module.w * x) * torch.rand(2)
         y.register_hook(ran.append)
         return [y.exp(), torch.zeros(3)]
 
-    before = torch.get_rng_state()
+    before, w = torch.get_rng_state(), module.w
     with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
-        ahead._compile(torch.device("cpu"), step)
+        launch.compile_first_call(module, "sorted", step, x)
     assert len(ran) == 1 and not ran[0].any(), "backward ran with zeros"
-    assert packed == [] and w.grad is None and torch.equal(torch.get_rng_state(), before)
+    assert packed == [] and torch.equal(torch.get_rng_state(), before) and module.count == 0
+    assert module.w is w and w.grad is None and not w.grad_added_to_main_grad
 
 
 @pytest.fixture
@@ -183,7 +205,7 @@ def test_backward_gets_zeros_for_empty_too(asynchronous, nan_for_empty):
     x = torch.ones(3, requires_grad=True)
     assert torch.empty(4096).isnan().all()
     with torch.autograd.set_multithreading_enabled(False):
-        launch.compile_ahead(lambda: launch.backward_ahead([Op.apply(x), torch.ones(2)]))
+        launch.compile_ahead(lambda: launch._backward_ahead([Op.apply(x), torch.ones(2)]))
     assert len(seen) == 1 and not seen[0].any() and not x.grad.any()
 
 
@@ -197,37 +219,37 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("changes", CONFIGS, ids=str)
-def test_a_layers_step_ahead_leaves_the_layer_as_it_is(changes):
-    """Its parameters get no gradient, nor main_grad any, and its counts stay."""
+def test_a_layers_first_call_ahead_leaves_the_layer_as_it_is(changes, on_cpu, monkeypatch):
+    """Its parameters get no gradient, its counts stay, and router and experts are part of the step."""
     config = MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4, **{"top_k": 2, **changes})
     layer, x = dMoE(config), torch.randn(6, 8, requires_grad=True)
     for p in layer.parameters():
         p.main_grad, p.grad_added_to_main_grad = torch.ones_like(p), False
     before = {name: t.clone() for name, t in layer.state_dict().items()}
-    counts = layer.router.tokens_since_update
-    launch._here.ahead = True  # launches of the kernels would compile
-    try:
-        results = layer._step_ahead(x)
-        launch.backward_ahead(results)
-    finally:
-        launch._here.ahead = False
-    assert results[-1].shape == x.shape and results[-1].requires_grad, "the experts were left out"
+    counts, results, backward = layer.router.tokens_since_update, [], launch._backward_ahead
+
+    def both(step):
+        results.extend(step)
+        return backward(step)
+
+    monkeypatch.setattr(launch, "_backward_ahead", both)
+    layer._compile_first_call(x)
+    assert results[0].shape == x.shape and results[0].requires_grad, "the experts were left out"
+    assert len(results) == 1 + (config.load_balancing_loss_weight > 0) + (config.z_loss_weight > 0)
     assert x.grad is None and all(p.grad is None for p in layer.parameters())
     assert all(bool((p.main_grad == 1).all()) and not p.grad_added_to_main_grad for p in layer.parameters())
     assert counts is None or not counts.any()
     assert all(torch.equal(before[name], t) for name, t in layer.state_dict().items())
 
 
-@pytest.mark.parametrize("around", ["hook", "forward", "wrapper"])
-def test_what_is_put_around_experts_is_not_called_ahead(around):
+@pytest.mark.parametrize("around", ["hook", "wrapper"])
+def test_what_is_put_around_experts_is_not_called_ahead(around, on_cpu):
     """It may gather parameters from other ranks, or count."""
     layer, x = dMoE(MoEConfig(hidden_size=8, ffn_hidden_size=16, num_experts=4)), torch.randn(6, 8, requires_grad=True)
     called, experts = [], layer.experts
     if around == "hook":
         experts.register_forward_pre_hook(lambda *_: called.append(1))
-    if around == "forward":
-        forward, experts.forward = experts.forward, lambda *args: called.append(1) or forward(*args)
-    if around == "wrapper":
+    else:
 
         class Wrapper(torch.nn.Module):
             def __init__(self):
@@ -239,31 +261,24 @@ def test_what_is_put_around_experts_is_not_called_ahead(around):
                 return self.module(*args)
 
         layer.experts = Wrapper()
-    results = layer._step_ahead(x)
-    assert not called and all(t.shape != x.shape for t in results)
+    layer._compile_first_call(x)
+    assert not called
     layer(x)
     assert called
 
 
-def test_a_copy_of_a_module_compiles_for_itself(steps):
-    module = ahead.Ahead("a", 1)
-    module("sorted", X, W, lambda: "sorted")
-    ahead._done.clear()  # as another process finds it
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        other("sorted", X, W, lambda: "again")
-    assert steps == ["sorted", "again"]
+def test_a_copy_of_a_module_compiles_for_itself(on_cpu):
+    module = Part()
+    assert _ran(module) == 1
+    launch._done.clear()  # as another process finds it
+    assert _ran(copy.deepcopy(module)) == 1
+    launch._done.clear()
+    assert _ran(pickle.loads(pickle.dumps(module))) == 1
 
 
-def test_a_call_under_a_capture_is_not_the_first(steps, monkeypatch):
-    module = ahead.Ahead("a")
+def test_a_call_under_a_capture_is_not_the_first(on_cpu, monkeypatch):
+    module = Part()
     with monkeypatch.context() as capturing:
         capturing.setattr(launch, "can_compile_ahead", lambda: False)
-        module("sorted", X, W, lambda: "captured")
-    module("sorted", X, W, lambda: "sorted")
-    assert steps == ["sorted"]
-
-
-def test_leaf_has_no_history():
-    x = torch.ones(2, requires_grad=True) * 2
-    assert x.grad_fn is not None and ahead.leaf(x).is_leaf and ahead.leaf(x).requires_grad
-    assert ahead.leaf(None) is None and not ahead.leaf(x.detach()).requires_grad
+        assert _ran(module) == 0
+    assert _ran(module) == 1

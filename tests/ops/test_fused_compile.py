@@ -12,8 +12,10 @@ from pathlib import Path
 
 PROGRAM = """
 import torch
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.fused.gradient_hopper import down_gradient
 from megablocks.ops.fused.up_hopper import up
+from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.testing.compile_only import compiling_for
 
 E, I, H = 5, 136, 72
@@ -21,10 +23,11 @@ counts = []
 with compiling_for(90) as compiled:
     for rows in (4000, 512, 513, 20):
         offsets, index = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+        d = Dispatch(offsets, torch.zeros(rows // 2 + 1, dtype=torch.int32), index, index, index)
         x, w = torch.zeros(rows // 2, H, dtype=torch.bfloat16), torch.zeros(E, I, H, dtype=torch.bfloat16)
         for v, name in ((None, "gelu"), (w, "swiglu")):
-            z, u, _ = up(x, w, v, None, None, index, offsets, name, "tanh")
-            down_gradient(x, w, z, u, torch.zeros(rows), index, index, offsets, name, "tanh")
+            pre, gate, _ = up(x, w, v, None, None, d, Activation(name))
+            down_gradient(x, w, pre, gate, torch.zeros(rows), d, Activation(name))
         counts.append({name: len(made) for name, made in compiled.items()})
 assert sorted(counts[0].values()) == [2, 2] and counts == [counts[0]] * 4, f"{counts} after each number of tokens"
 """

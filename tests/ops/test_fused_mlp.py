@@ -3,13 +3,25 @@
 import pytest
 import torch
 
-from megablocks.ops.activation import GATED, UNARY, activation_ref
-from megablocks.ops.fused import gradient_hopper, up, up_hopper
-from megablocks.ops.fused.gradient import down_gradient_op, mlp_gradient_ref
-from megablocks.ops.fused.mlp import fused_mlp, fused_mlp_op
-from megablocks.ops.grouped import gathered_mm, grouped_mm_hopper
+from megablocks.ops.activation import activation_ref
+from megablocks.ops.activation_table import GATED, UNARY, Activation
+from megablocks.ops.fused import gradient_hopper, mlp, up_hopper
+from megablocks.ops.fused.down import activate_and_project
+from megablocks.ops.fused.mlp import (
+    ExpertParameters,
+    MainGrads,
+    Options,
+    down_gradient_op,
+    fused_mlp,
+    fused_mlp_op,
+    fused_up_op,
+    mlp_gradient_ref,
+)
+from megablocks.ops.grouped import gathered_mm, grouped_mm_hopper, grouped_mm_hopper_dw
+from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
 from megablocks.ops.grouped.grouped_mm_hopper import supports_m
-from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, make_routing
+from megablocks.ops.permute.rows import combine
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routing
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -46,9 +58,10 @@ def _loop(v, ids, activation):
         for j in range(ids.shape[1]):
             chosen = torch.nonzero(ids[:, j] == e)[:, 0]
             rows = v["x"][chosen]
-            z = rows @ v["w1"][e].t() + (0 if v["b1"] is None else v["b1"][e])
-            u = None if v["v1"] is None else rows @ v["v1"][e].t() + (0 if v["c1"] is None else v["c1"][e])
-            out = activation_ref(z, u, activation, "tanh") @ v["w2"][e] + (0 if v["b2"] is None else v["b2"][e])
+            pre = rows @ v["w1"][e].t() + (0 if v["b1"] is None else v["b1"][e])
+            gate = None if v["v1"] is None else rows @ v["v1"][e].t() + (0 if v["c1"] is None else v["c1"][e])
+            act = activation_ref(pre, gate, Activation(activation))
+            out = act @ v["w2"][e] + (0 if v["b2"] is None else v["b2"][e])
             y = y.index_add(0, chosen, out * weight[chosen, j].unsqueeze(1))
     return y
 
@@ -60,34 +73,16 @@ def _with_gradients(fn, values, dy):
     return y.detach(), {k: t.grad for k, t in leaves.items() if t is not None}
 
 
-def _routed(v, x, ids):
-    """Of x by v["router"]: softmaxes over the logits of the chosen `ids` (T, K), (T·K,), in float32 or wider."""
-    logits = (x @ v["router"].t()).to(torch.promote_types(x.dtype, torch.float32))
-    return logits.gather(1, ids).softmax(1).flatten()
-
-
-def _routed_loop(ids, activation, scaling=1.0):
-    return lambda v: _loop({**v, "weight": scaling * _routed(v, v["x"], ids).to(v["x"].dtype)}, ids, activation)
-
-
-def _routed_fused(dispatch, ids, activation, scaling=1.0, **options):
-    """The op over weights that were made from x detached, given the router for what these pass on to x."""
-
-    def run(v):
-        fused = _fused(dispatch, activation, router_weight=v["router"], router_scaling=scaling, **options)
-        return fused({**v, "weight": scaling * _routed(v, v["x"].detach(), ids)})
-
-    return run
+def _parameters(v):
+    return ExpertParameters(*(v[name] for name in ExpertParameters._fields))
 
 
 def _fused(dispatch, activation, **options):
-    def run(v):
-        rest = {k: v[k] for k in ("v1", "b1", "c1", "b2")}
-        return fused_mlp(
-            v["x"], v["weight"], dispatch, v["w1"], v["w2"], activation=activation, **rest, **options
-        )  # fmt: skip
+    return lambda v: fused_mlp(v["x"], v["weight"], dispatch, _parameters(v), Activation(activation), **options)
 
-    return run
+
+def _on_gpu_too(dispatch):
+    return Dispatch(*(t.cuda() for t in dispatch[:5]))
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -104,79 +99,28 @@ def test_N10_fused_mlp_equals_a_loop(activation, bias, recompute):
         torch.testing.assert_close(got[1][name], grad, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("scaling", [1.0, 2.5])
-@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"in float32": True}], ids=["kept", "recompute", "fp32"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_N10_the_routers_part_of_the_gradient_of_x(activation, bias, options, scaling):
-    """Given router_weight, of weights that were made from x detached: x's gradient is as if they had not been."""
-    options = dict(options)
-    dtype = torch.float32 if options.pop("in float32", False) else torch.float64
-    values, dispatch, ids, dy = _case(13, 12, 10, 5, 3, activation in GATED, bias, dtype=dtype)
-    values["router"] = torch.randn(5, 12, generator=torch.Generator().manual_seed(9), dtype=torch.float64).to(dtype)
-
-    want = _with_gradients(_routed_loop(ids, activation, scaling), values, dy)
-    with poisoned_empty():
-        got = _with_gradients(_routed_fused(dispatch, ids, activation, scaling, **options), values, dy)
-    tolerance = 1e-9 if dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(got[0], want[0], rtol=tolerance, atol=tolerance)
-    for name in set(want[1]) - {"weight"}:
-        torch.testing.assert_close(got[1][name], want[1][name], rtol=tolerance, atol=10 * tolerance, msg=name)
-
-
-def test_a_router_that_does_not_fit_the_fused_mlp_is_named():
-    values, dispatch, ids, _ = _case(6, 8, 4, 3, 2, True, False)
-    for router, told in (
-        (torch.zeros(3, 7).double(), r"^router_weight is \(3, 7\) torch.float64: must be \(3, 8\) torch.float64"),
-        (torch.zeros(3, 8), r"^router_weight is \(3, 8\) torch.float32: must be \(3, 8\) torch.float64"),
-    ):
-        with pytest.raises(ValueError, match=told):
-            _fused(dispatch, "swiglu", router_weight=router)(values)
-    with pytest.raises(ValueError, match="^router_scaling=0.0: must not be 0"):
-        _fused(dispatch, "swiglu", router_weight=torch.zeros(3, 8).double(), router_scaling=0.0)(values)
-    uneven = build_dispatch(Routing(torch.zeros(7).int(), torch.zeros(7).int(), torch.ones(7), 6, 3))
-    with pytest.raises(ValueError, match="^router_weight is given for 7 pairs of 6 tokens: must be K pairs each"):
-        _fused(uneven, "swiglu", router_weight=torch.zeros(3, 8).double())({**values, "weight": torch.ones(7)})
-
-
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 @pytest.mark.parametrize("tokens,hidden,inner", [(40, 64, 48), (129, 60, 100)])
-def test_N1_the_routers_part_of_the_gradient_of_x_is_as_exact_as_torch(tokens, hidden, inner, activation):
-    values, dispatch, ids, dy = _case(tokens, hidden, inner, 9, 3, activation in GATED, False, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(9)
-    values["router"] = (torch.randn(9, hidden, generator=generator) / hidden**0.5).bfloat16()
+def test_N1_fused_mlp_on_a_cpu_is_as_exact_as_torch(tokens, hidden, inner, activation, bias):
+    values, dispatch, ids, dy = _case(tokens, hidden, inner, 9, 3, activation in GATED, bias, dtype=torch.bfloat16)
     wide = {n: None if t is None else t.double() for n, t in values.items()}
-    want = _with_gradients(_routed_loop(ids, activation), wide, dy.double())[1]["x"]
-    plain = _with_gradients(_routed_loop(ids, activation), values, dy)[1]["x"]
+    want = _with_gradients(lambda v: _loop(v, ids, activation), wide, dy.double())
+    in_dtype = values | {"weight": values["weight"].bfloat16()}
+    plain = _with_gradients(lambda v: _loop(v, ids, activation), in_dtype, dy)
     with poisoned_empty():
-        got = _with_gradients(_routed_fused(dispatch, ids, activation), values, dy)[1]["x"]
-    assert_as_exact_as(got, plain, want)
+        got = _with_gradients(_fused(dispatch, activation), values, dy)
+    assert_as_exact_as(got[0], plain[0], want[0])
+    for name, grad in want[1].items():
+        assert_as_exact_as(got[1][name], plain[1][name], grad)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("switch", ["1", "0"])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("tokens,hidden,inner", [(40, 64, 128), (700, 264, 520), (700, 60, 67), (300, 2056, 1160)])
-def test_N1_the_routers_part_of_the_gradient_of_x_in_bf16(tokens, hidden, inner, activation, switch, monkeypatch):
-    monkeypatch.setenv("MEGABLOCKS_HOPPER", switch)
-    values, _, ids, dy = _case(tokens, hidden, inner, 9, 3, activation in GATED, False, dtype=torch.bfloat16)
-    generator = torch.Generator().manual_seed(9)
-    router = (torch.randn(9, hidden, generator=generator) / hidden**0.5).bfloat16()
-    values = {n: None if t is None else t.cuda() for n, t in values.items()} | {"router": router.cuda()}
-    ids, dy = ids.cuda(), dy.cuda()
-    dispatch = build_dispatch(make_routing(ids, ids.float(), 9))
-
-    fused = _routed_fused(dispatch, ids, activation)
-    wide = {n: None if t is None else t.double() for n, t in values.items()}
-    want = _with_gradients(_routed_loop(ids, activation), wide, dy.double())[1]
-    without = _with_gradients(
-        lambda v: _loop({**v, "weight": _routed(v, v["x"].detach(), ids)}, ids, activation), wide, dy.double()
-    )[1]
-    with poisoned_empty():
-        got = _with_gradients(fused, values, dy)[1]
-        again = _with_gradients(fused, values, dy)[1]
-    assert relative_error(got["x"], want["x"]) < 0.01 < relative_error(without["x"], want["x"])
-    assert torch.equal(got["x"], again["x"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_N6_fused_mlp_on_a_cpu_rounds_where_its_parts_round(dtype):
+    v, d, _, _ = _case(40, 64, 48, 9, 3, True, False, dtype=dtype)
+    pre, gate = gathered_mm_gated(v["x"], v["w1"].mT, v["v1"].mT, d)
+    rows = activate_and_project(pre, gate, v["w2"], d.expert_offsets, Activation("swiglu"))
+    assert torch.equal(_fused(d, "swiglu")(v), combine(rows, v["weight"], d))
 
 
 def _equals_the_loop(ids, empty, **options):
@@ -219,7 +163,7 @@ def test_N6_main_grads_of_the_fused_mlp_take_every_micro_batch(activation, recom
         for n in weights:
             want[n] = None if want[n] is None else want[n] + grads.pop(n)
         leaves = {k: None if t is None else t.detach().clone().requires_grad_() for k, t in values.items()}
-        run = _fused(dispatch, activation, recompute=recompute, main_grads=tuple(main.values()))
+        run = _fused(dispatch, activation, recompute=recompute, main_grads=MainGrads(**main))
         with poisoned_empty():
             outs.append((run(leaves), dy, leaves, grads))
     for y, dy, leaves, grads in outs:
@@ -234,7 +178,7 @@ def test_N6_main_grads_of_the_fused_mlp_take_every_micro_batch(activation, recom
 
 @pytest.mark.parametrize("recompute, pre_bits", [(False, -1), (True, -1), (False, 8), (False, 4)])
 def test_fused_mlp_keeps_what_it_says(recompute, pre_bits):
-    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H; quantised, 1.031 or
+    """2·T·H + 4·R·I bytes at 2 bytes a value, beside weights and indices; with recompute 2·T·H; quantized, 1.031 or
     0.625 bytes in place of 2 of every pre-activation."""
     tokens, hidden, inner, k = 24, 16, 128, 2
     values, dispatch, _, _ = _case(tokens, hidden, inner, 4, k, True, False, dtype=torch.bfloat16)
@@ -258,12 +202,10 @@ def test_fused_mlp_keeps_what_it_says(recompute, pre_bits):
 def test_N9_fused_mlp_opcheck():
     values, dispatch, _, _ = _case(6, 8, 4, 3, 2, True, True, dtype=torch.float32)
     leaves = [None if values[n] is None else values[n].requires_grad_() for n in NAMES]
-    d = dispatch
     leaves[0] = leaves[0].detach().t().contiguous().t().requires_grad_()  # y is contiguous all the same
     for recompute in (False, True):
-        indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
-        args = (*leaves, *indices, "swiglu", "tanh", recompute, False, -1, -1)
-        torch.library.opcheck(fused_mlp_op.definition, args)
+        rest = ExpertParameters(*leaves[2:]), dispatch, Activation("swiglu"), Options(recompute)
+        torch.library.opcheck(fused_mlp_op.definition, fused_mlp_op.flat(*leaves[:2], *rest))
 
 
 def _gradient_equals_its_reference(ends, inner, activation, approximate):
@@ -276,7 +218,8 @@ def _gradient_equals_its_reference(ends, inner, activation, approximate):
     d_act[used:] = pre[used:] = gate[used:] = float("nan")
     pair = torch.randperm(rows, generator=g).int().to(DEVICE)
     weight, offsets = torch.rand(rows, generator=g).to(DEVICE), torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    args = (d_act, pre, gate if activation in GATED else None, weight, pair, offsets, activation, approximate)
+    d = Dispatch(offsets, offsets, pair, pair, pair)
+    args = (d_act, pre, gate if activation in GATED else None, weight, d, Activation(activation, approximate))
     want = mlp_gradient_ref(*args)
     with poisoned_empty():
         got = mlp_gradient_launch(*args)
@@ -302,9 +245,9 @@ def test_N10_mlp_gradient_kernel_equals_its_reference(activation, approximate):
 @pytest.mark.parametrize("gated", [False, True])
 def test_N9_down_gradient_opcheck(gated):
     values, d, _, dy = _case(6, 8, 4, 3, 2, gated, False, dtype=torch.float32)
-    z = torch.randn(12, 4)
-    args = dy, values["w2"], z, z + 1 if gated else None, values["weight"], d.pair, d.gather, d.scatter, d.token_offsets
-    torch.library.opcheck(down_gradient_op.definition, (*args, d.expert_offsets, "swiglu" if gated else "gelu", "none"))
+    pre, activation = torch.randn(12, 4), Activation("swiglu" if gated else "gelu", "none")
+    args = dy, values["w2"], pre, pre + 1 if gated else None, values["weight"], d, activation
+    torch.library.opcheck(down_gradient_op.definition, down_gradient_op.flat(*args))
 
 
 @pytest.mark.any_device
@@ -316,45 +259,41 @@ def test_R7_mlp_gradient_kernel_leaves_unused_rows_and_pairs(activation, ends):
 
 def test_fused_mlp_names_what_does_not_fit():
     values, dispatch, _, _ = _case(6, 8, 4, 3, 2, True, False, dtype=torch.float32)
-    with pytest.raises(ValueError, match="v1 is missing: activation='swiglu'"):
-        fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"])
-    with pytest.raises(ValueError, match=r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)"):
-        fused_mlp(values["x"], values["weight"], dispatch, values["w1"], values["w2"][..., :7], v1=values["v1"])
-    with pytest.raises(ValueError, match="c1 is given: activation='silu' has no gate"):
-        fused_mlp(
-            values["x"], values["weight"], dispatch, values["w1"], values["w2"], c1=torch.zeros(3, 4), activation="silu"
-        )
-    with pytest.raises(ValueError, match=r"x is \(5, 8\)"):
-        fused_mlp(values["x"][:5], values["weight"], dispatch, values["w1"], values["w2"], v1=values["v1"])
-    plain = values["x"], values["weight"], dispatch, values["w1"], values["w2"]
-    shape, must = (3, 4, 8), r"must be \(3, 4, 8\) torch.float32, contiguous"
-    for mains, message in (
-        ((torch.zeros(3, 8, 4), None, None), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),
-        ((None, None, torch.zeros(shape).half()), r"main_grads of w2 is .* torch.float16, contiguous: " + must),
-        ((torch.zeros(3, 8, 4).mT, None, None), r"main_grads of w1 is .*, of strides \(32, 1, 4\): " + must),
-        ((None, torch.zeros(shape), None), "main_grads has a tensor for v1, which is None"),
-    ):
+    plain, shape, must = values | {"v1": None}, (3, 4, 8), r"must be \(3, 4, 8\) torch.float32, contiguous"
+
+    def refused(message, activation, v, **options):
         with pytest.raises(ValueError, match=message):
-            fused_mlp(*plain, activation="silu", main_grads=mains)
+            _fused(dispatch, activation, **options)(v)
+
+    refused("v1 is missing for activation='swiglu'", "swiglu", plain)
+    refused(r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)", "swiglu", values | {"w2": values["w2"][..., :7]})
+    refused("c1 is given: activation='silu' has no gate", "silu", plain | {"c1": torch.zeros(3, 4)})
+    refused(r"x is \(5, 8\)", "swiglu", values | {"x": values["x"][:5]})
+    for mains, message in (
+        (MainGrads(w1=torch.zeros(3, 8, 4)), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),
+        (MainGrads(w2=torch.zeros(shape).half()), r"main_grads of w2 is .* torch.float16, contiguous: " + must),
+        (MainGrads(w1=torch.zeros(3, 8, 4).mT), r"main_grads of w1 is .*, of strides \(32, 1, 4\): " + must),
+        (MainGrads(v1=torch.zeros(shape)), "main_grads has a tensor for v1, which is None"),
+    ):
+        refused(message, "silu", plain, main_grads=mains)
 
 
 def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
     """It reads v1 as it reads w1, and adds both biases or none."""
-    monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: True)
-    monkeypatch.setattr(up, "hopper_kernels", lambda x: grouped_mm_hopper)
+    monkeypatch.setattr(mlp, "runs_hopper", lambda t: True)
     x, w = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     bias, offsets = torch.zeros(2, 8, dtype=torch.bfloat16), torch.tensor([0, 2, 4], dtype=torch.int32)
-    strided = torch.zeros(2, 16, 8, dtype=torch.bfloat16).transpose(1, 2)
+    strided, index = torch.zeros(2, 16, 8, dtype=torch.bfloat16).transpose(1, 2), torch.zeros(4, dtype=torch.int32)
+    d = Dispatch(offsets, torch.zeros(5, dtype=torch.int32), index, index, index)
     for v1, b1, c1, taken in (
         (None, None, None, True), (None, bias, None, True), (w, None, None, True), (w, bias, bias, True),
         (w, bias, None, False), (w, None, bias, False), (strided, None, None, False),
     ):  # fmt: skip
-        assert (up._kernels(x, w, v1, b1, c1, offsets, 4) is not None) == taken
-    assert up._kernels(x, strided, None, None, None, offsets, 4) is None
+        assert (mlp._up_kernels(x, w, v1, b1, c1, d) is not None) == taken
+    assert mlp._up_kernels(x, strided, None, None, None, d) is None
 
 
-def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only(monkeypatch):
-    monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: t.dtype in (torch.bfloat16, torch.float16))
+def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only():
     half = dict(dtype=torch.bfloat16)
     dy, w, z = torch.zeros(4, 16, **half), torch.zeros(2, 8, 16, **half), torch.zeros(4, 8, **half)
     weight = torch.ones(4)
@@ -372,8 +311,7 @@ def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only(monkeypatch):
     assert [gradient_hopper.pays(i, h) for h, i in ((1536, 256), (4096, 512), (4096, 256))] == [True, True, False]
 
 
-def test_N4_the_hopper_kernels_are_given_rows_that_tma_can_count_only(monkeypatch):
-    monkeypatch.setattr(grouped_mm_hopper, "runs_hopper", lambda t: True)
+def test_N4_the_hopper_kernels_are_given_rows_that_tma_can_count_only():
     dy, w = torch.zeros(4, 16, dtype=torch.bfloat16), torch.zeros(2, 8, 16, dtype=torch.bfloat16)
     weight, offsets = torch.ones(4), torch.tensor([0, 2, 4], dtype=torch.int32)
     for rows, taken in ((2**30 - 1, True), (2**30, False)):
@@ -392,14 +330,14 @@ def test_N4_the_hopper_kernels_are_asked_for_the_gathered_rows(monkeypatch):
         asked.append(rows)
         return False
 
-    for seam in (up, gathered_mm):
-        monkeypatch.setattr(seam, "hopper_kernels", lambda x: grouped_mm_hopper)
-        monkeypatch.setattr(seam, "twin_kernels", lambda x: None)
+    values, dispatch, _, _ = _case(5, 8, 4, 3, 2, True, False)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # a CPU tensor's
+    monkeypatch.setattr(mlp, "runs_hopper", lambda x: True)
+    monkeypatch.setattr(gathered_mm, "hopper_ragged_m", lambda x: grouped_mm_hopper)
     monkeypatch.setattr(up_hopper, "supports", refuse)
     monkeypatch.setattr(grouped_mm_hopper, "supports_m", refuse)
-    values, dispatch, _, _ = _case(5, 8, 4, 3, 2, True, False)
-    indices = (dispatch.pair, dispatch.gather, dispatch.scatter, dispatch.token_offsets, dispatch.expert_offsets)
-    up.fused_up_op(values["x"], values["w1"], values["v1"], None, None, *indices, "swiglu", "none")
+    fused_up_op(values["x"], values["w1"], values["v1"], None, None, dispatch, Activation("swiglu", "none"))
     assert asked == [10, 10]  # by the kernel with the activation, then by the product alone: each stops at a first no
 
 
@@ -420,31 +358,28 @@ def test_N6_fused_mlp_of_rows_in_order_equals_that_of_a_dispatch(activation, rec
     for name in set(want[1]) - {"x"}:
         assert torch.equal(got[1][name], want[1][name]), name
     with pytest.raises(ValueError, match="in_order: wants weight=None and as many tokens as rows"):
-        fused_mlp(
-            values["x"], torch.ones(11), sorted_rows, values["w1"], values["w2"], v1=values["v1"],
-            activation=activation, in_order=True,
-        )  # fmt: skip
+        _fused(sorted_rows, activation, in_order=True)(values | {"weight": torch.ones(11)})
 
 
-def _up_equals_a_loop(values, dispatch, activation):
+def _up_equals_a_loop(values, dispatch, name):
     from megablocks.ops.fused.up_triton import up
 
     v = {n: None if t is None else t.to(DEVICE) for n, t in values.items()}
-    gather, offsets = dispatch.gather.to(DEVICE), dispatch.expert_offsets.to(DEVICE)
+    d, activation = Dispatch(*(t.to(DEVICE) for t in dispatch[:5])), Activation(name, "none")
     with poisoned_empty():
-        z, u, a = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], gather, offsets, activation, "none")
-    bounds = offsets.tolist()
+        pre, gate, act = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], d, activation)
+    bounds = d.expert_offsets.tolist()
     for e in range(len(bounds) - 1):
         rows = slice(bounds[e], bounds[e + 1])
-        x = v["x"][gather[rows].long()].double()
-        want_z = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
-        torch.testing.assert_close(z[rows].double(), want_z, rtol=1e-5, atol=1e-5)
-        want_u = None
-        if u is not None:
-            want_u = x @ v["v1"][e].double().t() + (0 if v["c1"] is None else v["c1"][e])
-            torch.testing.assert_close(u[rows].double(), want_u, rtol=1e-5, atol=1e-5)
-        want = activation_ref(want_z, want_u, activation, "none")
-        torch.testing.assert_close(a[rows].double(), want, rtol=1e-5, atol=1e-5)
+        x = v["x"][d.gather[rows].long()].double()
+        want_pre = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
+        torch.testing.assert_close(pre[rows].double(), want_pre, rtol=1e-5, atol=1e-5)
+        want_gate = None
+        if gate is not None:
+            want_gate = x @ v["v1"][e].double().t() + (0 if v["c1"] is None else v["c1"][e])
+            torch.testing.assert_close(gate[rows].double(), want_gate, rtol=1e-5, atol=1e-5)
+        want = activation_ref(want_pre, want_gate, activation)
+        torch.testing.assert_close(act[rows].double(), want, rtol=1e-5, atol=1e-5)
 
 
 def test_N5_fused_mlp_backward_under_autocast():
@@ -481,7 +416,7 @@ def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
 
     values, d, _, _ = _case(3, 16, 16, 2, 2, activation in GATED, True, dtype=torch.float16)
     x, w1, v1, b1, c1 = (None if (t := values[n]) is None else t.to(DEVICE) for n in ("x", "w1", "v1", "b1", "c1"))
-    rest = w1, v1, b1, c1, d.gather.to(DEVICE), d.expert_offsets.to(DEVICE), activation, "none"
+    rest = w1, v1, b1, c1, Dispatch(*(t.to(DEVICE) for t in d[:5])), Activation(activation, "none")
     for far, near in zip(up(far_rows(x), *rest), up(x, *rest), strict=True):
         assert near is None or torch.equal(far, near)
 
@@ -506,8 +441,8 @@ def test_N4_gradient_through_the_activation_takes_rows_past_two_to_the_31_elemen
         weight = torch.ones(len(pre), device=DEVICE)
         weight[-few:] = torch.linspace(0.1, 0.9, few)
         gate = gate if activation in GATED else None
-        offsets = pair.new_tensor([0, len(pre)])
-        results.append(mlp_gradient_launch(d_act, pre, gate, weight, pair, offsets, activation, "none"))
+        d = Dispatch(pair.new_tensor([0, len(pre)]), pair, pair, pair, pair)
+        results.append(mlp_gradient_launch(d_act, pre, gate, weight, d, Activation(activation, "none")))
     for alone, last in zip(*results, strict=True):
         assert alone is None or alone.any() and torch.equal(last[-few:], alone)
 
@@ -518,7 +453,7 @@ def _on_gpu(tokens, hidden, inner, activation, dtype, *, bias=True, experts=5, k
     moved = {name: None if t is None else t.cuda() for name, t in values.items()}
     wide = {name: None if t is None else t.double() for name, t in moved.items()}
     ids, dy = ids.cuda(), dy.cuda()
-    dispatch = Dispatch(*(t.cuda() for t in dispatch))
+    dispatch = _on_gpu_too(dispatch)
     with poisoned_empty():
         got = _with_gradients(_fused(dispatch, activation, **options), moved, dy)
 
@@ -561,7 +496,7 @@ def test_R6_fused_mlp_of_any_size(hidden, inner, tokens, activation, bias):
 @pytest.mark.parametrize("tokens", [129, 1000])
 def test_R6_fused_mlp_by_few_programs(tokens, activation, monkeypatch):
     """One program a multiprocessor leaves sizes like these with a tile a program: no second one, no turns to take."""
-    for module in (up_hopper, gradient_hopper, grouped_mm_hopper):
+    for module in (up_hopper, gradient_hopper, grouped_mm_hopper, grouped_mm_hopper_dw):
         monkeypatch.setattr(module, "multiprocessors", lambda device: 3)
     got, _, want = _on_gpu(tokens, 600, 264, activation, torch.bfloat16)
     _near(got, want, 0.02)
@@ -618,9 +553,9 @@ def test_N6_main_grads_are_more_exact_than_a_sum_of_rounded_gradients(hidden, in
             mains, sums = ([torch.zeros_like(w, dtype=torch.float32) for w in weights.values()] for _ in range(2))
             truth = [torch.zeros_like(w, dtype=torch.float64) for w in weights.values()]
         moved = {n: None if t is None else t.cuda() for n, t in values.items()} | weights
-        on_gpu, dy, ids = Dispatch(*(t.cuda() for t in dispatch)), dy.cuda(), ids.cuda()
+        on_gpu, dy, ids = _on_gpu_too(dispatch), dy.cuda(), ids.cuda()
         with poisoned_empty():
-            got = _with_gradients(_fused(on_gpu, "swiglu", main_grads=tuple(mains)), moved, dy)[1]
+            got = _with_gradients(_fused(on_gpu, "swiglu", main_grads=MainGrads(*mains)), moved, dy)[1]
         assert all(got[n] is None for n in weights)
         wide = {n: None if t is None else t.double() for n, t in moved.items()}
         plain = _with_gradients(_fused(on_gpu, "swiglu"), moved, dy)[1]
@@ -637,7 +572,7 @@ def test_N6_main_grads_are_more_exact_than_a_sum_of_rounded_gradients(hidden, in
 def test_N5_fused_mlp_frozen_inputs_and_two_backwards():
     values, dispatch, _, dy = _case(200, 72, 136, 5, 2, True, True, 0, torch.bfloat16)
     values, dy = {name: t.cuda() for name, t in values.items()}, dy.cuda()
-    run = _fused(Dispatch(*(t.cuda() for t in dispatch)), "swiglu")
+    run = _fused(_on_gpu_too(dispatch), "swiglu")
     leaves = {name: t.clone().requires_grad_() for name, t in values.items()}
     y = run(leaves)
     grads = torch.autograd.grad(y, list(leaves.values()), dy, retain_graph=True)
@@ -661,27 +596,25 @@ def test_R6_down_gradient_kernel_equals_float64(tokens, hidden, inner, programs,
     t = torch.arange(tokens)
     ids = torch.stack([t % 5 % 3, torch.where(t % 5 == 0, 4, -1)], 1)  # none to expert 3
     values, d, _, dy = _case(tokens, hidden, inner, 5, 2, activation in GATED, False, 0, torch.bfloat16, ids)
-    w2, weight, dy, d = values["w2"].cuda(), values["weight"].cuda(), dy.cuda(), Dispatch(*(i.cuda() for i in d))
+    w2, weight, dy, d = values["w2"].cuda(), values["weight"].cuda(), dy.cuda(), _on_gpu_too(d)
     bounds = d.expert_offsets.tolist()
     g = torch.Generator().manual_seed(1)
-    z, u = (torch.randn(2 * tokens, inner, generator=g).bfloat16().cuda() for _ in range(2))
-    z[bounds[-1] :] = u[bounds[-1] :] = float("nan")
-    u = u if activation in GATED else None
+    pre, gate = (torch.randn(2 * tokens, inner, generator=g).bfloat16().cuda() for _ in range(2))
+    pre[bounds[-1] :] = gate[bounds[-1] :] = float("nan")
+    gate = gate if activation in GATED else None
     d_act = torch.zeros(2 * tokens, inner, dtype=torch.float64, device="cuda")
     for e in range(5):
         rows = slice(bounds[e], bounds[e + 1])
         d_act[rows] = dy[d.gather[rows].long()].double() @ w2[e].double().t()
-    rest = weight, d.pair, d.expert_offsets, activation, "none"
-    want = mlp_gradient_ref(d_act, z.double(), None if u is None else u.double(), *rest)
-    assert gradient_hopper.supports(dy, w2, z, u, weight, d.expert_offsets)
+    rest = weight, d, Activation(activation, "none")
+    want = mlp_gradient_ref(d_act, pre.double(), None if gate is None else gate.double(), *rest)
+    assert gradient_hopper.supports(dy, w2, pre, gate, weight, d.expert_offsets)
     with poisoned_empty():
         got, again = (
-            gradient_hopper.down_gradient(
-                dy, w2, z, u, weight, d.pair, d.gather, *rest[2:], tile=getattr(gradient_hopper, tile)
-            )
+            gradient_hopper.down_gradient(dy, w2, pre, gate, *rest, tile=getattr(gradient_hopper, tile))
             for _ in range(2)
         )
-    assert (got[1] is None) == (u is None)
+    assert (got[1] is None) == (gate is None)
     for a, b, c in zip(got[:3], want[:3], again[:3], strict=True):
         if a is not None:
             used = slice(0, bounds[-1])

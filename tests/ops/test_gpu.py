@@ -1,4 +1,4 @@
-"""The ops on a GPU: equal to the CPU's float64, without a host synchronisation, and bit-identical in ten reruns."""
+"""The ops on a GPU: equal to the CPU's float64, without a host synchronization, and bit-identical in ten reruns."""
 
 import contextlib
 
@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from megablocks.ops.activation import activate
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.grouped_mm import grouped_mm
-from megablocks.ops.permute.combine import combine
-from megablocks.ops.permute.gather import gather
+from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.routing.capacity import apply_capacity, capacity_of
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
-from megablocks.ops.routing.topk import topk_weights
+from megablocks.ops.routing.topk import RouterOptions, route_topk
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.routings import ROUTINGS
 
@@ -34,9 +34,9 @@ def _layer(x, w1, w2, b1, weight, d, fused):
     pre = grouped_mm(gather(x, d), w1.transpose(1, 2), d.expert_offsets)
     pre = add_expert_bias(pre, b1, d.expert_offsets)
     if fused:
-        y = activate_and_project(pre, None, w2, d.expert_offsets, "gelu")
+        y = activate_and_project(pre, None, w2, d.expert_offsets, Activation("gelu"))
     else:
-        y = grouped_mm(activate(pre, None, "gelu"), w2, d.expert_offsets)
+        y = grouped_mm(activate(pre, None, Activation("gelu")), w2, d.expert_offsets)
     return combine(y, weight, d)
 
 
@@ -119,5 +119,5 @@ def test_topk_breaks_ties_as_the_cpu_does():
     logits = torch.randint(0, 4, (500, 16)).float()
     on_device = logits.cuda()
     with no_sync():
-        ids, _ = topk_weights(on_device, 5)
-    assert torch.equal(ids.cpu(), topk_weights(logits, 5)[0])
+        out = route_topk(on_device, RouterOptions(5))
+    assert torch.equal(out.expert.cpu(), route_topk(logits, RouterOptions(5)).expert)

@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megablocks.config import ACTIVATIONS, GLU_ACTIVATIONS
-from megablocks.ops.activation import activate
-from megablocks.ops.fused.down import activate_and_project, activate_and_project_ref
+from megablocks.ops.activation import activate, activation_ref
+from megablocks.ops.activation_table import ACTIVATIONS, GATED, Activation
+from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.grouped.bias import add_expert_bias
-from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_ref
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.tolerances import assert_as_exact_as
 
@@ -148,7 +148,7 @@ def test_autocast_casts_both_operands():
     x, w, offsets, _, _ = case([3, 4], spare=0, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = grouped_mm(x, w, offsets)
-        z = activate_and_project(x, None, w, offsets, "relu")
+        z = activate_and_project(x, None, w, offsets, Activation("relu"))
     assert y.dtype == z.dtype == torch.bfloat16
     y.float().sum().backward()
     assert x.grad.dtype == w.grad.dtype == torch.float32
@@ -197,15 +197,15 @@ def test_bias_takes_a_stride_zero_gradient():
 @pytest.mark.parametrize("transposed", [False, True])
 def test_N10_activate_and_project_equals_its_parts(name, transposed, poison):
     z, w, offsets, grad, used = case([3, 0, 4])
-    g = torch.randn_like(z).requires_grad_() if name in GLU_ACTIVATIONS else None
+    g = torch.randn_like(z).requires_grad_() if name in GATED else None
     if transposed:
         w = w.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
     inputs = [z, w] + ([g] if g is not None else [])
-    whole = activate_and_project(z, g, w, offsets, name)
-    parts = grouped_mm(activate(z, g, name), w, offsets)
+    whole = activate_and_project(z, g, w, offsets, Activation(name))
+    parts = grouped_mm(activate(z, g, Activation(name)), w, offsets)
     assert torch.equal(whole[:used], parts[:used])
     with torch.no_grad():
-        assert torch.equal(whole[:used], activate_and_project_ref(z, g, w, offsets, name, "tanh")[:used])
+        assert torch.equal(whole[:used], grouped_mm_ref(activation_ref(z, g, Activation(name)), w, offsets)[:used])
     got, expected = (torch.autograd.grad(y, inputs, grad) for y in (whole, parts))
     for i, (a, b) in enumerate(zip(got, expected, strict=True)):
         assert torch.equal(a, b) if i == 1 else torch.equal(a[:used], b[:used])
@@ -216,16 +216,16 @@ def test_activate_and_project_keeps_no_activation():
     z, w, offsets, _, _ = case([3, 4], spare=0)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t):
-        activate_and_project(z, None, w, offsets, "gelu")
+        activate_and_project(z, None, w, offsets, Activation("gelu"))
     assert sorted(kept) == sorted(t.data_ptr() for t in (z, w, offsets))
 
 
 @pytest.mark.parametrize("frozen", ["pre", "w"])
 def test_activate_and_project_with_one_side_frozen(frozen):
     z, w, offsets, grad, _ = case([3, 4], spare=0)
-    expected = torch.autograd.grad(activate_and_project(z, None, w, offsets, "silu"), (z, w), grad)
+    expected = torch.autograd.grad(activate_and_project(z, None, w, offsets, Activation("silu")), (z, w), grad)
     (z if frozen == "pre" else w).requires_grad_(False)
-    y = activate_and_project(z, None, w, offsets, "silu")
+    y = activate_and_project(z, None, w, offsets, Activation("silu"))
     live = w if frozen == "pre" else z
     (got,) = torch.autograd.grad(y, (live,), grad)
     assert torch.equal(got, expected[1] if frozen == "pre" else expected[0])

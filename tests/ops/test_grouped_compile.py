@@ -13,7 +13,7 @@ from pathlib import Path
 PROGRAM = """
 import re
 import torch
-from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.ops.grouped import grouped_mm_hopper as hopper, grouped_mm_hopper_dw as hopper_dw
 from megablocks.ops.hopper import descriptor
 from megablocks.testing.compile_only import compiling_for
 
@@ -32,17 +32,15 @@ with compiling_for(90) as compiled:
         hopper.ragged_m(x, w, offsets)
         hopper.ragged_m(x, w, offsets, gather)
         hopper.ragged_m_sum(x, w, x2, w, offsets)
-        outer = torch.empty(rows), torch.empty(E, N, dtype=torch.bfloat16)
-        hopper.ragged_m_outer(x, w, x2, w, *outer, offsets)
-        hopper.ragged_k(dy, x, offsets)
-        hopper.ragged_k(dy, x, offsets, gather)
-        hopper.ragged_k_pair(dy, dy, x, offsets)
-        hopper.ragged_k_pair(dy, dy, x, offsets, gather)
-        key = None, E, N, K, False, True, False, False
-        assert hopper._plan_m(*key) is hopper._plan_m(*key)
+        hopper_dw.ragged_k(dy, x, offsets)
+        hopper_dw.ragged_k(dy, x, offsets, gather)
+        hopper_dw.ragged_k_gated(dy, dy, x, offsets)
+        hopper_dw.ragged_k_gated(dy, dy, x, offsets, gather)
+        key = None, E, N, K, False, True, False
+        assert hopper._plan(*key) is hopper._plan(*key)
         counts.append({name: len(made) for name, made in compiled.items()})
     dw = "megablocks.ops.grouped.grouped_mm_hopper_dw.ragged_k_kernel"
-    assert counts[0] == {"megablocks.ops.grouped.grouped_mm_hopper_kernel.ragged_m_kernel": 4, dw: 4}, counts
+    assert counts[0] == {"megablocks.ops.grouped.grouped_mm_hopper.ragged_m_kernel": 3, dw: 4}, counts
     assert counts == [counts[0]] * 4, f"{counts} kernels after each number of tokens"
     for made in compiled[dw]:
         text = re.sub(r"loc\\([^)]*\\)", "", made.asm["ttgir"])
@@ -56,8 +54,10 @@ SERIALIZED = """
 import re, subprocess, sys, tempfile
 import torch
 from triton import knobs
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.fused import gradient_hopper, up_hopper
-from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.ops.grouped import grouped_mm_hopper as hopper, grouped_mm_hopper_dw as hopper_dw
+from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.testing.compile_only import compiling_for
 
 def serialized(ptx):
@@ -72,12 +72,12 @@ def serialized(ptx):
 E, H, I, R = 9, 1536, 256, 4000
 offsets, rows = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
 x, z, w = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((512, H), (R, I), (E, I, H)))
-slope, right = torch.empty(R), torch.empty(E, H, dtype=torch.bfloat16)
+d, swiglu = Dispatch(offsets, torch.zeros(513, dtype=torch.int32), rows, rows, rows), Activation("swiglu")
 with compiling_for(90) as compiled:
-    up_hopper.up(x, w, w, None, None, rows, offsets, "swiglu", "tanh")
-    gradient_hopper.down_gradient(x, w, z, z, slope, rows, rows, offsets, "swiglu", "tanh")
-    hopper.ragged_m_outer(z, w, z, w, slope, right, offsets)
-    hopper.ragged_k_pair(z, z, x, offsets, rows)
+    up_hopper.up(x, w, w, None, None, d, swiglu)
+    gradient_hopper.down_gradient(x, w, z, z, torch.empty(R), d, swiglu)
+    hopper.ragged_m_sum(z, w, z, w, offsets)
+    hopper_dw.ragged_k_gated(z, z, x, offsets, rows)
 texts = [made.asm["ptx"] for kind in compiled.values() for made in kind]
 assert len(texts) == 4
 for ptx in texts:

@@ -11,7 +11,9 @@ from torch import Tensor
 from megablocks.ops.fused import gradient_hopper, up_hopper
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped import grouped_mm_hopper as hopper
+from megablocks.ops.grouped import grouped_mm_hopper_dw as hopper_dw
 from megablocks.ops.grouped import grouped_mm_triton as twin
+from megablocks.ops.hopper import Tile
 from megablocks.ops.launch import interpreted
 from megablocks.testing.poison import poisoned_empty
 from ops.far_rows import far_rows
@@ -44,7 +46,7 @@ def test_no_tile_has_more_rows_than_token_rounding_takes_them_to_have(monkeypatc
     """Of an expert's rows; those of ragged_k are its steps. A load of whole TILE_ROWS fills lower tiles, too."""
     sizes = (1, 64, 128, 129, 256, 257, 512, 513, 1024, 2048, 2049, 8192)
     rows = {hopper.choose_m(n, k, gather).BM for n in sizes for k in sizes for gather in (False, True)}
-    rows |= {hopper.choose_k(m, n).BK for m in sizes for n in sizes}
+    rows |= {hopper_dw.choose_k(m, n).BK for m in sizes for n in sizes}
     rows |= {up_hopper._SHARED.BM, up_hopper._WIDE.BM} | {gradient_hopper._choose(n).BM for n in sizes}
     monkeypatch.setattr(twin, "interpreted", lambda: False)
     for shared in (99_000, 232_000):
@@ -98,7 +100,7 @@ def gather_of(rows: int, sources: int, device: str) -> Tensor:
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
 @pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
-def test_ragged_m_twin(loads: list[int], k_major: bool, gathered: bool, dtype: torch.dtype) -> None:
+def test_R6_ragged_m_twin(loads: list[int], k_major: bool, gathered: bool, dtype: torch.dtype) -> None:
     offsets, rows = make(loads, 3, DEVICE)
     used, experts, k, n = sum(loads), len(loads), 20, 19
     gather = gather_of(rows, 11, DEVICE) if gathered else None
@@ -182,12 +184,12 @@ def test_N4_twin_takes_rows_past_two_to_the_31_elements() -> None:
 SHAPES = [(256, 384, torch.bfloat16), (64, 320, torch.float16), (200, 136, torch.bfloat16), (1032, 72, torch.float16)]
 TILES = {
     "default": None,
-    "shared": hopper.Tile(64, 256, 4, group_m=8),
-    "four-parts": hopper.Tile(64, 256, 4, out_parts=4, out_buffers=2),
-    "square": hopper.Tile(128, 128, 4),
-    "pingpong": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4),
-    "pingpong-two-stores": hopper.Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2),
-    "wide": hopper.Tile(64, 256, 5, pingpong=True, out_parts=4),
+    "shared": Tile(64, 256, 4, group_m=8),
+    "four-parts": Tile(64, 256, 4, out_parts=4, out_buffers=2),
+    "square": Tile(128, 128, 4),
+    "pingpong": Tile(128, 128, 6, pingpong=True, out_parts=4),
+    "pingpong-two-stores": Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2),
+    "wide": Tile(64, 256, 5, pingpong=True, out_parts=4),
 }
 
 
@@ -198,7 +200,7 @@ TILES = {
 @pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
 def test_ragged_m_hopper(
-    loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool, gathered: bool, tile: hopper.Tile | None = None
+    loads: list[int], k: int, n: int, dtype: torch.dtype, k_major: bool, gathered: bool, tile: Tile | None = None
 ) -> None:
     offsets, rows = make(loads, 21, "cuda")
     used, experts = sum(loads), len(loads)
@@ -219,7 +221,7 @@ def test_ragged_m_hopper(
 @pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
 def test_ragged_k_hopper(
-    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, tile: hopper.Tile | None = None
+    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, tile: Tile | None = None
 ) -> None:
     """Both operands hold NaN from the last expert's end on, and the next expert's numbers from each expert's end on."""
     offsets, rows = make(loads, 21, "cuda")
@@ -229,9 +231,9 @@ def test_ragged_k_hopper(
     b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
     if gather is not None:
         gather[used:] = 500
-    assert hopper.supports_k(a, b, offsets)
+    assert hopper_dw.supports_k(a, b, offsets)
     with poisoned_empty():
-        o = hopper.ragged_k(a, b, offsets, gather, tile=tile)
+        o = hopper_dw.ragged_k(a, b, offsets, gather, tile=tile)
     assert_near(o, blocks_ref(a, b, offsets, gather), max(loads))
     assert bool((o[offsets[1:] == offsets[:-1]] == 0).all())
 
@@ -242,7 +244,7 @@ def test_ragged_k_hopper(
 @pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
 def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype: torch.dtype, shift: int) -> None:
-    adds_to_what_is_there(hopper.ragged_k, loads, m, n, dtype, "cuda", shift)
+    adds_to_what_is_there(hopper_dw.ragged_k, loads, m, n, dtype, "cuda", shift)
 
 
 @pytest.mark.gpu
@@ -250,7 +252,9 @@ def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
-def test_N6_a_pair_equals_each_alone(loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool) -> None:
+def test_N6_two_left_operands_equal_each_alone(
+    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool
+) -> None:
     """Bit for bit, also what is added to; each half's sums are in the order of its own launch."""
     offsets, rows = make(loads, 21, "cuda")
     used = sum(loads)
@@ -259,17 +263,19 @@ def test_N6_a_pair_equals_each_alone(loads: list[int], m: int, n: int, dtype: to
     b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
     if gather is not None:
         gather[used:] = 500
-    assert hopper.supports_pair(a, a2, b, offsets)
+    assert hopper_dw.supports_gated(a, a2, b, offsets)
     with poisoned_empty():
-        pair = hopper.ragged_k_pair(a, a2, b, offsets, gather)
-        alone = [hopper.ragged_k(t, b, offsets, gather) for t in (a, a2)]
+        both = hopper_dw.ragged_k_gated(a, a2, b, offsets, gather)
+        alone = [hopper_dw.ragged_k(t, b, offsets, gather) for t in (a, a2)]
     total = fill(len(loads), m, n, dtype=torch.float32, device="cuda", seed=4)
     sums = total.clone(), 2 * total
-    assert all(x is y for x, y in zip(hopper.ragged_k_pair(a, a2, b, offsets, gather, add_to=sums), sums, strict=True))
+    assert all(
+        x is y for x, y in zip(hopper_dw.ragged_k_gated(a, a2, b, offsets, gather, add_to=sums), sums, strict=True)
+    )
     for i, left in enumerate((a, a2)):
-        assert torch.equal(pair[i], alone[i])
-        assert_near(pair[i], blocks_ref(left, b, offsets, gather), max(loads))
-        assert torch.equal(sums[i], hopper.ragged_k(left, b, offsets, gather, add_to=(i + 1) * total))
+        assert torch.equal(both[i], alone[i])
+        assert_near(both[i], blocks_ref(left, b, offsets, gather), max(loads))
+        assert torch.equal(sums[i], hopper_dw.ragged_k(left, b, offsets, gather, add_to=(i + 1) * total))
 
 
 @pytest.mark.gpu
@@ -281,35 +287,11 @@ def test_sum_of_two_products(loads: list[int], k: int, n: int, dtype: torch.dtyp
     offsets, rows = make(loads, 21, "cuda")
     used, experts = sum(loads), len(loads)
     x, x2 = (fill(rows, k, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 4))
-    pair = [fill(experts, n, k, dtype=dtype, device="cuda", seed=seed).transpose(1, 2) for seed in (2, 3)]
-    w, w2 = pair if k_major else [t.contiguous() for t in pair]
+    weights = [fill(experts, n, k, dtype=dtype, device="cuda", seed=seed).transpose(1, 2) for seed in (2, 3)]
+    w, v = weights if k_major else [t.contiguous() for t in weights]
     with poisoned_empty():
-        y = hopper.ragged_m_sum(x, w, x2, w2, offsets)
-    assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, w2, offsets, None), 2 * k)
-    assert bool(y[used:].isnan().all()), "rows of no expert were written"
-
-
-@pytest.mark.gpu
-@hopper_only
-@pytest.mark.parametrize("summed", [False, True], ids=["one", "two"])
-@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
-@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
-def test_an_outer_product_beside(
-    loads: list[int], k: int, n: int, dtype: torch.dtype, summed: bool, tile: hopper.Tile | None = None
-) -> None:
-    """NaN stands in unused rows."""
-    offsets, rows = make(loads, 21, "cuda")
-    used, experts = sum(loads), len(loads)
-    x, x2 = (fill(rows, k, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 4))
-    w, w2 = (fill(experts, k, n, dtype=dtype, device="cuda", seed=seed) for seed in (2, 3))
-    right = fill(experts, n, dtype=dtype, device="cuda", seed=5)
-    slope = fill(rows, dtype=torch.float32, device="cuda", seed=6, poison_from=used)
-    others = (x2, w2) if summed else (None, None)
-    with poisoned_empty():
-        y = hopper.ragged_m_outer(x, w, *others, slope, right, offsets, tile=tile)
-    expert = torch.arange(experts, device="cuda").repeat_interleave(offsets.diff())
-    truth = rows_ref(x, w, offsets, None) + slope[:used].double()[:, None] * right.double()[expert]
-    assert_near(y[:used], truth + rows_ref(x2, w2, offsets, None) if summed else truth, 2 * k + 1)
+        y = hopper.ragged_m_sum(x, w, x2, v, offsets)
+    assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, v, offsets, None), 2 * k)
     assert bool(y[used:].isnan().all()), "rows of no expert were written"
 
 
@@ -317,12 +299,10 @@ def test_an_outer_product_beside(
 @hopper_only
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
-def test_every_tile_of_hopper(tile: hopper.Tile | None, gathered: bool) -> None:
+def test_every_tile_of_hopper(tile: Tile | None, gathered: bool) -> None:
     loads = LARGE_LOADS["odd"] * 3
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
-    if not gathered:
-        test_an_outer_product_beside(loads, 328, 712, torch.bfloat16, False, tile)
     if tile is None or not tile.pingpong:
         test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, tile)
 
@@ -342,7 +322,7 @@ def test_nan_of_one_expert_stays_in_it() -> None:
     assert y[70:245].isnan().all()
     gather = torch.arange(rows, dtype=torch.int32, device="cuda")
     for index in (None, gather):
-        dw = hopper.ragged_k(x, y, offsets, index)
+        dw = hopper_dw.ragged_k(x, y, offsets, index)
         assert not dw[0].isnan().any() and not dw[3].isnan().any()
         assert dw[1:3].isnan().all()
 
@@ -358,7 +338,7 @@ def test_N4_hopper_takes_rows_past_two_to_the_31_elements() -> None:
     gather = torch.tensor([2, 0, 2], dtype=torch.int32, device="cuda")
     for index in (None, gather):
         assert_near(hopper.ragged_m(x, w, offsets, index), rows_ref(x, w, offsets, index), 64)
-        assert_near(hopper.ragged_k(x, x, offsets, index), blocks_ref(x, x, offsets, index), 3)
+        assert_near(hopper_dw.ragged_k(x, x, offsets, index), blocks_ref(x, x, offsets, index), 3)
 
 
 @pytest.mark.gpu
@@ -373,7 +353,7 @@ def test_N4_results_past_two_to_the_31_elements() -> None:
     w = torch.randn(4, 64, n, device="cuda", dtype=torch.bfloat16, generator=generator)
     assert rows * n > 2**31
     for twisted in (False, True):
-        ragged_m, ragged_k = (twin.ragged_m, twin.ragged_k) if twisted else (hopper.ragged_m, hopper.ragged_k)
+        ragged_m, ragged_k = (twin.ragged_m, twin.ragged_k) if twisted else (hopper.ragged_m, hopper_dw.ragged_k)
         y = ragged_m(x, w, offsets)
         for e, row in ((2, 2**31 // n - 1), (2, 2**31 // n), (2, 2**31 // n + 1), (3, rows - 1)):
             assert_near(y[row], x[row].double() @ w[e].double(), 64)
@@ -385,7 +365,7 @@ def test_N4_results_past_two_to_the_31_elements() -> None:
 @pytest.mark.gpu
 @hopper_only
 @pytest.mark.skipif(HAS_GPU and torch.cuda.mem_get_info()[0] < 2**34, reason="needs 16 GiB of free GPU memory")
-@pytest.mark.parametrize("ragged_k", [hopper.ragged_k, twin.ragged_k], ids=["hopper", "twin"])
+@pytest.mark.parametrize("ragged_k", [hopper_dw.ragged_k, twin.ragged_k], ids=["hopper", "twin"])
 def test_N4_sums_added_past_two_to_the_31_elements(ragged_k) -> None:
     """2³¹ values stand before expert 128; the experts on either side of it and the last one have rows."""
     experts, size, having = 130, 4096, (127, 128, 129)
@@ -409,16 +389,15 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
     offsets, rows = make([300, 0, 100, 7], 200, "cuda")
     x = fill(rows, 256, dtype=torch.bfloat16, device="cuda", seed=1)
     w = fill(4, 256, 384, dtype=torch.bfloat16, device="cuda", seed=2)
-    gather, slope = gather_of(rows, rows, "cuda"), fill(rows, dtype=torch.float32, device="cuda", seed=3)
+    gather = gather_of(rows, rows, "cuda")
 
     def run() -> list[Tensor]:
         return [
             hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets),
             hopper.ragged_m_sum(x, w, x, w, offsets),
-            hopper.ragged_k(x, x, offsets), hopper.ragged_k(x, x, offsets, gather),
-            hopper.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
-            *hopper.ragged_k_pair(x, x, x, offsets, gather),
-            hopper.ragged_m_outer(x, w, x, w, slope, w[:, 0].contiguous(), offsets),
+            hopper_dw.ragged_k(x, x, offsets), hopper_dw.ragged_k(x, x, offsets, gather),
+            hopper_dw.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
+            *hopper_dw.ragged_k_gated(x, x, x, offsets, gather),
         ]  # fmt: skip
 
     run()
@@ -442,6 +421,12 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
 
 def test_hopper_refuses_what_it_cannot_read() -> None:
     offsets, rows = make([3, 4], 0, "cpu")
-    x = torch.zeros(rows, 16, dtype=torch.bfloat16)
-    assert not hopper.supports_m(x, torch.zeros(2, 16, 16, dtype=torch.bfloat16), offsets, rows), "not a GPU"
-    assert not hopper.supports_k(x, x, offsets), "not a GPU"
+    x, w = torch.zeros(rows, 32, dtype=torch.bfloat16), torch.zeros(2, 32, 16, dtype=torch.bfloat16)
+    narrow, strided, shifted = x[:, :12].contiguous(), x[:, ::2], x.flatten()[1 : 1 + 16 * rows].view(rows, 16)
+    assert hopper.supports_m(x, w, offsets, rows) and hopper_dw.supports_k(x, x[:, :16], offsets)
+    assert not hopper.supports_m(x.half(), w, offsets, rows) and not hopper_dw.supports_k(x, x.half(), offsets)
+    assert not hopper.supports_m(x, w[..., ::2], offsets, rows) and not hopper.supports_m(x[:0], w, offsets, rows)
+    assert not hopper.supports_m(x, w, torch.zeros(514, dtype=torch.int32), rows), "too many experts"
+    for other in (narrow, strided, shifted):
+        assert not hopper.supports_m(other, w[:, : other.shape[1]], offsets, rows)
+        assert not hopper_dw.supports_k(x, other, offsets) and not hopper_dw.supports_k(other, x, offsets)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megablocks.ops import hopper
 from megablocks.ops.grouped import grouped_mm as seam
-from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_triton
+from megablocks.ops.grouped import grouped_mm_hopper, grouped_mm_hopper_dw, grouped_mm_triton
 from megablocks.ops.launch import interpreted
 from megablocks.testing.oracle import relative_error
 
@@ -80,7 +80,8 @@ def test_hopper_kernels_come_first_and_the_twin_takes_the_rest(
     takes: bool, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, last = Recorder(takes), Recorder()
-    monkeypatch.setattr(seam, "hopper_kernels", lambda x: first)
+    for name in ("hopper_ragged_m", "hopper_ragged_k"):
+        monkeypatch.setattr(seam, name, lambda x: first)
     monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)
     monkeypatch.setattr(seam, "twin_kernels", lambda x: last)
     check(torch.float32, 24, 40, transposed)
@@ -91,7 +92,8 @@ def test_hopper_kernels_come_first_and_the_twin_takes_the_rest(
 @pytest.mark.parametrize("takes", [False, True])
 def test_torchs_kernel_comes_before_the_twin(takes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     first, twin, asked = Recorder(takes), Recorder(), []
-    monkeypatch.setattr(seam, "hopper_kernels", lambda x: first)
+    for name in ("hopper_ragged_m", "hopper_ragged_k"):
+        monkeypatch.setattr(seam, name, lambda x: first)
     monkeypatch.setattr(seam, "twin_kernels", lambda x: twin)
     monkeypatch.setattr(seam, "has_torch_kernel", lambda x: True)
     monkeypatch.setattr(seam, "_grouped_mm_torch", lambda *args: asked.append("m") or seam.grouped_mm_ref(*args))
@@ -107,7 +109,8 @@ def test_torchs_kernel_comes_before_the_twin(takes: bool, monkeypatch: pytest.Mo
 def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu" and not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
-    monkeypatch.setattr(seam, "hopper_kernels", lambda x: None)
+    for name in ("hopper_ragged_m", "hopper_ragged_k"):
+        monkeypatch.setattr(seam, name, lambda x: None)
     monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)
     monkeypatch.setattr(seam, "twin_kernels", lambda x: grouped_mm_triton)
     check(dtype, 19, 21, transposed)
@@ -126,12 +129,15 @@ def test_whatever_this_gpu_takes(
 
 
 def test_one_variable_turns_the_hopper_kernels_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seam, "runs_triton", lambda x: True)
-    x = torch.zeros(1)
+    for name in ("is_hopper", "has_gluon"):
+        monkeypatch.setattr(hopper, name, lambda *_: True)
+    monkeypatch.setattr(Tensor, "is_cuda", True)
+    x = torch.zeros(1, dtype=torch.bfloat16)
     monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
-    assert seam.hopper_kernels(x) is grouped_mm_hopper
+    assert seam.hopper_ragged_m(x) is grouped_mm_hopper and seam.hopper_ragged_k(x) is grouped_mm_hopper_dw
+    assert seam.hopper_ragged_m(x.float()) is None
     monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
-    assert seam.hopper_kernels(x) is None
+    assert seam.hopper_ragged_m(x) is None and seam.hopper_ragged_k(x) is None
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0+git1"])
@@ -149,6 +155,7 @@ def test_hopper_kernels_refuse_other_releases_of_triton(version: str, monkeypatc
 
 
 def test_nothing_runs_on_a_cpu_or_in_float64() -> None:
-    for t in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.float64, device="cuda" if GPU else "cpu")):
-        assert seam.hopper_kernels(t) is None
+    on_gpu = torch.zeros(2, 8, dtype=torch.float64, device="cuda" if GPU else "cpu")
+    for t in (torch.zeros(2, 8), torch.zeros(2, 8, dtype=torch.bfloat16), on_gpu):
+        assert seam.hopper_ragged_m(t) is None and seam.hopper_ragged_k(t) is None
         assert seam.twin_kernels(t) is None

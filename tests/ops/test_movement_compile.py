@@ -16,12 +16,14 @@ PROGRAM = """
 import torch
 from megablocks.testing.compile_only import compiling_for
 from megablocks.ops import activation_triton
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.permute import padded_triton, permute_triton
-from megablocks.ops.routing import dispatch_triton, router_backward_triton, router_triton
-from megablocks.ops.routing.router import RouterOptions
+from megablocks.ops.routing.dispatch import Unpadded
+from megablocks.ops.routing import dispatch_triton, topk_triton
+from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.routing.topk import RouterGradients, RouterOptions, RouterSaved
 
-MODULES = (activation_triton, padded_triton, permute_triton, dispatch_triton, router_triton,
-           router_backward_triton)
+MODULES = (activation_triton, padded_triton, permute_triton, dispatch_triton, topk_triton)
 KERNELS = [v for m in MODULES for n, v in vars(m).items() if n.endswith("_kernel")]
 
 def ints(*shape):
@@ -32,17 +34,17 @@ def launch(T, hidden, E, K, dtype):
     x, rows, weight = torch.empty(T, hidden, dtype=dtype), torch.empty(N, hidden, dtype=dtype), torch.empty(R)
     token_offsets, scatter, ends = ints(T + 1), ints(R), ints(E + 1)[1:]
     for padded in (False, True):
-        pair = ints(N)
-        permute_triton.expand_launch(x, scatter, token_offsets, pair, padded)
-        permute_triton.combine_backward_launch(x, rows, weight, pair, scatter, token_offsets, padded)
-        permute_triton.combine_backward_launch(x, None, weight, pair, scatter, token_offsets, padded)
+        d = Dispatch(ints(E + 1), token_offsets, ints(N), scatter, ints(N), padded)
+        permute_triton.expand_launch(x, d)
+        permute_triton.combine_backward_launch(x, rows, weight, d)
+        permute_triton.combine_backward_launch(x, None, weight, d)
     for gate in (rows, None):
-        activation_triton.activation_launch(rows, gate, "silu", "none")
-        activation_triton.activation_backward_launch(rows, rows, gate, "silu", "none")
+        activation_triton.activation_launch(rows, gate, Activation("silu"))
+        activation_triton.activation_backward_launch(rows, rows, gate, Activation("silu"))
     for w in (weight, None):
-        permute_triton.combine_launch(rows, w, ints(N), scatter, token_offsets)
-    padded_triton.pad_launch(ends, ints(E + 1)[1:], 0, N, ints(R), ints(R), scatter, 1)
-    padded_triton.pad_launch(ends, None, T, E * T, ints(R), None, None, K)
+        permute_triton.combine_launch(rows, w, d)
+    padded_triton.pad_launch(Unpadded(ends, ints(R), ints(R), scatter), ints(E + 1)[1:], 0, N)
+    padded_triton.pad_launch(Unpadded(ends, ints(R), None, None, K), None, T, E * T)
     padded_triton.replicate_launch(torch.empty(2, E, dtype=dtype), ends, N)
     padded_triton.bin_sum_launch(torch.empty(2, N, dtype=dtype), ends)
     for top_k in (K, None):
@@ -53,10 +55,11 @@ def launch(T, hidden, E, K, dtype):
         (torch.zeros(T, dtype=torch.bool), torch.zeros(E), RouterOptions(K, True, False, 2, 2.5, 0.1, 0.1)),
         (None, torch.zeros(E), RouterOptions(K, False, True, 1, 1.0, 0.1, 0.1)),
     ):
-        router_triton.route_launch(logits, bias, mask, options)
-        saved = (logits, mask, ints(R), ints(E).long(), ints(3).long())
-        router_backward_triton.route_backward_launch(*saved, (weight, one, one, torch.ones(E)), options)
-    router_backward_triton.weight_backward_launch(torch.ones(R), ints(R), torch.ones(R), E, dtype, options)
+        topk_triton.route_launch(logits, bias, mask, options)
+        saved = RouterSaved(ints(R), ints(E).long(), ints(3).long())
+        grads = RouterGradients(weight, one, one, torch.ones(E))
+        topk_triton.route_backward_launch(logits, mask, saved, grads, options)
+    topk_triton.weight_backward_launch(torch.ones(R), ints(R), torch.ones(R), E, dtype, options)
 
 def kernels_made():
     return [sum(len(c[0]) for c in kernel.device_caches.values()) for kernel in KERNELS]

@@ -8,10 +8,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megablocks.ops.permute.combine import combine
-from megablocks.ops.permute.gather import gather
-from megablocks.ops.permute.padded import bin_dispatch, pad_dispatch, pad_indices, padded_gather, padded_scatter
-from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.routing.dispatch import bin_dispatch, build_dispatch, make_routing, pad_dispatch, pad_indices
 from megablocks.testing.routings import ROUTINGS
 from megablocks.testing.tolerances import assert_as_exact_as
 
@@ -56,7 +54,7 @@ def test_padded_equals_the_loop(name, num_tokens, fit, poison):
     expected = torch.zeros(num_rows, 5, dtype=torch.float64)
     for row, pair in rows_of.items():
         expected[row] = x[routing.token[pair]]
-    rows = padded_gather(x, p)
+    rows = gather(x, p)
     assert torch.equal(rows, expected)
     assert p.pair.tolist() == [rows_of.get(row, -1) for row in range(num_rows)]
 
@@ -66,7 +64,7 @@ def test_padded_equals_the_loop(name, num_tokens, fit, poison):
         y = torch.zeros(num_tokens, 5, dtype=torch.float64)
         for row, pair in sorted(rows_of.items()):
             y[routing.token[pair]] += dirty[row] * (1 if weight is None else weight[pair])
-        assert torch.allclose(padded_scatter(dirty, weight, p), y, atol=1e-12)
+        assert torch.allclose(combine(dirty, weight, p), y, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)
@@ -77,10 +75,10 @@ def test_gradients(name, block):
     p = pad_dispatch(d, offsets, int(offsets[-1]) + 2)
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     weight = routing.weight.clone().requires_grad_()
-    assert gradcheck(lambda x, w: padded_scatter(padded_gather(x, p).sin(), w, p), (x, weight))
-    assert gradcheck(lambda x: padded_scatter(padded_gather(x, p).cos(), None, p), (x,))
+    assert gradcheck(lambda x, w: combine(gather(x, p).sin(), w, p), (x, weight))
+    assert gradcheck(lambda x: combine(gather(x, p).cos(), None, p), (x,))
     short = bin_dispatch(d, 2)  # dropped pairs have no gradient
-    assert gradcheck(lambda x, w: padded_scatter(padded_gather(x, short).sin(), w, short), (x, weight))
+    assert gradcheck(lambda x, w: combine(gather(x, short).sin(), w, short), (x, weight))
 
 
 def test_R9_padding_has_zero_gradient_and_leaks_none(poison):
@@ -92,17 +90,17 @@ def test_R9_padding_has_zero_gradient_and_leaks_none(poison):
     x = torch.randn(9, 4, requires_grad=True)
     grad = torch.randn(padding.shape[0], 4)
     grad[padding] = NAN
-    padded_gather(x, p).backward(grad)
+    gather(x, p).backward(grad)
     assert x.grad.isfinite().all()
     for weight in (routing.weight.float().requires_grad_(), None):
         rows = torch.randn(padding.shape[0], 4)
         rows[padding] = NAN
         rows.requires_grad_()
-        padded_scatter(rows, weight, p).sum().backward()
+        combine(rows, weight, p).sum().backward()
         assert (rows.grad[padding] == 0).all()
         assert rows.grad.isfinite().all()
     padded = routing.weight.float().requires_grad_()
-    padded_scatter(rows.detach(), padded, p).sum().backward()
+    combine(rows.detach(), padded, p).sum().backward()
     assert padded.grad.isfinite().all()
     outside = (routing.expert < 0) | (routing.expert >= E)
     assert (padded.grad[outside] == 0).all()
@@ -113,10 +111,10 @@ def test_R8_strides(poison):
     d, offsets = build_dispatch(routing), rounded(routing, 4)
     p = pad_dispatch(d, offsets, int(offsets[-1]))
     x = torch.randn(4, 6).t()
-    assert torch.equal(padded_gather(x, p), padded_gather(x.contiguous(), p))
+    assert torch.equal(gather(x, p), gather(x.contiguous(), p))
     rows = torch.randn(p.pair.shape[0], 8)[:, ::2].requires_grad_()
     weight = torch.randn(24)[::2].requires_grad_()
-    y = padded_scatter(rows, weight, p)
+    y = combine(rows, weight, p)
     spread = torch.autograd.grad(y, (rows, weight), torch.ones(1, 1).expand(6, 4), retain_graph=True)
     plain = torch.autograd.grad(y, (rows, weight), torch.ones(6, 4))
     assert all(torch.equal(a, b) for a, b in zip(spread, plain, strict=True))
@@ -139,17 +137,17 @@ def test_plain_indices_equal_the_dispatchs(name, kind):
     assert torch.equal(p.pair, expected.pair)
     assert torch.equal(p.gather, expected.gather)
     x = torch.randn(9, 4)
-    assert torch.equal(padded_gather(x, p), padded_gather(x, expected))
+    assert torch.equal(gather(x, p), gather(x, expected))
     rows = torch.randn(p.pair.shape[0], 4)
     weight = torch.randn(18)
-    assert torch.allclose(padded_scatter(rows, weight, p), padded_scatter(rows, weight, expected), atol=1e-6)
+    assert torch.allclose(combine(rows, weight, p), combine(rows, weight, expected), atol=1e-6)
     if kind == "plain":
-        assert torch.equal(padded_gather(x, p), gather(x, d))
-        assert torch.allclose(padded_scatter(rows, weight, p), combine(rows, weight, d), atol=1e-6)
+        assert torch.equal(gather(x, p), gather(x, d))
+        assert torch.allclose(combine(rows, weight, p), combine(rows, weight, d), atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_N1_padded_scatter_is_as_exact_as_torch(dtype, poison):
+def test_N1_padded_combine_is_as_exact_as_torch(dtype, poison):
     routing = ROUTINGS["zipf"](40, 5, 3)
     offsets = rounded(routing, 16)
     p = pad_dispatch(build_dispatch(routing), offsets, int(offsets[-1]))
@@ -159,7 +157,7 @@ def test_N1_padded_scatter_is_as_exact_as_torch(dtype, poison):
     plain = torch.zeros(40, 16, dtype=dtype).index_add(0, token, rows[used] * scale.to(dtype).unsqueeze(1))
     truth = torch.zeros(40, 16, dtype=torch.float64)
     truth.index_add_(0, token, rows[used].double() * scale.double().unsqueeze(1))
-    assert_as_exact_as(padded_scatter(rows, weight, p), plain, truth)
+    assert_as_exact_as(combine(rows, weight, p), plain, truth)
 
 
 def test_N3_nan_token_stays_in_that_token():
@@ -168,7 +166,7 @@ def test_N3_nan_token_stays_in_that_token():
     p = pad_dispatch(d, rounded(routing, 8), 16)
     x = torch.randn(3, 4)
     x[1] = NAN
-    y = padded_scatter(padded_gather(x.requires_grad_(), p), routing.weight, p)
+    y = combine(gather(x.requires_grad_(), p), routing.weight, p)
     grad = torch.randn(3, 4)
     grad[1] = NAN
     y.backward(grad)
@@ -181,7 +179,7 @@ def test_R7_repeated_and_missing_experts():
     p = pad_dispatch(build_dispatch(routing), offsets_of([4, 4]), 8)
     assert p.gather.tolist() == [1, -1, -1, -1, 0, 0, -1, -1]
     x = torch.tensor([[1.0, 2.0], [3.0, 4.0]], requires_grad=True)
-    y = padded_scatter(padded_gather(x, p), routing.weight, p)
+    y = combine(gather(x, p), routing.weight, p)
     assert y.tolist() == [[0.75, 1.5], [6.0, 8.0]]
     y.sum().backward()
     assert x.grad.tolist() == [[0.75, 0.75], [2.0, 2.0]]
@@ -193,7 +191,7 @@ def test_N5_retain_graph_twice_and_frozen_inputs(frozen):
     p = bin_dispatch(build_dispatch(routing), 4)
     x = torch.randn(9, 4, requires_grad=frozen != "x")
     weight = routing.weight.float().requires_grad_(frozen != "weight")
-    loss = padded_scatter(padded_gather(x, p).sin(), weight, p).square().sum()
+    loss = combine(gather(x, p).sin(), weight, p).square().sum()
     wanted = [leaf for leaf in (x, weight) if leaf.requires_grad]
     first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
     for a, b in zip(first, second, strict=True):
@@ -210,11 +208,11 @@ def test_bad_shapes_are_named():
     with pytest.raises(ValueError, match="^capacity=-1: must be >= 0"):
         bin_dispatch(d, -1)
     with pytest.raises(ValueError, match=r"^x is \(5, 2\): must be \(T, H\) with T=4"):
-        padded_gather(torch.ones(5, 2), p)
+        gather(torch.ones(5, 2), p)
     with pytest.raises(ValueError, match=r"^rows is \(8, 2\): must be \(N, H\) with N=12"):
-        padded_scatter(torch.ones(8, 2), None, p)
+        combine(torch.ones(8, 2), None, p)
     with pytest.raises(ValueError, match=r"^weight is \(9,\): must be \(8,\)"):
-        padded_scatter(torch.ones(12, 2), torch.ones(9), p)
+        combine(torch.ones(12, 2), torch.ones(9), p)
     with pytest.raises(ValueError, match="^top_k=3: must divide the 8 indices"):
         pad_indices(d.pair, d.expert_offsets[1:], 4, 3)
     with pytest.raises(ValueError, match=r"^padded_bins is \(2,\): must be \(3,\), as bins"):
@@ -232,5 +230,5 @@ def test_a_dropped_pair_counts_as_no_expert():
     assert (kept < 0).any()
     small = build_dispatch(dataclasses.replace(routing, expert=kept))
     x = torch.randn(8, 4)
-    got = padded_scatter(padded_gather(x, p), routing.weight.float(), p)
+    got = combine(gather(x, p), routing.weight.float(), p)
     assert torch.allclose(got, combine(gather(x, small), routing.weight.float(), small), atol=1e-6)

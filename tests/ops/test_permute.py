@@ -1,4 +1,4 @@
-"""gather, combine and the binned pair, against loops over the pairs."""
+"""gather and combine, also of bins, against loops over the pairs."""
 
 import dataclasses
 
@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megablocks.ops.permute.binned import binned_gather, binned_scatter
-from megablocks.ops.permute.combine import combine
-from megablocks.ops.permute.gather import gather
-from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.routing.dispatch import bin_dispatch, build_dispatch, make_routing
 from megablocks.testing.routings import ROUTINGS
 from megablocks.testing.tolerances import assert_as_exact_as
 
@@ -189,32 +187,31 @@ def test_binned_equals_the_loop(name, capacity, poison):
             expected[e, places[e]] = x[token]
             kept_pairs.append(pair)
         places[e] += 1
-    bins = binned_gather(x, d, capacity)
-    assert torch.equal(bins, expected)
+    p = bin_dispatch(d, capacity)
+    bins = gather(x, p)
+    assert torch.equal(bins.view(3, capacity, 4), expected)
     kept = torch.full_like(routing.expert, -1)
     kept[kept_pairs] = routing.expert[kept_pairs]
     small = build_dispatch(dataclasses.replace(routing, expert=kept))
-    got = binned_scatter(bins.sin(), routing.weight, d)
+    got = combine(bins.sin(), routing.weight, p)
     assert torch.allclose(got, combine(gather(x, small).sin(), routing.weight, small), atol=1e-12)
 
 
 def test_binned_gradients():
     routing = ROUTINGS["ragged"](7, 3, 2)
-    d = build_dispatch(routing)
+    bins = bin_dispatch(build_dispatch(routing), 2)
     x = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     weight = routing.weight.clone().requires_grad_()
-    assert gradcheck(lambda x, w: binned_scatter(binned_gather(x, d, 2).sin(), w, d), (x, weight))
+    assert gradcheck(lambda x, w: combine(gather(x, bins).sin(), w, bins), (x, weight))
 
 
 def test_bad_shapes_are_named():
     d = build_dispatch(ROUTINGS["balanced"](4, 3, 2))
     with pytest.raises(ValueError, match=r"^x is \(5, 2\): must be \(T, H\) with T=4"):
         gather(torch.ones(5, 2), d)
-    with pytest.raises(ValueError, match=r"^rows is \(7, 2\): must be \(R, H\) with R=8"):
+    with pytest.raises(ValueError, match=r"^rows is \(7, 2\): must be \(N, H\) with N=8"):
         combine(torch.ones(7, 2), None, d)
     with pytest.raises(ValueError, match=r"^weight is \(4, 2\): must be \(8,\)"):
         combine(torch.ones(8, 2), torch.ones(4, 2), d)
-    with pytest.raises(ValueError, match="^capacity=-1: must be >= 0"):
-        binned_gather(torch.ones(4, 2), d, -1)
-    with pytest.raises(ValueError, match=r"^bins is \(2, 1, 2\): must be \(E, C, H\) with E=3"):
-        binned_scatter(torch.ones(2, 1, 2), None, d)
+    with pytest.raises(ValueError, match=r"^rows is \(2, 2\): must be \(N, H\) with N=3"):
+        combine(torch.ones(2, 2), None, bin_dispatch(d, 1))

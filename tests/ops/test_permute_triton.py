@@ -5,12 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megablocks.ops.permute.combine import combine_backward_ref, combine_ref
-from megablocks.ops.permute.gather import gather_ref
-from megablocks.ops.permute.padded import pad_indices_ref
 from megablocks.ops.permute.padded_triton import pad_launch
 from megablocks.ops.permute.permute_triton import combine_backward_launch, combine_launch, expand_launch
-from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_ref
+from megablocks.ops.permute.rows import combine_backward_ref, combine_ref, gather_ref
+from megablocks.ops.routing.dispatch import Dispatch, Unpadded, build_dispatch_ref, pad_indices_ref
 from ops.far_rows import far_rows
 
 pytestmark = pytest.mark.any_device
@@ -23,7 +21,7 @@ def _dispatch(num_tokens: int, num_experts: int, top_k: int, drop: bool) -> tupl
     torch.manual_seed(num_tokens)
     token = torch.arange(num_tokens).repeat_interleave(top_k)
     expert = torch.randint(-1 if drop else 0, num_experts, token.shape)
-    dispatch = build_dispatch_ref(token.to(DEVICE), expert.to(DEVICE), num_tokens, num_experts)
+    dispatch = Dispatch(*build_dispatch_ref(token.to(DEVICE), expert.to(DEVICE), num_tokens, num_experts))
     return dispatch, int(dispatch.expert_offsets[-1])
 
 
@@ -38,23 +36,23 @@ def test_R7_permute_kernels_equal_references(
 ) -> None:
     d, used = _dispatch(num_tokens, 4, top_k, drop)
     x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
-    rows = expand_launch(x, d.scatter, d.token_offsets, d.pair)
-    assert torch.equal(rows[:used], gather_ref(x, d.gather)[:used])
+    rows = expand_launch(x, d)
+    assert torch.equal(rows[:used], gather_ref(x, d)[:used])
 
     weight = torch.rand(d.pair.shape[0], device=DEVICE)
     rows = torch.randn(d.pair.shape[0], hidden, device=DEVICE, dtype=dtype)
     rows[used:] = float("nan")  # rows without a pair are never read
     tolerance = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
     for w in (weight, None):
-        y = combine_launch(rows, w, d.pair, d.scatter, d.token_offsets)
-        expected = combine_ref(rows.nan_to_num(), w, d.pair, d.scatter, d.token_offsets)
+        y = combine_launch(rows, w, d)
+        expected = combine_ref(rows.nan_to_num(), w, d)
         torch.testing.assert_close(y, expected, **tolerance)
 
     dy = torch.randn(1, hidden, device=DEVICE, dtype=dtype).expand(num_tokens, hidden)  # stride 0
     for saved in (rows, None):
-        d_rows, d_weight = combine_backward_launch(dy, saved, weight, d.pair, d.scatter, d.token_offsets)
-        args = (weight, d.pair, d.gather, d.expert_offsets[-1])
-        expected_rows, expected_weight = combine_backward_ref(dy, None if saved is None else rows.nan_to_num(), *args)
+        d_rows, d_weight = combine_backward_launch(dy, saved, weight, d)
+        clean = None if saved is None else rows.nan_to_num()
+        expected_rows, expected_weight = combine_backward_ref(dy, clean, weight, d)
         torch.testing.assert_close(d_rows[:used], expected_rows[:used], **tolerance)
         if saved is None:
             assert d_weight is None
@@ -63,7 +61,7 @@ def test_R7_permute_kernels_equal_references(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["padded", "short", "binned", "plain"])
+@pytest.mark.parametrize("kind", ["padded", "short", "binned", "plain", "plain, pairs behind the bins"])
 @pytest.mark.parametrize(
     ("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5), (5, 192, 3)]
 )
@@ -77,25 +75,27 @@ def test_R9_padded_kernels_equal_references(
     if kind in room:
         padded_ends = room[kind].cumsum(0).int()
         num_rows = int(padded_ends[-1]) + 5
-    given = (None, None) if kind == "plain" else (d.gather, d.scatter)
-    args = (ends, padded_ends, capacity, num_rows, d.pair, *given, top_k)
+    plain = kind.startswith("plain")
+    if plain and kind != "plain":
+        ends = ends.clamp(max=int(ends[-1]) // 2)
+    given = (None, None) if plain else (d.gather, d.scatter)
+    args = (Unpadded(ends, d.pair, *given, top_k), padded_ends, capacity, num_rows)
     found, expected = pad_launch(*args), pad_indices_ref(*args)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
-    token_offsets, gather, scatter, pair = found
-    token_offsets = token_offsets if kind == "plain" else d.token_offsets
+    token_offsets = found[0] if plain else d.token_offsets
+    p = Dispatch(d.expert_offsets, token_offsets, *found[1:], True)
 
     x = torch.randn(num_tokens, hidden, device=DEVICE, dtype=dtype)
-    assert torch.equal(expand_launch(x, scatter, token_offsets, pair, True), gather_ref(x, gather, True))
+    assert torch.equal(expand_launch(x, p), gather_ref(x, p))
     weight = torch.rand(d.pair.shape[0], device=DEVICE)
     rows = torch.randn(num_rows, hidden, device=DEVICE, dtype=dtype)
     clean = rows.clone()
-    rows[pair < 0] = float("nan")  # padding is never read
+    rows[p.pair < 0] = float("nan")  # padding is never read
     tolerance = {"rtol": 0, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
-    y = combine_launch(rows, weight, pair, scatter, token_offsets)
-    torch.testing.assert_close(y, combine_ref(clean, weight, pair, scatter, token_offsets), **tolerance)
-    d_rows, d_weight = combine_backward_launch(x, rows, weight, pair, scatter, token_offsets, True)
-    expected_rows, expected_weight = combine_backward_ref(x, clean, weight, pair, gather, ends[-1], True)
+    torch.testing.assert_close(combine_launch(rows, weight, p), combine_ref(clean, weight, p), **tolerance)
+    d_rows, d_weight = combine_backward_launch(x, rows, weight, p)
+    expected_rows, expected_weight = combine_backward_ref(x, clean, weight, p)
     torch.testing.assert_close(d_rows, expected_rows, **tolerance)
     torch.testing.assert_close(d_weight, expected_weight, rtol=1e-4, atol=1e-3)
 
@@ -105,9 +105,8 @@ def test_N4_rows_past_two_to_the_31_elements() -> None:
     d, used = _dispatch(3, 4, 2, False)
     x = torch.randn(3, 16, device=DEVICE, dtype=torch.float16)
     far = far_rows(x)
-    assert used == 6 and torch.equal(expand_launch(far, d.scatter, d.token_offsets, d.pair), gather_ref(x, d.gather))
+    assert used == 6 and torch.equal(expand_launch(far, d), gather_ref(x, d))
     rows, weight = torch.randn(6, 16, device=DEVICE, dtype=torch.float16), torch.rand(6, device=DEVICE)
-    indices = d.pair, d.scatter, d.token_offsets
-    near = combine_backward_launch(x, rows, weight, *indices)
-    for a, b in zip(combine_backward_launch(far, rows, weight, *indices), near, strict=True):
+    near = combine_backward_launch(x, rows, weight, d)
+    for a, b in zip(combine_backward_launch(far, rows, weight, d), near, strict=True):
         assert a is not None and b is not None and torch.equal(a, b)

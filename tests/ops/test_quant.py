@@ -1,4 +1,4 @@
-"""Quantise and back: errors, bytes, what is exact, and the kernels against the reference."""
+"""Quantize and back: errors, bytes, what is exact, and the kernels against the reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from megablocks.ops.quant.quant import (
     TINY,
     dequantize,
     dequantize_ref,
+    pack,
     packed_bytes,
     quantize,
     quantize_ref,
+    unpack,
 )
 from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch
-from megablocks.ops.quant.saved import pack, unpack
 from megablocks.testing.oracle import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,14 +40,14 @@ def _draw(name):
 @pytest.mark.parametrize(
     ("name", "at_8", "at_4"), [("normal", 0.0054, 0.0655), ("laplace", 0.0064, 0.0705), ("uniform", 0.0042, 0.058)]
 )
-def test_N1_quantised_draws_are_near(name, at_8, at_4, scale):
+def test_N1_quantized_draws_are_near(name, at_8, at_4, scale):
     x = _draw(name) * scale
     assert relative_error(_there_and_back(x, 8), x) < at_8
     assert relative_error(_there_and_back(x, 4), x) < at_4
 
 
 @pytest.mark.parametrize("num_bits", BITS)
-def test_N1_quantised_values_stay_in_their_interval(num_bits):
+def test_N1_quantized_values_stay_in_their_interval(num_bits):
     """No value moves by more than half the widest gap of its scale or, at 4 bits, the sixth by which it is cut."""
     x = _draw("laplace")
     groups = x.view(512, -1, GROUP[num_bits])
@@ -63,7 +64,7 @@ def test_N1_quantised_values_stay_in_their_interval(num_bits):
 
 
 @pytest.mark.parametrize("num_bits", BITS)
-def test_N1_quantising_keeps_signs_and_zeros(num_bits):
+def test_N1_quantizing_keeps_signs_and_zeros(num_bits):
     """relu's slope depends on the sign of the smallest value."""
     x = torch.randn(64, 256) * torch.logspace(-6, 0, 256)
     y = _there_and_back(x, num_bits)
@@ -114,7 +115,7 @@ def test_bytes_are_as_predicted(num_bits, rows, width):
 @pytest.mark.parametrize("num_bits", BITS)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
 @pytest.mark.parametrize("strided", [False, True])
-def test_N1_quantising_kernels_equal_the_reference(num_bits, rows, width, strided, poison):
+def test_N1_quantizing_kernels_equal_the_reference(num_bits, rows, width, strided, poison):
     torch.manual_seed(rows)
     x = torch.randn(rows, 2 * width, device=DEVICE)[:, :width] if strided else torch.randn(rows, width, device=DEVICE)
     if rows > 2:
@@ -140,7 +141,7 @@ def test_N1_quantising_kernels_equal_the_reference(num_bits, rows, width, stride
 
 @pytest.mark.any_device
 @pytest.mark.parametrize("num_bits", BITS)
-def test_N2_ten_quantisations_are_bit_identical(num_bits):
+def test_N2_ten_quantizations_are_bit_identical(num_bits):
     x = torch.randn(9, 130, device=DEVICE)
     first = quantize_launch(x, num_bits)
     for _ in range(9):
@@ -149,7 +150,7 @@ def test_N2_ten_quantisations_are_bit_identical(num_bits):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("num_bits", BITS)
-def test_N4_rows_beyond_int32_are_quantised(num_bits):
+def test_N4_rows_beyond_int32_are_quantized(num_bits):
     width = 8192
     x = torch.zeros(2**31 // width + 3, width, device="cuda", dtype=torch.bfloat16)
     x[-4:] = torch.randn(4, width, device="cuda")

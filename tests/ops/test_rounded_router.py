@@ -7,16 +7,18 @@ import torch
 
 from megablocks.config import TOKEN_ROUNDINGS
 from megablocks.ops.routing import rounding_triton
-from megablocks.ops.routing.rounded_router import (
-    RoundedOutput,
-    rounded_router_backward_ref,
+from megablocks.ops.routing.rounding import (
+    ROUNDINGS,
+    Rounding,
+    max_pairs,
+    odds_by_score,
+    rank_order,
     rounded_router_ref,
     route_rounded,
 )
-from megablocks.ops.routing.rounded_router_triton import rounded_route_launch
-from megablocks.ops.routing.rounding import ROUNDINGS, max_pairs, odds_by_score
-from megablocks.ops.routing.router import RouterOptions
-from megablocks.ops.routing.router_backward_triton import route_backward_launch
+from megablocks.ops.routing.rounding_triton import rounded_route_launch
+from megablocks.ops.routing.topk import RouterGradients, RouterOptions, RouterSaved, router_backward_ref
+from megablocks.ops.routing.topk_triton import route_backward_launch
 
 pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -46,9 +48,10 @@ def _both(case, rule, tile, options):
     logits, bias, mask = case
     (tokens, experts), draws = logits.shape, rule.startswith("stochastic")
     draw = torch.rand(experts, generator=torch.Generator().manual_seed(7)).to(DEVICE) if draws else None
-    fixed = (bias, mask, draw, rule, tile, max_pairs(rule, tokens, experts, options.top_k, tile), options)
+    rounding = Rounding(rule, tile, max_pairs(rule, tokens, experts, options.top_k, tile))
+    fixed = (bias, mask, draw, rounding, options)
     leaf = logits.double().requires_grad_()
-    return RoundedOutput(*rounded_route_launch(logits, *fixed)), RoundedOutput(*rounded_router_ref(leaf, *fixed)), leaf
+    return rounded_route_launch(logits, *fixed), rounded_router_ref(leaf, *fixed), leaf
 
 
 def _compare(got, expected):
@@ -61,13 +64,12 @@ def _compare(got, expected):
 
 def _gradients(case, got, expected, leaf, grads, options, rows=slice(None)):
     logits, _, mask = case
-    saved = {"flags": got.flags, "ends": got.ends}
-    found = route_backward_launch(logits, mask, None, got.load, got.stats, grads, options, **saved)
+    saved = RouterSaved(None, got.load, got.stats, got.flags, got.ends)
+    found = route_backward_launch(logits, mask, saved, RouterGradients(*grads), options)
     pairs = [(out, grad.double()) for out, grad in zip(expected[:4], grads, strict=True) if grad is not None]
     (wanted,) = torch.autograd.grad([o for o, _ in pairs], leaf, [g for _, g in pairs], retain_graph=True)
-    args = (leaf.detach(), mask, got.flags, got.ends, got.load, got.stats)
-    wide = tuple(None if grad is None else grad.double() for grad in grads)
-    plain = rounded_router_backward_ref(*args, wide, options)
+    wide = RouterGradients(*(None if grad is None else grad.double() for grad in grads))
+    plain = router_backward_ref(leaf.detach(), mask, saved, wide, options)
     torch.testing.assert_close(plain[rows], wanted[rows], rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(found.double()[rows], wanted[rows], rtol=1e-4, atol=2e-6)
     return found
@@ -145,7 +147,8 @@ def test_R9_odds_are_the_weights_of_the_last_tile(tile, poison):
     keys = torch.where(chosen, bits, bits + (1 - 2**31)).masked_fill(padding.unsqueeze(1), -(2**31)).t().contiguous()
     a, b = (torch.empty(4, device=DEVICE) for _ in range(2))
     rounding_triton._odds_kernel[(4,)](keys.to(DEVICE), counts.to(DEVICE), a, b, 61, tile, BLOCK=32, num_warps=1)
-    for got, want in zip((a, b), odds_by_score(values, chosen, padding, counts, tile), strict=True):
+    order = rank_order(values, chosen, padding)
+    for got, want in zip((a, b), odds_by_score(values, order, padding, counts, tile), strict=True):
         torch.testing.assert_close(got.cpu(), want)
     if tile == 64:  # more than there are tokens: all that are no padding
         torch.testing.assert_close(b.cpu(), values[~padding].nansum(0))
@@ -158,9 +161,9 @@ def test_R8_strides_of_the_rounded_router():
     (got, *_), (expected, *_) = (_both(case, "up", 4, options) for case in (spread, (logits, bias, mask)))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     one = torch.ones(1, device=DEVICE).expand(len(got.weight))
-    saved, kept = (None, got.load, got.stats), {"flags": got.flags, "ends": got.ends}
+    saved = RouterSaved(None, got.load, got.stats, got.flags, got.ends)
     results = [
-        route_backward_launch(x, m, *saved, (grad, None, None, None), options, **kept)
+        route_backward_launch(x, m, saved, RouterGradients(grad), options)
         for x, m, grad in ((spread[0], spread[2], one), (logits, mask, one.contiguous()))
     ]
     assert torch.equal(*results)
@@ -172,10 +175,10 @@ def test_rules_are_the_configs():
 
 def test_L2_route_rounded_refuses():
     logits = torch.zeros(3, 4)
-    for args, message in (
-        ((5, "up", 8), "^top_k=5: must be from 1 to"),
-        ((2, "middle", 8), "^rule='middle': must be one of nearest, "),
-        ((2, "up", 0), "^tile=0: must be at least 1"),
+    for top_k, rule, tile, message in (
+        (5, "up", 8, "^top_k=5: must be from 1 to"),
+        (2, "middle", 8, "^rule='middle': must be one of nearest, "),
+        (2, "up", 0, "^tile=0: must be at least 1"),
     ):
         with pytest.raises(ValueError, match=message):
-            route_rounded(logits, *args)
+            route_rounded(logits, RouterOptions(top_k), rule, tile)

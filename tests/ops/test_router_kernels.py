@@ -7,23 +7,20 @@ import itertools
 import pytest
 import torch
 
-from megablocks.ops.routing.rounded_router import route_rounded
-from megablocks.ops.routing.router import (
+from megablocks.ops.routing import topk
+from megablocks.ops.routing.rounding import route_rounded
+from megablocks.ops.routing.topk import (
+    RouterGradients,
     RouterOptions,
-    RouterOutput,
-    chosen_slopes_ref,
+    RouterSaved,
+    kernels_take,
+    lowest_first_topk,
     route_topk,
     router_backward_ref,
     router_ref,
     router_weight_backward_ref,
 )
-from megablocks.ops.routing.router_backward_triton import (
-    chosen_slopes_launch,
-    route_backward_launch,
-    weight_backward_launch,
-)
-from megablocks.ops.routing.router_triton import route_launch
-from megablocks.ops.routing.topk import lowest_first_topk
+from megablocks.ops.routing.topk_triton import route_backward_launch, route_launch, weight_backward_launch
 from megablocks.testing.tolerances import assert_as_exact_as
 
 pytestmark = pytest.mark.any_device
@@ -45,8 +42,8 @@ def _case(num_tokens: int, num_experts: int, biased: bool, masked: bool, dtype: 
 
 def _compare(case, options, exact_ids=True):
     logits, bias, mask = case
-    got = RouterOutput(*route_launch(logits, bias, mask, options))
-    expected = RouterOutput(*router_ref(logits, bias, mask, options))
+    got = route_launch(logits, bias, mask, options)
+    expected = router_ref(logits, bias, mask, options)
     if exact_ids:
         assert torch.equal(got.expert, expected.expert)
         assert torch.equal(got.load, expected.load)
@@ -68,9 +65,10 @@ def _by_autograd(logits, bias, mask, grads, options):
 
 def _gradients(case, options, got, grads):
     logits, bias, mask = case
-    found = route_backward_launch(logits, mask, got.expert, got.load, got.stats, grads, options)
+    saved, grads = RouterSaved(got.expert, got.load, got.stats), RouterGradients(*grads)
+    found = route_backward_launch(logits, mask, saved, grads, options)
     expected = _by_autograd(logits, bias, mask, grads, options)
-    plain = router_backward_ref(logits.double(), mask, got.expert, got.load, got.stats, grads, options)
+    plain = router_backward_ref(logits.double(), mask, saved, grads, options)
     torch.testing.assert_close(plain, expected, rtol=1e-9, atol=1e-12)
     assert found.dtype == logits.dtype
     tolerance = {"rtol": 1e-4, "atol": 2e-6} if logits.dtype == torch.float32 else {"rtol": 2**-7, "atol": 1e-5}
@@ -112,10 +110,10 @@ def test_R5_sizes(num_tokens, num_experts, top_k, poison):
 def test_R5_gradient_from_the_weights_alone(num_tokens, num_experts, top_k, masked, poison):
     logits, _, mask = _case(num_tokens, num_experts, False, masked)
     options = RouterOptions(top_k, False, True, 0, 1.5, 0.0, 0.0)
-    got = RouterOutput(*route_launch(logits, None, mask, options))
+    got = route_launch(logits, None, mask, options)
     d_weight = torch.randn(num_tokens * top_k, 2, generator=torch.Generator().manual_seed(2)).to(DEVICE)[:, 0]
     expected = _by_autograd(logits, None, mask, (d_weight, None, None, None), options)
-    wide = RouterOutput(*router_ref(logits.double(), None, mask, options))
+    wide = router_ref(logits.double(), None, mask, options)
     plain = router_weight_backward_ref(wide.weight, wide.expert, d_weight, num_experts, torch.float64, options)
     torch.testing.assert_close(plain, expected, rtol=1e-9, atol=1e-12)
     for dtype, rtol, atol in ((torch.float32, 1e-4, 2e-6), (torch.bfloat16, 2**-7, 1e-5)):
@@ -124,35 +122,20 @@ def test_R5_gradient_from_the_weights_alone(num_tokens, num_experts, top_k, mask
         torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize("num_tokens", [0, 1, 700])
-def test_slopes_of_the_chosen_logits_are_those_of_autograd(num_tokens, top_k):
-    generator = torch.Generator().manual_seed(num_tokens + top_k)
-    logits = torch.randn(num_tokens, top_k, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_()
-    d_weight = torch.randn(num_tokens * top_k, 2, generator=generator).to(DEVICE)[:, 0]
-    weight = 2.5 * logits.softmax(1).flatten()
-    (expected,) = torch.autograd.grad(weight, logits, d_weight.double())
-    pair = torch.randperm(num_tokens * top_k, generator=generator).int().to(DEVICE)
-    plain = chosen_slopes_ref(weight.detach(), d_weight, pair, top_k, 2.5)
-    torch.testing.assert_close(plain, expected.flatten()[pair.long()], rtol=1e-9, atol=1e-12)
-    found = chosen_slopes_launch(weight.detach().float(), d_weight, pair, top_k, 2.5)
-    torch.testing.assert_close(found.double(), plain, rtol=1e-4, atol=2e-6)
-
-
-@pytest.mark.parametrize("losses", [False, True])
-@pytest.mark.parametrize("options", [{}, {"scaling": 2.5}, {"norm_p": 1.0}, {"scaling": 0.0}])
-def test_logits_are_kept_only_for_losses_and_norms(options, losses):
+@pytest.mark.parametrize("losses", [{}, {"balance_weight": 0.1}, {"z_weight": 0.1}])
+@pytest.mark.parametrize("changes", [{}, {"scaling": 2.5}, {"norm_p": 1.0}, {"scaling": 0.0}])
+def test_logits_are_kept_only_for_losses_and_norms(changes, losses):
     """A softmax over the chosen logits has a gradient that its weights say; it is the same either way."""
     logits = _case(24, 16, False, False)[0].requires_grad_()
     d_weight, kept = torch.linspace(-1, 1, 72, device=DEVICE), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
-        out = route_topk(logits, 3, softmax_order="after_topk", losses=losses, **options)
-    without = not losses and "norm_p" not in options and options.get("scaling") != 0
+        out = route_topk(logits, RouterOptions(3, after=True, **changes, **losses))
+    without = not losses and "norm_p" not in changes and changes.get("scaling") != 0
     assert (logits.shape not in kept) == without
-    assert all(t.requires_grad != without for t in (out.balance, out.z, out.sums))
+    assert all(t.requires_grad == bool(losses) for t in (out.balance, out.z, out.sums))
     (grad,) = torch.autograd.grad(out.weight, logits, d_weight)
     leaf = logits.detach().requires_grad_()
-    expected = route_topk(leaf, 3, softmax_order="after_topk", **options)
+    expected = route_topk(leaf, RouterOptions(3, after=True, z_weight=1.0, **changes))
     for name in ("weight", "expert", "load", "sums", "stats"):
         assert torch.equal(getattr(out, name), getattr(expected, name))
     torch.testing.assert_close(grad, torch.autograd.grad(expected.weight, leaf, d_weight)[0], rtol=1e-5, atol=1e-7)
@@ -165,16 +148,17 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
     clean = torch.tensor([[0.5, -0.0, 0.0, 0.25]]).repeat(6, 1)
     logits = torch.cat([torch.tensor(spoilt), clean]).to(DEVICE)
     options = RouterOptions(top_k, sigmoid, after, 1, 1.0, 0.1, 0.1)
-    got = RouterOutput(*route_launch(logits, None, None, options))
-    expected = RouterOutput(*router_ref(logits, None, None, options))
+    got = route_launch(logits, None, None, options)
+    expected = router_ref(logits, None, None, options)
     assert torch.equal(got.expert, expected.expert)  # ties and NaN included
     if top_k == 4:
         assert (got.expert.view(-1, 4).sort(dim=1).values == torch.arange(4, device=DEVICE)).all()
     assert torch.equal(got.weight.isnan(), expected.weight.isnan())
     assert got.stats.tolist() == [6, 12, 0]
     assert got.z.isnan()
-    grads = (torch.ones_like(got.weight), torch.ones_like(got.z), torch.ones_like(got.z), None)
-    found = route_backward_launch(logits, None, got.expert, got.load, got.stats, grads, options)
+    grads = RouterGradients(torch.ones_like(got.weight), torch.ones_like(got.z), torch.ones_like(got.z))
+    saved = RouterSaved(got.expert, got.load, got.stats)
+    found = route_backward_launch(logits, None, saved, grads, options)
     assert found[6:].isfinite().all()
     assert found[0].isnan().all()
     if after:
@@ -188,7 +172,7 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
 def test_ties_go_to_the_lowest_id(sigmoid):
     logits = torch.randint(0, 3, (40, 31), generator=torch.Generator().manual_seed(0)).float().to(DEVICE)
     options = RouterOptions(7, sigmoid, False, 0, 1.0, 0.0, 0.0)
-    got = RouterOutput(*route_launch(logits, None, None, options))
+    got = route_launch(logits, None, None, options)
     assert torch.equal(got.expert.view(40, 7).long(), lowest_first_topk(logits, 7))
 
 
@@ -196,9 +180,9 @@ def test_ties_go_to_the_lowest_id(sigmoid):
 def test_N1_weights_are_as_exact_as_torch(sigmoid, after):
     logits = torch.randn(50, 24, generator=torch.Generator().manual_seed(3)).to(DEVICE)
     case, options = (logits, None, None), RouterOptions(4, sigmoid, after, 1, 1.0, 0.1, 0.1)
-    got = RouterOutput(*route_launch(*case, options))
-    plain = RouterOutput(*router_ref(*case, options))
-    truth = RouterOutput(*router_ref(case[0].double(), None, None, options))
+    got = route_launch(*case, options)
+    plain = router_ref(*case, options)
+    truth = router_ref(case[0].double(), None, None, options)
     for name in ("weight", "sums", "balance", "z"):
         # 4: exp and division in a kernel are within 2 ulp each, torch's within 1
         assert_as_exact_as(getattr(got, name), getattr(plain, name), getattr(truth, name), factor=4.0)
@@ -208,11 +192,11 @@ def test_R8_strides():
     logits, *_ = _case(12, 10, False, False)
     options = RouterOptions(3, False, False, 1, 1.0, 0.1, 0.1)
     wide = torch.stack([logits, logits], dim=2)[:, :, 0]
-    got, expected = (RouterOutput(*route_launch(t, None, None, options)) for t in (wide, logits))
+    got, expected = ((route_launch(t, None, None, options)) for t in (wide, logits))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
     spread = torch.ones(1, device=DEVICE).expand(36)
     results = [
-        route_backward_launch(t, None, got.expert, got.load, got.stats, (grad, None, None, None), options)
+        route_backward_launch(t, None, RouterSaved(got.expert, got.load, got.stats), RouterGradients(grad), options)
         for t, grad in itertools.product((wide, logits), (spread, spread.contiguous()))
     ]
     assert all(torch.equal(result, results[0]) for result in results)
@@ -222,10 +206,10 @@ def test_R8_strided_bias_and_mask():
     logits, bias, mask = _case(12, 10, True, True)
     options = RouterOptions(3, False, False, 1, 1.0, 0.1, 0.1)
     wide_bias, wide_mask = (torch.stack([t, ~t if t.dtype == torch.bool else -t], 1)[:, 0] for t in (bias, mask))
-    got, expected = (RouterOutput(*route_launch(logits, *t, options)) for t in ((wide_bias, wide_mask), (bias, mask)))
+    got, expected = ((route_launch(logits, *t, options)) for t in ((wide_bias, wide_mask), (bias, mask)))
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-    grad, saved = torch.ones(36, device=DEVICE), (got.expert, got.load, got.stats)
-    results = [route_backward_launch(logits, m, *saved, (grad, None, None, None), options) for m in (wide_mask, mask)]
+    grads, saved = RouterGradients(torch.ones(36, device=DEVICE)), RouterSaved(got.expert, got.load, got.stats)
+    results = [route_backward_launch(logits, m, saved, grads, options) for m in (wide_mask, mask)]
     assert torch.equal(*results)
 
 
@@ -234,8 +218,9 @@ def test_R8_strided_bias_and_mask():
 def test_N2_ten_reruns_are_bit_identical(route, rounding):
     logits = torch.randn(20_001, 96, device="cuda", requires_grad=True)
     runs = []
+    options = RouterOptions(6, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
     for _ in range(10):
-        out = route(logits, 6, *rounding, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+        out = route(logits, options, *rounding)
         (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance + out.z, logits)
         runs.append((*out, grad))
     for run in runs[1:]:
@@ -253,11 +238,25 @@ def test_bf16_logits_on_a_gpu(num_experts, top_k):
 
 def test_bad_options_are_named():
     logits = torch.zeros(3, 4)
-    with pytest.raises(ValueError, match="^norm_p=3: must be None, 1 or 2"):
-        route_topk(logits, 2, norm_p=3)
+    with pytest.raises(ValueError, match="^norm_p=-1.0: must be a finite number above 0, or 0 for no norm"):
+        route_topk(logits, RouterOptions(2, norm_p=-1.0))
     with pytest.raises(ValueError, match="^top_k=5: must be from 1 to the number of experts, 4"):
-        route_topk(logits, 5)
+        route_topk(logits, RouterOptions(5))
+    for groups, best, top_k in ((3, 1, 1), (2, 0, 1), (2, 3, 1), (2, 1, 3)):
+        with pytest.raises(ValueError, match=f"^num_groups={groups}, group_top_k={best}: groups must divide 4 experts"):
+            route_topk(logits, RouterOptions(top_k, num_groups=groups, group_top_k=best))
     with pytest.raises(ValueError, match=r"^bias is \(3,\): must be \(4,\) for logits \(3, 4\)"):
-        route_topk(logits, 2, bias=torch.zeros(3))
+        route_topk(logits, RouterOptions(2), bias=torch.zeros(3))
     with pytest.raises(ValueError, match=r"^padding_mask is \(3, 1\): must be \(3,\) for logits \(3, 4\)"):
-        route_topk(logits, 2, padding_mask=torch.zeros(3, 1, dtype=torch.bool))
+        route_topk(logits, RouterOptions(2), padding_mask=torch.zeros(3, 1, dtype=torch.bool))
+
+
+def test_kernels_run_where_they_take_the_options(monkeypatch):
+    monkeypatch.setattr(topk, "runs_triton", lambda t: t.dtype != torch.float64)
+    taken = lambda dtype=torch.float32, experts=8, **options: kernels_take(  # noqa: E731
+        torch.zeros(1, dtype=dtype), experts, RouterOptions(**{"top_k": 2, **options})
+    )
+    assert all(taken(norm_p=p) for p in (0, 1.0, 2.0)) and taken(sigmoid=True) and taken(after=True)
+    assert taken(experts=1024) and taken(experts=64, top_k=32)
+    assert not any(taken(norm_p=p) for p in (0.5, 1.5, 3.0)) and not taken(num_groups=2, group_top_k=1)
+    assert not taken(experts=1025) and not taken(experts=64, top_k=33) and not taken(torch.float64)

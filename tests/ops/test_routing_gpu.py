@@ -1,4 +1,4 @@
-"""Routing and movement on a GPU: launches, no host synchronisation, one compilation for all token counts, row 2³¹."""
+"""Routing and movement on a GPU: launches, no host synchronization, one compilation for all token counts, row 2³¹."""
 
 from __future__ import annotations
 
@@ -8,14 +8,20 @@ import pytest
 import torch
 
 from megablocks.config import MoEConfig
-from megablocks.ops.permute.padded import bin_dispatch, pad_dispatch, padded_gather, padded_scatter
+from megablocks.moe.router import route
 from megablocks.ops.permute.permute_triton import _combine_backward_kernel, _combine_kernel, _expand_kernel
-from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, count_valid, make_routing
-from megablocks.ops.routing.rounded_router import route_rounded
-from megablocks.ops.routing.rounding import select_tokens, select_tokens_ref
-from megablocks.ops.routing.router import route_topk
-from megablocks.ops.sparse.topology import topology
-from megablocks.routers import route
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.routing.dispatch import (
+    Dispatch,
+    bin_dispatch,
+    build_dispatch,
+    count_valid,
+    make_routing,
+    pad_dispatch,
+)
+from megablocks.ops.routing.rounding import route_rounded
+from megablocks.ops.routing.topk import RouterOptions, route_topk
+from megablocks.ops.sparse.matrix import topology
 from megablocks.testing.routings import ROUTINGS
 
 pytestmark = pytest.mark.gpu
@@ -59,7 +65,7 @@ def routing_of(tokens=24576, experts=128, top_k=8):
     return make_routing(ids, torch.rand(tokens, top_k, device="cuda"), experts)
 
 
-def test_bookkeeping_takes_four_launches_and_no_synchronisation():
+def test_bookkeeping_takes_four_launches_and_no_synchronization():
     routing = routing_of()
     with no_sync():
         d = build_dispatch(routing)
@@ -68,8 +74,8 @@ def test_bookkeeping_takes_four_launches_and_no_synchronisation():
     assert len(launches(lambda: build_dispatch(routing))) <= 4
     pad = lambda: pad_dispatch(d, built.padded_offsets, built.pattern.shape[0])  # noqa: E731
     assert len(launches(pad)) == 1
-    assert all(torch.equal(a, b) for a, b in zip(replayed(lambda: build_dispatch(routing)), d, strict=True))
-    for a, b in zip(replayed(lambda: pad()[1:]), p[1:], strict=True):
+    assert all(torch.equal(a, b) for a, b in zip(replayed(lambda: build_dispatch(routing)[:5]), d[:5], strict=True))
+    for a, b in zip(replayed(lambda: pad()[1:5]), p[1:5], strict=True):
         assert torch.equal(a, b)
 
 
@@ -99,23 +105,22 @@ def test_router_step_takes_six_launches_forward_and_four_backward(padded):
 
 def test_a_new_token_count_compiles_nothing():
     from megablocks.ops.permute.padded_triton import _pad_kernel
-    from megablocks.ops.routing import dispatch_triton, router_backward_triton, router_triton
+    from megablocks.ops.routing import dispatch_triton, topk_triton
 
     kernels = [
         _expand_kernel, _combine_kernel, _combine_backward_kernel, _pad_kernel,
         *(getattr(dispatch_triton, f"_{name}_kernel") for name in ("count", "scan", "place")),
-        *(getattr(router_triton, f"_{name}_kernel") for name in ("route", "finish")),
-        router_backward_triton._route_backward_kernel,
+        *(getattr(topk_triton, f"_{name}_kernel") for name in ("route", "finish", "route_backward")),
     ]  # fmt: skip
     seen = []
     for tokens in (1000, 1024, 1, 77, 5000):
         logits = torch.randn(tokens, 16, device="cuda", requires_grad=True)
-        out = route_topk(logits, 2, balance_weight=0.1)
+        out = route_topk(logits, RouterOptions(2, balance_weight=0.1))
         routing = make_routing(out.expert.view(-1, 2), out.weight.view(-1, 2), 16)
         d = build_dispatch(routing)
         x = torch.randn(tokens, 64, device="cuda", requires_grad=True)
         for p in (pad_dispatch(d, d.expert_offsets, 2 * tokens), bin_dispatch(d, tokens // 2 + 1)):
-            y = padded_scatter(padded_gather(x, p), routing.weight, p)
+            y = combine(gather(x, p), routing.weight, p)
             torch.autograd.grad(y.sum() + out.balance, (x, logits), retain_graph=True)
         seen.append(sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values()))
     assert seen == seen[:1] * 5
@@ -132,15 +137,15 @@ def test_R1_R2_R6_padded_equals_the_cpus(name, hidden, dtype, poison):
     x, dy = (torch.randn(67, hidden).to(dtype) for _ in range(2))
     results = []
     for device, wide in (("cpu", torch.float64), ("cuda", dtype)):
-        moved = Dispatch(*(t.to(device) for t in d))
+        moved = Dispatch(*(t.to(device) for t in d[:5]))
         weight = routing.weight.to(device, torch.float32 if wide == dtype else wide).requires_grad_()
         mine = x.to(device, wide).requires_grad_()
         where, grad = offsets.to(device), dy.to(device, wide)
         with no_sync() if device == "cuda" else contextlib.nullcontext():
             p = pad_dispatch(moved, where, 200)
-            rows = padded_gather(mine, p)
-            y = padded_scatter(rows, weight, p)
-            results.append((*p, rows, y, *torch.autograd.grad(y, (mine, weight), grad)))
+            rows = gather(mine, p)
+            y = combine(rows, weight, p)
+            results.append((*p[:5], rows, y, *torch.autograd.grad(y, (mine, weight), grad)))
     for expected, got in zip(*results, strict=True):
         scale = 1 + float(expected.detach().abs().max()) if expected.numel() else 1.0
         tolerance = (2**-7 if dtype == torch.bfloat16 else 1e-5) * scale
@@ -155,7 +160,7 @@ def test_N2_ten_padded_reruns_are_bit_identical():
     weight = routing.weight.clone().requires_grad_()
     runs = []
     for _ in range(10):
-        y = padded_scatter(padded_gather(x, p), weight, p)
+        y = combine(gather(x, p), weight, p)
         runs.append((y, *torch.autograd.grad(y.float().square().sum(), (x, weight))))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
@@ -169,10 +174,10 @@ def test_N4_rows_beyond_two_to_the_31(hidden):
     p = pad_dispatch(build_dispatch(routing), offsets, edge + 2)
     x = torch.randn(4, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = torch.rand(4, device="cuda", requires_grad=True)
-    rows = padded_gather(x, p)
+    rows = gather(x, p)
     assert torch.equal(rows[[0, edge - 1, edge, edge + 1]], x)
     assert not rows[1 : edge - 1].any()
-    y = padded_scatter(rows, weight, p)
+    y = combine(rows, weight, p)
     assert torch.allclose(y, (x.float() * weight[:, None]).bfloat16(), rtol=2**-7)
     dx, d_weight = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
     assert torch.allclose(dx, weight.bfloat16()[:, None].expand_as(dx), rtol=2**-7)
@@ -183,7 +188,7 @@ def test_N4_router_logits_beyond_two_to_the_31():
     tokens = 2**31 // 512 + 3
     logits = torch.zeros(tokens, 512, device="cuda", dtype=torch.bfloat16)
     logits[-1, 500] = logits[-2, 7] = 3.0
-    out = route_topk(logits.requires_grad_(), 1)
+    out = route_topk(logits.requires_grad_(), RouterOptions(1))
     assert out.expert[-3:].tolist() == [0, 7, 500]
     (grad,) = torch.autograd.grad(out.weight[-1], logits)
     score = float(out.weight[-1].detach())
@@ -200,10 +205,10 @@ def test_N5_retain_graph_twice_and_frozen_inputs(frozen):
     }
     for name, leaf in leaves.items():
         leaf.requires_grad_(name != frozen)
-    out = route_topk(leaves["logits"], 2, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+    out = route_topk(leaves["logits"], RouterOptions(2, norm_p=1.0, balance_weight=0.1, z_weight=0.1))
     d = build_dispatch(make_routing(out.expert.view(50, 2), out.weight.view(50, 2), 8))
     p = bin_dispatch(d, 30)
-    y = padded_scatter(padded_gather(leaves["x"], p), leaves["weight"] * out.weight, p)
+    y = combine(gather(leaves["x"], p), leaves["weight"] * out.weight, p)
     wanted = [leaf for leaf in leaves.values() if leaf.requires_grad]
     loss = y.square().sum() + out.balance + out.z
     first, second = (torch.autograd.grad(loss, wanted, retain_graph=True) for _ in range(2))
@@ -213,11 +218,11 @@ def test_N5_retain_graph_twice_and_frozen_inputs(frozen):
 
 def test_N9_router_and_padded_rows_compile():
     def step(logits, x):
-        out = route_topk(logits, 2, norm_p=1.0, balance_weight=0.1, z_weight=0.1)
+        out = route_topk(logits, RouterOptions(2, norm_p=1.0, balance_weight=0.1, z_weight=0.1))
         d = build_dispatch(make_routing(out.expert.view(-1, 2), out.weight.view(-1, 2), 8))
         p = bin_dispatch(d, 30)
-        unweighted = padded_scatter(padded_gather(x, p), None, p)
-        return padded_scatter(padded_gather(x, p), out.weight, p) + unweighted, out.balance + out.z
+        unweighted = combine(gather(x, p), None, p)
+        return combine(gather(x, p), out.weight, p) + unweighted, out.balance + out.z
 
     inputs = torch.randn(50, 8, device="cuda").requires_grad_(), torch.randn(50, 32, device="cuda").requires_grad_()
     results = []
@@ -228,31 +233,6 @@ def test_N9_router_and_padded_rows_compile():
         assert torch.allclose(a, b, atol=1e-5)
 
 
-def _selection(tokens, experts):
-    """select_tokens' arguments: every expert takes 3 of the many tokens that chose it."""
-    weights = torch.zeros(tokens, experts, device="cuda")
-    weights[0, :] = 0.5
-    weights[tokens - 1, :] = 0.25
-    ids = torch.arange(tokens, device="cuda").remainder(experts).unsqueeze(1)
-    return weights, ids, torch.full((experts,), 3, device="cuda"), 3 * experts
-
-
-def test_rounding_replays_from_a_graph():
-    draw = torch.Generator("cuda").manual_seed(0)
-    weights = torch.rand(3000, 40, device="cuda", generator=draw)
-    loads = torch.randint(0, 400, (40,), device="cuda", generator=draw)
-    ids = weights.topk(3, dim=1).indices
-
-    def run():
-        return list(select_tokens(weights, ids, loads, 16000))
-
-    with no_sync():
-        run()
-    captured = replayed(run)
-    for got, wanted in zip(captured, select_tokens_ref(weights, ids, loads, None, 16000), strict=True):
-        assert torch.equal(got, wanted)
-
-
 @pytest.mark.parametrize("rule", ["nearest", "stochastic_score"])
 def test_rounded_router_replays_from_a_graph(rule):
     """Forward and backward; a rule that draws does so by torch's generator, anew at each replay."""
@@ -260,7 +240,7 @@ def test_rounded_router_replays_from_a_graph(rule):
 
     def run():
         leaf = logits.detach().requires_grad_()  # one that backward saw on another stream makes a capture wait for it
-        out = route_rounded(leaf, 3, rule, 64, norm_p=1.0, balance_weight=0.1)
+        out = route_rounded(leaf, RouterOptions(3, norm_p=1.0, balance_weight=0.1), rule, 64)
         (grad,) = torch.autograd.grad(out.weight.square().sum() + out.balance, leaf)
         return [out.rounded, out.expert, out.weight, grad]
 
@@ -277,14 +257,18 @@ def test_rounded_router_replays_from_a_graph(rule):
     torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < 48 * 2**30, reason="needs 48 GiB of free GPU memory"
 )
 def test_N4_rounding_of_weights_beyond_two_to_the_31():
+    """Three tokens choose each expert but the first, which all other tokens choose. Rounding down drops each third."""
     experts = 512
     tokens = 2**31 // experts + 3
-    token, expert, source = select_tokens(*_selection(tokens, experts))
-    last = (tokens - 1) % experts
-    # first those that chose the expert by weight, then by the lowest token
-    want = {e: {e, e + experts, e + 2 * experts} for e in range(experts)} | {last: {tokens - 1, last, last + experts}}
-    got = {e: set() for e in range(experts)}
-    for t, e in zip(token.tolist(), expert.tolist(), strict=True):
-        got[e].add(t)
-    assert got == want
-    assert torch.equal(source, token.long() * experts + expert)
+    logits = torch.zeros(tokens, experts, device="cuda", dtype=torch.bfloat16)
+    logits[:, 0] = 1.0
+    choosers = torch.arange(tokens - 3 * (experts - 1), tokens, device="cuda")
+    chosen = torch.arange(1, experts, device="cuda").repeat(3)
+    logits[choosers, chosen] = torch.tensor([4.0, 3.0, 2.0], device="cuda").repeat_interleave(experts - 1).bfloat16()
+    out = route_rounded(logits, RouterOptions(1), "down", 2)
+    assert out.load.tolist() == [tokens - 3 * (experts - 1)] + [3] * (experts - 1)
+    assert out.rounded.tolist() == [int(out.load[0]) // 2 * 2] + [2] * (experts - 1)
+    kept = out.expert > 0
+    assert torch.equal(out.token[kept].long(), choosers[: 2 * (experts - 1)])
+    assert torch.equal(out.expert[kept].long(), chosen[: 2 * (experts - 1)])
+    assert int((out.expert == 0).sum()) == int(out.rounded[0])

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.launch import interpreted
-from megablocks.ops.scattered import products
-from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear, parallel_linear_ref
+from megablocks.ops.scattered import dispatched
+from megablocks.ops.scattered.dispatched import Rows, scattered_mm_dw_op, scattered_mm_ref
+from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -30,7 +31,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kernel = request.param == "kernel"
     if kernel and DEVICE == "cpu" and not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
-    monkeypatch.setattr(products, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
+    monkeypatch.setattr(dispatched, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
     return request.param
 
 
@@ -250,10 +251,10 @@ def test_N4_scattered_rows_past_two_to_the_31_elements(backend):
     ends = torch.tensor([1, 3], device=DEVICE)
     for index, rows in ((torch.int64, [0, 2]), (torch.int32, [0, 2]), (None, [1, 2])):
         pair = None if index is None else torch.tensor([1, 0, 2], device=DEVICE, dtype=index)
-        o, _ = products.scattered_weights(x, x, ends, a_index=pair, b_index=pair)
+        o, _ = scattered_mm_dw_op(x, x, None, Rows(ends, pair, pair), False, False)
         assert relative_error(o[1], x[rows].double().T @ x[rows].double()) < 1e-3, index
     columns = x.t()  # the same of columns, as an operand that came from a transpose has them
-    o, sums = products.scattered_weights(columns, columns, torch.tensor([16], device=DEVICE), with_sums=True)
+    o, sums = scattered_mm_dw_op(columns, columns, None, Rows(torch.tensor([16], device=DEVICE)), False, True)
     assert relative_error(o[0], columns.double().T @ columns.double()) < 1e-3
     assert relative_error(sums[0], columns.double().sum(0)) < 1e-3
 
@@ -355,5 +356,5 @@ def test_reference_is_the_op_without_registration():
     ids, leaves = case("usual", False, True, True, torch.float64)
     _, pairs, ends = order = flatten_sort_count(ids, E)
     x, w, bias, gates = (t.detach() for t in leaves)
-    expected = parallel_linear_ref(x, w, pairs, ends, bias, gates, K, False, False)
-    assert torch.equal(parallel_linear(x, w, K, *order, bias, gates), expected)
+    rows, _ = scattered_mm_ref(x, w, bias, gates.flatten(), None, None, Rows(ends, pairs, pairs, pairs, in_fan=K))
+    assert torch.equal(parallel_linear(x, w, K, *order, bias, gates), rows.view(-1, K, OUT).sum(1))

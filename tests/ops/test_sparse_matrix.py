@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.sparse import Matrix, from_coordinates
-from megablocks.ops.sparse.matrix import from_indices
+from megablocks.ops.sparse import Blocks, Matrix, from_coordinates
 
 ROWS, COLUMNS = torch.tensor([0, 0, 2, 2, 2]), torch.tensor([1, 3, 0, 1, 3])
 SHAPE = (3 * 64, 4 * 64)
@@ -31,14 +30,14 @@ def filled(num_blocks: int | None = None) -> Matrix:
 
 def test_indices_of_a_pattern_by_hand() -> None:
     p = made(7).validate()
-    assert p.row_indices.tolist() == [0, 0, 2, 2, 2, -1, -1]
-    assert p.column_indices.tolist() == [1, 3, 0, 1, 3, -1, -1]
-    assert p.offsets.tolist() == [0, 2, 2, 5]
-    assert p.offsets_t.tolist() == [0, 1, 3, 3, 5]
-    assert p.column_indices_t.tolist() == [2, 0, 2, 0, 2, -1, -1]
-    assert p.block_offsets_t.tolist() == [2, 0, 3, 1, 4, -1, -1]
-    assert p.row_work[:, :3].tolist() == [[2, 2, 5], [0, 0, 2], [1, 2, 2]]
-    assert p.column_work[:, :3].tolist() == [[1, 1, 3], [3, 3, 5], [0, 0, 1], [2, 3, 3]]
+    assert p.blocks.row_indices.tolist() == [0, 0, 2, 2, 2, -1, -1]
+    assert p.blocks.column_indices.tolist() == [1, 3, 0, 1, 3, -1, -1]
+    assert p.blocks.offsets.tolist() == [0, 2, 2, 5]
+    assert p.blocks.offsets_t.tolist() == [0, 1, 3, 3, 5]
+    assert p.blocks.column_indices_t.tolist() == [2, 0, 2, 0, 2, -1, -1]
+    assert p.blocks.block_offsets_t.tolist() == [2, 0, 3, 1, 4, -1, -1]
+    assert p.blocks.row_work[:, :3].tolist() == [[2, 2, 5], [0, 0, 2], [1, 2, 2]]
+    assert p.blocks.column_work[:, :3].tolist() == [[1, 1, 3], [3, 3, 5], [0, 0, 1], [2, 3, 3]]
 
 
 @pytest.mark.parametrize("room", [5, 8])
@@ -108,7 +107,7 @@ def test_to_stk_and_back(monkeypatch: pytest.MonkeyPatch, transposed: bool) -> N
     back = Matrix.from_stk(out)
     assert back.transposed == transposed and torch.equal(back.to_dense(), m.to_dense())
     pattern = Matrix.from_stk(made().to_stk())
-    assert pattern.data is None and torch.equal(pattern.row_indices, made().row_indices)
+    assert pattern.data is None and torch.equal(pattern.blocks.row_indices, made().blocks.row_indices)
 
 
 def test_without_stk_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +118,9 @@ def test_without_stk_the_message_names_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def spoil(name: str, place: int, value: int) -> Matrix:
     m = made(7)
-    t = getattr(m, name).clone()
+    t = getattr(m.blocks, name).clone()
     t.view(-1)[place] = value
-    return replace(m, **{name: t})
+    return replace(m, blocks=m.blocks._replace(**{name: t}))
 
 
 @pytest.mark.parametrize(
@@ -146,22 +145,25 @@ def test_validate_names_what_is_inconsistent(name: str, place: int, value: int, 
 
 def test_validate_checks_runs() -> None:
     side_by_side = from_coordinates(SHAPE, torch.tensor([1, 1]), torch.tensor([2, 3]), block_size=64)
-    replace(side_by_side, run=2).validate()
+    replace(side_by_side, blocks=side_by_side.blocks._replace(run=2)).validate()
     apart = from_coordinates(SHAPE, torch.tensor([1, 1]), torch.tensor([1, 3]), block_size=64)
     with pytest.raises(ValueError, match="run=2: not every 2 blocks stand side by side"):
-        replace(apart, run=2).validate()
+        replace(apart, blocks=apart.blocks._replace(run=2)).validate()
+    three = from_coordinates(SHAPE, torch.tensor([1, 1, 1]), torch.arange(3), block_size=64, num_blocks=4)
+    with pytest.raises(ValueError, match="run=2: not every 2 blocks stand side by side"):
+        replace(three, blocks=three.blocks._replace(run=2)).validate()
 
 
 def _replaced(**changes: Any) -> Matrix:
-    return replace(made(), **changes)
+    return replace(made(), blocks=made().blocks._replace(**changes))
 
 
 @pytest.mark.parametrize(
     "make,match",
     [
         (lambda: _replaced(block_size=32), "block_size=32: must be one of 64, 128, 256"),
-        (lambda: _replaced(shape=(100, 256)), r"shape \(100, 256\): rows must be a multiple of block_size=64"),
-        (lambda: _replaced(shape=(192, 250)), "columns must be a multiple of block_size=64"),
+        (lambda: replace(made(), shape=(100, 256)), r"shape \(100, 256\): rows must be a multiple of block_size=64"),
+        (lambda: replace(made(), shape=(192, 250)), "columns must be a multiple of block_size=64"),
         (
             lambda: _replaced(offsets=torch.zeros(9, dtype=torch.int32)),
             r"offsets is \(9,\) torch.int32 on cpu, must be",
@@ -191,7 +193,8 @@ def test_an_empty_matrix() -> None:
         assert dense.shape == shape and not dense.any()
 
 
-def test_from_indices_takes_what_indices_gives() -> None:
+def test_blocks_are_their_tensors_and_sizes() -> None:
     p = made()
-    again = from_indices(p.shape, p.indices, block_size=64).validate()
-    assert all(a is b for a, b in zip(p.indices, again.indices, strict=True))
+    again = Blocks(*p.blocks.tensors, *p.blocks.sizes)
+    assert all(a is b for a, b in zip(p.blocks, again, strict=True))
+    Matrix(p.shape, None, again).validate()

@@ -8,12 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.activation import GATED, UNARY, activation_backward_ref, activation_ref
-from megablocks.ops.sparse import Matrix, hopper, kernels, sparse_mlp, topology
+from megablocks.ops.activation import activation_backward_ref, activation_ref
+from megablocks.ops.activation_table import GATED, UNARY, Activation
+from megablocks.ops.hopper import is_available
+from megablocks.ops.sparse import Matrix, kernels, sparse_mlp, topology
+from megablocks.ops.sparse import products_hopper as hopper
 from megablocks.ops.sparse.epilogue import Epilogue
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
 
+GELU = Activation("gelu")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 UNARY_FORMS = [(name, "tanh") for name in UNARY] + [("gelu", "none")]
 FORMS = [*UNARY_FORMS, *((name, "tanh") for name in GATED), ("geglu", "none")]
@@ -29,7 +33,7 @@ def dense(p: Matrix, t: dict[str, Tensor], name: str, approximate: str) -> Tenso
     mask = p.with_data(torch.ones(p.num_blocks, p.block_size, p.block_size, device=x.device)).to_dense()
     pre = x @ t["w1"] + t.get("bias", 0)
     gate = x @ t["v1"] + t.get("gate_bias", 0) if "v1" in t else None
-    return (activation_ref(pre, gate, name, approximate) * mask.to(x.dtype)) @ t["w2"]
+    return (activation_ref(pre, gate, Activation(name, approximate)) * mask.to(x.dtype)) @ t["w2"]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -56,7 +60,7 @@ def test_N10_every_activation_and_its_gradients(
     def all_of(t: dict[str, Tensor], fused: bool) -> list[Tensor]:
         if fused:
             with poisoned_empty():
-                y = sparse_mlp(**t, pattern=p, activation=name, approximate=approximate, recompute=recompute)
+                y = sparse_mlp(**t, pattern=p, activation=Activation(name, approximate), recompute=recompute)
                 return [y, *torch.autograd.grad(y, list(t.values()), g)]
         y = dense(p, t, name, approximate)
         return [y, *torch.autograd.grad(y, list(t.values()), g.to(y.dtype))]
@@ -74,7 +78,8 @@ def test_gradients_take_the_layout_of_the_weights(transposed: bool, name: str) -
     m, n = p.shape
     stored = [torch.randn((n, 8) if transposed else (8, n), requires_grad=True) for _ in range(1 + (name in GATED))]
     w1, *v1 = (w.t() if transposed else w for w in stored)
-    y = sparse_mlp(torch.randn(m, 8), w1, torch.randn(n, 8), p, v1=v1[0] if v1 else None, activation=name)
+    gate = v1[0] if v1 else None
+    y = sparse_mlp(torch.randn(m, 8), w1, torch.randn(n, 8), p, v1=gate, activation=Activation(name))
     for w, grad in zip(stored, torch.autograd.grad(y.sum(), stored), strict=True):
         assert grad.stride() == w.stride()
 
@@ -94,7 +99,7 @@ def test_N5_frozen_operands(name: str, recompute: bool, frozen: str) -> None:
     def gradients(frozen: str) -> dict[str, Tensor | None]:
         t = {key: value.clone().requires_grad_(key not in frozen.split()) for key, value in inputs.items()}
         with poisoned_empty():
-            sparse_mlp(**t, pattern=p, activation=name, recompute=recompute).sin().sum().backward()
+            sparse_mlp(**t, pattern=p, activation=Activation(name), recompute=recompute).sin().sum().backward()
         return {key: value.grad for key, value in t.items()}
 
     whole = gradients("")
@@ -103,14 +108,15 @@ def test_N5_frozen_operands(name: str, recompute: bool, frozen: str) -> None:
 
 
 def launched(p: Matrix, a: Tensor, b: Tensor, epilogue: Epilogue, path: str) -> Tensor:
+    where = p.blocks.row_indices, p.blocks.column_indices, p.blocks.offsets
     if path == "hopper":
-        return hopper.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.run, epilogue)
-    return kernels.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.block_size, epilogue)
+        return hopper.sdd(a, b, *where, p.blocks.run, epilogue)
+    return kernels.sdd(a, b, *where, p.block_size, epilogue)
 
 
 PATHS = [
     "triton",
-    pytest.param("hopper", marks=[pytest.mark.gpu, pytest.mark.skipif(not hopper.is_available(), reason="no Hopper")]),
+    pytest.param("hopper", marks=[pytest.mark.gpu, pytest.mark.skipif(not is_available(), reason="no Hopper")]),
 ]
 
 
@@ -130,21 +136,23 @@ def test_N10_epilogues_of_each_kernel(path: str, name: str, approximate: str) ->
         exact = approximate == "none"
         act = torch.full((n, p.block_size, p.block_size), float("nan"), device=device, dtype=dtype)
         pre = launched(p, a, b, Epilogue("activate", name, exact, bias=bias, act=act), path)
-        used = p.row_indices >= 0
+        used = p.blocks.row_indices >= 0
         product = a.double() @ b.double()
         want = product if bias is None else product + bias.double()
 
         def blocks(t: Tensor) -> Tensor:
             size = p.block_size
             cut = t.view(t.shape[0] // size, size, t.shape[1] // size, size).transpose(1, 2)  # noqa: B023
-            return cut[p.row_indices[used].long(), p.column_indices[used].long()]  # noqa: B023
+            return cut[p.blocks.row_indices[used].long(), p.blocks.column_indices[used].long()]  # noqa: B023
 
         tolerance = {"rtol": 2**-7, "atol": 2**-7} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
         torch.testing.assert_close(pre[used].double(), blocks(want), **tolerance)
-        want_act = activation_ref(pre[used].double(), None, name, approximate)
+        want_act = activation_ref(pre[used].double(), None, Activation(name, approximate))
         torch.testing.assert_close(act[used].double(), want_act, **tolerance)
         slope = launched(p, a, b, Epilogue("slope", name, exact, pre=pre), path)
-        want_slope = activation_backward_ref(blocks(product), pre[used].double(), None, name, approximate)[0]
+        want_slope = activation_backward_ref(blocks(product), pre[used].double(), None, Activation(name, approximate))[
+            0
+        ]
         torch.testing.assert_close(slope[used].double(), want_slope, **tolerance)
 
 
@@ -153,22 +161,22 @@ def test_refusals_name_the_argument() -> None:
     m, n = p.shape
     x, w1, w2 = torch.zeros(m, 8), torch.zeros(8, n), torch.zeros(n, 4)
     with pytest.raises(ValueError, match="v1 is missing for activation='swiglu'"):
-        sparse_mlp(x, w1, w2, p, activation="swiglu")
+        sparse_mlp(x, w1, w2, p, activation=Activation("swiglu"))
     with pytest.raises(ValueError, match="v1 is given for activation='gelu'"):
-        sparse_mlp(x, w1, w2, p, v1=w1)
+        sparse_mlp(x, w1, w2, p, v1=w1, activation=GELU)
     with pytest.raises(ValueError, match=r"v1 is \(8, 3\), must be"):
-        sparse_mlp(x, w1, w2, p, v1=torch.zeros(8, 3), activation="swiglu")
+        sparse_mlp(x, w1, w2, p, v1=torch.zeros(8, 3), activation=Activation("swiglu"))
     with pytest.raises(ValueError, match="gate_bias is given for activation='gelu', which has no gate"):
-        sparse_mlp(x, w1, w2, p, gate_bias=torch.zeros(n))
-    with pytest.raises(ValueError, match="name='tanh': must be one of gelu"):
-        sparse_mlp(x, w1, w2, p, activation="tanh")
+        sparse_mlp(x, w1, w2, p, gate_bias=torch.zeros(n), activation=GELU)
+    with pytest.raises(ValueError, match="activation='tanh': must be one of gelu"):
+        sparse_mlp(x, w1, w2, p, activation=Activation("tanh"))
     with pytest.raises(ValueError, match="approximate='erf': must be 'tanh' or 'none'"):
-        sparse_mlp(x, w1, w2, p, approximate="erf")
+        sparse_mlp(x, w1, w2, p, activation=Activation("gelu", "erf"))
     with pytest.raises(ValueError, match="pattern is a transposed view"):
-        sparse_mlp(x, w1, w2, p.t())
+        sparse_mlp(x, w1, w2, p.t(), activation=GELU)
     with pytest.raises(ValueError, match=r"w2 is \(8, 4\), must be"):
-        sparse_mlp(x, w1, torch.zeros(8, 4), p)
+        sparse_mlp(x, w1, torch.zeros(8, 4), p, activation=GELU)
     with pytest.raises(ValueError, match=r"bias is \(3,\) on cpu, must be"):
-        sparse_mlp(x, w1, w2, p, bias=torch.zeros(3))
+        sparse_mlp(x, w1, w2, p, bias=torch.zeros(3), activation=GELU)
     with pytest.raises(ValueError, match="w1 is torch.float16 on cpu, must be torch.float32"):
-        sparse_mlp(x, w1.half(), w2, p)
+        sparse_mlp(x, w1.half(), w2, p, activation=GELU)

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.sparse import Matrix, dds, dsd, from_coordinates, hopper, kernels, sdd, topology
-from megablocks.ops.sparse.matrix import from_indices
+from megablocks.ops.hopper import is_available
+from megablocks.ops.sparse import Matrix, dds, dsd, from_coordinates, kernels, sdd, topology
+from megablocks.ops.sparse import products_hopper as hopper
 from megablocks.testing.poison import poisoned_empty
 
 CPU_ONLY = torch.device("cpu")
@@ -30,7 +31,7 @@ def pattern(rows: int, columns: int, block: int, density: float, device: torch.d
     made = from_coordinates(
         (rows * block, columns * block), place[:, 0], place[:, 1], block_size=block, num_blocks=len(place) + ROOM
     )
-    return from_indices(made.shape, made.indices, block_size=block, run=run).validate()
+    return Matrix(made.shape, None, made.blocks._replace(run=run)).validate()
 
 
 def dense_mask(p: Matrix) -> Tensor:
@@ -155,8 +156,12 @@ def test_R6_odd_sizes_of_the_dense_operand_on_a_gpu(inner: int) -> None:
     check_all(pattern(3, 5, 128, 0.5, torch.device("cuda")), torch.bfloat16, inner)
 
 
+def where(p: Matrix) -> tuple[Tensor, Tensor, Tensor]:
+    return p.blocks.row_indices, p.blocks.column_indices, p.blocks.offsets
+
+
 def kernels_sdd(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
-    return kernels.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.block_size)
+    return kernels.sdd(a, b, *where(p), p.block_size)
 
 
 def check_kernels(p: Matrix, dtype: torch.dtype, inner: int, sdd_of: Product, spmm_of: Product) -> None:
@@ -174,14 +179,13 @@ def check_kernels(p: Matrix, dtype: torch.dtype, inner: int, sdd_of: Product, sp
         close(p.with_data(out).to_dense(), (a.double() @ b.double()) * dense_mask(p), dtype)
     data = values(p, dtype)
     dense = p.with_data(data).to_dense().double()
-    by_row, by_column = (p.row_work, p.column_indices, None), (p.column_work, p.column_indices_t, p.block_offsets_t)
     for left, column, d_t in itertools.product((False, True), repeat=3):
         s = dense.t() if left == column else dense
         reduction = s.shape[1] if left else s.shape[0]
         shape = (reduction, inner) if left else (inner, reduction)
         d = rand(*shape[::-1]).t() if d_t else rand(*shape)
         with poisoned_empty():
-            out = spmm_of(data, d, *(by_column if column else by_row), left)
+            out = spmm_of(data, d, *p.blocks.lines(column), left)
         close(out, s @ d.double() if left else d.double() @ s, dtype)
 
 
@@ -204,7 +208,7 @@ TILES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not hopper.is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
+@pytest.mark.skipif(not is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
 @pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("inner", [8, 200, 1024])
 def test_every_hopper_tile(name: str, inner: int) -> None:
@@ -212,7 +216,7 @@ def test_every_hopper_tile(name: str, inner: int) -> None:
 
     def sdd_of(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
         chosen = hopper.PINGPONG if name == "tall" else tile
-        return hopper.sdd(a, b, p.row_indices, p.column_indices, p.offsets, p.run, tile=chosen)
+        return hopper.sdd(a, b, *where(p), p.blocks.run, tile=chosen)
 
     def spmm_of(*args: Any) -> Tensor:
         fits = tile.pingpong or (tile.BN == 256) == args[-1]  # blocks of 128 are no operand of 256 columns
@@ -247,7 +251,7 @@ def test_the_sizes_that_were_measured_take_the_tile_that_was_fastest(width: int,
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not hopper.is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
+@pytest.mark.skipif(not is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
 def test_tiles_drawn_from_a_counter_are_all_computed_once() -> None:
     """Many more tiles than multiprocessors, block columns of very different lengths, empty ones among them."""
     generator = torch.Generator().manual_seed(0)
@@ -293,7 +297,7 @@ def test_tiles_drawn_from_a_counter_are_all_computed_once() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not hopper.is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
+@pytest.mark.skipif(not is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
 def test_N2_counters_lie_in_no_pool_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile runs a function in the memory of its graphs before it captures it, and gives that away later."""
     monkeypatch.setattr(hopper, "_counters", {})

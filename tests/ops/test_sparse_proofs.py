@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megablocks.ops.sparse import Matrix, dds, dsd, hopper, sdd, topology
+from megablocks.ops.hopper import is_available, runs_hopper
+from megablocks.ops.sparse import Matrix, dds, dsd, sdd, topology
+from megablocks.ops.sparse import products_hopper as hopper
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
 
@@ -207,7 +209,7 @@ def test_what_a_gpu_cannot_take_is_refused() -> None:
 @pytest.mark.parametrize("path", ["hopper", "triton"])
 def test_N4_values_and_rows_beyond_two_to_the_31(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """2³¹ elements of a block-sparse matrix are 131,072 blocks; the dense operand is as long."""
-    if path == "hopper" and not hopper.is_available():
+    if path == "hopper" and not is_available():
         pytest.skip("needs a Hopper GPU and a Triton with Gluon")
     monkeypatch.setenv("MEGABLOCKS_HOPPER", str(int(path == "hopper")))
     if torch.cuda.mem_get_info()[0] < 24 * 2**30:
@@ -216,7 +218,7 @@ def test_N4_values_and_rows_beyond_two_to_the_31(path: str, monkeypatch: pytest.
     p = topology(offsets_of([blocks * 128], "cuda"), 128, max_rows=blocks * 128, block_rows=blocks).pattern
     x = torch.randn(blocks * 128, inner, device="cuda", dtype=torch.bfloat16)
     w = torch.randn(inner, 128, device="cuda", dtype=torch.bfloat16)
-    assert hopper.supports(128, x, w) == (path == "hopper")
+    assert hopper.supports(128, x, w) and runs_hopper(x) == (path == "hopper")
     with poisoned_empty():
         s = sdd(x, w, p)
         out = dsd(s, w.t())
@@ -235,6 +237,6 @@ def test_N4_values_and_rows_beyond_two_to_the_31(path: str, monkeypatch: pytest.
 
 def test_what_hopper_can_read() -> None:
     x = torch.zeros(128, 8, dtype=torch.bfloat16)
-    assert not hopper.supports(128, x, x.t())  # not on a GPU
+    assert hopper.supports(128, x, x.t()) and not hopper.supports(64, x) and not hopper.supports(128, x[:0])
     assert hopper.k_major(x, 1) is True and hopper.k_major(x, 0) is False
     assert hopper.k_major(x[:, :3], 1) is True and hopper.k_major(torch.zeros(128, 3).bfloat16(), 1) is None

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.sparse import from_coordinates, max_block_rows, topology
-from megablocks.ops.sparse.kernels import fill_topology
-from megablocks.ops.sparse.topology import _sizes, _unpack, topology_ref
+from megablocks.ops.sparse.kernels import topology_launch
+from megablocks.ops.sparse.matrix import sizes_of, topology_ref, unpack
 
 COUNTS = {
     "even": [128, 128, 128],
@@ -43,7 +43,7 @@ def test_pattern_is_the_block_diagonal(counts: list[int], room: int) -> None:
     assert t.pattern.shape == want.shape
     names = ("row_indices", "column_indices", "offsets", "column_indices_t", "offsets_t", "block_offsets_t")
     for name in names:
-        assert torch.equal(getattr(t.pattern, name), getattr(want, name)), name
+        assert torch.equal(getattr(t.pattern.blocks, name), getattr(want.blocks, name)), name
     t.pattern.validate()
     padded = [-(-count // size) * size for count in counts]
     assert t.padded_offsets.tolist() == torch.tensor([0, *padded]).cumsum(0).tolist()
@@ -53,14 +53,11 @@ def test_pattern_is_the_block_diagonal(counts: list[int], room: int) -> None:
 @pytest.mark.parametrize("f", [1, 2, 3])
 @pytest.mark.parametrize("room", [0, 2, -1])
 @pytest.mark.parametrize("size", [64, 256])
-def test_kernel_equals_reference(counts: list[int], f: int, room: int, size: int) -> None:
+def test_kernel_equals_reference(counts: list[int], f: int, room: int, size: int, poison: None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     block_rows = max(sum(-(-count // size) for count in counts) + room, 0)
     expert_offsets = offsets_of(counts, device)
-    sizes = _sizes(len(counts), f, block_rows)
-    packed = torch.full((sum(-(-s // 4) * 4 for s in sizes),), 2**31 - 1, dtype=torch.int32, device=device)
-    parts = _unpack(packed, sizes)
-    fill_topology(expert_offsets, parts, f, block_rows, size)
+    parts = unpack(topology_launch(expert_offsets, f, block_rows, size), sizes_of(len(counts), f, block_rows))
     for got, want in zip(parts, topology_ref(expert_offsets, f, block_rows, size), strict=True):
         assert torch.equal(got, want)
 
@@ -80,8 +77,8 @@ def test_bound_on_block_rows_is_met_by_the_worst_routing() -> None:
 
 def test_runs_follow_the_width() -> None:
     offsets = offsets_of([64, 64])
-    assert topology(offsets, 128, max_rows=128, block_size=64).pattern.run == 2
-    assert topology(offsets, 192, max_rows=128, block_size=64).pattern.run == 1
+    assert topology(offsets, 128, max_rows=128, block_size=64).pattern.blocks.run == 2
+    assert topology(offsets, 192, max_rows=128, block_size=64).pattern.blocks.run == 1
 
 
 @pytest.mark.parametrize(
@@ -105,7 +102,7 @@ def test_refusals_name_the_argument(offsets: Tensor, ffn: int, more: dict[str, i
 @pytest.mark.gpu
 @EVERY_COUNT
 @pytest.mark.parametrize("size", [64, 128, 256])
-def test_on_a_gpu_without_host_synchronisation(counts: list[int], size: int) -> None:
+def test_on_a_gpu_without_host_synchronization(counts: list[int], size: int) -> None:
     expert_offsets = offsets_of(counts, "cuda")
     topology(expert_offsets, 256, max_rows=sum(counts), block_size=size)
     torch.cuda.synchronize()
@@ -116,5 +113,5 @@ def test_on_a_gpu_without_host_synchronisation(counts: list[int], size: int) -> 
         torch.cuda.set_sync_debug_mode("default")
     want = topology(expert_offsets.cpu(), 256, max_rows=sum(counts), block_size=size)
     assert torch.equal(got.padded_offsets.cpu(), want.padded_offsets)
-    for a, b in zip(got.pattern.indices, want.pattern.indices, strict=True):
+    for a, b in zip(got.pattern.blocks.tensors, want.pattern.blocks.tensors, strict=True):
         assert torch.equal(a.cpu(), b)

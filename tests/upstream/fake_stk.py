@@ -18,10 +18,11 @@ class FakeStk:
     @classmethod
     def of(cls, pattern):
         """The used blocks of one of our patterns, indices as narrow as stk's; without data as 0.10's topology."""
-        used = int(pattern.offsets[-1])
+        b = pattern.blocks
+        used = int(b.offsets[-1])
         data = torch.empty(used, pattern.block_size, pattern.block_size, device="meta")
         if pattern.data is not None:
             data = pattern.data[:used].clone()
-        rows, columns = (t[:used].short() for t in (pattern.row_indices, pattern.column_indices))
-        by_column = pattern.column_indices_t[:used].short(), pattern.offsets_t, pattern.block_offsets_t[:used]
-        return cls(torch.Size(pattern.shape), data, rows, columns, pattern.offsets, *by_column)
+        rows, columns = (t[:used].short() for t in (b.row_indices, b.column_indices))
+        by_column = b.column_indices_t[:used].short(), b.offsets_t, b.block_offsets_t[:used]
+        return cls(torch.Size(pattern.shape), data, rows, columns, b.offsets, *by_column)

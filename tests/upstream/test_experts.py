@@ -5,9 +5,8 @@ import torch
 import torch.nn.functional as F
 
 from megablocks.config import ConfigError
-from megablocks.layers import dmlp_registry, experts, sharedexpert_registry
+from megablocks.layers import dmlp_registry, sharedexpert_registry
 from megablocks.layers.dmoe import ParallelDroplessMLP
-from megablocks.layers.experts import Experts
 from megablocks.layers.glu import GroupedGLU, MemoryOptimizedGroupedGLU, SharedGLU, SparseGLU
 from megablocks.layers.mlp import (
     MLP,
@@ -18,6 +17,8 @@ from megablocks.layers.mlp import (
     SparseMLP,
 )
 from megablocks.layers.moe import ParallelMLP
+from megablocks.moe import experts
+from megablocks.moe.experts import Experts
 from megablocks.ops.sparse import from_coordinates, topology
 from megablocks.testing.oracle import relative_error
 from upstream.fake_stk import FakeStk
@@ -55,8 +56,8 @@ def test_mlp_draws_what_the_dropless_experts_draw():
 @pytest.mark.parametrize("impl", ["fused", "scatter"])
 @pytest.mark.parametrize("kind", [GroupedMLP, GroupedGLU])
 def test_N6_grouped_experts_compute_as_mlp_impl_names(kind, impl, monkeypatch):
-    called, whole = [], experts._WHOLE[impl]
-    monkeypatch.setitem(experts._WHOLE, impl, lambda *a, **k: called.append(impl) or whole(*a, **k))
+    called, compute = [], experts._COMPUTE[impl]
+    monkeypatch.setitem(experts._COMPUTE, impl, lambda call: called.append(impl) or compute(call))
     x, counts = torch.randn(9, H), torch.tensor([5, 0, 4])
     torch.manual_seed(0)
     got = kind(args_of(mlp_impl=impl))(x, counts)
@@ -161,7 +162,7 @@ def test_gated_classes_round_where_0_10_does(kind):
 
 
 @pytest.mark.parametrize("kind", [SparseMLP, SparseGLU, GroupedGLU, MLP])
-def test_saved_activations_may_be_quantised(kind):
+def test_saved_activations_may_be_quantized(kind):
     """As 0.5.1's: the same output, and gradients of the weights that differ by little."""
     grads = []
     x = torch.randn(E, 64, H) if kind is MLP else torch.randn(3 * 64, H)
@@ -172,9 +173,9 @@ def test_saved_activations_may_be_quantised(kind):
         y = mlp(x, *where)
         y.square().sum().backward()
         grads.append((y.detach(), *(p.grad for p in mlp.parameters())))
-    (y, *exact), (quantised_y, *quantised) = grads
-    assert relative_error(quantised_y, y) < TOLERANCE
-    for a, b in zip(quantised, exact, strict=True):
+    (y, *exact), (quantized_y, *quantized) = grads
+    assert relative_error(quantized_y, y) < TOLERANCE
+    for a, b in zip(quantized, exact, strict=True):
         assert 0 < relative_error(a, b) < 2e-2
 
 
@@ -240,7 +241,7 @@ def test_shared_experts(kind, weighted):
         (lambda: SparseMLP(args_of())(torch.zeros(64, H), _moe_pattern()), r"x is \(64, 12\), must be \(192, any\)"),
         (lambda: SparseMLP(args_of(ffn_hidden_size=100)), "ffn_hidden_size=100: must be a multiple of 64"),
         (
-            lambda: MemoryOptimizedMLP.apply(None, None, None, None, abs),
+            lambda: MemoryOptimizedMLP.apply(torch.zeros(192, H), *torch.zeros(2, E * F_, H), _moe_pattern(), abs),
             "activation_fn=<built-in function abs>: must be",
         ),
     ],

@@ -82,7 +82,8 @@ def _matrix(as_stk, seed=0):
 def test_act_fn_keeps_the_pattern_and_the_kind(as_stk):
     x = _matrix(as_stk)
     y = activation_fn.act_fn(x, F.leaky_relu, negative_slope=0.5)
-    assert type(y) is type(x) and y.column_indices is x.column_indices
+    kept = [m.column_indices if as_stk else m.blocks for m in (x, y)]
+    assert type(y) is type(x) and kept[0] is kept[1]
     assert torch.equal(y.data, F.leaky_relu(x.data, 0.5))
     with torch.no_grad():
         y, backward = activation_fn.act_fn(x, torch.tanh, return_grad_fn=True)
@@ -114,3 +115,26 @@ def test_gmm(trans_b):
     parts = [part @ (w.t() if trans_b else w) for part, w in zip(a.split(counts.tolist()), b, strict=True)]
     assert torch.allclose(grouped_gemm_util.ops.gmm(a, b, counts, trans_b=trans_b), torch.cat(parts), atol=1e-6)
     grouped_gemm_util.assert_grouped_gemm_is_available()
+
+
+@pytest.mark.parametrize("into", [False, True])
+@pytest.mark.parametrize("trans_a, trans_b", [(False, False), (False, True), (True, False)])
+def test_raw_gmm(trans_a, trans_b, into):
+    counts = [4, 0, 5]
+    a = torch.randn(9, 4, requires_grad=True)
+    b = torch.randn(9, 5) if trans_a else torch.randn(3, 5, 4) if trans_b else torch.randn(3, 4, 5)
+    if trans_a:
+        expected = torch.stack([x.t() @ y for x, y in zip(a.split(counts), b.split(counts), strict=True)])
+    else:
+        expected = torch.cat([x @ (w.t() if trans_b else w) for x, w in zip(a.split(counts), b, strict=True)])
+    c = torch.full_like(expected, torch.nan).detach() if into else None
+    out = grouped_gemm_util.backend.gmm(a, b, torch.tensor(counts), trans_a=trans_a, trans_b=trans_b, c=c)
+    assert torch.allclose(out, expected, atol=1e-6) and (out is c) is into and not out.requires_grad
+
+
+def test_raw_gmm_refuses_what_does_not_fit():
+    a, b, counts = torch.zeros(9, 4), torch.zeros(8, 5), torch.tensor([4, 0, 5])
+    with pytest.raises(ValueError, match=r"trans_a=True with trans_b=False, a \(9, 4\), b \(8, 5\): needs"):
+        grouped_gemm_util.backend.gmm(a, b, counts, trans_a=True)
+    with pytest.raises(ValueError, match="trans_a=True with trans_b=True"):
+        grouped_gemm_util.backend.gmm(a, a, counts, trans_a=True, trans_b=True)

@@ -1,10 +1,11 @@
-"""Activation and down-projection that keep only the pre-activation for backward.
+"""Activation and down-projection that save only the pre-activation for backward.
 
-    y[p] = act(z[p], g[p]) · w[e]      for offsets[e] <= p < offsets[e+1]
+    y[p] = act(pre[p], gate[p]) · w2[e]      for offsets[e] <= p < offsets[e+1]
 
-Legend: R rows, E experts, I expert width, H hidden. Apart, the product keeps its input act(z, g), (R, I), for dW; here
-backward computes it again from z and g, which the activation keeps anyway. Unused rows are as in `grouped_mm`.
-Source: megablocks 0.10's memory-optimised MLP; SonicMoE (arXiv 2512.14080), section 3.
+Legend: R rows, E experts, I expert width, H hidden. As separate ops, the product saves its input act(pre, gate), which
+is (R, I), for dW2. Here backward computes it again from pre and gate, which the activation saves anyway. Unused rows
+are as in `grouped_mm`.
+Source: megablocks 0.10's memory-optimized MLP; SonicMoE (arXiv 2512.14080), section 3.
 """
 
 from __future__ import annotations
@@ -13,78 +14,68 @@ from typing import Any
 
 from torch import Tensor
 
-from megablocks.ops.activation import activation_backward_op, activation_op, activation_ref, check_activation
+from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_op,
-    grouped_mm_ref,
     is_transposed,
-    under_autocast,
     weight_gradient,
 )
-from megablocks.ops.library import custom_op
-from megablocks.ops.quant.saved import OFF, pack, unpack
+from megablocks.ops.library import custom_op, under_autocast
+from megablocks.ops.quant.quant import OFF, pack, unpack
 
 
-def activate_and_project_ref(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str
-) -> Tensor:
-    """pre, gate_pre (R, I), w (E, I, H), offsets (E+1,) → (R, H)."""
-    return grouped_mm_ref(activation_ref(pre, gate_pre, name, approximate), w, offsets)
-
-
-@custom_op("megablocks::activate_and_project", mutates_args=())
+@custom_op("megablocks::activate_and_project")
 def activate_and_project_op(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str,
-    num_bits: int = OFF,
-) -> Tensor:  # fmt: skip
-    return grouped_mm_op(activation_op(pre, gate_pre, name, approximate), w, offsets)
+    pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, num_bits: int = OFF
+) -> Tensor:
+    """pre, gate (R, I), w2 (E, I, H), offsets (E+1,) → (R, H). Its parts have the kernels and the references."""
+    return grouped_mm_op(activation_op(pre, gate, activation), w2, offsets)
 
 
 @activate_and_project_op.register_fake
 def _(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str,
-    num_bits: int = OFF,
-) -> Tensor:  # fmt: skip
-    return pre.new_empty(pre.shape[0], w.shape[2])
+    pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, num_bits: int = OFF
+) -> Tensor:
+    return pre.new_empty(pre.shape[0], w2.shape[2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pre, gate_pre, w, offsets, ctx.name, ctx.approximate, num_bits = inputs
-    need_pre, need_gate, need_w = ctx.needs_input_grad[:3]
-    ctx.transposed = is_transposed(w)
+    pre, gate, w2, offsets, ctx.activation, num_bits = inputs
+    need_pre, need_gate, need_w2 = ctx.needs_input_grad[:3]
+    ctx.transposed = is_transposed(w2)
     ctx.packed_pre, *kept_pre = pack(pre, num_bits)
-    ctx.packed_gate, *kept_gate = pack(gate_pre, num_bits)
-    ctx.save_for_backward(*kept_pre, *kept_gate, w if need_pre or need_gate else None, offsets)
+    ctx.packed_gate, *kept_gate = pack(gate, num_bits)
+    ctx.save_for_backward(*kept_pre, *kept_gate, w2 if need_pre or need_gate else None, offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    pre, pre_scales, gate_pre, gate_scales, w, offsets = ctx.saved_tensors
-    pre, gate_pre = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate_pre, gate_scales)
-    d_pre = d_gate = dw = None
-    if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
-        d_act = grouped_mm_op(dy, w.transpose(1, 2), offsets)
-        d_pre, d_gate = activation_backward_op(d_act, pre, gate_pre, ctx.name, ctx.approximate)
-        d_gate = None if gate_pre is None else d_gate
-    if ctx.needs_input_grad[2]:
-        act = activation_op(pre, gate_pre, ctx.name, ctx.approximate)
-        dw = weight_gradient(act, dy, offsets, ctx.transposed)
-    return d_pre, d_gate, dw, None, None, None, None
+    pre, pre_scales, gate, gate_scales, w2, offsets = ctx.saved_tensors
+    pre, gate = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate, gate_scales)
+    need_pre, need_gate, need_w2 = ctx.needs_input_grad[:3]
+    d_pre = d_gate = dw2 = None
+    if need_pre or need_gate:
+        d_act = grouped_mm_op(dy, w2.transpose(1, 2), offsets)
+        d_pre, d_gate = activation_backward_op(d_act, pre, gate, ctx.activation)
+        d_gate = None if gate is None else d_gate
+    if need_w2:
+        dw2 = weight_gradient(activation_op(pre, gate, ctx.activation), dy, offsets, ctx.transposed)
+    return d_pre, d_gate, dw2, None, None, None
 
 
 activate_and_project_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def activate_and_project(
-    pre: Tensor, gate_pre: Tensor | None, w: Tensor, offsets: Tensor, name: str, approximate: str = "tanh",
-    *, num_bits: int = OFF,
-) -> Tensor:  # fmt: skip
-    """`grouped_mm(activate(pre, gate_pre, name, approximate), w, offsets)`, keeping the activation only in forward.
+    pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, *, num_bits: int = OFF
+) -> Tensor:
+    """`grouped_mm(activate(pre, gate, activation), w2, offsets)`, which keeps the activation in forward only.
 
     Args:
-        pre, gate_pre, name, approximate: as in `activate`, (R, I).
-        w, offsets: as in `grouped_mm`, w (E, I, H).
-        num_bits: 4 or 8 keep pre and gate_pre quantised (`ops.quant`); -1 as they are.
+        pre, gate, activation: as in `activate`, (R, I).
+        w2, offsets: as in `grouped_mm`, w2 (E, I, H).
+        num_bits: 4 or 8 keep pre and gate quantized (`ops.quant`); -1 as they are.
 
     Returns:
         (R, H) in pre's dtype; rows >= offsets[E] are unspecified.
@@ -92,9 +83,9 @@ def activate_and_project(
     Raises:
         ValueError: as `activate` and `grouped_mm`.
     """
-    pre, w = under_autocast(pre, w)
-    if gate_pre is not None:
-        (gate_pre,) = under_autocast(gate_pre)
-    check_activation(pre, gate_pre, name, approximate)
-    check_grouped(pre, w, offsets)
-    return activate_and_project_op(pre, gate_pre, w, offsets, name, approximate, num_bits)
+    pre, w2 = under_autocast(pre, w2)
+    if gate is not None:
+        (gate,) = under_autocast(gate)
+    check_activation(pre, gate, activation)
+    check_grouped(pre, w2, offsets)
+    return activate_and_project_op(pre, gate, w2, offsets, activation, num_bits)

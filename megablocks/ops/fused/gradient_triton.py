@@ -1,4 +1,4 @@
-"""Triton kernel of mlp_gradient: a program takes ROWS whole rows, so that each row's dot product stays in it.
+"""Triton kernel of `mlp_gradient_ref`: a program takes ROWS whole rows, so that each row's dot product stays in it.
 
 Every byte moves once where a row fits a block; wider rows are walked in blocks, each read once as well.
 """
@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.activation import GATED
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 @quick
@@ -49,10 +50,9 @@ def _mlp_gradient_kernel(
 
 
 def mlp_gradient_launch(
-    d_act: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, pair: Tensor, offsets: Tensor, name: str,
-    approximate: str,
-) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """d_pre, d_gate (None without a gate), scaled (R, I) and d_weight (R,); one launch and one fill."""
+    d_act: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """d_pre, d_gate (None without a gate), s · act (R, I) and d_weight (R,); one launch and one fill."""
     d_act, pre, weight = d_act.contiguous(), pre.contiguous(), weight.contiguous()
     gate = None if gate is None else gate.contiguous()
     rows, inner = pre.shape
@@ -63,8 +63,9 @@ def mlp_gradient_launch(
         block = min(next_power_of_2(inner), 1024)
         per_program = max(1, 1024 // block)
         _mlp_gradient_kernel[(cdiv(rows, per_program),)](
-            d_act, pre, gate, weight, pair, offsets, d_pre, d_gate, scaled, d_weight, offsets.shape[0] - 1, inner,
-            NAME=GATED.get(name, name), EXACT=approximate == "none", GATED=gate is not None,
+            d_act, pre, gate, weight, dispatch.pair, dispatch.expert_offsets, d_pre, d_gate, scaled, d_weight,
+            dispatch.num_experts, inner,
+            NAME=activation.unary, EXACT=activation.exact, GATED=gate is not None,
             ROWS=per_program, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return d_pre, d_gate, scaled, d_weight

@@ -1,192 +1,354 @@
-"""The whole MLP of a layer's experts as one differentiable op that keeps what its gradient cannot do without.
+"""The whole MLP of a layer's experts as one differentiable op that saves little for backward.
 
-    a = act(x[token] · w1ᵀ + b1), or act(…) ⊙ (x[token] · v1ᵀ + c1)       y[t] = Σ over t's pairs of s · (a · w2 + b2)
+    pre[p] = x[gather[p]] · w1[e]ᵀ + b1[e]      gate[p] = x[gather[p]] · v1[e]ᵀ + c1[e] where gated
+    act[p] = f(pre[p]), or f(pre[p]) ⊙ gate[p]  of the rounded pre and gate, as backward sees them
+    y[t] = Σ over the rows p of token t of s[p] · (act[p] · w2[e] + b2[e])
 
-Legend: T tokens, H hidden, R rows and pairs, E experts, I expert width, s a pair's weight. Row p computes pair pair[p].
+Legend: T tokens, H hidden, R rows and pairs, V <= R valid rows, E experts, I expert width, s[p] = weight[pair[p]].
+Rows p >= V are never read, and those rows of pre, gate, act and their gradients are unspecified.
 
-Forward: up with its activation, down, combine. Kept for backward: x, z and u (the two factors before the activation),
-s and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated (2·T·H + 2·R·I else), or with `recompute` x and s alone;
-x and the factors also quantised (`ops.quant`). Neither a nor anything of size R·H outlives a call. Backward:
+Saved for backward are x, pre, gate, weight and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated, 2·T·H + 2·R·I
+else. With `recompute` they are x, weight and the indices. x, pre and gate may be quantized (`ops.quant`). Neither act
+nor anything of size R·H outlives a call. Backward, from dY:
 
-    dA = dY[token] · w2ᵀ            → d_z, d_u, s·a and dS = ⟨dA, a⟩ (+ ⟨dY, b2⟩), one pass     (gradient.py)
-    dW2 = (s·a)ᵀ · dY[token]        db2[e] = Σ s · dY[token]
-    dX  = Σ over t's pairs of d_z · w1 + d_u · v1       dW1 = d_zᵀ · x[token], dV1 = d_uᵀ · x[token]
+    d_act[p] = dY[gather[p]] · w2[e]ᵀ                 without s, so that d_weight needs act alone
+    d_pre[p] = s · d_act ⊙ ∂act/∂pre                  d_gate[p] = s · d_act ⊙ f(pre)
+    d_weight[pair[p]] = ⟨d_act, act⟩ + ⟨dY, b2[e]⟩    0 for an unused pair
+    dX[t] = Σ over the rows p of token t of d_pre · w1[e] + d_gate · v1[e]
+    dW1 = d_preᵀ · x[gather],  dV1 = d_gateᵀ · x[gather],  dW2 = (s · act)ᵀ · dY[gather],  and the biases' sums
 
-The weights' gradients may go to float32 buffers of the caller's instead (`main_grads`), each added as it is computed.
+The matrices' gradients may instead be added to float32 buffers of the caller (`MainGrads`).
 
-Where the weights are s = scaling · softmax of x · router_weight[e] over a token's K pairs, they pass on a gradient to x
-too, with a term for each pair and none for other experts: ds_p · router_weight[e], ds_p the slope of the pair's logit.
-Given router_weight, dX's rows get theirs before they are rounded and summed, which costs no byte of (T, H), where the
-router's product of (T, E) · (E, H) reads dX and writes it again.
-
+On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On a GPU forward is one kernel
+for pre, gate and act, the down product and `combine`; backward begins with one kernel for d_pre, d_gate, s · act and
+d_weight, which never writes d_act. They are up_hopper.py and gradient_hopper.py where Hopper's kernels run (and pay),
+up_triton.py elsewhere, and a product and a pass over its rows (gradient_triton.py). Where torch's grouped GEMM runs,
+gather, biases and activation are passes of their own.
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from megablocks.ops.activation import GATED, check_activation
-from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.fused.gradient import down_gradient_op
-from megablocks.ops.fused.up import fused_up_op
+from megablocks.ops.activation import activation_backward_ref, activation_op, activation_ref, check_activation
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
+    gathered_mm_dw_gated_add_op,
+    gathered_mm_dw_gated_op,
     gathered_mm_dw_op,
-    gathered_mm_dw_pair_add_op,
-    gathered_mm_dw_pair_op,
-    grouped_mm_outer_op,
+    gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, under_autocast
-from megablocks.ops.library import custom_op, once_differentiable
-from megablocks.ops.permute.combine import combine_op
-from megablocks.ops.quant.saved import OFF, pack, unpack
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, has_torch_kernel, twin_kernels
+from megablocks.ops.hopper import runs_hopper
+from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
+from megablocks.ops.permute.rows import combine_op
+from megablocks.ops.quant.quant import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
-from megablocks.ops.routing.router import chosen_slopes_op
 
 _WIDTH = 8  # columns of the narrowest product that every kernel takes
 
 
-@custom_op("megablocks::fused_mlp", mutates_args=())
-def fused_mlp_op(
-    x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
-    b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
-    main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
-    router_weight: Tensor | None = None, router_scaling: float = 1.0,
+class ExpertParameters(NamedTuple):
+    """The matrices and biases of E experts.
+
+    w1, v1, w2: (E, I, H); v1 where the activation is gated, else None.
+    b1, c1, b2: (E, I), (E, I) and (E, H), each or None; c1 only beside v1.
+    """
+
+    w1: Tensor
+    v1: Tensor | None
+    w2: Tensor
+    b1: Tensor | None = None
+    c1: Tensor | None = None
+    b2: Tensor | None = None
+
+
+class MainGrads(NamedTuple):
+    """For each matrix the tensor to which backward adds its gradient, or None where autograd takes it.
+
+    Each is contiguous, of its matrix's shape, float32 (float64 for float64).
+    """
+
+    w1: Tensor | None = None
+    v1: Tensor | None = None
+    w2: Tensor | None = None
+
+
+class Options(NamedTuple):
+    """As in `fused_mlp`."""
+
+    recompute: bool = False
+    in_order: bool = False
+    input_bits: int = OFF
+    pre_bits: int = OFF
+
+
+def _expert_linear(rows: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
+    """rows (R, K), w (E, K, N), bias (E, N) or None → rows · w[e] + bias[e] (R, N), rounded once."""
+    acc = torch.promote_types(rows.dtype, torch.float32)
+    y = rows.new_empty(rows.shape[0], w.shape[2])
+    with torch.autocast(rows.device.type, enabled=False):  # or torch would narrow the products
+        for e, (start, end) in enumerate(pairwise(offsets.tolist())):
+            product = rows[start:end].to(acc) @ w[e].to(acc)
+            y[start:end] = product if bias is None else product + bias[e]
+    return y
+
+
+def fused_up_ref(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
+    activation: Activation,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → pre, gate (None unless gated) and act (R, I)."""
+    rows, offsets = x.index_select(0, dispatch.gather), dispatch.expert_offsets
+    pre = _expert_linear(rows, w1.transpose(1, 2), b1, offsets)
+    gate = None if v1 is None else _expert_linear(rows, v1.transpose(1, 2), c1, offsets)
+    return pre, gate, activation_ref(pre, gate, activation)
+
+
+def fused_mlp_ref(
+    x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
+    in_order: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
+    """x (T, H), weight (R,) → y (T, H), or the rows as they stand with `in_order`; pre and gate (R, I)."""
+    d, (w1, v1, w2, b1, c1, b2) = dispatch, parameters
+    pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, d, activation)
+    rows = _expert_linear(act, w2, b2, d.expert_offsets)
+    if in_order:
+        return rows, pre, gate
+    acc = torch.promote_types(x.dtype, torch.float32)
+    row = d.scatter[: d.expert_offsets[-1]]  # by token, in the order of its pairs
+    scale = weight.to(acc).index_select(0, d.pair.index_select(0, row))
+    slots = rows.index_select(0, row).to(acc) * scale.unsqueeze(1)
+    y = slots.new_zeros(x.shape).index_add_(0, d.gather.index_select(0, row), slots)
+    return y.to(x.dtype), pre, gate
+
+
+def mlp_gradient_ref(
+    d_act: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """d_act, pre, gate (R, I), weight (R,) → d_pre, d_gate, s · act (R, I) and d_weight (R,) without b2's part."""
+    acc, dtype, pair = torch.promote_types(d_act.dtype, torch.float32), d_act.dtype, dispatch.pair
+    d_act, pre, gate = d_act.to(acc), pre.to(acc), None if gate is None else gate.to(acc)
+    scale = weight.to(acc).index_select(0, pair).unsqueeze(1)
+    act = activation_ref(pre, gate, activation)
+    d_pre, d_gate = activation_backward_ref(d_act * scale, pre, gate, activation)
+    d_weight = _by_pair((d_act * act).sum(1).to(weight.dtype), dispatch)
+    return d_pre.to(dtype), None if d_gate is None else d_gate.to(dtype), (act * scale).to(dtype), d_weight
+
+
+def _by_pair(values: Tensor, dispatch: Dispatch) -> Tensor:
+    """values (R,) of the rows → of the pairs, 0 for an unused one."""
+    rows = values.shape[0]
+    unused = torch.arange(rows, device=values.device) >= dispatch.expert_offsets[-1]
+    target = torch.where(unused, rows, dispatch.pair).long()  # unused rows write to a spare place
+    return values.new_zeros(rows + 1).scatter_(0, target, values)[:rows].contiguous()
+
+
+def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
+    """t, or an empty tensor for None, which a schema does not allow as a result."""
+    return like.new_empty(0) if t is None else t
+
+
+def _up_kernels(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch
+) -> ModuleType | None:
+    """The module of the kernel that takes these, None where other ops compute pre, gate and act."""
+    if dispatch.num_rows == 0 or (v1 is not None and (b1 is None) != (c1 is None)):
+        return None  # the kernels add both biases or none
+    if runs_hopper(x):
+        from megablocks.ops.fused import up_hopper
+
+        offsets, rows = dispatch.expert_offsets, dispatch.num_rows
+        if all(up_hopper.supports(x, w, offsets, rows) for w in (w1, v1) if w is not None):
+            return up_hopper
+    if twin_kernels(x) is None or has_torch_kernel(x):
+        return None
+    from megablocks.ops.fused import up_triton
+
+    return up_triton
+
+
+@custom_op("megablocks::fused_up")
+def fused_up_op(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """y (T, H), and z and u (R, I) for backward: both empty with recompute, u empty unless gated."""
-    z, u, a = fused_up_op(x, w1, v1, b1, c1, pair, gather, scatter, token_offsets, offsets, name, approximate)
-    if recompute:
-        z, u = x.new_empty(0), x.new_empty(0)
-    rows = grouped_mm_op(a, w2, offsets)
-    del a
-    if b2 is not None:
-        rows = add_expert_bias_op(rows, b2, offsets)
-    y = rows if in_order else combine_op(rows, weight, pair, gather, scatter, token_offsets)
-    return y, z, u
+    """pre, gate (empty unless gated) and act; not differentiable by itself."""
+    if not x.is_cuda:
+        pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, dispatch, activation)
+    elif kernels := _up_kernels(x, w1, v1, b1, c1, dispatch):
+        b1, c1 = (None if t is None else t.contiguous() for t in (b1, c1))
+        pre, gate, act = kernels.up(x, w1, v1, b1, c1, dispatch, activation)
+    else:
+        pre, gate = gathered_mm_op(x, w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2), dispatch)
+        pre = pre if b1 is None else add_expert_bias_op(pre, b1, dispatch.expert_offsets)
+        gate = gate if c1 is None else add_expert_bias_op(gate, c1, dispatch.expert_offsets)
+        act = activation_op(pre, None if v1 is None else gate, activation)
+    return pre, _or_empty(gate, x), act
+
+
+@fused_up_op.register_fake
+def _(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
+    activation: Activation,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    pre = x.new_empty(dispatch.num_rows, w1.shape[1])
+    return pre, x.new_empty(0) if v1 is None else torch.empty_like(pre), torch.empty_like(pre)
+
+
+@custom_op("megablocks::down_gradient")
+def down_gradient_op(
+    dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """dy (T, H), w2 (E, I, H) → d_pre, d_gate (empty without gate), s · act and d_weight, as `mlp_gradient_ref`."""
+    arguments = pre, gate, weight, dispatch, activation
+    if dy.is_cuda and runs_hopper(dy):
+        from megablocks.ops.fused import gradient_hopper as hopper
+
+        if hopper.pays(*w2.shape[1:]) and hopper.supports(dy, w2, pre, gate, weight, dispatch.expert_offsets):
+            d_pre, d_gate, scaled, d_weight = hopper.down_gradient(dy, w2, *arguments)
+            return d_pre, _or_empty(d_gate, pre), scaled, d_weight
+    d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, dispatch)
+    if runs_triton(dy):
+        from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
+
+        d_pre, d_gate, scaled, d_weight = mlp_gradient_launch(d_act, *arguments)
+    else:
+        d_pre, d_gate, scaled, d_weight = mlp_gradient_ref(d_act, *arguments)
+    return d_pre, _or_empty(d_gate, pre), scaled, d_weight
+
+
+@down_gradient_op.register_fake
+def _(
+    dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_gate = pre.new_empty(0) if gate is None else torch.empty_like(pre)
+    return torch.empty_like(pre), d_gate, torch.empty_like(pre), torch.empty_like(weight)
+
+
+@custom_op("megablocks::fused_mlp")
+def fused_mlp_op(
+    x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
+    options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """y (T, H), and pre and gate (R, I) for backward: both empty with recompute, gate empty unless gated."""
+    w1, v1, w2, b1, c1, b2 = parameters
+    gate: Tensor | None
+    if not x.is_cuda:
+        y, pre, gate = fused_mlp_ref(x, weight, parameters, dispatch, activation, options.in_order)
+    else:
+        pre, gate, act = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
+        rows = grouped_mm_op(act, w2, dispatch.expert_offsets)
+        del act
+        rows = rows if b2 is None else add_expert_bias_op(rows, b2, dispatch.expert_offsets)
+        y = rows if options.in_order else combine_op(rows, weight, dispatch)
+    return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))
 
 
 @fused_mlp_op.register_fake
 def _(
-    x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None, c1: Tensor | None,
-    b2: Tensor | None, pair: Tensor, gather: Tensor, scatter: Tensor, token_offsets: Tensor, offsets: Tensor,
-    name: str, approximate: str, recompute: bool, in_order: bool, input_bits: int, pre_bits: int,
-    main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
-    router_weight: Tensor | None = None, router_scaling: float = 1.0,
+    x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
+    options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    z = x.new_empty(0 if recompute else (gather.shape[0], w1.shape[1]))
-    return x.new_empty(x.shape), z, x.new_empty(0) if v1 is None else torch.empty_like(z)
+    pre = x.new_empty(0 if options.recompute else (dispatch.num_rows, parameters.w1.shape[1]))
+    return x.new_empty(x.shape), pre, x.new_empty(0) if parameters.v1 is None else torch.empty_like(pre)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, weight, w1, v1, w2, b1, c1, b2, *indices, ctx.name, ctx.approximate, ctx.recompute = inputs[:-8]
-    # Not saved: other micro-batches add to these before this one's backward, which is no mistake here.
-    ctx.in_order, input_bits, pre_bits, *ctx.main_grads, router_weight, ctx.router_scaling = inputs[-8:]
-    _, z, u = output
-    ctx.mark_non_differentiable(z, u)
+    # The main grads are not saved: other micro-batches may add to them before this one's backward.
+    x, weight, parameters, dispatch, ctx.activation, ctx.options, *ctx.main_grads = inputs
+    _, pre, gate = output
+    ctx.mark_non_differentiable(pre, gate)
     ctx.set_materialize_grads(False)
-    ctx.packed_x, *kept_x = pack(x, input_bits)
-    ctx.packed_z, *kept_z = pack(z, pre_bits)
-    ctx.packed_u, *kept_u = pack(u, pre_bits)
-    ctx.save_for_backward(*kept_x, *kept_z, *kept_u, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices)
+    ctx.packed_x, *kept_x = pack(x, ctx.options.input_bits)
+    ctx.packed_pre, *kept_pre = pack(pre, ctx.options.pre_bits)
+    ctx.packed_gate, *kept_gate = pack(gate, ctx.options.pre_bits)
+    ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, weight, *parameters, *dispatch[:5])
 
 
 @once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x, x_scales, z, z_scales, u, u_scales, weight, w1, v1, w2, b1, c1, b2, router_weight, *indices = ctx.saved_tensors
-    pair, gather, _, _, offsets = indices
+    if dy is None:
+        return (None,) * 9
+    x, x_scales, pre, pre_scales, gate, gate_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
+    dispatch, activation = Dispatch(*indices), ctx.activation
+    offsets = dispatch.expert_offsets
     main_w1, main_v1, main_w2 = ctx.main_grads
-    x, z, u = unpack(ctx.packed_x, x, x_scales), unpack(ctx.packed_z, z, z_scales), unpack(ctx.packed_u, u, u_scales)
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
-    if dy is None:
-        return (None,) * 24
+    x = unpack(ctx.packed_x, x, x_scales)
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
-    if ctx.recompute:
-        z, u, _ = fused_up_op(x, w1, v1, b1, c1, *indices, ctx.name, ctx.approximate)
-    below_act = need_x or need_w1 or need_v1 or need_b1 or need_c1
-    if below_act or need_weight or need_w2:
-        d_z, d_u, scaled, d_weight = down_gradient_op(
-            dy, w2, z, None if v1 is None else u, weight, *indices, ctx.name, ctx.approximate
+    if ctx.options.recompute:
+        pre, gate, _ = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
+    else:
+        pre, gate = unpack(ctx.packed_pre, pre, pre_scales), unpack(ctx.packed_gate, gate, gate_scales)
+    if any(ctx.needs_input_grad[:7]):
+        d_pre, d_gate, scaled, d_weight = down_gradient_op(
+            dy, w2, pre, None if v1 is None else gate, weight, dispatch, activation
         )
-        del z, u
+        del pre, gate
         if need_w2:
-            dw2 = _weight_gradient(main_w2, scaled, dy, indices)
+            dw2 = _matrix_gradient(main_w2, scaled, dy, dispatch)
         del scaled
-        if b2 is not None and (need_weight or router_weight is not None):
-            assert d_weight is not None
-            d_weight = d_weight + _bias_gradient_of_weight(dy, b2, pair, gather, offsets, weight.dtype)
+        if need_weight and b2 is not None:
+            d_weight = d_weight + _bias_part_of_weight(dy, b2, weight.dtype, dispatch)
         if need_x:
-            if router_weight is not None:
-                top_k = max(weight.shape[0] // max(dy.shape[0], 1), 1)
-                slope = chosen_slopes_op(weight, d_weight, pair, top_k, ctx.router_scaling)
-                gated = (None, None) if v1 is None else (d_u, v1)
-                rows = grouped_mm_outer_op(d_z, w1, *gated, slope, router_weight, offsets)
-            elif v1 is None:
-                rows = grouped_mm_op(d_z, w1, offsets)
+            if v1 is None:
+                rows = grouped_mm_op(d_pre, w1, offsets)
             else:
-                rows = grouped_mm_sum_op(d_z, w1, d_u, v1, offsets)
-            dx = rows if ctx.in_order else combine_op(rows, None, *indices[:4])
+                rows = grouped_mm_sum_op(d_pre, w1, d_gate, v1, offsets)
+            dx = rows if ctx.options.in_order else combine_op(rows, None, dispatch)
             del rows
         if need_w1 and need_v1 and main_w1 is None and main_v1 is None:
-            dw1, dv1 = gathered_mm_dw_pair_op(d_z, d_u, x, *indices)
+            dw1, dv1 = gathered_mm_dw_gated_op(d_pre, d_gate, x, dispatch)
         elif need_w1 and need_v1 and main_w1 is not None and main_v1 is not None:
-            gathered_mm_dw_pair_add_op(main_w1, main_v1, d_z, d_u, x, *indices)
+            gathered_mm_dw_gated_add_op(main_w1, main_v1, d_pre, d_gate, x, dispatch)
         else:
-            dw1 = _weight_gradient(main_w1, d_z, x, indices) if need_w1 else None
-            dv1 = _weight_gradient(main_v1, d_u, x, indices) if need_v1 else None
-        db1 = expert_sum_op(d_z, offsets).to(b1.dtype) if need_b1 else None
-        dc1 = expert_sum_op(d_u, offsets).to(c1.dtype) if need_c1 else None
+            dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
+            dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
+        db1 = expert_sum_op(d_pre, offsets).to(b1.dtype) if need_b1 else None
+        dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 else None
     if need_b2:
-        # Σ s·dY is a product with one column of weights
-        scale = weight.to(dy.dtype).index_select(0, pair).unsqueeze(1)
+        # Σ s · dY is a product with one column of weights
+        scale = weight.to(dy.dtype).index_select(0, dispatch.pair).unsqueeze(1)
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
-        db2 = gathered_mm_dw_op(column, dy, *indices)[:, 0].to(b2.dtype)
-    d_weight = d_weight if need_weight else None
-    return dx, d_weight, dw1, dv1, dw2, db1, dc1, db2, *(None,) * 16
+        db2 = gathered_mm_dw_op(column, dy, dispatch)[:, 0].to(b2.dtype)
+    return dx, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2), *(None,) * 6
 
 
-def _weight_gradient(
-    main_grad: Tensor | None, left: Tensor, right: Tensor | None, indices: list[Tensor]
-) -> Tensor | None:
-    """leftᵀ · right[token] of each expert (E, I, H), or None once it is added to main_grad."""
+def _matrix_gradient(main_grad: Tensor | None, left: Tensor, right: Tensor | None, dispatch: Dispatch) -> Tensor | None:
+    """leftᵀ · right[gather] of each expert (E, I, H), or None once it is added to main_grad."""
     if main_grad is None:
-        return gathered_mm_dw_op(left, right, *indices)
-    gathered_mm_dw_add_op(main_grad, left, right, *indices)
+        return gathered_mm_dw_op(left, right, dispatch)
+    gathered_mm_dw_add_op(main_grad, left, right, dispatch)
     return None
 
 
-def _bias_gradient_of_weight(
-    dy: Tensor, b2: Tensor, pair: Tensor, gather: Tensor, offsets: Tensor, dtype: torch.dtype
-) -> Tensor:
-    """⟨dY[token], b2[e]⟩ of every pair (R,), 0 for an unused one: picked out of dY · b2ᵀ (T, E)."""
-    experts, pairs = b2.shape[0], pair.shape[0]
-    acc = accumulation_dtype(dy.dtype)
-    expert = expert_of_row(offsets, pairs)
-    used = expert < experts
+def _bias_part_of_weight(dy: Tensor, b2: Tensor, dtype: torch.dtype, dispatch: Dispatch) -> Tensor:
+    """⟨dY[gather], b2[e]⟩ of every pair (R,), 0 for an unused one: picked out of dY · b2ᵀ (T, E)."""
+    experts, acc = b2.shape[0], torch.promote_types(dy.dtype, torch.float32)
+    expert = expert_of_row(dispatch.expert_offsets, dispatch.num_rows).clamp_(max=experts - 1)
     with torch.autocast(dy.device.type, enabled=False):  # or torch would narrow what the router learns from
         dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
-    at = gather.long() * experts + expert.clamp(max=experts - 1)
-    values = dots.index_select(0, at).to(dtype)
-    target = torch.where(used, pair, pairs).long()  # unused rows write to a spare place
-    return values.new_zeros(pairs + 1).scatter_(0, target, values)[:-1]
+    return _by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
 
 
 fused_mlp_op.register_autograd(_backward, setup_context=_save)
 
 
 def fused_mlp(
-    x: Tensor, weight: Tensor | None, dispatch: Dispatch, w1: Tensor, w2: Tensor, *, v1: Tensor | None = None,
-    b1: Tensor | None = None, c1: Tensor | None = None, b2: Tensor | None = None, activation: str = "swiglu",
-    approximate: str = "tanh", recompute: bool = False, in_order: bool = False, input_bits: int = OFF,
-    pre_bits: int = OFF, main_grads: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
-    router_weight: Tensor | None = None, router_scaling: float = 1.0,
+    x: Tensor, weight: Tensor | None, dispatch: Dispatch, parameters: ExpertParameters, activation: Activation, *,
+    recompute: bool = False, in_order: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
+    main_grads: MainGrads = MainGrads(),  # noqa: B008 (a NamedTuple is immutable)
 ) -> Tensor:  # fmt: skip
     """Each token's experts and their weighted sum.
 
@@ -194,84 +356,68 @@ def fused_mlp(
         x: (T, H) floating.
         weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing; None for ones.
         dispatch: of T tokens and R pairs.
-        w1, w2: (E, I, H) in x's dtype; v1 the same, given when `activation` is gated ("swiglu", "geglu", "reglu").
-        b1, c1: (E, I), c1 only when gated; b2: (E, H).
-        activation, approximate: as in `activate`.
-        recompute: keep x and weight alone, and compute the up-projection again in backward.
+        parameters: the matrices in x's dtype, the biases in any.
+        activation: as in `activate`.
+        recompute: save x and weight alone, and compute the up-projection again in backward.
         in_order: the dispatch's rows are its tokens as they stand, and weight is None: nothing is summed, and rows of
             the result and of x's gradient beyond the last expert's are unspecified.
-        input_bits, pre_bits: 4 or 8 keep x, or the pre-activations, quantised (`ops.quant`); -1 as they are.
-        main_grads: for w1, v1 and w2 a contiguous float32 tensor (float64 for float64) of its shape, or None. Backward
-            adds the weight's gradient to it and gives the weight none.
-        router_weight: (E, H) in x's dtype; says that `weight` is router_scaling times the softmax over each token's K
-            pairs of x · router_weight[e], of x detached: x's gradient through it is then in x's here. Its own is not.
-            Every pair must have an expert, which is not checked: it would wait for the GPU.
+        input_bits, pre_bits: 4 or 8 keep x, or pre and gate, quantized (`ops.quant`); -1 as they are.
+        main_grads: where backward adds a matrix's gradient, which autograd then does not get.
 
     Returns:
-        (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight, weights and biases.
+        (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight and parameters.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    x, w1, w2 = under_autocast(x, w1, w2)
-    if v1 is not None:
-        (v1,) = under_autocast(v1)
-    d = dispatch
-    num_tokens, num_pairs, experts = d.token_offsets.shape[0] - 1, d.pair.shape[0], d.expert_offsets.shape[0] - 1
+    w1, v1, w2, b1, c1, b2 = parameters
+    if torch.is_autocast_enabled(x.device.type):
+        x, w1, w2 = under_autocast(x, w1, w2)
+        v1 = None if v1 is None else under_autocast(v1)[0]
+    num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
-    if w1.dim() != 3 or w1.shape[0] != experts or w1.shape[2] != x.shape[1]:
-        raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={x.shape[1]}")
-    if (v1 is None) == (activation in GATED):
-        raise ValueError(f"v1 is {'missing' if v1 is None else 'given'}: activation={activation!r} wants the opposite")
+    _check(x, weight, ExpertParameters(w1, v1, w2, b1, c1, b2), dispatch, activation)
+    _check_main_grads(ExpertParameters(w1, v1, w2), main_grads)
+    if in_order and (weight is not None or num_tokens != num_pairs):
+        raise ValueError(f"in_order: wants weight=None and as many tokens as rows, not {num_tokens} and {num_pairs}")
+    if weight is None:
+        weight = torch.ones(num_pairs, dtype=torch.promote_types(x.dtype, torch.float32), device=x.device)
+    biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
+    options = Options(recompute, in_order, input_bits, pre_bits)
+    return fused_mlp_op(x, weight, ExpertParameters(w1, v1, w2, *biases), dispatch, activation, options, *main_grads)[0]
+
+
+def _check(
+    x: Tensor, weight: Tensor | None, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation
+) -> None:
+    w1, v1, w2, b1, c1, b2 = parameters
+    experts, hidden = dispatch.expert_offsets.shape[0] - 1, x.shape[1]
+    if w1.dim() != 3 or w1.shape[0] != experts or w1.shape[2] != hidden:
+        raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={hidden}")
+    check_activation(w1, v1, activation, "v1")
     if c1 is not None and v1 is None:
-        raise ValueError(f"c1 is given: activation={activation!r} has no gate to add it to")
-    inner, hidden = w1.shape[1:]
+        raise ValueError(f"c1 is given: activation={activation.name!r} has no gate to add it to")
+    inner = w1.shape[1]
     for what, t, shape in (
         ("w2", w2, w1.shape), ("v1", v1, w1.shape), ("b1", b1, (experts, inner)), ("c1", c1, (experts, inner)),
-        ("b2", b2, (experts, hidden)), ("weight", weight, (num_pairs,)),
+        ("b2", b2, (experts, hidden)), ("weight", weight, (dispatch.scatter.shape[0],)),
     ):  # fmt: skip
         if t is not None and t.shape != shape:
             raise ValueError(f"{what} is {tuple(t.shape)}: must be {tuple(shape)}")
     for what, t in (("w1", w1), ("v1", v1), ("w2", w2)):
         if t is not None and t.dtype != x.dtype:
             raise ValueError(f"{what} is {t.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
-    for what, t, main in zip(("w1", "v1", "w2"), (w1, v1, w2), main_grads, strict=True):
-        if main is not None:
-            _check_main_grad(what, t, main)
-    check_activation(w1, v1, activation, approximate)
-    biases = [None if b is None else b.to(x.dtype) for b in (b1, c1, b2)]
-    indices = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
-    if in_order and (weight is not None or num_tokens != num_pairs):
-        raise ValueError(f"in_order: wants weight=None and as many tokens as rows, not {num_tokens} and {num_pairs}")
-    if weight is None:
-        weight = torch.ones(num_pairs, dtype=accumulation_dtype(x.dtype), device=x.device)
-    if router_weight is not None:
-        (router_weight,) = under_autocast(router_weight.detach())
-        _check_router_weight(router_weight, router_scaling, x, experts, num_pairs, in_order)
-    options = activation, approximate, recompute, in_order, input_bits, pre_bits
-    routed = router_weight, router_scaling
-    return fused_mlp_op(x, weight, w1, v1, w2, *biases, *indices, *options, *main_grads, *routed)[0]
 
 
-def _check_router_weight(
-    router_weight: Tensor, router_scaling: float, x: Tensor, experts: int, num_pairs: int, in_order: bool
-) -> None:
-    num_tokens, hidden = x.shape
-    if router_scaling == 0:
-        raise ValueError(f"router_scaling={router_scaling!r}: must not be 0, or drop router_weight")
-    if router_weight.shape != (experts, hidden) or router_weight.dtype != x.dtype:
-        given = f"{tuple(router_weight.shape)} {router_weight.dtype}"
-        raise ValueError(f"router_weight is {given}: must be {(experts, hidden)} {x.dtype}, one row an expert")
-    if in_order or num_pairs % max(num_tokens, 1):
-        raise ValueError(f"router_weight is given for {num_pairs} pairs of {num_tokens} tokens: must be K pairs each")
-
-
-def _check_main_grad(what: str, weight: Tensor | None, main: Tensor) -> None:
-    if weight is None:
-        raise ValueError(f"main_grads has a tensor for {what}, which is None: must be None there too")
-    dtype = accumulation_dtype(weight.dtype)
-    if main.shape != weight.shape or main.dtype != dtype or not main.is_contiguous():
-        strides = "contiguous" if main.is_contiguous() else f"of strides {main.stride()}"
-        given = f"{tuple(main.shape)} {main.dtype}, {strides}"
-        raise ValueError(f"main_grads of {what} is {given}: must be {tuple(weight.shape)} {dtype}, contiguous")
+def _check_main_grads(parameters: ExpertParameters, main_grads: MainGrads) -> None:
+    for what, matrix, main in zip(main_grads._fields, parameters, main_grads, strict=False):
+        if main is None:
+            continue
+        if matrix is None:
+            raise ValueError(f"main_grads has a tensor for {what}, which is None: must be None there too")
+        dtype = torch.promote_types(matrix.dtype, torch.float32)
+        if main.shape != matrix.shape or main.dtype != dtype or not main.is_contiguous():
+            strides = "contiguous" if main.is_contiguous() else f"of strides {main.stride()}"
+            given = f"{tuple(main.shape)} {main.dtype}, {strides}"
+            raise ValueError(f"main_grads of {what} is {given}: must be {tuple(matrix.shape)} {dtype}, contiguous")

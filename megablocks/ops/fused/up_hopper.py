@@ -1,7 +1,11 @@
-"""Up-projection with its activation on Hopper (sm_90): plan, descriptors and launch of the Gluon kernel.
+"""Up-projection with its activation on Hopper (Gluon, sm_90): plan, kernel and launch; mlp.py has the formula.
 
-No host synchronisation, nothing compiled for a token count; can be captured in a CUDA graph.
+The skeleton is that of grouped_mm_hopper.py. A gated tile holds BN/2 columns of W1 beside the same columns of V1, so
+one wgmma computes both, and their elementwise product needs no other thread's registers.
 """
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 
@@ -9,19 +13,41 @@ import functools
 from dataclasses import dataclass
 
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
-from megablocks.ops.activation import GATED
+from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
-from megablocks.ops.grouped.grouped_mm_hopper import Tile, ragged_rows
-from megablocks.ops.hopper import descriptor, multiprocessors
+from megablocks.ops.hopper import Tile, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper_gluon import (
+    barriers,
+    consumer_walk,
+    find_tile,
+    gather_lanes,
+    gather_rows,
+    issue,
+    multiply,
+    operand_buffers,
+    parts_of,
+    retire,
+    rounded_parts,
+    row_ids,
+    row_sources,
+    store_rows,
+    unary,
+    walk,
+)
+from megablocks.ops.launch import quick
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 @dataclass(frozen=True)
 class _Plan(grouped.Plan):
-    """A grouped product's plan, with what the epilogue is to compute."""
+    """A grouped product's plan, with what the epilogue computes."""
 
     gated: bool = False
-    act: str = "silu"
+    unary: str = "silu"
     exact: bool = False
     has_bias: bool = False
 
@@ -42,61 +68,232 @@ class _Plan(grouped.Plan):
 
 # Both consumers on one tile: 487 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200, where turns take 535.
 _SHARED = Tile(64, 256, 4, group_m=8, out_parts=4, out_buffers=2)
-# Each a tile of its own, of half the rows: less is computed for nothing where experts have few. 202 µs with gelu at
-# 8192, 1024; 4096/64/1, against 231 on one tile.
+# Each consumer has a tile of half the rows, so that less is computed for nothing where experts have few rows.
 _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(1024)  # a look-up takes less time than a new plan
 def _plan(
-    tile: Tile | None, experts: int, inner: int, K: int, gated: bool, name: str, exact: bool, has_bias: bool
+    tile: Tile | None, experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool
 ) -> _Plan:
-    """Kept, since making and comparing one takes longer than finding it; of numbers alone, so never out of date."""
     return _Plan(
         **vars(tile or (_SHARED if gated else _WIDE)), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
-        b_k_major=True, gated=gated, act=GATED.get(name, name), exact=exact, has_bias=has_bias,
+        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, has_bias=has_bias,
     )  # fmt: skip
 
 
 def supports(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
-    """Whether the kernel takes these: as grouped_mm_hopper's, with w (E, I, H) contiguous."""
+    """Whether the kernel takes these: as `grouped.supports_m`, with w (E, I, H) contiguous."""
     return grouped.supports_m(x, w.transpose(1, 2), offsets, rows) and w.is_contiguous()
 
 
-def up(
-    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, gather: Tensor, offsets: Tensor,
-    name: str, approximate: str, *, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """z, u (None unless gated) and a, (R, I) each; see up.py. Rows from offsets[E] on are left as allocated."""
-    from megablocks.ops.fused.up_hopper_kernel import up_kernel
+@gluon.jit
+def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """Activate and write one column part (rows, out_cols) from col on: pre, gate where gated, and act, from slot on."""
+    pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr = outs
+    NAME: gl.constexpr = c.unary
+    EXACT: gl.constexpr = c.exact
+    j = gl.arange(0, c.out_cols, gl.SliceLayout(0, pre.type.layout))
+    if c.has_bias:
+        pre += gl.load(b1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
+    pre = pre.to(bufs.dtype)
+    store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
+    act, _ = unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+    if c.gated:
+        if c.has_bias:
+            gate += gl.load(c1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
+        gate = gate.to(bufs.dtype)
+        store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
+        act *= gate.to(gl.float32)
+        store_rows(act.to(bufs.dtype), slot + 2, bufs, act_desc, act_tail, row, end, col, WG, c)
+    else:
+        store_rows(act.to(bufs.dtype), slot + 1, bufs, act_desc, act_tail, row, end, col, WG, c)
 
+
+@gluon.jit
+def _direct_consumer(
+    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
+):
+    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    phase = gl.to_tensor(0)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    for tile in range(start, tiles, step):
+        expert = e
+        row = m0
+        last = end
+        col = n0 // 2 if c.gated else n0
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc, it = multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
+        if c.pingpong:
+            phase ^= 1
+            it += c.steps
+        else:
+            row += WG * c.rows
+        p0, p1, p2, p3 = parts_of(acc, c)
+        if c.gated:  # the lower half is pre, the upper one gate
+            _finish(p0, p2, 0, o_bufs, outs, expert, row, last, col, WG, c)
+            _finish(p1, p3, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
+        else:
+            # A loop, though it moves the parts through registers: written out for both consumers, the code does not
+            # fit the instruction cache.
+            for i in range(c.out_parts):
+                _finish(p0, p0, 0, o_bufs, outs, expert, row, last, col + i * c.out_cols, WG, c)
+                p0 = p1
+                p1 = p2
+                p2 = p3
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    """As _direct_consumer, for gated tiles that both consumers share; each tile is written *late*.
+
+    A rounded tile waits in registers. Its two column parts are activated and stored while the next tile's first
+    products run. If ptxas moved the rounding in among those products, it would wait for each as soon as it is issued;
+    tests/ops/test_grouped_compile.py checks that it does not.
+    """
+    LATE: gl.constexpr = 2
+    shape: gl.constexpr = [c.rows, c.BN]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
+    dtype: gl.constexpr = o_bufs.dtype
+    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    pre0, pre1, gate0, gate1 = rounded_parts(gl.zeros(shape, gl.float32, layout), dtype, c)
+    # Of the tile that waits. Each starts as an object of its own, or Triton does not carry it around the loop.
+    expert = gl.to_tensor(0)
+    row = gl.to_tensor(0)
+    last = gl.to_tensor(0)
+    col = gl.to_tensor(0)
+    for tile in range(start, tiles, step):
+        next_expert = e
+        next_row = m0 + WG * c.rows
+        next_last = end
+        next_col = n0 // 2
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc = gl.zeros(shape, gl.float32, layout)
+        for i in gl.static_range(LATE):
+            acc = issue(it, acc, x_bufs, w_bufs, full, i > 0, WG, c)
+            if tile > start:
+                if i == 0:
+                    _finish(pre0, gate0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+                else:
+                    _finish(pre1, gate1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
+            acc = retire(it, acc, empty, i > 0, c)
+            it += 1
+        for _ in range(LATE, c.steps):
+            acc = issue(it, acc, x_bufs, w_bufs, full, True, WG, c)
+            acc = retire(it, acc, empty, True, c)
+            it += 1
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
+        pre0, pre1, gate0, gate1 = rounded_parts(acc, dtype, c)
+        expert = next_expert
+        row = next_row
+        last = next_last
+        col = next_col
+    if start < tiles:
+        _finish(pre0, gate0, 0, o_bufs, outs, expert, row, last, col, WG, c)
+        _finish(pre1, gate1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+    if c.late:
+        _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG, c)
+    else:
+        _direct_consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG, c)
+
+
+@gluon.jit
+def _producer(
+    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
+):
+    half: gl.constexpr = c.BN // 2
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
+    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    lanes = gather_lanes(c)
+    ids = row_ids(gather_ptr, m0, end, lanes, c)
+    for tile in range(start, tiles, step):
+        # Where a tile is wider than what is left of this expert's weights, rows of the next expert's are multiplied
+        # too, and the store clips their columns.
+        w_row = e * c.N + (n0 // 2 if c.gated else n0)
+        sources = row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
+        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        ids = row_ids(gather_ptr, m0, end, lanes, c)
+        for k in range(c.steps):
+            s = it % c.stages
+            bar = full.index(s)
+            k0 = k * c.BK
+            mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
+            mbarrier.expect(bar, c.right_bytes)
+            w_buf = w_bufs.index(s)
+            if c.gated:
+                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
+                tma.async_copy_global_to_shared(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
+            else:
+                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
+            gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
+            it += 1
+
+
+@quick
+@gluon.jit(do_not_specialize=["experts"])
+def up_kernel(
+    w_desc, v_desc, pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr, x_ptr, x_row,
+    gather_ptr, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
+):  # fmt: skip
+    """w_desc, v_desc (E·I, K); pre, gate and act (R, I), each with its ragged twin; v and gate None unless gated."""
+    x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
+    o_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], pre_desc.layout)
+    full, empty, turn = barriers(c)
+    outs = (pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr)
+    gl.warp_specialize(
+        [
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
+            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
+            (
+                _producer,
+                (
+                    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c,
+                ),
+            ),
+        ],
+        [4, c.producer_warps],
+        [c.consumer_regs, c.producer_regs],
+    )  # fmt: skip
+
+
+def up(
+    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
+    activation: Activation, *, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
+    """pre, gate (None unless gated) and act, (R, I) each. Rows from offsets[E] on are left as allocated."""
     experts, inner, hidden = w1.shape
-    rows = gather.shape[0]
-    z, a = x.new_empty(rows, inner), x.new_empty(rows, inner)
-    u = None if v1 is None else x.new_empty(rows, inner)
-    if rows == 0:
-        return z, u, a
+    rows = dispatch.num_rows
+    pre, act = x.new_empty(rows, inner), x.new_empty(rows, inner)
+    gate = None if v1 is None else x.new_empty(rows, inner)
     assert tile is None or tile.out_buffers <= 2, "parts alternate between two buffers"
-    c = _plan(tile, experts, inner, hidden, v1 is not None, name, approximate == "none", b1 is not None)
+    c = _plan(tile, experts, inner, hidden, v1 is not None, activation, b1 is not None)
     box = [c.rows, c.out_cols]
     weight_box = [c.columns, c.BK]
     up_kernel[(multiprocessors(x.device.index),)](
         descriptor(w1.view(-1, hidden), weight_box),
         None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
-        descriptor(z, box),
-        ragged_rows(z, box),
-        None if u is None else descriptor(u, box),
-        None if u is None else ragged_rows(u, box),
-        descriptor(a, box),
-        ragged_rows(a, box),
+        descriptor(pre, box),
+        ragged_rows(pre, box),
+        None if gate is None else descriptor(gate, box),
+        None if gate is None else ragged_rows(gate, box),
+        descriptor(act, box),
+        ragged_rows(act, box),
         b1,
         c1,
         x,
         x.stride(0) // 8,
-        gather,
-        offsets,
+        dispatch.gather,
+        dispatch.expert_offsets,
         experts,
         c=c,
         num_warps=4,
     )
-    return z, u, a
+    return pre, gate, act

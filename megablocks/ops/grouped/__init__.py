@@ -1,7 +1,7 @@
 """Products over a ragged number of rows an expert."""
 
 TILE_ROWS = 128
-"""Rows of the tallest tile that any of these products, and of the fused ones, cuts an expert's rows into.
+"""Rows of the tallest tile into which these products, and the fused ones, cut an expert's rows.
 
-Loads in multiples of it leave no tile in part; lower tiles divide it.
+Lower tiles divide it, so an expert with a multiple of it has no tile in part.
 """

@@ -8,18 +8,17 @@ The sum runs over each expert's rows in order, in float32: no atomics, so reruns
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megablocks.ops.backend import runs_triton
-from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import custom_op, runs_triton
 
 
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
-    """(R,) int64: the expert of each row, E for the unused rows behind the last expert's."""
+    """(R,) int64: the expert of each row, E for unused rows, which stand behind the last expert's."""
     rows = torch.arange(num_rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
 
@@ -32,15 +31,14 @@ def add_expert_bias_ref(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
 def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     """Sum each expert's rows: (R, N), (E+1,) → (E, N) in float32 (float64 for float64)."""
-    wide = rows.to(accumulation_dtype(rows.dtype)).contiguous()
-    bounds = offsets.tolist()
-    out = wide.new_zeros(len(bounds) - 1, rows.shape[1])
-    for expert in range(len(bounds) - 1):
-        torch.sum(wide[bounds[expert] : bounds[expert + 1]], dim=0, out=out[expert])
+    wide = rows.to(torch.promote_types(rows.dtype, torch.float32)).contiguous()
+    out = wide.new_zeros(offsets.shape[0] - 1, rows.shape[1])
+    for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
+        torch.sum(wide[start:end], dim=0, out=out[expert])
     return out
 
 
-@custom_op("megablocks::add_expert_bias", mutates_args=())
+@custom_op("megablocks::add_expert_bias")
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import add_expert_bias_launch
@@ -54,7 +52,7 @@ def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return rows.new_empty(rows.shape)
 
 
-@custom_op("megablocks::expert_sum", mutates_args=())
+@custom_op("megablocks::expert_sum")
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import expert_sum_launch
@@ -65,7 +63,7 @@ def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
 
 @expert_sum_op.register_fake
 def _(rows: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=accumulation_dtype(rows.dtype))
+    return rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -4,16 +4,16 @@
     dX   = grouped_mm(dY, wᵀ)     dW[e] = x[rows of e]ᵀ · dY[rows of e], exactly 0 for an expert without rows
 
 Legend: R rows, E experts, K inner size, N outer size, V = offsets[E] <= R valid rows. Rows p >= V are never read, and
-what stands there in the result is unspecified. Source: MegaBlocks (arXiv 2211.15841), section 4, without padding.
+those rows of the result are unspecified. Source: MegaBlocks (arXiv 2211.15841), section 4, without padding.
 
-The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, one synchronisation on a
-GPU. There kernels run instead, without one; the first of these that takes the operands:
+The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, a synchronization on a
+GPU. On a GPU kernels run instead, without one. The first of these that takes the operands runs:
 
-    grouped_mm_hopper.py   capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes
+    grouped_mm_hopper.py   capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes (dW: _dw.py)
     torch                  9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to multiples of 8
     grouped_mm_triton.py   8.0 or newer, any dtype but float64, any size and stride
 
-MEGABLOCKS_HOPPER=0 in the environment leaves the first one out.
+MEGABLOCKS_HOPPER=0 in the environment leaves Hopper's kernels out.
 """
 
 from __future__ import annotations
@@ -26,20 +26,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.backend import runs_triton
-from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.hopper import switched_on
-from megablocks.ops.library import custom_op
+from megablocks.ops.hopper import runs_hopper
+from megablocks.ops.library import custom_op, runs_triton, under_autocast
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
 
 def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64).
-
-    Not differentiable by itself, as it writes into slices; the op is.
-    """
-    acc = accumulation_dtype(x.dtype)
+    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+    acc = torch.promote_types(x.dtype, torch.float32)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start == end:
@@ -53,7 +48,7 @@ def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """x (R, K), dy (R, N), offsets (E+1,) → dW (E, K, N)."""
-    acc = accumulation_dtype(x.dtype)
+    acc = torch.promote_types(x.dtype, torch.float32)
     out = x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
         if start == end:
@@ -65,13 +60,22 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def hopper_kernels(x: Tensor) -> ModuleType | None:
-    """The module of the Hopper kernels if x may go there; which operands it takes is for it to say."""
-    if not switched_on() or not runs_triton(x):
+def hopper_ragged_m(x: Tensor) -> ModuleType | None:
+    """The module of Hopper's ragged-M kernel if x may go there. Which operands it takes, it says itself."""
+    if not (x.is_cuda and runs_hopper(x)):
         return None
     from megablocks.ops.grouped import grouped_mm_hopper
 
     return grouped_mm_hopper
+
+
+def hopper_ragged_k(x: Tensor) -> ModuleType | None:
+    """The module of Hopper's ragged-K kernel if x may go there."""
+    if not (x.is_cuda and runs_hopper(x)):
+        return None
+    from megablocks.ops.grouped import grouped_mm_hopper_dw
+
+    return grouped_mm_hopper_dw
 
 
 def twin_kernels(x: Tensor) -> ModuleType | None:
@@ -90,7 +94,7 @@ def has_torch_kernel(x: Tensor) -> bool:
 
 
 def _aligned(t: Tensor) -> Tensor:
-    """`t` if its last two strides suit torch's kernel (one is 1, the other a multiple of 16 bytes), or a copy."""
+    """`t` if its last two strides suit torch's kernel (one is 1, the other a multiple of 16 bytes), else a copy."""
     major, minor = (t.stride(-2), t.stride(-1)) if t.stride(-1) == 1 else (t.stride(-1), t.stride(-2))
     longest = t.shape[-1] if t.stride(-1) == 1 else t.shape[-2]
     batched = t.dim() == 2 or t.stride(0) % _ALIGN == 0
@@ -120,17 +124,17 @@ def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     rows, k, n = x.shape[0], x.shape[1], dy.shape[1]
     x, dy = _pad_to(x, _round_up(k), rows), _pad_to(dy, _round_up(n), rows)
-    # the kernel's left operand is (K, R) with its columns contiguous, a view of row-major x
+    # the kernel's left operand is (K, R) with contiguous columns: a view of row-major x
     dw = torch._grouped_mm(_aligned(x).t(), _aligned(dy), offs=offsets[1:])
     has_rows = (offsets[1:] > offsets[:-1])[:, None, None]
     return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
 
 
-@custom_op("megablocks::grouped_mm", mutates_args=())
+@custom_op("megablocks::grouped_mm")
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
-    if (hopper := hopper_kernels(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
+    if (hopper := hopper_ragged_m(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
         return hopper.ragged_m(x, w, offsets)
     if has_torch_kernel(x):
         return _grouped_mm_torch(x, w, offsets)
@@ -144,11 +148,11 @@ def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[2])
 
 
-@custom_op("megablocks::grouped_mm_dw", mutates_args=())
+@custom_op("megablocks::grouped_mm_dw")
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    if (hopper := hopper_kernels(x)) and hopper.supports_k(x, dy, offsets):
+    if (hopper := hopper_ragged_k(x)) and hopper.supports_k(x, dy, offsets):
         return hopper.ragged_k(x, dy, offsets)
     if has_torch_kernel(x):
         return _grouped_mm_dw_torch(x, dy, offsets)
@@ -163,12 +167,12 @@ def _(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 def is_transposed(w: Tensor) -> bool:
-    """Whether `w` (E, K, N) is a view of (E, N, K) storage, so that its gradient should be laid out so too."""
+    """Whether `w` (E, K, N) is a view of (E, N, K) storage. Its gradient then has that layout too."""
     return w.stride(1) == 1 and w.stride(2) != 1
 
 
 def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """dW (E, K, N). `transposed` lays it out as (E, N, K), so that the parameter behind a view takes it as it is."""
+    """dW (E, K, N), with `transposed` a view of (E, N, K) storage, which a parameter behind a view takes uncopied."""
     return grouped_mm_dw_op(dy, x, offsets).transpose(1, 2) if transposed else grouped_mm_dw_op(x, dy, offsets)
 
 
@@ -181,22 +185,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
-    need_x, need_w = ctx.needs_input_grad[:2]  # asked again: a caller may want one gradient of two
+    need_x, need_w = ctx.needs_input_grad[:2]  # asked again, because a caller may want one gradient of two
     dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
     dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
     return dx, dw, None
 
 
 grouped_mm_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors` in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
-    kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 def check_grouped(x: Tensor, w: Tensor, offsets: Tensor) -> None:
@@ -223,6 +218,7 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    x, w = under_autocast(x, w)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w = under_autocast(x, w)
     check_grouped(x, w, offsets)
     return grouped_mm_op(x, w, offsets)

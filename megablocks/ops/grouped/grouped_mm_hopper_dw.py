@@ -1,23 +1,31 @@
-"""Ragged-K grouped GEMM in Gluon: o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e; grouped_mm_hopper.py
-launches it.
+"""Ragged-K grouped GEMM on Hopper (Gluon, sm_90): the choice of the tile, the kernel and its launch.
 
-With `paired` also o2[e] = Σ_r a2[r]ᵀ · b[row(r)]: an expert's tiles of o2 stand below those of o, and both are walked
+    o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e      a (R, M), b (R|S, N), offsets (E+1,)  → o (E, M, N)
+
+With `gated` also o2[e] = Σ_r a2[r]ᵀ · b[row(r)]. An expert's tiles of o2 stand below those of o, and both are walked
 before the next expert's, so that b's rows, which both read, are read while they are in L2.
 
-The roles are those of grouped_mm_hopper_kernel.py. An expert owns the same number of tiles whatever its rows; one
-without rows takes no step and stores the zeros it starts from. Both consumers share a tile: taking turns would read
-more per product, and with steps as many as an expert has rows / BK there is little epilogue to hide.
+An expert owns the same number of tiles whatever its rows; one without rows takes no step and stores zeros. Both
+consumers share a tile: turns would read more per product, and with rows / BK steps there is little epilogue to hide.
 
-Rows from an expert's end on are another expert's, or were never written: the TMA unit reads zeros there through the
-ragged descriptors of the launcher, cp.async through its mask, so that neither operand's NaN meets the other's zero.
+Rows from an expert's end on are another expert's, or were never written. The TMA unit reads zeros there through
+`ragged_rows`, cp.async through its mask, so that neither operand's NaN meets the other's zero.
 
-With `add` the sums are added to o in float32 instead. A tile has one writer, so this takes no atomics; threads load and
-store what they hold of it, four neighbours 32 bytes, and nothing is staged.
+With `add` the sums are added to o in float32 instead. A tile has one writer, so this takes no atomics. Threads load and
+store what they hold of the tile, 32 bytes by four neighbors, and shared memory is not used.
 """
 
 # mypy: allow-untyped-defs
 # (device code takes what Triton passes at compile time)
 
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -29,15 +37,64 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from megablocks.ops.grouped.grouped_mm_hopper_kernel import ROW_BOUND
-from megablocks.ops.hopper_gluon import barriers, issue, parts_of, retire, rounded_parts, stage_out
+from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
+from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper_gluon import ROW_BOUND, barriers, issue, parts_of, retire, rounded_parts, stage_out
 from megablocks.ops.launch import quick
+
+
+@dataclass(frozen=True)
+class PlanK(Plan):
+    """As Plan; `gated` with a second left operand, `add` to what is there."""
+
+    M: int = 0
+    add: bool = False
+    gated: bool = False
+    a_k_major: ClassVar[bool] = False
+
+    @property
+    def m_tiles(self) -> int:
+        return -(-self.M // self.BM)
+
+    @property
+    def tiles(self) -> int:
+        """Of an expert, whatever its rows."""
+        return (1 + self.gated) * self.m_tiles * self.n_tiles
+
+    @property
+    def late(self) -> bool:
+        """Whether a tile waits, rounded, for the next one's products."""
+        return self.out_parts == 4 and not self.add
+
+
+# Where an expert has few rows, the stores decide: two are in flight.
+_SHARED = Tile(64, 256, 4, out_parts=4, out_buffers=2)
+
+
+def choose_k(M: int, N: int) -> Tile:
+    """The tile of ragged_k."""
+    return _SHARED if N > 128 else Tile(128 if M > 128 else 64, 128, 4)
+
+
+@functools.lru_cache(1024)  # a look-up takes less time than a new plan
+def _plan(tile: Tile | None, M: int, N: int, gather: bool, add: bool, gated: bool) -> PlanK:
+    return PlanK(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add, gated=gated)
+
+
+def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_k takes operands with which `runs_hopper`: as supports_m, with M and N multiples of 8."""
+    return fits(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and aligned(a) and aligned(b)
+
+
+def supports_gated(a: Tensor, a2: Tensor, b: Tensor, offsets: Tensor) -> bool:
+    """Whether ragged_k_gated takes these: each product alone, of equal shapes."""
+    return supports_k(a, b, offsets) and supports_k(a2, b, offsets) and a.shape == a2.shape
 
 
 @gluon.jit
 def _find_block(tile, offsets_ptr, c: gl.constexpr):
     """Expert, first row, end row, first output row and column of a ragged-K tile, and whether it is one of o2's."""
-    height: gl.constexpr = (1 + c.paired) * c.m_tiles
+    height: gl.constexpr = (1 + c.gated) * c.m_tiles
     e = tile // c.tiles
     r = tile - e * c.tiles
     if height <= c.n_tiles:
@@ -59,7 +116,7 @@ def _store_block(part, i: gl.constexpr, bufs, outs, e, row, col, second, steps, 
         rows = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         cols = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
         total_ptr = o_ptr
-        if c.paired:
+        if c.gated:
             if second > 0:
                 total_ptr = o2_ptr
         at = total_ptr + (e.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
@@ -68,7 +125,7 @@ def _store_block(part, i: gl.constexpr, bufs, outs, e, row, col, second, steps, 
     else:
         buf = stage_out(part, i, bufs, WG, c).reshape([1, c.rows, c.out_cols])
         where = [e, row, col + i * c.out_cols]
-        if c.paired:
+        if c.gated:
             if second > 0:
                 tma.async_copy_shared_to_global(o2_desc, where, buf)
             else:
@@ -150,7 +207,7 @@ def _direct_consumer(
 def _late_consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     """As _direct_consumer, each tile written *late*: rounded, it waits in registers for the next one's second step.
 
-    As in up_hopper_kernel.py the rounding must stay in front of those products.
+    As in up_hopper.py the rounding must stay in front of those products.
     """
     shape: gl.constexpr = [c.rows, c.BN]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
@@ -247,7 +304,7 @@ def _k_producer(
             mbarrier.expect(bar, c.left_bytes if c.gather else c.left_bytes + c.right_bytes)
             for p in gl.static_range(2):
                 buf = a_bufs.index(s * 2 + p)
-                if c.paired:
+                if c.gated:
                     if of_second > 0:
                         _load_rows(a2_desc, a2_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
                     else:
@@ -272,7 +329,7 @@ def ragged_k_kernel(
 ):  # fmt: skip
     """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N).
 
-    a2_desc, a2_tail, o2_desc, o2_ptr: as those without 2, with `paired`.
+    a2_desc, a2_tail, o2_desc, o2_ptr: as those without 2, with `gated`.
     """
     dtype: gl.constexpr = a_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
@@ -301,3 +358,66 @@ def ragged_k_kernel(
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
     )  # fmt: skip
+
+
+def ragged_k(
+    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
+
+    Args:
+        a: (R, M) bfloat16 or float16. See supports_k.
+        b: (R, N), or (S, N) with gather.
+        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
+        gather: (R,) int32 in [0, S).
+        add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
+    """
+    return _launch(a, None, b, offsets, gather, None if add_to is None else (add_to,), tile)[0]
+
+
+def ragged_k_gated(
+    a: Tensor, a2: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *,
+    add_to: tuple[Tensor, Tensor] | None = None, tile: Tile | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`ragged_k` of a and of a2 in one launch, which reads b's rows for both: (E, M, N) each. See supports_gated."""
+    o, o2 = _launch(a, a2, b, offsets, gather, add_to, tile)
+    return o, o2
+
+
+def _launch(
+    a: Tensor, a2: Tensor | None, b: Tensor, offsets: Tensor, gather: Tensor | None, add_to: tuple[Tensor, ...] | None,
+    tile: Tile | None,
+) -> list[Tensor]:  # fmt: skip
+    assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
+    experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
+    lefts = [a] if a2 is None else [a, a2]
+    if add_to is None:
+        outs = [torch.empty(experts, M, N, dtype=a.dtype, device=a.device) for _ in lefts]
+    else:
+        outs = list(add_to)
+    if a.shape[0] == 0 or b.shape[0] == 0:
+        return outs if add_to is not None else [o.zero_() for o in outs]
+    c = _plan(tile, M, N, gather is not None, add_to is not None, a2 is not None)
+    a_box, b_box, o_box = [c.BK, c.rows], [c.BK, c.BN], [1, c.rows, c.out_cols]
+    o, o2 = outs[0], outs[1] if c.gated else None
+    ragged_k_kernel[(multiprocessors(a.device.index),)](
+        descriptor(a, a_box),
+        ragged_rows(a, a_box),
+        None if a2 is None else descriptor(a2, a_box),
+        None if a2 is None else ragged_rows(a2, a_box),
+        None if c.gather else descriptor(b, b_box),
+        None if c.gather else ragged_rows(b, b_box),
+        None if c.add else descriptor(o, o_box),
+        o if c.add else None,
+        None if c.add or o2 is None else descriptor(o2, o_box),
+        o2 if c.add else None,
+        b if c.gather else None,
+        b.stride(0) // 8 if c.gather else 0,
+        gather,
+        offsets,
+        experts,
+        c=c,
+        num_warps=4,
+    )
+    return outs

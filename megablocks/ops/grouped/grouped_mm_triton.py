@@ -4,7 +4,7 @@
     ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R|S, M), b (R|S, N), offsets (E+1,)    → o (E, M, N), or added to one
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. The
-number of tiles an expert needs is counted on the device: no host synchronisation, no tile map.
+number of tiles an expert needs is counted on the device: no host synchronization, no tile map.
 """
 
 # mypy: allow-untyped-defs
@@ -37,13 +37,13 @@ class Config:
 def choose(columns: int, t: Tensor) -> Config:
     """The config for operands like t: float32 products run without tensor cores and stage twice the bytes.
 
-    No number of rows has a part in it, or a new one would compile another kernel; see grouped_mm_hopper.choose_m.
+    The number of rows has no part in it, because a new one would compile another kernel.
     """
     if interpreted():
         return Config(16, 16, 16, 1, 1)
     if t.dtype == torch.float32:
         return Config(64, 64, 32, 4, 2)
-    # 147 KB of shared memory at BK = 64, which data-centre GPUs have from the A100 on; others have 64 to 100.
+    # BK = 64 takes 147 KB of shared memory. Data-center GPUs have that from the A100 on; others have 64 to 100.
     BK = 64 if _shared_bytes(t.device) >= 160_000 else 32
     if columns <= 64:
         return Config(128, 64, BK, 4, 3)
@@ -169,7 +169,7 @@ def _ragged_k_kernel(
             acc = tl.dot(a, b, acc, input_precision="ieee")
     o_ptrs = o_ptr + (e.to(tl.int64) * M + m[:, None]) * N + n[None, :]
     mask = (m < M)[:, None] & (n < N)[None, :]
-    if ADD:  # by the tile's only writer: no atomics, and the same bits again
+    if ADD:  # a tile has one writer, so this needs no atomics and reruns give the same bits
         mask = mask & (start < end)
         acc += tl.load(o_ptrs, mask=mask, other=0.0)
     tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask)
@@ -177,7 +177,7 @@ def _ragged_k_kernel(
 
 @functools.cache
 def _programs(device: torch.device) -> int:
-    """Programs that walk the tiles: two a multiprocessor, so that one's epilogue meets the other's products."""
+    """Programs that walk the tiles: two a multiprocessor, so that one's epilogue hides under the other's products."""
     if device.type != "cuda":
         return 3
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
@@ -209,27 +209,19 @@ def ragged_m(
 
 
 def ragged_k(
-    a: Tensor,
-    b: Tensor,
-    offsets: Tensor,
-    gather: Tensor | None = None,
-    *,
-    gather_a: bool = False,
-    out_dtype: torch.dtype | None = None,
-    add_to: Tensor | None = None,
-    config: Config | None = None,
-) -> Tensor:
+    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, gather_a: bool = False,
+    add_to: Tensor | None = None, config: Config | None = None,
+) -> Tensor:  # fmt: skip
     """o (E, M, N): o[e] = Σ a[r]ᵀ b[r] over the rows r of expert e; exactly zero where it has none.
 
     Args:
         a: (R, M), b: (R, N); any stride; float32, float16 or bfloat16.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
         gather: (R,) int32; then b is (S, N) and its row gather[r] stands for b[r], or a (S, M) with gather_a.
-        out_dtype: default a.dtype.
         add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = torch.empty(experts, M, N, dtype=out_dtype or a.dtype, device=a.device) if add_to is None else add_to
+    o = a.new_empty(experts, M, N) if add_to is None else add_to
     rows = a.shape[0] if gather is None else gather.shape[0]
     if rows == 0 or o.numel() == 0:
         return o.zero_() if add_to is None else o

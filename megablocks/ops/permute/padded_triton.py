@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, quick
+from megablocks.ops.routing.dispatch import Unpadded
 
 _BLOCK = 256
 
@@ -86,21 +87,11 @@ def _pad_kernel(
 
 
 def pad_launch(
-    ends: Tensor,
-    padded_ends: Tensor | None,
-    capacity: int,
-    num_rows: int,
-    pair: Tensor,
-    gather: Tensor | None,
-    scatter: Tensor | None,
-    top_k: int,
+    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(token_offsets, gather, scatter, pair) of padded rows; one launch. Arguments as for `pad_indices_ref`.
-
-    Without gather and scatter (`pad_indices`) token_offsets are written, else left alone.
-    """
-    num_pairs, num_experts = pair.shape[0], ends.shape[0]
-    plain = gather is None
+    """As `pad_indices_ref`; one launch."""
+    ends, pair, gather, scatter, top_k = rows
+    num_pairs, num_experts, plain = pair.shape[0], ends.shape[0], gather is None
     num_tokens = num_pairs // top_k if plain else 0
     token_offsets = pair.new_empty(num_tokens + 1 if plain else 0)
     gather_out, pair_out, scatter_out = pair.new_empty(num_rows), pair.new_empty(num_rows), pair.new_empty(num_pairs)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 @triton.jit
@@ -248,23 +249,21 @@ _FILL = 64  # rows that a program looks through for padding: one load, and mostl
 
 
 def _blocks(hidden: int) -> dict[str, int]:
-    """1024 features a one-warp program: narrow rows share one, wide ones are cut. Two or four warps a program, or half
-    as many features, were nowhere faster by more than 5 % and often slower by 20 % (benchmarks/NOTES.md)."""
+    """1024 features a one-warp program: narrow rows share one, wide ones are cut. More warps were up to 20 % slower."""
     block = min(next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
 def _exact_blocks(hidden: int) -> dict[str, int]:
-    """The same without idle lanes where the width is no power of two: blocks of its largest one that divides it."""
+    """The same without idle lanes: blocks of the largest power of two that divides the width."""
     block = min(hidden & -hidden, 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1} if block >= 256 else _blocks(hidden)
 
 
 def _whole_rows(hidden: int, padded: bool) -> dict[str, int]:
-    """Whole rows, so that dy is read once, at 1024 features a warp: with 512 and 256, up to 9 and 25 % slower.
+    """Whole rows, so that dy is read once, at 1024 features a warp. Three quarters of a power of two are two blocks.
 
-    Three quarters of a power of two are two blocks, so that no lane is idle. At 1536 one warp takes them all, 0.92 of
-    copy speed against 0.86, but where rows are padded: there it reads 0.78, as the compiler orders its loads.
+    At 1536 one warp takes both: 0.92 of copy speed against 0.86. For padded rows it would reach 0.78.
     """
     block = min(next_power_of_2(max(hidden, 256)), 4096)
     tokens, warps = max(1, 1024 // block), max(1, block // 1024)
@@ -274,74 +273,65 @@ def _whole_rows(hidden: int, padded: bool) -> dict[str, int]:
     return {"TOKENS": tokens, "BLOCK": block, "REST": 0, "num_warps": warps}
 
 
-def _fill_programs(padded: bool, num_rows: int) -> int:
-    return cdiv(num_rows, _FILL) if padded else 0
+def _fill_programs(dispatch: Dispatch) -> int:
+    return cdiv(dispatch.num_rows, _FILL) if dispatch.padded else 0
 
 
-def expand_launch(x: Tensor, scatter: Tensor, token_offsets: Tensor, pair: Tensor, padded: bool = False) -> Tensor:
-    """x (T, H), pair (N,) → rows (N, H); one launch. Rows without a pair are 0 if `padded`, else not written."""
+def expand_launch(x: Tensor, dispatch: Dispatch) -> Tensor:
+    """x (T, H) → rows (N, H); one launch. Padding is 0; rows that are unused otherwise are not written."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (num_tokens, hidden), num_rows = x.shape, pair.shape[0]
+    (num_tokens, hidden), num_rows = x.shape, dispatch.num_rows
     rows = x.new_empty(num_rows, hidden)
     blocks = _blocks(hidden)
-    fill = _fill_programs(padded, num_rows)
+    fill = _fill_programs(dispatch)
     programs = fill + cdiv(num_tokens, blocks["TOKENS"])
     if rows.numel() and programs:
         _expand_kernel[(programs, cdiv(hidden, blocks["BLOCK"]))](
-            x, rows, token_offsets, scatter, pair,
-            num_tokens, num_rows, scatter.shape[0] // max(num_tokens, 1), fill, hidden, x.stride(0),
-            PADDED=padded, FILL=_FILL, **blocks,
+            x, rows, dispatch.token_offsets, dispatch.scatter, dispatch.pair,
+            num_tokens, num_rows, dispatch.num_pairs // max(num_tokens, 1), fill, hidden, x.stride(0),
+            PADDED=dispatch.padded, FILL=_FILL, **blocks,
         )  # fmt: skip
     return rows
 
 
-def combine_launch(rows: Tensor, weight: Tensor | None, pair: Tensor, scatter: Tensor, token_offsets: Tensor) -> Tensor:
+def combine_launch(rows: Tensor, weight: Tensor | None, dispatch: Dispatch) -> Tensor:
     """rows (N, H), weight (R,) or None → (T, H); one launch."""
     rows = rows.contiguous()
     weight = None if weight is None else weight.contiguous()
-    num_tokens, hidden = token_offsets.shape[0] - 1, rows.shape[1]
+    num_tokens, num_pairs, hidden = dispatch.num_tokens, dispatch.num_pairs, rows.shape[1]
     y = rows.new_empty(num_tokens, hidden)
-    num_pairs = scatter.shape[0]
-    # idle lanes cost where a token has one row: 0.92 of copy speed against 0.88 at 32768 × 768, K = 1, and 0.93 against
-    # 1.00 at 40960 × 768, K = 8
+    # where a token has one row, idle lanes cost: 0.88 of copy speed against 0.92 at 32768 × 768
     blocks = _exact_blocks(hidden) if num_pairs <= num_tokens else _blocks(hidden)
     grid = (cdiv(num_tokens, blocks["TOKENS"]), cdiv(hidden, blocks["BLOCK"]))
     unroll = min(4, next_power_of_2(cdiv(max(num_pairs, 1), max(num_tokens, 1))))
     if y.numel():
         _combine_kernel[grid](
-            rows, weight, y, token_offsets, scatter, pair, num_tokens, num_pairs, num_pairs // num_tokens, hidden,
+            rows, weight, y, dispatch.token_offsets, dispatch.scatter, dispatch.pair,
+            num_tokens, num_pairs, num_pairs // num_tokens, hidden,
             HAS_WEIGHT=weight is not None, UNROLL=unroll, **blocks,
         )  # fmt: skip
     return y
 
 
 def combine_backward_launch(
-    dy: Tensor,
-    rows: Tensor | None,
-    weight: Tensor,
-    pair: Tensor,
-    scatter: Tensor,
-    token_offsets: Tensor,
-    padded: bool = False,
+    dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch
 ) -> tuple[Tensor, Tensor | None]:
-    """dRows (N, H) and, where `rows` are given, d_weight (R,); one launch and one fill.
-
-    Rows without a pair are 0 if `padded`, else not written.
-    """
+    """dRows (N, H) as by `expand_launch` and, where `rows` are given, d_weight (R,); one launch and one fill."""
     dy = dy if dy.stride(1) == 1 else dy.contiguous()
     rows = None if rows is None else rows.contiguous()
     weight = weight.contiguous()
-    (num_tokens, hidden), num_rows, num_pairs = dy.shape, pair.shape[0], scatter.shape[0]
+    (num_tokens, hidden), num_rows, num_pairs = dy.shape, dispatch.num_rows, dispatch.num_pairs
     d_rows = dy.new_empty(num_rows, hidden)
     d_weight = None if rows is None else torch.zeros_like(weight)  # unused pairs keep the zero
-    blocks = _whole_rows(hidden, padded)
-    fill = _fill_programs(padded, num_rows)
+    blocks = _whole_rows(hidden, dispatch.padded)
+    fill = _fill_programs(dispatch)
     programs = fill + cdiv(num_tokens, blocks["TOKENS"])
     if d_rows.numel() and programs:
         _combine_backward_kernel[(programs,)](
-            rows, weight, dy, d_rows, d_weight, token_offsets, scatter, pair,
+            rows, weight, dy, d_rows, d_weight, dispatch.token_offsets, dispatch.scatter, dispatch.pair,
             num_tokens, num_rows, num_pairs, num_pairs // max(num_tokens, 1), fill, hidden, dy.stride(0),
-            WEIGHT_GRAD=rows is not None, PADDED=padded, FILL=_FILL, WHOLE=blocks["BLOCK"] + blocks["REST"] >= hidden,
-            AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens, **blocks,
+            WEIGHT_GRAD=rows is not None, PADDED=dispatch.padded, FILL=_FILL,
+            WHOLE=blocks["BLOCK"] + blocks["REST"] >= hidden, AHEAD=blocks["BLOCK"] > 1024 and num_pairs > num_tokens,
+            **blocks,
         )  # fmt: skip
     return d_rows, d_weight

@@ -4,7 +4,7 @@
     dX[b, e] = Σ of dY over the bin's places
 
 Legend: B rows, E bins, N places. The sum runs in float32 in the order of the places, by one program a bin: reruns are
-bit-identical. Source: replicate of megablocks 0.10.
+bit-identical. `megablocks.ops.replicate` checks its arguments and calls replicate_op.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.backend import runs_triton
-from megablocks.ops.dtypes import accumulation_dtype
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import custom_op, runs_triton
 
 
 def replicate_ref(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
@@ -29,12 +27,12 @@ def bin_sum_ref(dy: Tensor, ends: Tensor) -> Tensor:
     """dY (B, N), ends (E,) → (B, E) in dY's dtype."""
     places = torch.arange(dy.shape[1], device=ends.device, dtype=ends.dtype)
     e = torch.searchsorted(ends, places, right=True)
-    acc = accumulation_dtype(dy.dtype) if dy.is_floating_point() else torch.int64
+    acc = torch.promote_types(dy.dtype, torch.float32) if dy.is_floating_point() else torch.int64
     out = torch.zeros(dy.shape[0], ends.shape[0] + 1, dtype=acc, device=dy.device)
     return out.index_add_(1, e, dy.to(acc))[:, :-1].to(dy.dtype).contiguous()
 
 
-@custom_op("megablocks::replicate", mutates_args=())
+@custom_op("megablocks::replicate")
 def replicate_op(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     if runs_triton(x):
         from megablocks.ops.permute.padded_triton import replicate_launch
@@ -48,7 +46,7 @@ def _(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     return x.new_empty(x.shape[0], num_places)
 
 
-@custom_op("megablocks::bin_sum", mutates_args=())
+@custom_op("megablocks::bin_sum")
 def bin_sum_op(dy: Tensor, ends: Tensor) -> Tensor:
     if runs_triton(dy):
         from megablocks.ops.permute.padded_triton import bin_sum_launch
@@ -71,21 +69,3 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
 
 
 replicate_op.register_autograd(_backward, setup_context=_setup_context)
-
-
-def replicate(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
-    """Spread each bin's value over its places: x (B, E) → (B, N), differentiable in x.
-
-    Args:
-        x: (B, E), any dtype.
-        ends: (E,) integer, ascending: bin e is the places [ends[e-1], ends[e]).
-        num_places: N; places behind ends[E-1] are 0.
-
-    Raises:
-        ValueError: shapes that do not fit, or a negative num_places.
-    """
-    if x.dim() != 2 or ends.dim() != 1 or x.shape[1] != ends.shape[0] or ends.shape[0] == 0:
-        raise ValueError(f"x {tuple(x.shape)} and ends {tuple(ends.shape)}: must be (B, E) and (E,), E >= 1")
-    if num_places < 0:
-        raise ValueError(f"num_places={num_places}: must be >= 0")
-    return replicate_op(x, ends.int().contiguous(), num_places)

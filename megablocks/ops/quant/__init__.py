@@ -1,1 +1,1 @@
-"""Quantised copies of tensors that backward needs."""
+"""Quantized copies of tensors that backward needs."""

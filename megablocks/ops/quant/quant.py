@@ -1,4 +1,4 @@
-"""Quantise to 8 or 4 bits, in groups of consecutive features with 16 bits of scale each, and back.
+"""Quantize to 8 or 4 bits, in groups of consecutive features with 16 bits of scale each, and back.
 
     x ≈ sign · s · f((k + ½) / (n − ½)),  f(u) = (1 − C)·u + C·u²       k = 0 … n−1, n = 128 or 8, C = 0.3
 
@@ -6,29 +6,31 @@ Legend: R rows, H features, G features a group (64 at 8 bits, 16 at 4), B bytes 
 A code is a sign above the bits of k. Positive values of a group have one scale s, the others a second one: the largest
 magnitude of either kind. Both are in 16 bits: 11 of a float (8 exponent, 3 mantissa) for the larger, 4 for the ratio of
 the smaller to it in fifteenths, and one that says whether the larger is the others'. Bytes: R·(B + 2·⌈H/G⌉), so 1.031 a
-feature at 8 bits and 0.625 at 4.
+feature at 8 bits and 0.625 at 4. On normal draws the error is 0.53 % at 8 bits and 6.5 % at 4.
 
-Why not multiples of one scale. Backward takes slopes of what it gets: one that jumps at 0 (relu) needs the sign of
-every value, which rounding to 0 loses, for an error of 9 % in the gradient of w1 at 8 bits and 32 % at 4. A gated
-activation multiplies two quantised factors, for 12 % in the gradient of w2 at 4 bits; two scales and the bent f, whose
-levels lie closer where values are more frequent, make that 9.8 %. The error on normal draws is 6.5 % at 4 bits
-(multiples of one scale: 8.5 %) and 0.53 % at 8 (0.60 %).
+No value is rounded to 0: an activation whose slope jumps at 0 (relu) needs the sign of each one in backward. Two scales
+and the bent f, whose levels lie closer where values are more frequent, lose less than multiples of one scale (8.5 % at
+4 bits).
 
 Exact: zeros where the group has no negative value, so groups of zeros. Magnitudes below 2^-110 count as 0. A NaN or an
 infinity makes its group NaN and no other. Computed in float32, also for float64, by each element on its own: rows that
 hold garbage stay where they are. One pass over memory each way.
+
+An op that keeps a tensor quantized for backward calls `pack` in its setup_context, so that the tensor itself is never
+saved, and `unpack` in its backward.
 """
 
-# mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
-
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megablocks.ops.backend import runs_triton
-from megablocks.ops.library import custom_op
+from megablocks.ops.library import custom_op, runs_triton, unknown_to_autograd
+
+OFF = -1
+"""The number of bits that means: as it is."""
 
 GROUP = {8: 64, 4: 16}
 """Features that share their scales, by bits."""
@@ -132,7 +134,7 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 
-@custom_op("megablocks::quantize", mutates_args=())
+@custom_op("megablocks::quantize")
 def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
         from megablocks.ops.quant.quant_triton import quantize_launch
@@ -148,9 +150,9 @@ def _(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty(rows, -(-width // GROUP[num_bits]), dtype=torch.int16)
 
 
-@custom_op("megablocks::dequantize", mutates_args=())
+@custom_op("megablocks::dequantize")
 def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
-    if codes.is_cuda and runs_triton(codes) and dtype != torch.float64:
+    if runs_triton(codes) and dtype != torch.float64:
         from megablocks.ops.quant.quant_triton import dequantize_launch
 
         return dequantize_launch(codes, scales, num_bits, width, dtype)
@@ -163,7 +165,7 @@ def _(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dty
 
 
 def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    """Quantise each row.
+    """Quantize each row.
 
     Args:
         x: (R, H) floating, any strides.
@@ -206,3 +208,30 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
 def _check_bits(num_bits: int) -> None:
     if num_bits not in GROUP:
         raise ValueError(f"num_bits={num_bits!r}: must be 4 or 8")
+
+
+class Packed(NamedTuple):
+    """How a tensor was packed; not a tensor itself, so an op keeps it on its ctx."""
+
+    num_bits: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def pack(t: Tensor | None, num_bits: int) -> tuple[Packed | None, Tensor | None, Tensor | None]:
+    """t (..., H) → (how, what to save, what else to save). None, `OFF` and an empty tensor are saved as they are."""
+    if t is None or num_bits == OFF or t.numel() == 0:
+        return None, t, None
+    return Packed(num_bits, t.shape, t.dtype), *quantize_op(t.detach().reshape(-1, t.shape[-1]), num_bits)
+
+
+def unpack(how: Packed | None, saved: Tensor | None, scales: Tensor | None) -> Tensor | None:
+    """What `pack` was given, as near as its bits allow.
+
+    It is a function of what was packed, which autograd does not see: a second derivative through it raises.
+    """
+    if how is None:
+        return saved
+    assert saved is not None and scales is not None
+    t = dequantize_op(saved, scales, how.num_bits, how.shape[-1], how.dtype).view(how.shape)
+    return unknown_to_autograd(t, "what is kept quantized")

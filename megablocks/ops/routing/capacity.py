@@ -17,7 +17,6 @@ import dataclasses
 import math
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megablocks.ops.routing.dispatch import Routing, build_dispatch
@@ -32,8 +31,8 @@ def capacity_of(
         rule: "megablocks" or "tutel".
         factor: >= 0, or any with "tutel".
         num_tokens: T, of one rank.
-        load: (E,) pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel" (see
-            `fullest_load`). Read only for factor <= 0.
+        load: (E,) pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read only for
+            factor <= 0.
         num_ranks: n, for "megablocks". Where ranks hold different numbers of tokens, pass their sum as num_tokens.
 
     Returns:
@@ -52,15 +51,6 @@ def capacity_of(
         return int(factor * (top_k * num_tokens * num_ranks / num_experts))
     bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
     return bound if factor > 0 else load.max().clamp(max=bound)
-
-
-def fullest_load(load: Tensor, rule: str, group: dist.ProcessGroup | None = None) -> Tensor:
-    """(E,) int64 load, combined over `group` as `rule` counts it: summed for "megablocks", the maximum for "tutel"."""
-    if group is None or dist.get_world_size(group) == 1:
-        return load
-    load = load.clone()
-    dist.all_reduce(load, op=dist.ReduceOp.SUM if rule == "megablocks" else dist.ReduceOp.MAX, group=group)
-    return load
 
 
 def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor | None = None) -> Routing:

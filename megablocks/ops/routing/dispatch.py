@@ -6,6 +6,11 @@ A pair is (token, expert, weight). Pairs stand in token order: pair r belongs to
 Expert ids outside [0, E) mean "no expert": such a pair contributes nothing anywhere, and R stays static when tokens
 choose different numbers of experts or a capacity drops some.
 
+`pad_dispatch` leaves room behind each expert's rows, so that each begins where a product wants it. Padding is written
+in forward and backward, and read in neither. Pairs that do not fit are dropped: they have no row and count as 0 on the
+way back. Bins of equal capacity are one case (`bin_dispatch`).
+Source of padding: megablocks 0.10's padded_gather, binned_gather and their kin (arXiv 2211.15841, section 5).
+
 Sorting the pairs stably by expert gives the rows of the expert computation: row p < V belongs to expert e where
 expert_offsets[e] <= p < expert_offsets[e+1]. Rows p >= V are unused; kernels never read their contents.
 """
@@ -18,14 +23,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks.ops.backend import runs_triton
-from megablocks.ops.library import custom_op
-from megablocks.ops.routing.histogram import histogram_op
+from megablocks.ops.library import custom_op, runs_triton
 
 
+def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
+    """`count_valid` in plain torch."""
+    key = torch.where((expert >= 0) & (expert < num_experts), expert, num_experts).long()
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=expert.device)
+    return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts].clone()
+
+
+@custom_op("megablocks::count_valid")
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
     """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
-    return histogram_op(expert, num_experts)
+    if runs_triton(expert) and expert.shape[0]:
+        from megablocks.ops.routing.dispatch_triton import count_launch
+
+        return count_launch(expert, num_experts)[:, :num_experts].sum(0)
+    return count_valid_ref(expert, num_experts)
+
+
+@count_valid.register_fake
+def _(expert: Tensor, num_experts: int) -> Tensor:
+    return expert.new_empty(num_experts, dtype=torch.int64)
 
 
 @dataclass(frozen=True)
@@ -40,8 +60,6 @@ class Routing:
     losses: name → scalar float32 tensor, already weighted, to be added to the training loss.
     metrics: name → detached tensor, for logs only: `tokens_per_expert` (E,) int64 before any drop, always present;
         `invalid` () int64 pairs whose id was outside [0, E) although their token is no padding.
-    router_weight, router_scaling: (E, H) and a number, where the weights come from x detached and the experts add their
-        gradient of x to x's, as `fused_mlp` takes them; None elsewhere, and with pairs that have no expert.
     """
 
     token: Tensor
@@ -52,8 +70,6 @@ class Routing:
     top_k: int | None = None
     losses: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    router_weight: Tensor | None = None
-    router_scaling: float = 1.0
 
     @property
     def num_pairs(self) -> int:
@@ -61,13 +77,18 @@ class Routing:
 
 
 class Dispatch(NamedTuple):
-    """Indices from tokens to expert-sorted rows and back, all int32, built once a layer.
+    """Indices from tokens to rows sorted by expert and back, all int32, built once a layer.
+
+    N is the number of rows: R, or more where the rows are padded.
 
     expert_offsets: (E+1,) rows [expert_offsets[e], expert_offsets[e+1]) belong to expert e; expert_offsets[E] = V.
+        Where rows are padded, these ranges include the padding. Empty for bins of equal size.
     token_offsets: (T+1,) slots [token_offsets[t], token_offsets[t+1]) of `scatter` belong to token t.
-    gather: (R,) row p reads token gather[p]; 0 for p >= V.
-    scatter: (R,) slot s (token-major over valid pairs) is row scatter[s]; 0 for s >= V.
-    pair: (R,) row p is pair pair[p] of the Routing (its weight is weight[pair[p]]); 0 for p >= V.
+    gather: (N,) row p reads token gather[p]; 0 for p >= V, -1 for padding.
+    scatter: (R,) slot s (token-major over valid pairs) is row scatter[s]; 0 for s >= V. Where rows are padded, -1 for
+        a dropped pair and for a slot of no token.
+    pair: (N,) row p is pair pair[p] of the Routing (its weight is weight[pair[p]]); 0 for p >= V, -1 for padding.
+    padded: whether rows are padded, see `pad_dispatch`.
     """
 
     expert_offsets: Tensor
@@ -75,6 +96,23 @@ class Dispatch(NamedTuple):
     gather: Tensor
     scatter: Tensor
     pair: Tensor
+    padded: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_offsets.shape[0] - 1
+
+    @property
+    def num_pairs(self) -> int:
+        return self.scatter.shape[0]
+
+    @property
+    def num_rows(self) -> int:
+        return self.pair.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.expert_offsets.shape[0] - 1
 
 
 def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
@@ -111,7 +149,7 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
 
 
 def check_routing(routing: Routing) -> None:
-    """A debugging aid that synchronises with the device: refuse what kernels take on trust or silently skip.
+    """A debugging aid that synchronizes with the device: refuse what kernels take on trust or silently skip.
 
     Raises:
         ValueError: token not sorted or outside [0, T), an expert id outside [-1, E), wrong shapes or dtypes.
@@ -131,8 +169,11 @@ def check_routing(routing: Routing) -> None:
         raise ValueError("token is not sorted: pairs must stand in token order")
 
 
-def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> Dispatch:
-    """Stable sort of pairs by expert, without a host synchronisation.
+_Indices = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> _Indices:
+    """The five tensors of a `Dispatch`, by a stable sort of the pairs by expert.
 
     Args:
         token: (R,) integer, non-decreasing, in [0, T).
@@ -144,7 +185,7 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
     key = torch.where(valid, expert, num_experts)
     order = torch.sort(key, stable=True).indices
     expert_offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    expert_offsets[1:] = count_valid(expert, num_experts).cumsum(0)
+    expert_offsets[1:] = count_valid_ref(expert, num_experts).cumsum(0)
     per_token = torch.zeros(num_tokens, dtype=torch.int64, device=device).scatter_add_(0, token, valid.long())
     token_offsets = torch.zeros(num_tokens + 1, dtype=torch.int32, device=device)
     token_offsets[1:] = per_token.cumsum(0)
@@ -154,24 +195,22 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
     row_of_pair = torch.empty_like(order).scatter_(0, order, torch.arange(num_pairs, device=device))
     slot = torch.where(valid, valid.long().cumsum(0) - 1, num_pairs)  # invalid pairs write to a spare slot
     scatter = torch.zeros(num_pairs + 1, dtype=torch.int64, device=device).scatter_(0, slot, row_of_pair)[:num_pairs]
-    return Dispatch(expert_offsets, token_offsets, gather.int(), scatter.int(), pair.int())
+    return expert_offsets, token_offsets, gather.int(), scatter.int(), pair.int()
 
 
-@custom_op("megablocks::build_dispatch", mutates_args=())
+@custom_op("megablocks::build_dispatch")
 def build_dispatch_op(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    if expert.shape[0] and runs_triton(expert):
+) -> _Indices:
+    if expert.is_cuda and expert.shape[0] and runs_triton(expert):
         from megablocks.ops.routing.dispatch_triton import dispatch_launch
 
         return dispatch_launch(token, expert, num_tokens, num_experts, top_k)
-    return build_dispatch_ref(token, expert, num_tokens, num_experts)[:]
+    return build_dispatch_ref(token, expert, num_tokens, num_experts)
 
 
 @build_dispatch_op.register_fake
-def _(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None) -> _Indices:
     def make(length: int) -> Tensor:
         return torch.empty(length, dtype=torch.int32, device=expert.device)
 
@@ -180,7 +219,7 @@ def _(
 
 
 def build_dispatch(routing: Routing) -> Dispatch:
-    """The indices of a Routing, without a host synchronisation.
+    """The indices of a Routing, without a host synchronization.
 
     Raises:
         ValueError: token and expert of different lengths.
@@ -192,3 +231,151 @@ def build_dispatch(routing: Routing) -> Dispatch:
     return Dispatch(
         *build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts, routing.top_k)
     )
+
+
+class Unpadded(NamedTuple):
+    """Rows sorted by expert, without padding.
+
+    ends: (E,) int32, where each expert's rows end.
+    pair: (R,) int32, the pair of each row.
+    gather, scatter: (R,) int32 of the Dispatch, or None where every pair is valid.
+    top_k: without gather and scatter: pairs of each token.
+    """
+
+    ends: Tensor
+    pair: Tensor
+    gather: Tensor | None
+    scatter: Tensor | None
+    top_k: int = 1
+
+
+def pad_indices_ref(
+    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(token_offsets, gather, scatter, pair) of padded rows; token_offsets is empty where `rows` has a scatter.
+
+    padded_ends: (E,) where each expert's padded rows end; None for bins of `capacity`.
+    """
+    ends, pair, gather, scatter, top_k = rows
+    device, num_experts, num_pairs = ends.device, ends.shape[0], pair.shape[0]
+    if padded_ends is None:
+        padded_ends = torch.arange(1, num_experts + 1, device=device) * capacity
+    ends, padded_ends = ends.long(), padded_ends.long()
+    starts, padded_starts = (t - t.diff(prepend=t[:1] * 0) for t in (ends, padded_ends))
+    if gather is None or scatter is None:
+        token_offsets = torch.arange(num_pairs // top_k + 1, device=device) * top_k
+        gather = pair // top_k
+        scatter = torch.empty_like(pair).scatter_(0, pair.long(), torch.arange(num_pairs, device=device).int())
+    else:
+        token_offsets = ends[:0]
+
+    q = torch.arange(num_rows, device=device)
+    e = torch.searchsorted(padded_ends, q, right=True)
+    inside = e.clamp(max=num_experts - 1)
+    p = starts[inside] + q - padded_starts[inside]
+    used = (e < num_experts) & (p < ends[inside])
+    source = torch.where(used, p, num_pairs)  # padding reads the -1 behind
+    padded_gather, padded_pair = (torch.cat([t, t.new_full((1,), -1)])[source] for t in (gather, pair))
+
+    p = scatter.long()
+    inside = torch.searchsorted(ends, p, right=True).clamp(max=num_experts - 1)
+    q = padded_starts[inside] + p - starts[inside]
+    valid = (p if rows.gather is None else torch.arange(num_pairs, device=device)) < ends[-1]
+    padded_scatter = torch.where(valid & (q < padded_ends[inside]) & (q < num_rows), q, -1)
+    return token_offsets.int(), padded_gather.int(), padded_scatter.int(), padded_pair.int()
+
+
+@custom_op("megablocks::pad_indices")
+def pad_indices_op(
+    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if rows.pair.is_cuda and runs_triton(rows.pair):
+        from megablocks.ops.permute.padded_triton import pad_launch
+
+        return pad_launch(rows, padded_ends, capacity, num_rows)
+    return pad_indices_ref(rows, padded_ends, capacity, num_rows)
+
+
+@pad_indices_op.register_fake
+def _(
+    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_pairs = rows.pair.shape[0]
+    lengths = num_pairs // rows.top_k + 1 if rows.gather is None else 0, num_rows, num_pairs, num_rows
+    token_offsets, gather, scatter, pair = (
+        torch.empty(length, dtype=torch.int32, device=rows.pair.device) for length in lengths
+    )
+    return token_offsets, gather, scatter, pair
+
+
+def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:
+    ends = d.expert_offsets[1:]
+    padded_ends = None if padded_offsets is None else padded_offsets[1:].int()
+    rows = Unpadded(ends, d.pair, d.gather, d.scatter)
+    _, gather, scatter, pair = pad_indices_op(rows, padded_ends, capacity, num_rows)
+    offsets = ends[:0] if padded_offsets is None else padded_offsets
+    return Dispatch(offsets, d.token_offsets, gather, scatter, pair, True)
+
+
+def pad_dispatch(dispatch: Dispatch, padded_offsets: Tensor, num_rows: int) -> Dispatch:
+    """The Dispatch of padded rows, without a host synchronization; one launch on a GPU.
+
+    Args:
+        dispatch: of T tokens, E experts and R pairs.
+        padded_offsets: (E+1,) int32, ascending from 0 (`Topology.padded_offsets`).
+        num_rows: N, the rows in all; those behind padded_offsets[E] are padding.
+
+    Raises:
+        ValueError: padded_offsets of another number of experts than the dispatch, or a negative num_rows.
+    """
+    shape = tuple(dispatch.expert_offsets.shape)
+    if padded_offsets.shape != shape:
+        raise ValueError(f"padded_offsets is {tuple(padded_offsets.shape)}: must be {shape}, as in the dispatch")
+    if num_rows < 0:
+        raise ValueError(f"num_rows={num_rows}: must be >= 0")
+    return _pad(dispatch, padded_offsets, 0, num_rows)
+
+
+def bin_dispatch(dispatch: Dispatch, capacity: int) -> Dispatch:
+    """`pad_dispatch` to E bins of `capacity` rows each, N = E·C. Rows (N, H) are bins by `.view(E, C, H)`.
+
+    Raises:
+        ValueError: a negative capacity.
+    """
+    if capacity < 0:
+        raise ValueError(f"capacity={capacity}: must be >= 0")
+    return _pad(dispatch, None, capacity, dispatch.num_experts * capacity)
+
+
+def pad_indices(
+    indices: Tensor, bins: Tensor, padded_bins: Tensor | int, top_k: int, num_rows: int | None = None
+) -> Dispatch:
+    """The Dispatch of padded rows from the plain arrays of megablocks 0.10, where every pair is valid.
+
+    Args:
+        indices: (R,) integer, the pairs sorted by expert: row p is pair indices[p], of token indices[p] // top_k.
+        bins: (E,) integer, inclusive cumulative sum of the pairs an expert.
+        padded_bins: (E,) the same with padding, or an int: the capacity of every expert. `bins` itself for no padding.
+        top_k: K; R is a multiple of it.
+        num_rows: N; needed where padded_bins is a tensor, which the host does not know.
+
+    Raises:
+        ValueError: shapes that do not fit, R no multiple of K, or no num_rows.
+    """
+    if indices.dim() != 1 or bins.dim() != 1 or bins.shape[0] == 0:
+        raise ValueError(f"indices {tuple(indices.shape)} and bins {tuple(bins.shape)}: must be (R,) and (E,), E >= 1")
+    if top_k < 1 or indices.shape[0] % top_k:
+        raise ValueError(f"top_k={top_k}: must divide the {indices.shape[0]} indices")
+    capacity = 0
+    if isinstance(padded_bins, int):
+        if padded_bins < 0:
+            raise ValueError(f"capacity={padded_bins}: must be >= 0")
+        capacity, num_rows, padded_ends = padded_bins, bins.shape[0] * padded_bins, None
+    else:
+        if padded_bins.shape != bins.shape:
+            raise ValueError(f"padded_bins is {tuple(padded_bins.shape)}: must be {tuple(bins.shape)}, as bins")
+        padded_ends = padded_bins.int().contiguous()
+    if num_rows is None or num_rows < 0:
+        raise ValueError(f"num_rows={num_rows}: must be >= 0, the rows with their padding")
+    rows = Unpadded(bins.int().contiguous(), indices.int().contiguous(), None, None, top_k)
+    return Dispatch._make((rows.ends[:0], *pad_indices_op(rows, padded_ends, capacity, num_rows), True))

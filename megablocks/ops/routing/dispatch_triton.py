@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
-# Pairs a program. Sorting 1024 on chip takes longer than twice 512; with 256 the scan gets long (benchmarks/NOTES.md).
+# Pairs a program. Sorting 1024 on chip takes over twice as long as 512; with 256 the scan gets long (notes/indices.md).
 _CHUNK = 512
 
 
@@ -133,7 +133,7 @@ def count_launch(expert: Tensor, num_experts: int) -> Tensor:
 def dispatch_launch(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five index tensors of `Dispatch`; three launches, no host synchronisation. R must be at least 1."""
+    """The five index tensors of `Dispatch`; three launches, no host synchronization. R must be at least 1."""
     device, num_pairs = expert.device, expert.shape[0]
     token, expert = token.contiguous(), expert.contiguous()
     chunks = cdiv(num_pairs, _CHUNK)
@@ -141,7 +141,7 @@ def dispatch_launch(
     gather, scatter, pair = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(3))
     token_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    # the totals first, so that where the counts begin, and with it what gets compiled, hangs on E alone
+    # the totals first: then the address of the counts, on whose alignment Triton specializes, depends on E alone
     totals, counts = torch.empty(chunks + 1, num_experts + 1, dtype=torch.int32, device=device).split([1, chunks])
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
     _scan_kernel[(cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)

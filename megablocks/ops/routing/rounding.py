@@ -1,42 +1,84 @@
-"""Each expert takes as many tokens as its load says: first those that chose it, then the others, by falling weight.
+"""Token rounding: top-k routing in which each expert's load is a multiple of the grouped product's tile of rows.
 
-    order of expert e = its tokens by (chose e, weight) falling, equal ones by the lowest token first; padding last
-    pairs             = the first loads[e] tokens of every expert's order, sorted by token, and within one by expert
+    f_e         tokens whose top-k holds expert e;  ⌊f_e⌋, ⌈f_e⌉: the multiples of the tile around it
+    rounded_e   ⌊f_e⌋ or ⌈f_e⌉ by the rule, at most n
+    value_te    weight of the pair: the top-k's where it chose e for t, else the score · scaling, not normalized
+    order of e  the tokens that chose e first, then the others, each by falling value, equal ones by the lowest token
+    pairs       the first rounded_e tokens of every expert's order, in token order, and within a token by expert
 
-Legend: T tokens, E experts, K top-k, R pairs (a static bound). The selection step of token rounding (SonicMoE, arXiv
-2512.14080). There a weight − 1 stands for what was not chosen, which makes equals of small weights: float32 has steps
-of 6e-8 below 1. Here the order is that of the weights' bits, which for floats ≥ 0 is that of the floats. The reference
-sorts; on a GPU a bitwise search finds each expert's last weight (rounding_triton.py).
+    nearest                up where f_e − ⌊f_e⌋ ≥ tile/2
+    stochastic_frequency   up with probability (f_e − ⌊f_e⌋)/tile, so that the expected load is f_e
+    stochastic_score       up with probability a/b: a the weights of the choices beyond the first ⌊f_e⌋ of the order,
+                           b the weights of the whole tile that starts there
+    balanced               so that the running total over the experts is off by at most tile/2
+    up, down               always up, always down
+
+Legend: T tokens, n of them no padding, E experts, K top-k, R pairs (`max_pairs`, static). Losses and padding are as in
+router.py, and they see the load before rounding. An expert that nobody chose stays empty. A pair that the top-k chose
+keeps its weight, also where its token loses other choices.
+
+Use it for training, with at least two tiles a mean expert (T·K/E ≥ 2·tile): far below, "nearest" and "down" leave most
+experts without tokens. Evaluate with plain top-k. Source: SonicMoE (arXiv 2512.14080), `moe-token-rounding.py`. That
+code ranks by the weight − 1 of what was not chosen, which makes small weights equal: float32 has steps of 6e-8 below 1.
+Here the order is that of the weights' bits. The references sort; on a GPU a bitwise search finds each expert's last
+weight (rounding_triton.py).
 """
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import Any, NamedTuple
 
-from megablocks.ops.backend import runs_triton
+import torch
+from torch import Generator, Tensor
+
 from megablocks.ops.library import custom_op
+from megablocks.ops.routing.topk import (
+    RouterGradients,
+    RouterOptions,
+    RouterSaved,
+    check_router,
+    empty_output,
+    gradient_of_logits,
+    kernels_take,
+    router_ref,
+    router_scores,
+    save_for_logits,
+    wide_logits,
+)
 
 STOCHASTIC = ("stochastic_frequency", "stochastic_score")  # the rules that draw
 ROUNDINGS = ("nearest", *STOCHASTIC, "balanced", "up", "down")
 
 
-def rank_order(weights: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """weights (T, E) ≥ 0, chosen (T, E) bool, padding_mask (T,) → (T, E) int64: every column's tokens in its order."""
-    bits = torch.nan_to_num(weights, nan=0.0).view(torch.int32 if weights.dtype == torch.float32 else torch.int64)
-    lowest = torch.iinfo(bits.dtype).min
-    keys = torch.where(chosen, bits, bits + (lowest + 1))
-    if padding_mask is not None:
-        keys = keys.masked_fill(padding_mask.unsqueeze(1), lowest)
-    return keys.sort(dim=0, descending=True, stable=True).indices
+class Rounding(NamedTuple):
+    """rule: one of `ROUNDINGS`.    tile: rows.    num_pairs: R."""
+
+    rule: str
+    tile: int
+    num_pairs: int
 
 
-def check_rounding(rule: str, tile: int) -> None:
-    """Refuse a rule that is none of `ROUNDINGS`, and a tile below 1."""
-    if rule not in ROUNDINGS:
-        raise ValueError(f"rule={rule!r}: must be one of {', '.join(ROUNDINGS)}")
-    if tile < 1:
-        raise ValueError(f"tile={tile}: must be at least 1")
+class RoundedOutput(NamedTuple):
+    """What a router with token rounding gives for T tokens: the fields of `RouterOutput` for R pairs, and
+
+    expert: (R,), -1 behind the last pair.    load: (E,) before rounding.
+    rounded: (E,) int64 loads as computed.    dropped: () int64 choices that rounding down left out.
+    flags: (E, T) int8, 1 for a pair that is computed + 2 for one that the top-k chose.
+    ends: (T,) int32 pairs up to and with each token's.
+    """
+
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    expert: Tensor
+    token: Tensor
+    load: Tensor
+    stats: Tensor
+    rounded: Tensor
+    dropped: Tensor
+    flags: Tensor
+    ends: Tensor
 
 
 def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
@@ -50,25 +92,38 @@ def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: in
     return min(num_tokens * top_k + growth, num_tokens * num_experts)
 
 
+def rank_order(values: Tensor, chosen: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """values (T, E) ≥ 0, chosen (T, E) bool, padding_mask (T,) → (T, E) int64: each expert's order, padding last.
+
+    NaN ranks as 0. The bits of floats ≥ 0 are in the order of the floats.
+    """
+    bits = torch.nan_to_num(values, nan=0.0).view(torch.int32 if values.dtype == torch.float32 else torch.int64)
+    lowest = torch.iinfo(bits.dtype).min
+    keys = torch.where(chosen, bits, bits + (lowest + 1))
+    if padding_mask is not None:
+        keys = keys.masked_fill(padding_mask.unsqueeze(1), lowest)
+    return keys.sort(dim=0, descending=True, stable=True).indices
+
+
 def rounded_loads(
-    counts: Tensor,
+    load: Tensor,
     rule: str,
     tile: int,
     draw: Tensor | None = None,
     up_odds: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """Loads (E,) int64 → multiples of `tile` (E,) int64, without a host synchronisation.
+    """Loads (E,) int64 → multiples of `tile` (E,) int64.
 
     Args:
         draw: (E,) even in [0, 1), of the stochastic rules.
         up_odds: a and b, each (E,), of "stochastic_score": up with probability a/b, never where b is 0.
     """
-    down = counts.div(tile, rounding_mode="floor") * tile
-    rest = counts - down
+    down = load.div(tile, rounding_mode="floor") * tile
+    rest = load - down
     if rule == "balanced":
-        # Rounding the running total is the running accumulator in one pass: from the multiple before, at most tile/2
-        # off, the nearest one is ⌊f⌋ or ⌈f⌉ away. Ties go up always, or a load of whole tiles could change by one.
-        total = (counts.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
+        # The running total before is within tile/2 of a multiple. So its nearest multiple is ⌊f⌋ or ⌈f⌉ away from that.
+        # Ties always go up, or a load of whole tiles could change by one.
+        total = (load.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
         return total.diff(prepend=total.new_zeros(1))
     if rule in ("up", "down"):
         up = rest > 0 if rule == "up" else torch.zeros_like(rest, dtype=torch.bool)
@@ -82,100 +137,151 @@ def rounded_loads(
 
 
 def odds_by_score(
-    values: Tensor, chosen: Tensor, padding_mask: Tensor | None, counts: Tensor, tile: int
+    values: Tensor, order: Tensor, padding_mask: Tensor | None, load: Tensor, tile: int
 ) -> tuple[Tensor, Tensor]:
     """(E,), (E,): weights of the choices in each expert's last, partial tile, and of that tile filled up."""
-    order = rank_order(values, chosen, padding_mask)
     values = torch.nan_to_num(values, nan=0.0)
     if padding_mask is not None:
         values = values.masked_fill(padding_mask.unsqueeze(1), 0.0)
     ordered = values.gather(0, order)
     rank = torch.arange(values.shape[0], device=values.device).unsqueeze(1)
-    start = counts.div(tile, rounding_mode="floor") * tile
+    start = load.div(tile, rounding_mode="floor") * tile
     whole = torch.where((rank >= start) & (rank < start + tile), ordered, 0.0)
-    return torch.where(rank < counts, whole, 0.0).sum(0), whole.sum(0)
+    return torch.where(rank < load, whole, 0.0).sum(0), whole.sum(0)
 
 
-def round_loads(
-    values: Tensor,
-    ids: Tensor,
-    counts: Tensor,
+def place_ref(kept: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """kept (T, E) bool → token, expert (R,) int32 and source (R,) int64, the place of each pair in (T·E,).
+
+    Behind the last pair token is T-1, expert -1, and sources differ, so that zeros of gradients do not queue at one.
+    """
+    num_tokens, num_experts = kept.shape
+    kept = kept.flatten()
+    slot = torch.where(kept, kept.cumsum(0) - 1, num_pairs)  # the others write to a spare slot
+    places = torch.arange(kept.shape[0], device=kept.device)
+    source = places.new_zeros(num_pairs + 1).scatter_(0, slot, places)[:num_pairs]
+    spare = places[:num_pairs]
+    used = spare < kept.sum()
+    token = torch.where(used, source.div(num_experts, rounding_mode="floor"), num_tokens - 1)
+    expert = torch.where(used, source.remainder(num_experts), -1)
+    return token.int(), expert.int(), torch.where(used, source, spare)
+
+
+def rounded_router_ref(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    draw: Tensor | None,
+    rounding: Rounding,
+    options: RouterOptions,
+) -> RoundedOutput:
+    """`rounded_router_op` in plain torch, differentiable by autograd."""
+    top, tile = router_ref(logits, bias, padding_mask, options), rounding.tile
+    scores = router_scores(wide_logits(logits, padding_mask), options.sigmoid) * options.scaling
+    ids = top.expert.view(-1, options.top_k).long()
+    ids = torch.where(ids < 0, torch.arange(options.top_k, device=ids.device), ids)  # padding's are not taken
+    values = scores.scatter(1, ids, top.weight.view(ids.shape))  # every pair's weight, chosen or not
+    with torch.no_grad():
+        chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(1, ids, True)
+        order = rank_order(values.detach(), chosen, padding_mask)
+        odds = None
+        if rounding.rule == "stochastic_score":
+            odds = odds_by_score(values.detach(), order, padding_mask, top.load, tile)
+        rounded = rounded_loads(top.load, rounding.rule, tile, draw, odds).clamp(max=top.stats[1])
+        rank = torch.arange(len(values), device=values.device).unsqueeze(1)
+        kept = torch.zeros_like(chosen).scatter_(0, order, rank < rounded)
+        token, expert, source = place_ref(kept, rounding.num_pairs)
+        flags = kept + 2 * chosen.to(torch.int8)
+        if padding_mask is not None:
+            flags = flags.masked_fill(padding_mask.unsqueeze(1), 0)
+    weight = torch.where(expert >= 0, values.flatten().gather(0, source), 0.0)
+    return RoundedOutput(
+        *top._replace(weight=weight, expert=expert, token=token),
+        rounded=rounded,
+        dropped=(top.load - rounded).clamp_min(0).sum(),
+        flags=flags.t().contiguous(),
+        ends=kept.sum(1).cumsum(0).int(),
+    )
+
+
+@custom_op("megablocks::rounded_router")
+def rounded_router_op(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    draw: Tensor | None,
+    rounding: Rounding,
+    options: RouterOptions,
+) -> RoundedOutput:
+    if logits.shape[0] and kernels_take(logits, logits.shape[1], options):
+        from megablocks.ops.routing.rounding_triton import rounded_route_launch
+
+        return rounded_route_launch(logits, bias, padding_mask, draw, rounding, options)
+    return rounded_router_ref(logits, bias, padding_mask, draw, rounding, options)
+
+
+@rounded_router_op.register_fake
+def _(
+    logits: Tensor,
+    bias: Tensor | None,
+    padding_mask: Tensor | None,
+    draw: Tensor | None,
+    rounding: Rounding,
+    options: RouterOptions,
+) -> RoundedOutput:
+    (num_tokens, num_experts), top = logits.shape, empty_output(logits, rounding.num_pairs)
+    return RoundedOutput(
+        *top,
+        rounded=torch.empty_like(top.load),
+        dropped=top.load.new_empty(()),
+        flags=logits.new_empty(num_experts, num_tokens, dtype=torch.int8),
+        ends=logits.new_empty(num_tokens, dtype=torch.int32),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, _, padding_mask, _, _, options = inputs
+    out = RoundedOutput(*output)
+    if not options.has_losses:
+        ctx.mark_non_differentiable(out.balance, out.z, out.sums)
+    save_for_logits(ctx, logits, padding_mask, RouterSaved(None, out.load, out.stats, out.flags, out.ends), options)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    return gradient_of_logits(ctx, RouterGradients(*grads[:4])), None, None, None, None, None
+
+
+rounded_router_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def route_rounded(
+    logits: Tensor,
+    options: RouterOptions,
     rule: str,
     tile: int,
-    draw: Tensor | None,
-    padding_mask: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """values (T, E), ids (T, K), counts (E,) of tokens that are no padding → `rounded_loads` (E,), dropped ()."""
-    odds = None
-    if rule == "stochastic_score":
-        chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(1, ids, True)
-        odds = odds_by_score(values, chosen, padding_mask, counts, tile)
-    available = values.shape[0] if padding_mask is None else (~padding_mask).sum()
-    rounded = rounded_loads(counts, rule, tile, draw, odds).clamp(max=available)
-    return rounded, (counts - rounded).clamp_min(0).sum()
-
-
-def select_tokens_ref(
-    weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """weights (T, E), ids (T, K), loads (E,) → token, expert, source (R,), as `select_tokens`."""
-    (num_tokens, num_experts), device = weights.shape, weights.device
-    chosen = torch.zeros_like(weights, dtype=torch.bool).scatter_(1, ids, True)
-    order = rank_order(weights, chosen, padding_mask)
-    rank = torch.arange(num_tokens, device=device).unsqueeze(1)
-    keep = torch.zeros_like(chosen).scatter_(0, order, rank < loads).flatten()
-    slot = torch.where(keep, keep.cumsum(0) - 1, num_pairs)  # the others write to a spare slot
-    flat = torch.arange(num_tokens * num_experts, device=device)
-    pair = flat.new_zeros(num_pairs + 1).scatter_(0, slot, flat)[:num_pairs]
-    spare = torch.arange(num_pairs, device=device)
-    used = spare < loads.sum()
-    token = torch.where(used, pair.div(num_experts, rounding_mode="floor"), num_tokens - 1)
-    expert = torch.where(used, pair.remainder(num_experts), -1)
-    return token.int(), expert.int(), torch.where(used, pair, spare)
-
-
-@custom_op("megablocks::select_tokens", mutates_args=())
-def select_tokens_op(
-    weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if weights.numel() and runs_triton(weights):
-        from megablocks.ops.routing.rounding_triton import select_launch
-
-        return select_launch(weights, ids, loads, padding_mask, num_pairs)
-    return select_tokens_ref(weights, ids, loads, padding_mask, num_pairs)
-
-
-@select_tokens_op.register_fake
-def _(
-    weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    token = torch.empty(num_pairs, dtype=torch.int32, device=weights.device)
-    return token, torch.empty_like(token), torch.empty_like(token, dtype=torch.int64)
-
-
-def select_tokens(
-    weights: Tensor, ids: Tensor, loads: Tensor, num_pairs: int, *, padding_mask: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The first loads[e] tokens of every expert's order, without a host synchronisation; not differentiable.
+    *,
+    bias: Tensor | None = None,
+    padding_mask: Tensor | None = None,
+    generator: Generator | None = None,
+) -> RoundedOutput:
+    """Each token's experts after their loads were rounded, without a host synchronization.
 
     Args:
-        weights: (T, E) float32 or float64, ≥ 0: a pair's, chosen or not. NaN ranks as 0.
-        ids: (T, K) int64 in [0, E): each token's choices.
-        loads: (E,) int64, at most the number of tokens that are no padding.
-        num_pairs: R, at least the sum of the loads and at most T·E.
-        padding_mask: (T,) bool, True for padding, which comes last in every order.
-
-    Returns:
-        token (R,) int32, non-decreasing; expert (R,) int32, -1 behind the last pair; source (R,) int64, the pair's
-        place in weights.flatten(), and for those behind the last pair any places that differ from each other.
+        logits, options, bias, padding_mask: as for `route_topk`.
+        rule: one of `ROUNDINGS`.
+        tile: rows, at least 1.
+        generator: of the stochastic rules, on the logits' device; None is torch's own.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: as `route_topk`, an unknown rule, or a tile below 1.
     """
-    tokens, experts = weights.shape
-    if ids.dim() != 2 or ids.shape[0] != tokens or loads.shape != (experts,) or not 0 <= num_pairs <= tokens * experts:
-        shapes = f"weights {tuple(weights.shape)}, ids {tuple(ids.shape)}, loads {tuple(loads.shape)}"
-        raise ValueError(f"{shapes}, num_pairs={num_pairs}: must be (T, E), (T, K), (E,) and at most T·E")
-    if padding_mask is not None and padding_mask.shape != (tokens,):
-        raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({tokens},), one a token")
-    return select_tokens_op(weights, ids, loads, padding_mask, num_pairs)
+    if rule not in ROUNDINGS:
+        raise ValueError(f"rule={rule!r}: must be one of {', '.join(ROUNDINGS)}")
+    if tile < 1:
+        raise ValueError(f"tile={tile}: must be at least 1")
+    check_router(logits, options, bias, padding_mask)
+    num_tokens, num_experts = logits.shape
+    draw = torch.rand(num_experts, generator=generator, device=logits.device) if rule in STOCHASTIC else None
+    rounding = Rounding(rule, tile, max_pairs(rule, num_tokens, num_experts, options.top_k, tile))
+    out: RoundedOutput = rounded_router_op(logits, bias, padding_mask, draw, rounding, options)
+    return out

@@ -1,19 +1,17 @@
-"""Triton kernels behind `select_tokens` and `route_rounded`: each expert's first tokens, without a sort.
+"""Triton kernels of token rounding: each expert's first tokens, without a sort.
 
-Legend: T tokens, E experts, R pairs. The keys (E, T) int32 are the order of an expert's tokens as integers; transposed,
-so that an expert's are contiguous.
+Legend: T tokens, E experts, R pairs. The keys (E, T) int32 are the order of an expert's tokens as integers. They are
+transposed, so that those of an expert are contiguous. A router's first kernel writes them (topk_triton.py).
 
-1. keys     weights and ids → keys; a router's kernel writes them itself (router_triton.py)
-2. odds     a program an expert: the weights in its last, partial tile of choices, for one rule of rounding
-3. loads    one program: loads → rounded loads, by every rule
-4. select   a program an expert: its n-th largest key, two bits a pass over the T keys; then who is above it, and of
+1. odds     a program an expert: the weights in its last, partial tile of choices, for "stochastic_score"
+2. loads    one program: loads → rounded loads, by every rule
+3. select   a program an expert: its n-th largest key, two bits a pass over the T keys; then who is above it, and of
             those at it the lowest tokens: flags (E, T) int8, KEPT and CHOSEN
-5. count    kept pairs of each token; torch's scan of these T counts gives where a token's pairs end
-6. place    tokens write their pairs behind those of the tokens before; the programs behind them fill the unused rest
+4. count    kept pairs of each token; torch's scan of these T counts gives where a token's pairs end
+5. place    tokens write their pairs behind those of the tokens before; the programs behind them fill the unused rest
 
-A sort of the columns would move each key through eight radix passes; the search reads 16 times 4·T bytes an expert, and
-from the second pass on they lie in the second-level cache. No atomic takes part, and floats only in the odds, the order
-of whose sums is fixed.
+A sort would move each key through eight radix passes. The search reads 16 times 4·T bytes an expert, from the second
+pass on out of the second-level cache. No atomic takes part, and floats only in the odds, whose sums have a fixed order.
 """
 
 # mypy: allow-untyped-defs
@@ -27,31 +25,24 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.rounding import RoundedOutput, Rounding
+from megablocks.ops.routing.topk import RouterOptions
+from megablocks.ops.routing.topk_triton import CHOSEN, KEPT, PADDING_KEY, load_flags, score_launch
 
-KEPT, CHOSEN = tl.constexpr(1), tl.constexpr(2)  # bits of a flag: the pair is computed; the top-k chose it
-_LOWEST = tl.constexpr(-(2**31))
 _BLOCK = 4096  # keys that a program of 16 warps looks at together
-
-
-@triton.jit
-def order_keys(weight, chosen, alive):
-    """Integers in the order of `rank_order`: weight (tokens, experts) ≥ 0, chosen the same, alive (tokens,)."""
-    weight = tl.where(weight == weight, weight, 0.0)  # NaN ranks as 0
-    bits = weight.to(tl.int32, bitcast=True)
-    return tl.where(alive[:, None], tl.where(chosen, bits, bits + (_LOWEST + 1)), _LOWEST)
 
 
 @triton.jit
 def _weight_of(key):
     """The weight in a key; 0 for padding's."""
-    bits = tl.where(key < 0, key - (_LOWEST + 1), key)
-    return tl.where(key == _LOWEST, 0, bits).to(tl.float32, bitcast=True)
+    bits = tl.where(key < 0, key - (PADDING_KEY + 1), key)
+    return tl.where(key == PADDING_KEY, 0, bits).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_keys(keys_ptr, t, num_tokens):
     """Keys as unsigned integers of the same order; 0, as padding's, past the end."""
-    key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST)
+    key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
     return key.to(tl.uint32, bitcast=True) ^ 0x80000000
 
 
@@ -82,28 +73,6 @@ def _nth_key(keys_ptr, wanted, num_tokens, BLOCK: tl.constexpr):
 
 @quick
 @triton.jit(do_not_specialize=["num_tokens"])
-def _keys_kernel(
-    weights_ptr, ids_ptr, padding_ptr, keys_ptr, num_tokens, stride_t,
-    E: tl.constexpr, K: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    e = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    live = t < num_tokens
-    mask = live[:, None] & (e < E)[None, :]
-    weight = tl.load(weights_ptr + t.to(tl.int64)[:, None] * stride_t + e[None, :], mask=mask, other=0.0)
-    chosen = tl.zeros((TOKENS, EXPERTS), dtype=tl.int1)
-    for k in range(K):
-        pick = tl.load(ids_ptr + t.to(tl.int64) * K + k, mask=live, other=-1).to(tl.int32)
-        chosen = chosen | (pick[:, None] == e[None, :])
-    alive = live
-    if padding_ptr is not None:
-        alive = live & (tl.load(padding_ptr + t, mask=live, other=0) == 0)
-    at = e.to(tl.int64)[None, :] * num_tokens + t[:, None]
-    tl.store(keys_ptr + at, order_keys(weight, chosen, alive), mask=mask)
-
-
-@quick
-@triton.jit(do_not_specialize=["num_tokens"])
 def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.constexpr):
     """Weights in the places [⌊load⌋, load) of an expert's order, and in [⌊load⌋, ⌊load⌋ + tile)."""
     expert = tl.program_id(0)
@@ -119,7 +88,7 @@ def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.c
     place_lower = beyond
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
-        key = tl.load(keys_ptr + t, mask=t < num_tokens, other=_LOWEST)
+        key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
         order = key.to(tl.uint32, bitcast=True) ^ 0x80000000
         # equal keys hold equal weights, so that any of them may stand for those inside the places
         at_upper = (order == upper).to(tl.int32)
@@ -202,22 +171,10 @@ def _count_kernel(flags_ptr, count_ptr, num_tokens, E, TOKENS: tl.constexpr, EXP
     tl.store(count_ptr + t, tl.sum(count, 0), mask=t < num_tokens)
 
 
-@triton.jit
-def load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E):
-    """(kept, chosen, pair), each (tokens, experts): the first two bool, and the place of a kept pair among the R."""
-    live = t < num_tokens
-    at = e.to(tl.int64)[None, :] * num_tokens + t[:, None]
-    flags = tl.load(flags_ptr + at, mask=live[:, None] & (e < E)[None, :], other=0).to(tl.int32)
-    kept = flags & KEPT
-    end = tl.load(ends_ptr + t, mask=live, other=0)
-    pair = end[:, None] - tl.sum(kept, 1)[:, None] + tl.cumsum(kept, 1) - 1
-    return kept != 0, (flags & CHOSEN) != 0, pair
-
-
 @quick
 @triton.jit(do_not_specialize=["num_tokens", "num_pairs", "token_programs"])
 def _place_kernel(
-    flags_ptr, ends_ptr, values_ptr, token_ptr, expert_ptr, weight_ptr, source_ptr,
+    flags_ptr, ends_ptr, values_ptr, token_ptr, expert_ptr, weight_ptr,
     num_tokens, num_pairs, token_programs,
     E: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -229,25 +186,19 @@ def _place_kernel(
         at = t.to(tl.int64)[:, None] * E + e[None, :]
         tl.store(token_ptr + pair, tl.broadcast_to(t[:, None], (TOKENS, LANES)), mask=kept)
         tl.store(expert_ptr + pair, tl.broadcast_to(e[None, :], (TOKENS, LANES)), mask=kept)
-        if weight_ptr is not None:
-            tl.store(weight_ptr + pair, tl.load(values_ptr + at, mask=kept, other=0), mask=kept)
-        if source_ptr is not None:
-            tl.store(source_ptr + pair, at, mask=kept)
+        tl.store(weight_ptr + pair, tl.load(values_ptr + at, mask=kept, other=0), mask=kept)
     else:
         r = (program - token_programs) * TOKENS * LANES + tl.arange(0, TOKENS * LANES)
         unused = (r >= tl.load(ends_ptr + num_tokens - 1)) & (r < num_pairs)
         tl.store(token_ptr + r, tl.full((TOKENS * LANES,), num_tokens - 1, tl.int32), mask=unused)
         tl.store(expert_ptr + r, tl.full((TOKENS * LANES,), -1, tl.int32), mask=unused)
-        if weight_ptr is not None:
-            tl.store(weight_ptr + r, tl.zeros((TOKENS * LANES,), tl.float32), mask=unused)
-        if source_ptr is not None:
-            tl.store(source_ptr + r, r.to(tl.int64), mask=unused)
+        tl.store(weight_ptr + r, tl.zeros((TOKENS * LANES,), tl.float32), mask=unused)
 
 
 def round_launch(
     keys: Tensor, load: Tensor, stats: Tensor, draw: Tensor | None, rule: str, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """keys (E, T), load (E,), stats (3,) as of `router_op`, draw (E,) in [0, 1) → rounded loads (E,), dropped ()."""
+    """keys (E, T), load (E,), stats (3,), draw (E,) in [0, 1) → rounded loads (E,), dropped ()."""
     experts, tokens = keys.shape
     a = b = None
     if rule == "stochastic_score":
@@ -271,32 +222,32 @@ def flags_launch(keys: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
     return flags, count.cumsum(0, dtype=torch.int32)
 
 
-def place_launch(flags: Tensor, ends: Tensor, num_pairs: int, values: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """token, expert (R,) int32, and of values (T, E) each pair's weight (R,), or without them its `source`."""
+def place_launch(flags: Tensor, ends: Tensor, num_pairs: int, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """token, expert (R,) int32 and weight (R,) of the pairs that the flags keep; values (T, E) are all weights."""
     (experts, tokens), device = flags.shape, flags.device
     token, expert = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(2))
-    third = torch.empty(num_pairs, dtype=torch.int64 if values is None else torch.float32, device=device)
+    weight = torch.empty(num_pairs, dtype=torch.float32, device=device)
     lanes = next_power_of_2(experts)
     rows = max(1, 4096 // lanes)
     programs = cdiv(tokens, rows)
     _place_kernel[(programs + cdiv(num_pairs, rows * lanes),)](
-        flags, ends, values, token, expert, None if values is None else third, third if values is None else None,
-        tokens, num_pairs, programs, E=experts, TOKENS=rows, LANES=lanes, num_warps=8,
+        flags, ends, values, token, expert, weight, tokens, num_pairs, programs,
+        E=experts, TOKENS=rows, LANES=lanes, num_warps=8,
     )  # fmt: skip
-    return token, expert, third
+    return token, expert, weight
 
 
-def select_launch(
-    weights: Tensor, ids: Tensor, loads: Tensor, padding_mask: Tensor | None, num_pairs: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `select_tokens_ref`, for float32 and at least one token and expert."""
-    tokens, experts = weights.shape
-    weights = weights if weights.stride(1) == 1 else weights.contiguous()
-    keys = torch.empty(experts, tokens, dtype=torch.int32, device=weights.device)
-    block = min(64, next_power_of_2(experts))
-    _keys_kernel[(cdiv(tokens, 64), cdiv(experts, block))](
-        weights, ids.contiguous(), None if padding_mask is None else padding_mask.contiguous().view(torch.uint8), keys,
-        tokens, weights.stride(0), E=experts, K=ids.shape[1], TOKENS=64, EXPERTS=block, num_warps=4,
-    )  # fmt: skip
-    flags, ends = flags_launch(keys, loads.contiguous())
-    return place_launch(flags, ends, num_pairs, None)
+def rounded_route_launch(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
+    rounding: Rounding, options: RouterOptions,
+) -> RoundedOutput:  # fmt: skip
+    """As `rounded_router_ref`, for at least one token; six launches and a scan, one more for "stochastic_score"."""
+    num_tokens, num_experts = logits.shape
+    values = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=logits.device)
+    keys = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=logits.device)
+    losses, load = score_launch(logits, bias, padding_mask, None, (values, keys), options)
+    balance, z, sums, stats = losses
+    rounded, dropped = round_launch(keys, load, stats, draw, rounding.rule, rounding.tile)
+    flags, ends = flags_launch(keys, rounded)
+    token, expert, weight = place_launch(flags, ends, rounding.num_pairs, values)
+    return RoundedOutput(weight, balance, z, sums, expert, token, load, stats, rounded, dropped, flags, ends)

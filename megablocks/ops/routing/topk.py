@@ -1,25 +1,116 @@
-"""Top-k: router logits to each token's experts and their weights.
+"""Router logits to each token's experts and weights, with the load and the losses, in one op.
 
-Legend: T tokens, E experts, K top-k, G groups of E/G neighbouring experts. float32 inside (float64 for float64 logits).
+    scores      softmax(logits) over E, or sigmoid(logits)
+    selection   the scores, or the logits where the softmax comes after; + bias; only the experts of the best groups
+    ids         the K largest of the selection, equal ones by the lowest id first
+    weight      the scores at the ids, or the softmax of their logits; then / p-norm, · scaling
+    load_e      pairs of expert e
+    sums_e      Σ_t share_te, the share being the softmax score, or the sigmoid score over the sum of the token's scores
+    balance     factor · E/(K·n²) · Σ_e load_e · sums_e
+    z           factor · 1/n · Σ_t logsumexp(logits_t)²
 
-    scores    = softmax(logits) over E, or sigmoid(logits)
-    selection = the scores, or the logits where softmax comes after; + bias
-    id_1..id_K = the K largest of the selection, equal ones by the lowest id first
-    weight    = the scores at the ids, or the softmax of their logits; then / p-norm, · scaling
+Legend: T tokens, E experts, K top-k, n tokens that are no padding, at least 1. Everything is float32 inside (float64
+for float64 logits). Padding (mask True) gets expert -1, is no load, enters no sum, and has a gradient of exactly 0. A
+token with a NaN gets K different ids in [0, E) and the weights of the formulas; no other token sees the NaN.
 
 Sources: Shazeer et al. (arXiv 1701.06538) and megablocks 0.10 for softmax before top-k; DeepSeek-V3 (arXiv 2412.19437)
-for sigmoid, groups and the selection bias. A NaN among a token's logits counts as its largest value: its ids are K
-different ones in [0, E), its weights NaN or not as the formula gives, and no other token sees it.
+for sigmoid, groups and bias; Switch Transformer (arXiv 2101.03961) for balance; ST-MoE (arXiv 2202.08906) for z.
 """
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
-from megablocks.ops.dtypes import accumulation_dtype
+from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.routing.dispatch import count_valid_ref
 
-_TINY = 1e-20  # keeps 0/0 out of a normalisation whose K scores all underflowed; far below float32's resolution
+_MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # what a kernel's tile in registers holds
+_TINY = 1e-20  # keeps 0/0 out where all scores of a token underflowed; far below float32's resolution
+
+
+class RouterOptions(NamedTuple):
+    """What a router computes.
+
+    top_k: K.
+    sigmoid: scores are the sigmoids of the logits, else their softmax.
+    after: weights are the softmax of the chosen logits alone. Not with sigmoid.
+    norm_p: a token's weights are divided by their p-norm; 0 for no norm.
+    scaling: factor on the weights, last.
+    balance_weight, z_weight: factors on the losses. Where both are 0, only the weights are differentiable.
+    num_groups, group_top_k: a token chooses among the experts of its best `group_top_k` of `num_groups` groups of
+        neighboring experts; 0 for no groups.
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    after: bool = False
+    norm_p: float = 0.0
+    scaling: float = 1.0
+    balance_weight: float = 0.0
+    z_weight: float = 0.0
+    num_groups: int = 0
+    group_top_k: int = 0
+
+    @property
+    def has_losses(self) -> bool:
+        return self.balance_weight != 0 or self.z_weight != 0
+
+    @property
+    def saves_weights(self) -> bool:
+        """Whether backward needs the T·K weights alone, not the T·E logits.
+
+        The gradient of a softmax over the chosen logits follows from its values; that of every other logit is 0.
+        """
+        return self.after and not self.norm_p and self.scaling != 0 and not self.has_losses
+
+
+class RouterOutput(NamedTuple):
+    """What a router gives for T tokens.
+
+    weight (T·K,), balance (), z (), sums (E,): float32 (float64 for float64 logits), differentiable.
+    expert, token: (T·K,) int32.    load: (E,) int64.
+    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are no padding, and 0, the ids out of range.
+    """
+
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    expert: Tensor
+    token: Tensor
+    load: Tensor
+    stats: Tensor
+
+
+class RouterLosses(NamedTuple):
+    """The fields of these names of a `RouterOutput`."""
+
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    stats: Tensor
+
+
+class RouterSaved(NamedTuple):
+    """What backward reads beside the logits: of the forward's results, expert, or flags and ends of token rounding."""
+
+    expert: Tensor | None
+    load: Tensor
+    stats: Tensor
+    flags: Tensor | None = None
+    ends: Tensor | None = None
+
+
+class RouterGradients(NamedTuple):
+    """The gradients of a router's results; None for 0."""
+
+    d_weight: Tensor | None
+    d_balance: Tensor | None = None
+    d_z: Tensor | None = None
+    d_sums: Tensor | None = None
 
 
 def lowest_first_topk(values: Tensor, k: int) -> Tensor:
@@ -28,7 +119,7 @@ def lowest_first_topk(values: Tensor, k: int) -> Tensor:
     torch.topk leaves the order of equals open, and it differs between devices. k passes of argmax do not.
     """
     lowest = torch.finfo(values.dtype).min
-    left = values.detach().clamp(min=lowest)  # -inf is for what was taken; NaN stays NaN, which argmax puts first
+    left = values.detach().clamp(min=lowest)  # -inf marks what was taken; NaN stays NaN, which argmax puts first
     taken = []
     for _ in range(k):
         best = left.argmax(dim=1, keepdim=True)
@@ -50,50 +141,296 @@ def mask_to_best_groups(selection: Tensor, k: int, num_groups: int, group_top_k:
     return grouped.masked_fill(outside.unsqueeze(2), float("-inf")).view(num_tokens, num_experts)
 
 
-def topk_weights(
+def wide_logits(logits: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Logits (T, E) in the dtype of sums, 0 in padding, which may hold anything."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return logits if padding_mask is None else logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
+
+
+def router_scores(logits: Tensor, sigmoid: bool) -> Tensor:
+    """Scores (T, E) of logits (T, E), in float32 (float64 for float64)."""
+    logits = wide_logits(logits, None)
+    return logits.sigmoid() if sigmoid else logits.softmax(dim=1)
+
+
+def balance_loss(sums: Tensor, load: Tensor, num_tokens: Tensor, top_k: int, factor: float) -> Tensor:
+    """factor · E/(K·n²) · Σ_e load_e · sums_e: sums (E,) floating, load (E,) integer, num_tokens () integer → ()."""
+    num_tokens = num_tokens.clamp(min=1)
+    return factor * sums.shape[0] * torch.dot(load.to(sums.dtype) / (num_tokens * top_k), sums / num_tokens)
+
+
+def losses_ref(logits: Tensor, padding_mask: Tensor | None, load: Tensor, options: RouterOptions) -> RouterLosses:
+    """Losses and counts of `wide_logits` and of any choice with this load, differentiable by autograd."""
+    living = torch.ones_like(logits[:, 0], dtype=torch.bool) if padding_mask is None else ~padding_mask
+    shares = router_scores(logits, options.sigmoid)
+    if options.sigmoid:
+        shares = shares / (shares.sum(1, keepdim=True) + _TINY)
+    sums = shares.masked_fill(~living.unsqueeze(1), 0.0).sum(0)
+    squares = torch.logsumexp(logits, dim=1).square().masked_fill(~living, 0.0).sum()
+    count = living.sum()
+    broken = (~logits.detach().isfinite()).any(1).sum()
+    return RouterLosses(
+        balance=balance_loss(sums, load, count, options.top_k, options.balance_weight),
+        z=options.z_weight * (squares / count.clamp(min=1)),
+        sums=sums,
+        stats=torch.stack([broken, count, torch.zeros_like(count)]),
+    )
+
+
+def router_ref(
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
+) -> RouterOutput:
+    """`router_op` in plain torch, differentiable by autograd."""
+    (num_tokens, num_experts), top_k = logits.shape, options.top_k
+    logits = wide_logits(logits, padding_mask)
+    values = logits if options.after else router_scores(logits, options.sigmoid)
+    selection = values.detach() if bias is None else values.detach() + bias.to(values.dtype)
+    if options.num_groups:
+        selection = mask_to_best_groups(selection, top_k, options.num_groups, options.group_top_k)
+    ids = lowest_first_topk(selection, top_k)
+    weight = values.gather(1, ids)
+    if options.after:
+        weight = weight.softmax(dim=1)
+    if options.norm_p:
+        weight = weight / (torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True) + _TINY)
+    expert = (ids if padding_mask is None else ids.masked_fill(padding_mask.unsqueeze(1), -1)).flatten().int()
+    token = torch.arange(num_tokens, dtype=torch.int32, device=logits.device)
+    load = count_valid_ref(expert, num_experts)
+    losses = losses_ref(logits, padding_mask, load, options)
+    return RouterOutput(
+        weight=(weight * options.scaling).flatten(),
+        balance=losses.balance,
+        z=losses.z,
+        sums=losses.sums,
+        expert=expert,
+        token=token.unsqueeze(1).expand(num_tokens, top_k).flatten(),
+        load=load,
+        stats=losses.stats,
+    )
+
+
+def _gradients_of_kept(d_weight: Tensor, saved: RouterSaved, options: RouterOptions) -> tuple[Tensor, Tensor, Tensor]:
+    """The top-k's ids (T, K) in any order, the gradients of their weights (T, K), and those of the scores (T, E)."""
+    assert saved.flags is not None and saved.ends is not None
+    kept, chosen = (saved.flags.t() & 1).long(), (saved.flags.t() & 2) > 0
+    ids = chosen.int().sort(dim=1, descending=True, stable=True).indices[:, : options.top_k]
+    pair = (saved.ends.unsqueeze(1) - kept.sum(1, keepdim=True) + kept.cumsum(1) - 1).clamp(min=0)
+    d_values = torch.where(kept > 0, d_weight[pair], 0.0) if d_weight.numel() else d_weight.new_zeros(kept.shape)
+    return ids, d_values.gather(1, ids), torch.where(chosen, 0.0, d_values * options.scaling)
+
+
+def router_backward_ref(
     logits: Tensor,
-    k: int,
-    *,
-    score_function: str = "softmax",
-    softmax_order: str = "before_topk",
-    bias: Tensor | None = None,
-    num_groups: int | None = None,
-    group_top_k: int | None = None,
-    norm_p: float | None = None,
-    scaling: float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """Each token's experts and their weights.
+    padding_mask: Tensor | None,
+    saved: RouterSaved,
+    grads: RouterGradients,
+    options: RouterOptions,
+) -> Tensor:
+    """The gradient of the logits (T, E), in their dtype."""
+    wide = wide_logits(logits, padding_mask)
+    soft, count = wide.softmax(1), saved.stats[1].clamp(min=1)
+    scores = wide.sigmoid() if options.sigmoid else soft
+    d_weight, d_balance, d_z, d_sums = (None if grad is None else grad.to(wide.dtype) for grad in grads)
+    d_scores, d_logits = torch.zeros_like(wide), torch.zeros_like(wide)  # d_logits: what does not go through the scores
+    if d_weight is not None:
+        if saved.expert is None:
+            ids, grad, d_scores = _gradients_of_kept(d_weight, saved, options)
+        else:
+            ids = saved.expert.view(-1, options.top_k).clamp(min=0).long()
+            grad = d_weight.view(ids.shape)
+        grad = grad * options.scaling
+        weight = wide.gather(1, ids).softmax(1) if options.after else scores.gather(1, ids)
+        if options.norm_p:
+            norm = torch.linalg.vector_norm(weight, ord=options.norm_p, dim=1, keepdim=True)
+            slope = torch.where((weight > 0) & (norm > 0), (weight / norm).pow(options.norm_p - 1), 0.0)
+            norm = norm + _TINY
+            grad = grad / norm - slope * (grad * weight).sum(1, keepdim=True) / norm.square()
+        if options.after:
+            d_logits.scatter_add_(1, ids, weight * (grad - (grad * weight).sum(1, keepdim=True)))
+        else:
+            d_scores = d_scores.scatter_add(1, ids, grad)
+    d_share = wide.new_zeros(wide.shape[1])
+    if d_sums is not None:
+        d_share = d_share + d_sums
+    if d_balance is not None:
+        scale = d_balance * options.balance_weight * wide.shape[1]
+        d_share = d_share + scale * saved.load.to(wide.dtype) / (count * options.top_k) / count
+    if options.sigmoid:
+        whole = scores.sum(1, keepdim=True) + _TINY
+        d_scores = d_scores + (d_share - (scores * d_share).sum(1, keepdim=True) / whole) / whole
+        d_logits = d_logits + d_scores * scores * (1 - scores)
+    else:
+        d_scores = d_scores + d_share
+        d_logits = d_logits + scores * (d_scores - (d_scores * scores).sum(1, keepdim=True))
+    if d_z is not None:
+        scale = 2 * options.z_weight * d_z / count
+        d_logits = d_logits + soft * (scale * torch.logsumexp(wide, 1)).unsqueeze(1)
+    if padding_mask is not None:
+        d_logits = d_logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
+    return d_logits.to(logits.dtype)
+
+
+def router_weight_backward_ref(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    """The gradient of the logits (T, E) from the weights (T·K,), scaled softmaxes over the chosen, and theirs."""
+    ids = torch.where(expert < 0, num_experts, expert).long().view(-1, options.top_k)  # padding's: a column more
+    weight, grad = weight.view(ids.shape), d_weight.view(ids.shape).to(weight.dtype)
+    d_chosen = weight * (grad - (grad * weight).sum(1, keepdim=True) / options.scaling)
+    d_logits = weight.new_zeros(ids.shape[0], num_experts + 1).scatter_(1, ids, d_chosen)
+    return d_logits[:, :-1].to(dtype, memory_format=torch.contiguous_format)
+
+
+def kernels_take(values: Tensor, num_experts: int, options: RouterOptions) -> bool:
+    """Whether the kernels run for E experts, these options, and `values`' device and dtype; else the references run."""
+    fits = num_experts <= _MAX_EXPERTS and options.top_k <= _MAX_TOP_K
+    return fits and runs_triton(values) and options.norm_p in (0, 1, 2) and not options.num_groups
+
+
+@custom_op("megablocks::router")
+def router_op(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
+    if kernels_take(logits, logits.shape[1], options):
+        from megablocks.ops.routing.topk_triton import route_launch
+
+        return route_launch(logits, bias, padding_mask, options)
+    return router_ref(logits, bias, padding_mask, options)
+
+
+@router_op.register_fake
+def _(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
+    return empty_output(logits, logits.shape[0] * options.top_k)
+
+
+def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
+    """Unset results of a router that gives this many pairs."""
+    num_experts, acc = logits.shape[1], torch.promote_types(logits.dtype, torch.float32)
+
+    def make(dtype: torch.dtype, *shape: int) -> Tensor:
+        return logits.new_empty(shape, dtype=dtype)
+
+    return RouterOutput(
+        weight=make(acc, num_pairs),
+        balance=make(acc),
+        z=make(acc),
+        sums=make(acc, num_experts),
+        expert=make(torch.int32, num_pairs),
+        token=make(torch.int32, num_pairs),
+        load=make(torch.int64, num_experts),
+        stats=make(torch.int64, 3),
+    )
+
+
+@custom_op("megablocks::router_backward")
+def router_backward_op(
+    logits: Tensor,
+    padding_mask: Tensor | None,
+    saved: RouterSaved,
+    grads: RouterGradients,
+    options: RouterOptions,
+) -> Tensor:
+    if kernels_take(logits, logits.shape[1], options):
+        from megablocks.ops.routing.topk_triton import route_backward_launch
+
+        return route_backward_launch(logits, padding_mask, saved, grads, options)
+    return router_backward_ref(logits, padding_mask, saved, grads, options)
+
+
+@router_backward_op.register_fake
+def _(logits: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(logits, memory_format=torch.contiguous_format)
+
+
+@custom_op("megablocks::router_weight_backward")
+def router_weight_backward_op(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    if kernels_take(weight, num_experts, options):
+        from megablocks.ops.routing.topk_triton import weight_backward_launch
+
+        return weight_backward_launch(weight, expert, d_weight, num_experts, dtype, options)
+    return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)
+
+
+@router_weight_backward_op.register_fake
+def _(
+    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
+) -> Tensor:
+    return weight.new_empty(weight.shape[0] // options.top_k, num_experts, dtype=dtype)
+
+
+def save_for_logits(
+    ctx: Any, logits: Tensor, padding_mask: Tensor | None, saved: RouterSaved, options: RouterOptions
+) -> None:
+    """Save what `gradient_of_logits` needs."""
+    ctx.options = options
+    ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
+    ctx.save_for_backward(logits, padding_mask, *saved)
+
+
+def gradient_of_logits(ctx: Any, grads: RouterGradients) -> Tensor | None:
+    """The gradient of the logits (T, E), None for 0."""
+    if all(grad is None for grad in grads):
+        return None
+    logits, padding_mask, *saved = ctx.saved_tensors
+    gradient: Tensor = router_backward_op(logits, padding_mask, RouterSaved(*saved), grads, ctx.options)
+    return gradient
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    logits, _, padding_mask, options = inputs
+    out = RouterOutput(*output)
+    if not options.has_losses:
+        ctx.mark_non_differentiable(out.balance, out.z, out.sums)
+    if options.saves_weights:
+        ctx.options, ctx.like = options, (logits.shape[1], logits.dtype)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out.weight, out.expert)
+    else:
+        save_for_logits(ctx, logits, padding_mask, RouterSaved(out.expert, out.load, out.stats), options)
+
+
+def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    weight, options = grads[0], ctx.options
+    if not options.saves_weights:
+        return gradient_of_logits(ctx, RouterGradients(*grads[:4])), None, None, None
+    d_logits = None if weight is None else router_weight_backward_op(*ctx.saved_tensors, weight, *ctx.like, options)
+    return d_logits, None, None, None
+
+
+router_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, padding_mask: Tensor | None) -> None:
+    """Raise as `route_topk` does."""
+    (num_tokens, num_experts), top_k = logits.shape, options.top_k
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {num_experts}")
+    if not 0 <= options.norm_p < float("inf"):
+        raise ValueError(f"norm_p={options.norm_p}: must be a finite number above 0, or 0 for no norm")
+    groups, best = options.num_groups, options.group_top_k
+    if groups and (num_experts % groups or not 1 <= best <= groups or top_k > best * (num_experts // groups)):
+        raise ValueError(
+            f"num_groups={groups}, group_top_k={best}: groups must divide {num_experts} experts, and the best ones "
+            f"must hold at least top_k={top_k}"
+        )
+    for name, t, length in (("bias", bias, num_experts), ("padding_mask", padding_mask, num_tokens)):
+        if t is not None and t.shape != (length,):
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
+
+
+def route_topk(
+    logits: Tensor, options: RouterOptions, *, bias: Tensor | None = None, padding_mask: Tensor | None = None
+) -> RouterOutput:
+    """Each token's experts and weights, with the load and the losses, without a host synchronization.
 
     Args:
-        logits: (T, E) floating.
-        k: K, at most E.
-        score_function: "softmax" or "sigmoid".
-        softmax_order: "before_topk" or "after_topk"; ignored for sigmoid.
+        logits: (T, E) floating, differentiable.
         bias: (E,), added for the selection only.
-        num_groups, group_top_k: restrict a token to its best groups; both or neither.
-        norm_p: divide a token's weights by their p-norm.
-        scaling: factor on the weights, last.
+        padding_mask: (T,) bool, True for padding.
 
-    Returns:
-        ids (T, K) int64 in [0, E), in descending order of selection; weights (T, K) float32, differentiable.
+    Raises:
+        ValueError: a top_k outside [1, E], a norm_p below 0, groups that do not fit, a bias or mask of another shape.
     """
-    logits = logits.to(accumulation_dtype(logits.dtype))
-    after = score_function == "softmax" and softmax_order == "after_topk"
-    scores = logits if after else router_scores(logits, score_function)
-    with torch.no_grad():
-        selection = scores.detach() if bias is None else scores.detach() + bias.to(scores.dtype)
-        if num_groups is not None and group_top_k is not None:
-            selection = mask_to_best_groups(selection, k, num_groups, group_top_k)
-        ids = lowest_first_topk(selection, k)
-    weights = scores.gather(1, ids)
-    if after:
-        weights = weights.softmax(dim=1)
-    if norm_p is not None:
-        weights = weights / (torch.linalg.vector_norm(weights, ord=norm_p, dim=1, keepdim=True) + _TINY)
-    return ids, weights if scaling == 1.0 else weights * scaling
-
-
-def router_scores(logits: Tensor, score_function: str) -> Tensor:
-    """Scores (T, E) in float32 (float64 for float64) of logits (T, E)."""
-    logits = logits.to(accumulation_dtype(logits.dtype))
-    return logits.softmax(dim=1) if score_function == "softmax" else logits.sigmoid()
+    check_router(logits, options, bias, padding_mask)
+    out: RouterOutput = router_op(logits, bias, padding_mask, options)
+    return out

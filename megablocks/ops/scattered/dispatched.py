@@ -1,76 +1,206 @@
-"""The scattered products over a `Dispatch`, for any routing: up with the gather fused, down with weights and combine.
+"""Products that gather and scatter rows in their own loads and stores, and an expert MLP's two linear maps on them.
 
-    up     y[p] = x[gather[p]] · w[e] + bias[e]                                (T, H) → (R, N)
-    down   y[t] = Σ_{rows p of t} weight[pair[p]] · (act(z[p], g[p]) · w[e] + bias[e])      (R, I) → (T, H)
+    scattered_mm      y[out(p)] = weight(p) · (x[in(p)] · w[e] + bias[e])
+                      dots[pair(p)] = ⟨x[in(p)] · w[e], other[out(p)]⟩ + ⟨x[in(p)], dot_bias[e]⟩
+    scattered_mm_dw   dw[e] = Σ_p a[in(p)]ᵀ · (weight(p) · b[out(p)])          sums[e] = Σ_p weight(p) · b[out(p)]
+    gathered_linear   y[p] = x[gather[p]] · w[e] + bias[e]                                        (T, H) → (R, N)
+    linear_combine    y[t] = Σ_{rows p of t} weight(p) · (act(pre[p], gate[p]) · w[e] + bias[e])   (R, I) → (T, H)
 
-Legend: T tokens, H hidden, I expert width, E experts, R rows of the dispatch, V <= R used ones; rows from V on are
-unspecified and reach no result. Kept for backward: x and, by `down`, what it is given: never R·H values. `down` takes
-z and g and computes the activation again in backward, or takes the activation itself (name "").
+Legend: T tokens, H hidden, I expert width, E experts, R rows, M, N sizes of a matrix. e is the expert of row p and
+weight(p) = weight[pair(p)], or 1 without weights; `Rows` gives in, out and pair. scattered_mm serves forward, and
+backward with wᵀ: there x is the gradient of the output, `other` the input, and dots the gradient of the weights, so
+that no output is kept for it (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Kept for backward are the operands: never R·H
+values. linear_combine computes the activation again in backward. Source: ScatterMoE (arXiv 2403.08245).
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
-from megablocks.ops.grouped.grouped_mm import is_transposed, under_autocast
-from megablocks.ops.library import custom_op
-from megablocks.ops.permute.combine import combine_op
+from megablocks.ops.activation_table import Activation
+from megablocks.ops.grouped.grouped_mm import is_transposed
+from megablocks.ops.library import custom_op, runs_triton, under_autocast
+from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
-from megablocks.ops.scattered.products import scattered_rows, scattered_weights
 
 
-@custom_op("megablocks::gathered_linear", mutates_args=())
-def gathered_linear_op(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    token_offsets: Tensor,
-    gather: Tensor,
-    scatter: Tensor,
-    pair: Tensor,
-) -> Tensor:
-    return scattered_rows(x, w, offsets[1:], gather.shape[0], in_index=gather, bias=bias)[0]
+class Rows(NamedTuple):
+    """R rows sorted by expert, and which row of the input and of the output each one is. An index of None is p itself.
+
+    ends: (E,) integer; row p is expert e's where ends[e-1] <= p < ends[e]. Rows from ends[E-1] on have no expert.
+    in_index, in_fan: (R,) integer; row p reads row in_index[p] // in_fan of the input.
+    out_index, out_fan: (R,) integer; the product writes row p to row out_index[p] of R. Its caller then sums each
+        out_fan rows to one, so that row p reads row out_index[p] // out_fan of the output's gradient.
+    pair: (R,) integer; row p is pair pair[p].
+    """
+
+    ends: Tensor
+    in_index: Tensor | None = None
+    out_index: Tensor | None = None
+    pair: Tensor | None = None
+    in_fan: int = 1
+    out_fan: int = 1
+
+    def swapped(self) -> Rows:
+        """The rows of backward: its input is the output's gradient, its output the input's gradient."""
+        return Rows(self.ends, self.out_index, self.in_index, self.pair, self.out_fan, self.in_fan)
+
+    def count(self, x: Tensor) -> int:
+        """R, where x is what `in_index` reads."""
+        return (x if self.in_index is None else self.in_index).shape[0]
+
+
+def _at(index: Tensor | None, p: slice, fan: int = 1) -> Tensor | slice:
+    return p if index is None else index[p].long() // fan
+
+
+def _experts(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        yield expert, slice(start, end)
+        start = end
+
+
+def scattered_mm_ref(
+    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
+    rows: Rows,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """x (S, M), w (E, M, N) → y (R, N) in x's dtype, dots (R,) float32 (float64 for float64), None without `other`.
+
+    bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots. Rows without an expert are 0.
+    """
+    acc = torch.promote_types(x.dtype, torch.float32)
+    y = x.new_zeros(rows.count(x), w.shape[2])
+    dots = y.new_zeros(y.shape[0], dtype=acc)
+    for e, p in _experts(rows.ends):
+        left, pair = x[_at(rows.in_index, p, rows.in_fan)].to(acc), _at(rows.pair, p)
+        product = left @ w[e].to(acc)
+        if other is not None:
+            dots[pair] = (product * other[_at(rows.out_index, p, rows.out_fan)]).sum(1)
+            if dot_bias is not None:
+                dots[pair] += left @ dot_bias[e].to(acc)
+        if bias is not None:
+            product += bias[e]
+        if weight is not None:
+            product *= weight[pair].to(acc).unsqueeze(1)
+        y[_at(rows.out_index, p)] = product.to(y.dtype)
+    return y, None if other is None else dots
+
+
+def scattered_mm_dw_ref(
+    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
+) -> tuple[Tensor, Tensor | None]:
+    """a (S, M), b (S', N) → dw (E, M, N) in a's dtype, sums (E, N) float32 (float64 for float64) or None.
+
+    transposed: lay dw out as (E, N, M), so that a parameter behind a transposed view takes it as it is.
+    """
+    dw, acc = empty_dw(a, b, rows, transposed), torch.promote_types(a.dtype, torch.float32)
+    sums = b.new_empty(dw.shape[0], dw.shape[2], dtype=acc)
+    for e, p in _experts(rows.ends):
+        right = b[_at(rows.out_index, p, rows.out_fan)].to(acc)
+        if weight is not None:
+            right = right * weight[_at(rows.pair, p)].to(acc).unsqueeze(1)
+        dw[e] = a[_at(rows.in_index, p, rows.in_fan)].to(acc).t() @ right
+        sums[e] = right.sum(0)
+    return dw, sums if with_sums else None
+
+
+def empty_dw(a: Tensor, b: Tensor, rows: Rows, transposed: bool) -> Tensor:
+    experts, m, n = rows.ends.shape[0], a.shape[1], b.shape[1]
+    return a.new_empty(experts, n, m).transpose(1, 2) if transposed else a.new_empty(experts, m, n)
+
+
+@custom_op("megablocks::scattered_mm")
+def scattered_mm_op(
+    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
+    rows: Rows, zero_tail: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """y and dots of `scattered_mm_ref`, an empty tensor for no dots.
+
+    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else they are unspecified.
+    """
+    if runs_triton(x):
+        from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_launch
+
+        y, dots = scattered_mm_launch(x, w, bias, weight, other, dot_bias, rows, zero_tail)
+    else:
+        with torch.autocast(x.device.type, enabled=False):  # or torch would narrow the reference's own products
+            y, dots = scattered_mm_ref(x, w, bias, weight, other, dot_bias, rows)
+    return y, x.new_empty(0) if dots is None else dots
+
+
+@scattered_mm_op.register_fake
+def _(
+    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
+    rows: Rows, zero_tail: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    num_rows = rows.count(x)
+    dots = x.new_empty(0) if other is None else x.new_empty(num_rows, dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(num_rows, w.shape[2]), dots
+
+
+@custom_op("megablocks::scattered_mm_dw")
+def scattered_mm_dw_op(
+    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    """dw and sums of `scattered_mm_dw_ref`, an empty tensor for no sums."""
+    if runs_triton(a):
+        from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_dw_launch
+
+        dw, sums = scattered_mm_dw_launch(a, b, weight, rows, transposed, with_sums)
+    else:
+        with torch.autocast(a.device.type, enabled=False):
+            dw, sums = scattered_mm_dw_ref(a, b, weight, rows, transposed, with_sums)
+    return dw, a.new_empty(0) if sums is None else sums
+
+
+@scattered_mm_dw_op.register_fake
+def _(
+    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
+) -> tuple[Tensor, Tensor]:
+    dw = empty_dw(a, b, rows, transposed)
+    sums = a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.dtype, torch.float32))
+    return dw, sums if with_sums else a.new_empty(0)
+
+
+@custom_op("megablocks::gathered_linear")
+def gathered_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
+    rows = Rows(dispatch.expert_offsets[1:], in_index=dispatch.gather)
+    return scattered_mm_op.implementation(x, w, bias, None, None, None, rows, False)[0]
 
 
 @gathered_linear_op.register_fake
-def _(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    offsets: Tensor,
-    token_offsets: Tensor,
-    gather: Tensor,
-    scatter: Tensor,
-    pair: Tensor,
-) -> Tensor:
-    return x.new_empty(gather.shape[0], w.shape[2])
+def _(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
+    return x.new_empty(dispatch.num_rows, w.shape[2])
 
 
-def _up_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, bias, *indices = inputs
+def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, w, bias, dispatch = inputs
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
     ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
-    ctx.save_for_backward(x if need_w or need_bias else None, w if need_x else None, *indices)
+    ctx.save_for_backward(x if need_w or need_bias else None, w if need_x else None, *dispatch[:5])
 
 
-def _up_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, offsets, token_offsets, gather, scatter, pair = ctx.saved_tensors
+def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    x, w, *indices = ctx.saved_tensors
+    dispatch = Dispatch(*indices)
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    dx = dw = d_bias = None
+    ends, dx, dw, d_bias = dispatch.expert_offsets[1:], None, None, None
     if need_x:
-        rows, _ = scattered_rows(dy, w.transpose(1, 2), offsets[1:], gather.shape[0])
-        dx = combine_op(rows, None, pair, gather, scatter, token_offsets)
+        rows, _ = scattered_mm_op(dy, w.transpose(1, 2), None, None, None, None, Rows(ends), False)
+        dx = combine_op(rows, None, dispatch)
     if need_w or need_bias:
-        dw, sums = scattered_weights(x, dy, offsets[1:], a_index=gather, transposed=ctx.transposed, with_sums=need_bias)
+        dw, sums = scattered_mm_dw_op(x, dy, None, Rows(ends, in_index=dispatch.gather), ctx.transposed, need_bias)
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    return dx, (dw if need_w else None), d_bias, None, None, None, None, None
+    return dx, (dw if need_w else None), d_bias, None
 
 
-gathered_linear_op.register_autograd(_up_backward, setup_context=_up_context)
+gathered_linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
 
 
 def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
@@ -80,7 +210,7 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
         x: (T, H) floating.
         w: (E, H, N), same dtype, of any stride.
         bias: (E, N) floating, or None.
-        dispatch: of T tokens, E experts and R pairs.
+        dispatch: of T tokens, E experts and R pairs, not padded.
 
     Returns:
         (R, N) in x's dtype; rows from the last offset on are unspecified.
@@ -88,127 +218,102 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    x, w = under_autocast(x, w)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w = under_autocast(x, w)
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
-    offsets, token_offsets, gather, scatter, pair = dispatch
-    return gathered_linear_op(x, w, bias, offsets, token_offsets, gather, scatter, pair)
+    return gathered_linear_op(x, w, bias, dispatch)
 
 
-@custom_op("megablocks::linear_combine", mutates_args=())
+_IDENTITY = Activation("")
+
+
+@custom_op("megablocks::linear_combine")
 def linear_combine_op(
-    z: Tensor,
-    g: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    offsets: Tensor,
-    token_offsets: Tensor,
-    gather: Tensor,
-    scatter: Tensor,
-    pair: Tensor,
-    name: str,
-    approximate: str,
-) -> Tensor:
-    act = activation_op(z, g, name, approximate) if name else z
-    rows, _ = scattered_rows(act, w, offsets[1:], pair.shape[0], bias=bias, gate=weight, pair=pair)
-    return combine_op(rows, None, pair, gather, scatter, token_offsets)
+    pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
+    activation: Activation,
+) -> Tensor:  # fmt: skip
+    act = pre if activation == _IDENTITY else activation_op(pre, gate, activation)
+    rows = Rows(dispatch.expert_offsets[1:], pair=dispatch.pair)
+    y, _ = scattered_mm_op.implementation(act, w, bias, weight, None, None, rows, False)
+    return combine_op.implementation(y, None, dispatch)
 
 
 @linear_combine_op.register_fake
 def _(
-    z: Tensor,
-    g: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    offsets: Tensor,
-    token_offsets: Tensor,
-    gather: Tensor,
-    scatter: Tensor,
-    pair: Tensor,
-    name: str,
-    approximate: str,
-) -> Tensor:
-    return z.new_empty(token_offsets.shape[0] - 1, w.shape[2])
+    pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
+    activation: Activation,
+) -> Tensor:  # fmt: skip
+    return pre.new_empty(dispatch.num_tokens, w.shape[2])
 
 
-def _down_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    z, g, w, bias, weight, *indices, ctx.name, ctx.approximate = inputs
-    need_z, need_g, _, _, need_weight = ctx.needs_input_grad[:5]
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    pre, gate, w, bias, weight, dispatch, ctx.activation = inputs
+    need_pre, need_gate, _, _, need_weight = ctx.needs_input_grad[:5]
     ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
-    saved_bias = bias if need_weight else None
-    ctx.save_for_backward(z, g, w if need_z or need_g or need_weight else None, saved_bias, weight, *indices)
+    kept = w if need_pre or need_gate or need_weight else None, bias if need_weight else None
+    ctx.save_for_backward(pre, gate, *kept, weight, *dispatch[:5])
 
 
-def _down_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    z, g, w, bias, weight, offsets, token_offsets, gather, scatter, pair = ctx.saved_tensors
-    need_z, need_g, need_w, need_bias, need_weight = ctx.needs_input_grad[:5]
-    dz = dg = dw = d_bias = d_weight = None
-    act = activation_op(z, g, ctx.name, ctx.approximate) if ctx.name else z
-    if need_z or need_g or need_weight:
-        d_act, dots = scattered_rows(
-            dy, w.transpose(1, 2), offsets[1:], pair.shape[0], in_index=gather, gate=weight, pair=pair,
-            other=act if need_weight else None, dot_bias=bias,
-        )  # fmt: skip
+def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    pre, gate, w, bias, weight, *indices = ctx.saved_tensors
+    dispatch, activation = Dispatch(*indices), ctx.activation
+    need_pre, need_gate, need_w, need_bias, need_weight = ctx.needs_input_grad[:5]
+    d_pre = d_gate = dw = d_bias = d_weight = None
+    act = pre if activation == _IDENTITY else activation_op(pre, gate, activation)
+    rows = Rows(dispatch.expert_offsets[1:], out_index=dispatch.gather, pair=dispatch.pair)
+    if need_pre or need_gate or need_weight:
+        other = act if need_weight else None
+        d_act, dots = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), False)
         d_weight = dots.to(weight.dtype) if need_weight else None
-        dz = d_act
-        if ctx.name and (need_z or need_g):
-            dz, dg = activation_backward_op(d_act, z, g, ctx.name, ctx.approximate)
+        d_pre = d_act
+        if activation != _IDENTITY and (need_pre or need_gate):
+            d_pre, d_gate = activation_backward_op(d_act, pre, gate, activation)
     if need_w or need_bias:
-        dw, sums = scattered_weights(
-            act, dy, offsets[1:], b_index=gather, gate=weight, pair=pair, transposed=ctx.transposed, with_sums=need_bias
-        )
+        dw, sums = scattered_mm_dw_op(act, dy, weight, rows, ctx.transposed, need_bias)
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    grads = (dz if need_z else None, dg if need_g else None, dw if need_w else None, d_bias, d_weight)
-    return *grads, None, None, None, None, None, None, None
+    d_pre, d_gate, dw = d_pre if need_pre else None, d_gate if need_gate else None, dw if need_w else None
+    return d_pre, d_gate, dw, d_bias, d_weight, None, None
 
 
-linear_combine_op.register_autograd(_down_backward, setup_context=_down_context)
+linear_combine_op.register_autograd(_combine_backward, setup_context=_save_combine)
 
 
 def linear_combine(
-    z: Tensor,
-    g: Tensor | None,
-    w: Tensor,
-    bias: Tensor | None,
-    weight: Tensor | None,
-    dispatch: Dispatch,
-    name: str = "",
-    approximate: str = "tanh",
-) -> Tensor:
+    pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
+    activation: Activation | None = None,
+) -> Tensor:  # fmt: skip
     """Project rows down, weigh them, and add up each token's.
 
     Args:
-        z: (R, I) floating: the pre-activation of `name`, or with name "" the operand itself.
-        g: (R, I), same dtype, for a gated `name`, else None.
+        pre: (R, I) floating: the pre-activation, or without `activation` the operand itself.
+        gate: (R, I), same dtype, for a gated activation, else None.
         w: (E, I, H), same dtype, of any stride.
         bias: (E, H) floating, or None. weight: (R,) floating, one a pair in the order of the Routing; None for ones.
-        dispatch: of T tokens, E experts and R pairs.
-        name, approximate: as in `activate`.
+        dispatch: of T tokens, E experts and R pairs, not padded.
 
     Returns:
-        (T, H) in z's dtype; 0 for a token without an expert.
+        (T, H) in pre's dtype; 0 for a token without an expert.
 
     Raises:
         ValueError: shapes, dtypes or names that do not fit.
     """
-    z, w = under_autocast(z, w)
-    if g is not None:
-        (g,) = under_autocast(g)
-    if name or g is not None:
-        check_activation(z, g, name, approximate)
-    num_pairs = dispatch.pair.shape[0]
-    _check(z, "z", w, bias, dispatch, num_pairs)
-    if weight is not None and weight.shape != (num_pairs,):
-        raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
-    offsets, token_offsets, gather, scatter, pair = dispatch
-    return linear_combine_op(
-        z, g, w, bias, weight, offsets, token_offsets, gather, scatter, pair, name, approximate
-    )  # fmt: skip
+    if torch.is_autocast_enabled(pre.device.type):
+        pre, w = under_autocast(pre, w)
+        gate = None if gate is None else under_autocast(gate)[0]
+    if activation is not None:
+        check_activation(pre, gate, activation)
+    elif gate is not None:
+        raise ValueError("gate is given: must be None without an activation")
+    _check(pre, "pre", w, bias, dispatch, dispatch.pair.shape[0])
+    if weight is not None and weight.shape != dispatch.scatter.shape:
+        raise ValueError(f"weight is {tuple(weight.shape)}: must be {tuple(dispatch.scatter.shape)}, one a pair")
+    return linear_combine_op(pre, gate, w, bias, weight, dispatch, activation or _IDENTITY)
 
 
 def _check(x: Tensor, name: str, w: Tensor, bias: Tensor | None, dispatch: Dispatch, rows: int) -> None:
     experts = dispatch.expert_offsets.shape[0] - 1
+    if dispatch.padded:
+        raise ValueError("dispatch has padded rows: must be as build_dispatch made it")
     if x.dim() != 2 or x.shape[0] != rows:
         raise ValueError(f"{name} is {tuple(x.shape)}: must have {rows} rows, as the dispatch says")
     if w.dim() != 3 or w.shape[0] != experts or w.shape[1] != x.shape[1]:

@@ -21,18 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.grouped.grouped_mm import is_transposed, under_autocast
-from megablocks.ops.library import custom_op
+from megablocks.ops.grouped.grouped_mm import is_transposed
+from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.routing.dispatch import count_valid
-from megablocks.ops.scattered.products import (
-    scattered_rows,
-    scattered_rows_ref,
-    scattered_weights,
-)
+from megablocks.ops.scattered.dispatched import Rows, scattered_mm_dw_op, scattered_mm_op
 
 
 def flatten_sort_count(expert_idxs: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Sort pairs by expert, stably, without a host synchronisation.
+    """Sort pairs by expert, stably, without a host synchronization.
 
     Args:
         expert_idxs: (T, k), or of any shape with L elements, integer; ids outside [0, E) are "no expert".
@@ -49,101 +45,46 @@ def flatten_sort_count(expert_idxs: Tensor, num_experts: int) -> tuple[Tensor, T
         return sorted_experts, sorted_pairs, count_valid(flat, num_experts).cumsum(0)
 
 
-def parallel_linear_ref(
-    x: Tensor,
-    w: Tensor,
-    pair: Tensor,
-    ends: Tensor,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    k: int,
-    grouped_in: bool,
-    grouped_out: bool,
-) -> Tensor:
-    """x (T, in) or (L, in), w (E, in, out), pair (L,), ends (E,), bias (E, out), gates (G, F) → (L or G, out)."""
-    at = None if grouped_in else pair
-    gate = None if gates is None else gates.flatten()
-    out = None if grouped_out else pair
-    none = (None, None, 1, None)
-    y, _ = scattered_rows_ref(x, w, ends, pair.shape[0], at, k, out, bias, gate, pair, *none, True)
-    return _sum_of(y, 1 if gates is None else gates.shape[1])
-
-
 def _sum_of(rows: Tensor, fan: int) -> Tensor:
     """(G·F, N) → (G, N), summed in float32 and rounded once."""
     # the dtype is named, or autocast would widen the sum on a GPU
     return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1, dtype=rows.dtype)
 
 
-@custom_op("megablocks::parallel_linear", mutates_args=())
-def parallel_linear_op(
-    x: Tensor,
-    w: Tensor,
-    pair: Tensor,
-    ends: Tensor,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    k: int,
-    grouped_in: bool,
-    grouped_out: bool,
-) -> Tensor:
-    y, _ = scattered_rows(
-        x, w, ends, pair.shape[0],
-        in_index=None if grouped_in else pair, in_fan=k, out_index=None if grouped_out else pair, bias=bias,
-        gate=None if gates is None else gates.flatten(), pair=pair, zero_tail=True,
-    )  # fmt: skip
-    return _sum_of(y, 1 if gates is None else gates.shape[1])
+@custom_op("megablocks::parallel_linear")
+def parallel_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
+    """x (T, in) or (L, in), w (E, in, out), bias (E, out), weight (L,) → (L / rows.out_fan, out)."""
+    return _sum_of(scattered_mm_op(x, w, bias, weight, None, None, rows, True)[0], rows.out_fan)
 
 
 @parallel_linear_op.register_fake
-def _(
-    x: Tensor,
-    w: Tensor,
-    pair: Tensor,
-    ends: Tensor,
-    bias: Tensor | None,
-    gates: Tensor | None,
-    k: int,
-    grouped_in: bool,
-    grouped_out: bool,
-) -> Tensor:
-    return x.new_empty(pair.shape[0] if gates is None else gates.shape[0], w.shape[2])
+def _(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
+    return x.new_empty(rows.count(x) // rows.out_fan, w.shape[2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, pair, ends, bias, gates, ctx.k, ctx.grouped_in, ctx.grouped_out = inputs
-    need_x, need_w, _, _, need_bias, need_gates = ctx.needs_input_grad[:6]
-    ctx.transposed, ctx.num_tokens = is_transposed(w), x.shape[0]
-    ctx.bias_dtype = None if bias is None else bias.dtype
-    ctx.save_for_backward(
-        x if need_w or need_bias or need_gates else None,
-        w if need_x or need_gates else None,
-        pair, ends, bias if need_gates else None, gates,
-    )  # fmt: skip
+    x, w, bias, weight, rows = inputs
+    need_x, need_w, need_bias, need_weight = ctx.needs_input_grad[:4]
+    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    *indices, ctx.in_fan, ctx.out_fan = rows
+    kept_x, kept_w = x if need_w or need_bias or need_weight else None, w if need_x or need_weight else None
+    ctx.save_for_backward(kept_x, kept_w, bias if need_weight else None, weight, *indices)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-    x, w, pair, ends, bias, gates = ctx.saved_tensors
-    need_x, need_w, _, _, need_bias, need_gates = ctx.needs_input_grad[:6]
-    dx = dw = d_bias = d_gates = None
-    # the gradient of grouped row i is row dy_index[i] // fan of dy, times its gate
-    fan, gate = (1, None) if gates is None else (gates.shape[1], gates.flatten())
-    dy_index, x_index = (None if ctx.grouped_out else pair), (None if ctx.grouped_in else pair)
-    if need_x or need_gates:
-        rows, dots = scattered_rows(
-            dy, w.transpose(1, 2), ends, pair.shape[0],
-            in_index=dy_index, in_fan=fan, out_index=x_index, gate=gate, pair=pair,
-            other=x if need_gates else None, other_index=x_index, other_fan=ctx.k, dot_bias=bias, zero_tail=True,
-        )  # fmt: skip
-        dx = _sum_of(rows, ctx.k) if need_x else None
-        d_gates = dots.view(gates.shape).to(gates.dtype) if need_gates else None
+    x, w, bias, weight, *indices = ctx.saved_tensors
+    rows = Rows._make((*indices, ctx.in_fan, ctx.out_fan))
+    need_x, need_w, need_bias, need_weight = ctx.needs_input_grad[:4]
+    dx = dw = d_bias = d_weight = None
+    if need_x or need_weight:
+        other = x if need_weight else None
+        d_rows, dots = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), True)
+        dx = _sum_of(d_rows, rows.in_fan) if need_x else None
+        d_weight = dots.to(weight.dtype) if need_weight else None
     if need_w or need_bias:
-        dw, sums = scattered_weights(
-            x, dy, ends, a_index=x_index, a_fan=ctx.k, b_index=dy_index, b_fan=fan, gate=gate, pair=pair,
-            transposed=ctx.transposed, with_sums=need_bias,
-        )  # fmt: skip
+        dw, sums = scattered_mm_dw_op(x, dy, weight, rows, ctx.transposed, need_bias)
         d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    return dx, (dw if need_w else None), None, None, d_bias, d_gates, None, None, None
+    return dx, (dw if need_w else None), d_bias, d_weight, None
 
 
 parallel_linear_op.register_autograd(_backward, setup_context=_setup_context)
@@ -201,6 +142,13 @@ def parallel_linear(
         raise ValueError(f"gates is {tuple(gates.shape)}: must be (G, F) with G·F={pairs}, one a pair")
     if gates is not None and grouped_out:
         raise ValueError("grouped_out=True: must be False with gates, which weigh and add up scattered rows")
-    return parallel_linear_op(
-        inputs, expert_weights, sorted_scattered_idxs, expert_offsets, expert_biases, gates, k, grouped_in, grouped_out
+    rows = Rows(
+        expert_offsets,
+        in_index=None if grouped_in else sorted_scattered_idxs,
+        out_index=None if grouped_out else sorted_scattered_idxs,
+        pair=sorted_scattered_idxs,
+        in_fan=k,
+        out_fan=1 if gates is None else gates.shape[1],
     )
+    weight = None if gates is None else gates.flatten()
+    return parallel_linear_op(inputs, expert_weights, expert_biases, weight, rows)

@@ -1,10 +1,10 @@
-"""Which program computes which tile of a block-sparse product on Hopper (device code of hopper_kernels.py).
+"""Which program computes which tile of a block-sparse product on Hopper (device code of products_hopper.py).
 
-Tiles are dealt to the programs in rounds, every other round backwards: with the longest lines first (Matrix.row_work,
-Matrix.column_work) a program that got a long line in one round gets a short one in the next. Every program then has as
-many tiles as any other, which is not as much work where lines differ much: there (`dynamic`) only the first two rounds
-are dealt, and from then on a program draws its next tile from a counter. Who computes a tile changes nothing in it, so
-reruns stay bit-identical.
+Tiles are dealt to the programs in rounds, every other round backwards. The longest lines come first (Matrix.row_work,
+Matrix.column_work), so a program that got a long line in one round gets a short one in the next. All programs get as
+many tiles, but not as much work where lines differ much. There (`dynamic`) only the first two rounds are dealt, and
+from then on a program draws its next tile from a counter. Who computes a tile changes nothing in it, so reruns stay
+bit-identical.
 
 The producer announces its program's tiles on a board in shared memory, from which both consumers read them.
 """
@@ -35,10 +35,9 @@ def rounds(tiles):
 
 @gluon.jit
 def draw(i, tiles, counter_ptr, c: gl.constexpr):
-    """What says this program's i-th tile: the tile, or a ticket for it that is not waited for before `drawn`.
+    """This program's i-th tile, or a ticket for it, for which only `drawn` waits.
 
-    A program draws once and then once for each of its tiles. With so many draws in a launch the counter, which wraps,
-    comes back to zero at its end.
+    A program draws once, and once more for each of its tiles. After a launch's last draw the counter wraps to zero.
     """
     if c.dynamic:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
@@ -67,7 +66,7 @@ def drawn(ticket, c: gl.constexpr):
 
 @gluon.jit
 def line_of(tile, tiles, work_ptr, dense_tiles):
-    """Line of S, its first and end block, and the tile along the dense operand; the last tile's if it is beyond."""
+    """Line of S, its first and end block, and the tile along the dense operand; beyond the last tile, that tile's."""
     tile = gl.minimum(tile, tiles - 1)
     line = tile // dense_tiles
     at = work_ptr + 4 * line

@@ -22,6 +22,7 @@ from megablocks.ops.activation_triton import unary
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
 from .epilogue import NONE, Epilogue
+from .matrix import packed_size, sizes_of, unpack
 
 
 @triton.jit
@@ -202,16 +203,17 @@ def _store_work(at, line, first, last, mask):
     tl.store(at + 3, 0, mask=mask)
 
 
-def fill_topology(
-    expert_offsets: Tensor, parts: list[Tensor], blocks_per_row: int, block_rows: int, block_size: int
-) -> None:
-    """Write padded_offsets and the eight indices of a Matrix; see topology.topology_ref."""
+def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
+    """As `topology_op`; one launch."""
     experts = expert_offsets.shape[0] - 1
+    sizes = sizes_of(experts, blocks_per_row, block_rows)
+    packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=expert_offsets.device)
     _topology_kernel[(block_rows + experts,)](
-        expert_offsets, *parts, block_rows,
+        expert_offsets, *unpack(packed, sizes), block_rows,
         E=experts, F=blocks_per_row, B=block_size,
         E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
     )  # fmt: skip
+    return packed
 
 
 def _settings(t: Tensor, block_size: int) -> dict[str, Any]:

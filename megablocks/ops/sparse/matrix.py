@@ -7,44 +7,45 @@ each one stands (COO, so that a product with a sparse result needs one program a
 an index alone: `block_offsets_t` lists the same blocks in column order, values never move (Gale et al., MegaBlocks,
 arXiv 2211.15841, section 5.1.2). Blocks from offsets[-1] on are room that the pattern does not use: their row and
 column are −1 and no kernel reads their values.
+
+`topology` builds the pattern of a dropless MoE's hidden activations on the device, in one launch. Expert e has t_e
+rows, padded to n_e = ⌈t_e / B⌉ block rows. In its block rows the I / B blocks of its own columns are nonzero, so the
+pattern is block-diagonal, (block rows × B, E × I) (MegaBlocks, section 5.2). Only the device knows how many block rows
+there are, so they get a static bound: ⌊(R + E·(B−1)) / B⌋ for R rows.
+
+    block row r of expert e, first block row s_e = Σ_{e' < e} n_e', f = I / B:
+    blocks r·f … r·f + f − 1 at columns e·f …;   in column order, column e·f + j holds blocks (s_e + i)·f + j, i < n_e
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+from megablocks.ops.library import custom_op
 
 BLOCK_SIZES = (64, 128, 256)
 # A longer matrix would need wider metadata; its blocks alone would fill 64 GiB per column of blocks.
 _MAX_SIDE = 2**31 - 1
 
 
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """A block-sparse matrix, or with data=None a pattern of blocks. `.t()` is a view.
+class Blocks(NamedTuple):
+    """Where the blocks of a matrix stand. Ops take it as one argument; the names are stanford-stk's.
 
-    shape: (rows, columns), multiples of block_size; swapped when `transposed`.
-    data: (n, B, B) floating, differentiable, or None.
     row_indices, column_indices: (n,) int32, −1 for unused blocks; columns ascend within a row.
     offsets: (block rows + 1,) int32; blocks [offsets[i], offsets[i+1]) stand in block row i.
     column_indices_t: (n,) int32: block rows in column order. block_offsets_t: (n,) int32: positions in `data`.
     offsets_t: (block columns + 1,) int32, into the two above.
-    row_work, column_work: (lines, 4) int32: line, first, end, 0. The lines in the order in which kernels take them up:
-        longest first, so that the short ones even out what the long ones left.
+    row_work, column_work: (lines, 4) int32: line, first, end, 0. Kernels take the lines in this order: longest first,
+        so that the short ones even out what the long ones left.
+    block_size: B.
     run: every aligned group of `run` blocks stands side by side in one row; 1 promises nothing.
-
-    The six indices always describe the stored matrix, not the transposed view; the names are stanford-stk's.
-
-    Raises:
-        ValueError: a shape, dtype or device that does not fit. Contents are checked by `validate`.
     """
 
-    shape: tuple[int, int]
-    data: Tensor | None
     row_indices: Tensor
     column_indices: Tensor
     offsets: Tensor
@@ -55,36 +56,69 @@ class Matrix:
     column_work: Tensor
     block_size: int = 128
     run: int = 1
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """What an op saves for backward by `save_for_backward`; `sizes` is the rest."""
+        return self[:-2]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self[-2:]
+
+    def lines(self, by_column: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(work, index, places) of the block rows or columns: `index` is where their blocks meet a dense operand.
+
+        places: positions of the blocks in `data`; None for block rows, whose blocks stand in order.
+        """
+        if by_column:
+            return self.column_work, self.column_indices_t, self.block_offsets_t
+        return self.row_work, self.column_indices, None
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A block-sparse matrix, or with data=None a pattern of blocks. `.t()` is a view.
+
+    shape: (rows, columns), multiples of block_size; swapped when `transposed`.
+    data: (n, B, B) floating, differentiable, or None.
+    blocks: where they stand in the stored matrix, whether or not this one is `transposed`.
+
+    Raises:
+        ValueError: a shape, dtype or device that does not fit. Contents are checked by `validate`.
+    """
+
+    shape: tuple[int, int]
+    data: Tensor | None
+    blocks: Blocks
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        size = self.block_size
+        size, run = self.blocks.sizes
         if size not in BLOCK_SIZES:
             raise ValueError(f"block_size={size}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
         for name, side in zip(("rows", "columns"), self.shape, strict=True):
             if side % size or not 0 <= side <= _MAX_SIDE:
                 raise ValueError(f"shape {tuple(self.shape)}: {name} must be a multiple of block_size={size}")
-        block_rows, block_columns = self.stored_grid
-        n = self.num_blocks
-        wanted = {
-            "row_indices": (n,), "column_indices": (n,), "offsets": (block_rows + 1,), "column_indices_t": (n,),
-            "offsets_t": (block_columns + 1,), "block_offsets_t": (n,), "row_work": (block_rows, 4),
-            "column_work": (block_columns, 4),
-        }  # fmt: skip
-        for name, shape in wanted.items():
-            t = getattr(self, name)
+        (block_rows, block_columns), n = self.stored_grid, self.num_blocks
+        shapes = (n,), (n,), (block_rows + 1,), (n,), (block_columns + 1,), (n,), (block_rows, 4), (block_columns, 4)
+        for name, t, shape in zip(Blocks._fields, self.blocks.tensors, shapes, strict=False):
             if t.dtype != torch.int32 or tuple(t.shape) != shape or t.device != self.device:
                 raise ValueError(
                     f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}, must be {shape} torch.int32 on {self.device}"
                 )
-        if self.run < 1 or n % self.run:
-            raise ValueError(f"run={self.run}: must divide the {n} blocks")
+        if run < 1 or n % run:
+            raise ValueError(f"run={run}: must divide the {n} blocks")
         if self.data is not None:
             _check_data(self.data, (n, size, size), self.device)
 
     @property
+    def block_size(self) -> int:
+        return self.blocks.block_size
+
+    @property
     def device(self) -> torch.device:
-        return self.offsets.device
+        return self.blocks.offsets.device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -95,21 +129,13 @@ class Matrix:
     @property
     def num_blocks(self) -> int:
         """Blocks that `data` has room for; how many are used is offsets[-1], known on the device only."""
-        return self.row_indices.shape[0]
+        return self.blocks.row_indices.shape[0]
 
     @property
     def stored_grid(self) -> tuple[int, int]:
         """Block rows and block columns as stored, whatever `transposed` says."""
         rows, columns = (side // self.block_size for side in self.shape)
         return (columns, rows) if self.transposed else (rows, columns)
-
-    @property
-    def indices(self) -> tuple[Tensor, ...]:
-        """The eight index tensors, in the order of the fields."""
-        return (
-            self.row_indices, self.column_indices, self.offsets, self.column_indices_t, self.offsets_t,
-            self.block_offsets_t, self.row_work, self.column_work,
-        )  # fmt: skip
 
     def t(self) -> Matrix:
         """The transpose, as a view: same data and indices."""
@@ -120,14 +146,15 @@ class Matrix:
         return replace(self, data=data)
 
     def to_dense(self) -> Tensor:
-        """(rows, columns) in data's dtype, zero where there is no block; differentiable, no host synchronisation."""
+        """(rows, columns) in data's dtype, zero where there is no block; differentiable, no host synchronization."""
         if self.data is None:
             raise ValueError("to_dense: this Matrix is a pattern, give it values with with_data")
         (block_rows, block_columns), size = self.stored_grid, self.block_size
-        used = self.row_indices >= 0
+        used = self.blocks.row_indices >= 0
         # unused blocks go to a spare place; their contents may be anything, NaN included
         spare = block_rows * block_columns
-        place = torch.where(used, self.row_indices.long() * block_columns + self.column_indices, spare)
+        place = self.blocks.row_indices.long() * block_columns + self.blocks.column_indices
+        place = torch.where(used, place, spare)
         values = torch.where(used[:, None, None], self.data, torch.zeros((), dtype=self.dtype, device=self.device))
         blocks = values.new_zeros(spare + 1, size, size).index_copy(0, place, values)
         dense = blocks[:-1].view(block_rows, block_columns, size, size).transpose(1, 2)
@@ -135,53 +162,46 @@ class Matrix:
         return dense.t() if self.transposed else dense
 
     def validate(self) -> Matrix:
-        """Check the contents of the indices; synchronises with the host.
+        """Check the contents of the indices; synchronizes with the host.
 
         Raises:
             ValueError: the first inconsistency found.
         """
-        block_rows, block_columns = self.stored_grid
-        want = from_coordinates(
-            (block_rows * self.block_size, block_columns * self.block_size),
-            *(t[: int(self.offsets[-1])].clamp(min=0) for t in (self.row_indices, self.column_indices)),
-            block_size=self.block_size,
-            num_blocks=self.num_blocks,
-        )
+        (block_rows, block_columns), size, b = self.stored_grid, self.block_size, self.blocks
+        used = int(b.offsets[-1])
+        rows, columns = (t[:used].clamp(min=0) for t in (b.row_indices, b.column_indices))
+        shape = block_rows * size, block_columns * size
+        want = from_coordinates(shape, rows, columns, block_size=size, num_blocks=self.num_blocks).blocks
         for name in ("row_indices", "column_indices", "offsets", "offsets_t"):
-            if not torch.equal(getattr(self, name), getattr(want, name)):
+            if not torch.equal(getattr(b, name), getattr(want, name)):
                 raise ValueError(f"{name} does not describe {block_rows}x{block_columns} blocks in row order")
-        used = int(self.offsets[-1])
         for name in ("column_indices_t", "block_offsets_t"):
-            if not torch.equal(getattr(self, name)[:used], getattr(want, name)[:used]):
+            if not torch.equal(getattr(b, name)[:used], getattr(want, name)[:used]):
                 raise ValueError(f"{name} does not list the blocks of row_indices and column_indices in column order")
-        for name, offsets in (("row_work", self.offsets), ("column_work", self.offsets_t)):
-            work = getattr(self, name)[getattr(self, name)[:, 0].argsort()]
+        for name, work, offsets in (("row_work", b.row_work, b.offsets), ("column_work", b.column_work, b.offsets_t)):
             lines = torch.arange(len(work), dtype=torch.int32, device=self.device)
-            if not torch.equal(work[:, :3], torch.stack([lines, offsets[:-1], offsets[1:]], 1)):
+            if not torch.equal(work[work[:, 0].argsort(), :3], torch.stack([lines, offsets[:-1], offsets[1:]], 1)):
                 raise ValueError(f"{name} does not list every line once with its first and end block")
-        rows, columns = (t[:used].view(-1, self.run) for t in (self.row_indices, self.column_indices))
-        side_by_side = columns[:, :1] + torch.arange(self.run, device=self.device)
-        if used % self.run or not ((rows == rows[:, :1]).all() and (columns == side_by_side).all()):
-            raise ValueError(f"run={self.run}: not every {self.run} blocks stand side by side in one row")
+        rows, columns = (t[: used - used % b.run].view(-1, b.run) for t in (rows, columns))
+        side_by_side = columns[:, :1] + torch.arange(b.run, device=self.device)
+        if used % b.run or not ((rows == rows[:, :1]).all() and (columns == side_by_side).all()):
+            raise ValueError(f"run={b.run}: not every {b.run} blocks stand side by side in one row")
         return self
 
     def to_stk(self) -> Any:
-        """An `stk.Matrix` of the used blocks (needs stanford-stk; synchronises with the host).
+        """An `stk.Matrix` of the used blocks (needs stanford-stk; synchronizes with the host).
 
         Raises:
             ValueError: stanford-stk is not installed or does not import.
         """
-        stk = _stk()
-        used = int(self.offsets[-1])
-        size = torch.Size(side * self.block_size for side in self.stored_grid)
+        stk, b, size = _stk(), self.blocks, self.block_size
+        used = int(b.offsets[-1])
         narrow = torch.int16 if max(self.stored_grid) < 2**15 else torch.int32
-        no_data = torch.empty(used, self.block_size, self.block_size, device="meta")
-        data = no_data if self.data is None else self.data[:used]
-        rows, columns, columns_t = (
-            t[:used].to(narrow) for t in (self.row_indices, self.column_indices, self.column_indices_t)
-        )
-        by_column = columns_t, self.offsets_t, self.block_offsets_t[:used]
-        out = stk.Matrix(size, data, rows, columns, self.offsets, *by_column)
+        data = torch.empty(used, size, size, device="meta") if self.data is None else self.data[:used]
+        rows, columns, columns_t = (t[:used].to(narrow) for t in (b.row_indices, b.column_indices, b.column_indices_t))
+        by_column = columns_t, b.offsets_t, b.block_offsets_t[:used]
+        shape = torch.Size(side * size for side in self.stored_grid)
+        out = stk.Matrix(shape, data, rows, columns, b.offsets, *by_column)
         return out.t() if self.transposed else out
 
     @classmethod
@@ -201,7 +221,7 @@ class Matrix:
 
     @classmethod
     def from_dense(cls, dense: Tensor, block_size: int = 128) -> Matrix:
-        """The blocks of `dense` (rows, columns) that hold a nonzero; synchronises with the host.
+        """The blocks of `dense` (rows, columns) that hold a nonzero; synchronizes with the host.
 
         Raises:
             ValueError: `dense` is no matrix or its sides are no multiples of block_size.
@@ -215,25 +235,6 @@ class Matrix:
         return out.with_data(blocks[place[:, 0], place[:, 1]].contiguous())
 
 
-def from_indices(shape: tuple[int, int], indices: Sequence[Tensor], *, block_size: int = 128, run: int = 1) -> Matrix:
-    """The pattern whose `Matrix.indices` these are."""
-    rows, columns, offsets, columns_t, offsets_t, block_offsets_t, row_work, column_work = indices
-    return Matrix(
-        shape,
-        None,
-        rows,
-        columns,
-        offsets,
-        columns_t,
-        offsets_t,
-        block_offsets_t,
-        row_work,
-        column_work,
-        block_size,
-        run,
-    )
-
-
 def from_coordinates(
     shape: tuple[int, int], rows: Tensor, columns: Tensor, *, block_size: int = 128, num_blocks: int | None = None
 ) -> Matrix:
@@ -244,7 +245,7 @@ def from_coordinates(
         num_blocks: room in `data`, ≥ u; default u.
 
     Raises:
-        ValueError: unsorted, repeated or outside the shape (checking synchronises with the host).
+        ValueError: unsorted, repeated or outside the shape (checking synchronizes with the host).
     """
     block_rows, block_columns = (side // block_size for side in shape)
     rows, columns, device = rows.long(), columns.long(), rows.device
@@ -266,10 +267,11 @@ def from_coordinates(
 
     by_row, by_column = offsets(rows, block_rows), offsets(columns, block_columns)
     order = torch.sort(columns, stable=True).indices
-    return Matrix(
-        shape, None, padded(rows), padded(columns), by_row, padded(rows[order]), by_column, padded(order),
-        _work(by_row), _work(by_column), block_size,
+    blocks = Blocks(
+        padded(rows), padded(columns), by_row, padded(rows[order]), by_column, padded(order), _work(by_row),
+        _work(by_column), block_size,
     )  # fmt: skip
+    return Matrix(shape, None, blocks)
 
 
 def _work(offsets: Tensor) -> Tensor:
@@ -291,3 +293,131 @@ def _stk() -> Any:
     except Exception as error:  # its kernels do not import with every Triton
         raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
     return stk
+
+
+class Topology(NamedTuple):
+    """pattern: Matrix without data. padded_offsets: (E+1,) int32, expert e's padded rows begin at padded_offsets[e]."""
+
+    pattern: Matrix
+    padded_offsets: Tensor
+
+
+def max_block_rows(rows: int, num_experts: int, block_size: int = 128) -> int:
+    """The most block rows that `rows` rows of `num_experts` experts can need, each expert padded to whole blocks."""
+    return min(rows, (rows + num_experts * (block_size - 1)) // block_size)
+
+
+def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> tuple[Tensor, ...]:
+    """(padded_offsets, the tensors of `Blocks`), in plain torch."""
+    device, f = expert_offsets.device, blocks_per_row
+    experts = expert_offsets.shape[0] - 1
+    ends = ((expert_offsets.long().diff() + block_size - 1) // block_size).cumsum(0).clamp(max=block_rows)
+    starts = torch.cat([ends.new_zeros(1), ends])
+    heights, used = starts.diff(), starts[-1]
+    row = torch.arange(block_rows, device=device)
+    expert = torch.searchsorted(ends, row, right=True)
+    offsets = torch.arange(block_rows + 1, device=device).clamp(max=used) * f
+
+    block = torch.arange(block_rows * f, device=device)
+    block_row, j = block // f, block % f
+    in_use = block_row < used
+    row_indices = torch.where(in_use, block_row, -1)
+    column_indices = torch.where(in_use, expert[block_row] * f + j, -1)
+
+    column = torch.arange(experts * f, device=device)
+    offsets_t = torch.cat([starts[:-1][column // f] * f + column % f * heights[column // f], (used * f)[None]])
+    entry_column = torch.searchsorted(offsets_t[1:], block, right=True)
+    safe = entry_column.clamp(max=max(experts * f - 1, 0))
+    entry_row = starts[:-1][safe // f] + block - offsets_t[safe]
+    column_indices_t = torch.where(in_use, entry_row, -1)
+    block_offsets_t = torch.where(in_use, entry_row * f + safe % f, -1)
+
+    by_height = torch.sort(heights, descending=True, stable=True).indices
+    longest = (by_height[:, None] * f + torch.arange(f, device=device)).reshape(-1)
+    row_work = torch.stack([row, offsets[:-1], offsets[1:], torch.zeros_like(row)], 1)
+    column_work = torch.stack([longest, offsets_t[longest], offsets_t[longest + 1], torch.zeros_like(longest)], 1)
+    out = (
+        starts * block_size, row_indices, column_indices, offsets, column_indices_t, offsets_t, block_offsets_t,
+        row_work, column_work,
+    )  # fmt: skip
+    return tuple(t.int() for t in out)
+
+
+def sizes_of(experts: int, blocks_per_row: int, block_rows: int) -> list[int]:
+    """Elements of padded_offsets and of the tensors of `Blocks`."""
+    n, columns = block_rows * blocks_per_row, experts * blocks_per_row
+    return [experts + 1, n, n, block_rows + 1, n, columns + 1, n, 4 * block_rows, 4 * columns]
+
+
+def packed_size(sizes: list[int]) -> int:
+    return sum(map(_round_up, sizes))
+
+
+def unpack(packed: Tensor, sizes: list[int]) -> list[Tensor]:
+    """Views of one allocation, each part starting on 16 bytes."""
+    # One split, whose parts are the gaps too: slicing part by part takes the host as long as a launch.
+    out = packed.split([n for size in sizes for n in (size, _round_up(size) - size)])[::2]
+    return [*out[:7], out[7].view(-1, 4), out[8].view(-1, 4)]
+
+
+def _round_up(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+@custom_op("megablocks::sparse_topology")
+def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
+    """topology_ref's results in one allocation; see `unpack`."""
+    if expert_offsets.is_cuda:
+        from .kernels import topology_launch
+
+        return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
+    parts = topology_ref(expert_offsets, blocks_per_row, block_rows, block_size)
+    return torch.cat([F.pad(part.reshape(-1), (0, -part.numel() % 4)) for part in parts])
+
+
+@topology_op.register_fake
+def _(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
+    return expert_offsets.new_empty(packed_size(sizes_of(expert_offsets.shape[0] - 1, blocks_per_row, block_rows)))
+
+
+def topology(
+    expert_offsets: Tensor, ffn_size: int, *, max_rows: int, block_size: int = 128, block_rows: int | None = None
+) -> Topology:
+    """The pattern of the hidden activations of experts whose rows are sorted by expert, without host synchronization.
+
+    Args:
+        expert_offsets: (E+1,) int32, non-decreasing: unpadded rows [expert_offsets[e], expert_offsets[e+1]) are expert
+            e's (`Dispatch.expert_offsets`).
+        ffn_size: I, the width of one expert; a multiple of block_size.
+        max_rows: R ≥ expert_offsets[E], which the host need not know: the number of (token, expert) pairs.
+        block_rows: block rows of the pattern, default `max_block_rows`. A smaller number than the rows need leaves the
+            last rows out; pass one only where it is known, as under uniform routing.
+
+    Returns:
+        Topology: pattern (block_rows·B, E·I), padded_offsets (E+1,).
+
+    Raises:
+        ValueError: a width that is no multiple of the block size, or a bad block size, shape or dtype.
+    """
+    if expert_offsets.dim() != 1 or expert_offsets.shape[0] < 2 or expert_offsets.dtype != torch.int32:
+        raise ValueError(
+            f"expert_offsets is {tuple(expert_offsets.shape)} {expert_offsets.dtype}, must be (E+1,) torch.int32"
+        )
+    if block_size not in BLOCK_SIZES:
+        raise ValueError(f"block_size={block_size}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
+    if ffn_size <= 0 or ffn_size % block_size:
+        raise ValueError(
+            f"ffn_size={ffn_size}: block-sparse products need a multiple of block_size={block_size}; "
+            "choose such a width, a smaller block_size or mlp_impl='grouped'"
+        )
+    if max_rows < 0 or (block_rows is not None and block_rows < 0):
+        raise ValueError(f"max_rows={max_rows}, block_rows={block_rows}: must not be negative")
+    experts = expert_offsets.shape[0] - 1
+    if block_rows is None:
+        block_rows = max_block_rows(max_rows, experts, block_size)
+    blocks_per_row = ffn_size // block_size
+    packed = topology_op(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
+    padded_offsets, *indices = unpack(packed, sizes_of(experts, blocks_per_row, block_rows))
+    run = 2 if blocks_per_row % 2 == 0 else 1
+    shape = (block_rows * block_size, experts * ffn_size)
+    return Topology(Matrix(shape, None, Blocks._make((*indices, block_size, run))), padded_offsets)

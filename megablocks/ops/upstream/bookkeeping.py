@@ -1,6 +1,6 @@
 """Bookkeeping of megablocks 0.10: sort, histogram, cumulative sums, rounding, replication, block columns.
 
-Legend: N values, E experts (bins), B batch rows. None synchronises with the host. `bins` are inclusive cumulative sums:
+Legend: N values, E experts (bins), B batch rows. None synchronizes with the host. `bins` are inclusive cumulative sums:
 bin e is [bins[e-1], bins[e]). Source: megablocks 0.10, megablocks/ops and csrc.
 
 Differences from 0.10, each on purpose: a cumulative sum of one value keeps its shape (1,), which there was (); dtypes

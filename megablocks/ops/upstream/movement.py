@@ -23,11 +23,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.grouped.grouped_mm import under_autocast
-from megablocks.ops.permute.combine import combine_backward_op, combine_op
-from megablocks.ops.permute.padded import PaddedDispatch, pad_indices
-from megablocks.ops.permute.padded import padded_gather as _gather
-from megablocks.ops.permute.padded import padded_scatter as _scatter
+from megablocks.ops.library import under_autocast
+from megablocks.ops.permute.rows import combine as _scatter
+from megablocks.ops.permute.rows import combine_backward_op, combine_op
+from megablocks.ops.permute.rows import gather as _gather
+from megablocks.ops.routing.dispatch import Dispatch, pad_indices
 
 
 def _check(indices: Tensor, bin_ids: Tensor | None, weights: Tensor | None = None) -> None:
@@ -36,7 +36,7 @@ def _check(indices: Tensor, bin_ids: Tensor | None, weights: Tensor | None = Non
             raise ValueError(f"{name} is {tuple(other.shape)}: must be {tuple(indices.shape)}, one a pair, as indices")
 
 
-def _padded(indices: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int, num_rows: int | None) -> PaddedDispatch:
+def _padded(indices: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int, num_rows: int | None) -> Dispatch:
     """`num_rows` None: as many as the device says, which the host waits for."""
     if num_rows is None:
         num_rows = int(padded_bins[-1]) if padded_bins.numel() else 0
@@ -47,28 +47,27 @@ class _RoundedScatter(torch.autograd.Function):
     """`_scatter` of rows that are weighted and rounded first. Its gradients are those of the unrounded sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, *indices: Tensor) -> Tensor:
-        token_offsets, gather, scatter, pair = indices
-        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, *indices)
-        weighted = (x * weights[pair.clamp(min=0)].unsqueeze(1)).to(x.dtype)
-        return combine_op(weighted, None, pair, gather, scatter, token_offsets, True)
+    def forward(ctx: Any, x: Tensor, weights: Tensor, padded: Dispatch) -> Tensor:
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weights, *padded[:5])
+        weighted = (x * weights[padded.pair.clamp(min=0)].unsqueeze(1)).to(x.dtype)
+        return combine_op(weighted, None, padded)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, token_offsets, gather, scatter, pair = ctx.saved_tensors
+        x, weights, *indices = ctx.saved_tensors
         need_x, need_weights = ctx.needs_input_grad[:2]
-        dx, dw = combine_backward_op(grads[0], x, weights, pair, gather, scatter, token_offsets, True)
-        return dx if need_x else None, dw if need_weights else None, None, None, None, None
+        dx, dw = combine_backward_op(grads[0], x, weights, Dispatch._make((*indices, True)))
+        return dx if need_x else None, dw if need_weights else None, None
 
 
-def _weighted(x: Tensor, weights: Tensor | None, padded: PaddedDispatch, top_k: int) -> Tensor:
+def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -> Tensor:
     if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
     _check_rows(x, padded)
-    return _RoundedScatter.apply(x, weights, *padded)
+    return _RoundedScatter.apply(x, weights, padded)
 
 
-def _check_rows(x: Tensor, padded: PaddedDispatch) -> None:
+def _check_rows(x: Tensor, padded: Dispatch) -> None:
     if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (rows, H) with {padded.pair.shape[0]} rows")
 
@@ -100,7 +99,7 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
 def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int) -> Tensor:
     """`gather` with expert e's rows from padded_bins[e-1] on: x (T, H) → (padded_bins[E-1], H), padding exactly 0.
 
-    The number of rows is read from the device; `megablocks.ops.permute.padded` takes a bound instead.
+    The number of rows is read from the device; `megablocks.ops.routing.dispatch` takes a bound instead.
 
     Raises:
         ValueError: shapes that do not fit.

@@ -1,0 +1,113 @@
+"""Tables of the kinds that a config names: ways to compute the experts (`IMPLS`) and routers (`ROUTERS`).
+
+Config, flags, help texts, errors, advice about memory, and tests read them. They load no torch: an entry names its
+function or class by "module:name", and `load` imports it. A new kind is an entry here and the code that it names.
+Activations have a table of their own, `megablocks.ops.activation_table`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any, NamedTuple
+
+QUANTIZED = ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits")
+"""The config's fields that keep a tensor quantized for backward; -1 keeps it as it is."""
+
+
+@functools.cache
+def load(path: str) -> Any:
+    """What "module:name" names."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
+class Impl(NamedTuple):
+    """A way to compute the experts.
+
+    function: called as `megablocks.moe.impls.ImplFunction`.
+    summary: one clause for help texts.
+    saves: what it saves for backward beside the weights, by default and with recompute_activation.
+        T tokens, R pairs, H hidden, I expert width; "pre-activations" are one or two (R, I) tensors.
+    not_quantized: those of `QUANTIZED` that it refuses, because it does not save the tensor or saves it as it is.
+    recomputes_pre: whether recompute_activation leaves out the pre-activations too, not only the activation.
+    width_multiple: of which the expert width on a rank must be a multiple.
+    pads: whether it computes rows of padding.
+    """
+
+    function: str
+    summary: str
+    saves: str
+    not_quantized: tuple[str, ...] = ()
+    recomputes_pre: bool = False
+    width_multiple: int = 1
+    pads: bool = False
+
+
+IMPLS = {
+    "grouped": Impl(
+        "megablocks.moe.impls:grouped",
+        "grouped GEMMs that gather the tokens themselves; any width, no padding",
+        "tokens (T, H), pre-activations, activation (R, I), output (R, H); the activation is recomputed on request",
+    ),
+    "fused": Impl(
+        "megablocks.moe.impls:fused",
+        "the whole MLP in one op that saves the least (SonicMoE)",
+        "tokens (T, H), pre-activations; on request only the tokens",
+        not_quantized=("quantize_scatter_num_bits",),
+        recomputes_pre=True,
+    ),
+    "sparse": Impl(
+        "megablocks.moe.impls:sparse",
+        "block-sparse products (MegaBlocks); each expert's rows are padded to whole blocks",
+        "rows (N, H) with their padding, pre-activations, activation, output (N, H); the activation is recomputed on "
+        "request",
+        width_multiple=64,
+        pads=True,
+    ),
+    "scatter": Impl(
+        "megablocks.moe.impls:scatter",
+        "products that gather, weight and scatter rows in their own loads and stores (ScatterMoE)",
+        "tokens (T, H), pre-activations, activation (R, I); the activation is recomputed on request",
+        not_quantized=QUANTIZED,
+    ),
+    "reference": Impl(
+        "megablocks.moe.impls:reference",
+        "a float32 loop over the experts, for comparison; it synchronizes with the host",
+        "everything that autograd saves, in float32",
+        not_quantized=QUANTIZED[:2],
+    ),
+}
+MLP_IMPLS = ("auto", *IMPLS)
+"""Values of mlp_impl. "auto" is grouped or fused, by device and shape: `megablocks.moe.impls.choose_impl`."""
+
+
+class RouterKind(NamedTuple):
+    """A kind of router.
+
+    module: the class, called as (config, *, loss_group, init_method, device, dtype).
+    summary: one clause for help texts.
+    needs: values that fields of the config must have, and why.
+    """
+
+    module: str
+    summary: str
+    needs: tuple[tuple[str, object, str], ...] = ()
+
+
+_PER_TOKEN = "each token chooses K experts only with router_type='topk'"
+_BALANCED = "expert choice is balanced by construction"
+ROUTERS = {
+    "topk": RouterKind("megablocks.moe.router:TopKRouter", "each token chooses its K best experts"),
+    "expert_choice": RouterKind(
+        "megablocks.moe.router:ExpertChoiceRouter",
+        "each expert chooses its T·K/E best tokens",
+        needs=(
+            ("token_rounding", None, _PER_TOKEN),
+            ("num_groups", None, _PER_TOKEN),
+            ("normalize_top_k", None, _PER_TOKEN),
+            ("expert_score_bias", False, _BALANCED),
+            ("uniform_assignment", False, _BALANCED),
+        ),
+    ),
+}

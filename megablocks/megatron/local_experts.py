@@ -1,0 +1,134 @@
+"""Our experts under Megatron's contract: parallel attributes, sharded checkpoints, and the `experts` builder's call.
+
+Used by our own layer, and as `MoESubmodules(experts=MegaBlocksExperts)` inside Megatron's MoELayer.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from megablocks.megatron.model_config import check_config, moe_config
+from megablocks.megatron.settings import settings_of
+from megablocks.moe.experts import Experts
+from megablocks.moe.groups import ExpertShard
+
+
+class MegaBlocksExperts(MegatronModule):
+    """The local experts of one layer; `core` holds the parameters and the computation.
+
+    Args:
+        num_local_experts: experts on this expert-parallel rank.
+        config: Megatron's; `check_config` says what is refused.
+        pg_collection: groups `ep` (expert parallel), `expt_tp` (shards of every expert's width), `expt_dp`.
+    """
+
+    def __init__(
+        self,
+        num_local_experts: int,
+        config: TransformerConfig,
+        submodules: None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        name: str | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        check_config(config)
+        groups = get_default_pg_collection() if pg_collection is None else pg_collection
+        self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
+        draw = config.perform_initialization
+        first = self.ep_group.rank() * num_local_experts
+        self.core = Experts(
+            moe_config(config, settings_of(config)),
+            shard=ExpertShard(first, num_local_experts, self.tp_group.rank(), self.tp_group.size()),
+            init_method=config.init_method if draw else torch.zero_,
+            output_init_method=config.output_layer_init_method if draw else torch.zero_,
+            device="cpu" if config.use_cpu_initialization else torch.cuda.current_device(),
+            dtype=config.params_dtype,
+        )
+        for parameter in self.core.parameters():
+            # False always: with True at expert parallel 2 Megatron averages different experts' gradients.
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            # True always: without it the gradient norm leaves out every tensor-parallel rank but the first.
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+            parameter.partition_dim = 0  # type: ignore[attr-defined]
+            parameter.partition_stride = 1  # type: ignore[attr-defined]
+
+    def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
+        """Megatron's call, for its own MoELayer.
+
+        Args:
+            rows: (R, H) sorted by local expert. tokens_per_expert: (E_local,) integers, adding up to R. probs: (R,).
+
+        Returns:
+            ((R, H) weighted by probs, None); a partial sum when the experts' width is cut over ranks.
+        """
+        offsets = torch.zeros(tokens_per_expert.shape[0] + 1, dtype=torch.int32, device=tokens_per_expert.device)
+        offsets[1:] = tokens_per_expert.cumsum(0)
+        out = self.core.forward_sorted(rows, offsets.to(rows.device, non_blocking=True))
+        return (out * probs.unsqueeze(-1)).to(rows.dtype), None
+
+    def backward_dw(self) -> None:
+        """Weight gradients are computed in backward itself; `check_config` refuses delaying them."""
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Each parameter as one global tensor over layers, experts and, where it has one, the experts' width.
+
+        Global shapes, after the layers that `sharded_offsets` says: w1, v1, w2 (E, I, H); b1, c1 (E, I); b2 (E, H).
+        So a checkpoint loads at any expert, expert-tensor, tensor and pipeline parallel size.
+        """
+        out: dict[str, Any] = {}
+        for name, parameter in self.core.named_parameters():
+            has_width = name != "b2"
+            out[f"{prefix}core.{name}"] = ShardedTensorFactory(
+                f"{prefix}{name}",
+                parameter,
+                partial(
+                    self._build,
+                    is_matrix=name in ("w1", "v1", "w2"),
+                    has_width=has_width,
+                    sharded_offsets=tuple(sharded_offsets),
+                ),
+                partial(_merge, shape=parameter.shape),
+                (0, 0 if has_width else self.tp_group.rank(), self.dp_group.rank()),
+            )
+        return out
+
+    @torch.no_grad()
+    def _build(
+        self,
+        key: str,
+        tensor: Tensor,
+        replica_id: tuple[int, int, int],
+        flattened_range: slice | None,
+        *,
+        is_matrix: bool,
+        has_width: bool,
+        sharded_offsets: tuple[tuple[int, int, int], ...],
+    ) -> dict[str, ShardedTensor]:
+        """For the parameter or for its optimizer state of the same shape."""
+        assert flattened_range is None, "Megatron 0.19 keeps the optimizer state in the shape of the parameter"
+        experts = self.core.num_local_experts
+        layers = len(sharded_offsets)
+        local = tensor.view(experts, -1, tensor.shape[1]) if is_matrix else tensor
+        offsets = [(layers, self.ep_group.rank(), self.ep_group.size())]
+        if has_width:
+            offsets.append((layers + 1, self.tp_group.rank(), self.tp_group.size()))
+        return {
+            "data": ShardedTensor.from_rank_offsets(
+                key, local, *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=layers
+            )
+        }
+
+
+def _merge(loaded: dict[str, Tensor], shape: torch.Size) -> Tensor:
+    return loaded["data"].reshape(shape)

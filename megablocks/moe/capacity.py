@@ -1,0 +1,84 @@
+"""Which pairs a layer with a capacity drops, and how many places an expert computes, on one rank or several.
+
+`megablocks.ops.routing.capacity` has the rules and the drop on one rank.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megablocks.config import MoEConfig
+from megablocks.moe.groups import group_rank, group_size
+from megablocks.ops.routing.capacity import apply_capacity, capacity_of
+from megablocks.ops.routing.dispatch import Routing
+
+
+@torch.no_grad()
+def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> tuple[Routing, int]:
+    """Drop the pairs beyond config.capacity_factor, for experts that compute padded places.
+
+    Every rank of the group must call it. Ranks may hold different numbers of tokens. The number of places must be known
+    on the host: it is read there for a factor <= 0, and over several ranks.
+
+    Returns:
+        (the routing without the dropped pairs, with the metric `dropped`; places that an expert computes on its rank).
+    """
+    factor, rule, load, tokens = _factor(config), config.capacity_rule, _load(routing), routing.num_tokens
+    experts, top_k = config.num_experts, config.top_k
+    ranks = group_size(group)
+    if ranks == 1:
+        capacity = int(capacity_of(rule, factor, top_k, tokens, experts, load))
+        return apply_capacity(routing, capacity), capacity
+    loads, every_tokens = _gather(torch.cat([load, load.new_full((1,), tokens)]), group).split([experts, 1], dim=1)
+    together = rule == "megablocks"  # counts the pairs of all ranks together
+    fullest = (loads.sum(0) if together else loads.amax(0)).max()
+    counted = every_tokens.sum() if together else every_tokens.max()
+    on_host = torch.stack([fullest, counted]).tolist()
+    capacity = int(capacity_of(rule, factor, top_k, on_host[1], experts, torch.tensor(on_host[:1])))
+    if together:
+        return apply_capacity(routing, capacity, before=_taken_before(loads, group)), capacity
+    return apply_capacity(routing, capacity), capacity * ranks
+
+
+@torch.no_grad()
+def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> Routing:
+    """Drop the pairs beyond config.capacity_factor, for experts that pad nothing. It never synchronizes.
+
+    Every rank of the group must call it, with the same number of tokens. Tutel's negative factor, the smaller of the
+    fullest expert's load and the bound, drops what the bound alone does; so does 0, the fullest expert's load: nothing.
+    """
+    if not config.capacity_factor:
+        return routing
+    load, before, ranks = _load(routing), None, 1
+    if config.capacity_rule == "megablocks" and group_size(group) > 1:
+        ranks = group_size(group)
+        before = _taken_before(_gather(load, group), group)
+    factor, tokens = abs(_factor(config)), routing.num_tokens
+    capacity = capacity_of(
+        config.capacity_rule, factor, config.top_k, tokens, config.num_experts, load, num_ranks=ranks
+    )
+    return apply_capacity(routing, capacity, before=before)
+
+
+def _factor(config: MoEConfig) -> float:
+    assert config.capacity_factor is not None, "the caller asks only where there is one"
+    return config.capacity_factor
+
+
+def _load(routing: Routing) -> Tensor:
+    return routing.metrics["tokens_per_expert"]
+
+
+def _gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:
+    """(n,) of every rank → (ranks, n)."""
+    table = mine.new_empty(group_size(group) * mine.shape[0])
+    dist.all_gather_into_tensor(table, mine.contiguous(), group=group)
+    return table.view(-1, mine.shape[0])
+
+
+def _taken_before(loads: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Places (E,) that the pairs of lower ranks take: they come first."""
+    return loads[: group_rank(group)].sum(0)

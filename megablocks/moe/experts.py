@@ -1,0 +1,325 @@
+"""The experts of one rank: their parameters, how they are drawn and scaled, and the call that computes them.
+
+Legend: T tokens, R rows (pairs), H hidden, I expert width on this rank, E local experts.
+Parameters have the layout of megablocks 0.10: w1, v1, w2 are (E·I, H), so expert e owns rows [e·I, (e+1)·I).
+`megablocks.moe.impls` has the formula and the implementations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks.config import MoEConfig, check_width
+from megablocks.kinds import IMPLS, load
+from megablocks.moe.groups import ExpertShard
+from megablocks.moe.impls import ExpertCall, batched, impl_for, sorted_dispatch
+from megablocks.moe.main_grad import main_grad_of, to_main_grad
+from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
+from megablocks.ops.library import under_autocast
+from megablocks.ops.quant.quant import OFF
+from megablocks.ops.routing.dispatch import Dispatch
+
+logger = logging.getLogger(__name__)
+_logged: set[str] = set()
+
+InitFn = Callable[[Tensor], Any]
+_COMPUTE: dict[str, Callable[[ExpertCall], Tensor]] = {name: load(impl.function) for name, impl in IMPLS.items()}
+
+
+class Experts(nn.Module):
+    """MLP experts of a layer that live on one rank, allocated once at their local size.
+
+    Args:
+        config: the layer; its activation, mlp_bias, mlp_impl, what it saves, and init stds are used here.
+        shard: which experts, and which slice of their width, this rank holds; None for all. Where the width is cut, the
+            outputs are partial sums that the caller adds up; b2 is added on shard rank 0 only.
+        init_method, output_init_method: fill an expert's (ffn_hidden_size, H) w1/v1, or w2, in place; default a normal
+            of std init_std, or output_init_std.
+        seed: every expert is drawn in full, in float32, under a seed made from this and its global index, so that any
+            spread over ranks draws equal weights. Default: one draw from torch's CPU generator (the same on every rank
+            that was seeded alike).
+        grad_scale: factor on the parameters' gradients; `megablocks.moe.dispatchers` says when it is 1/ranks.
+        device, dtype: of the parameters; torch's defaults if None.
+
+    Raises:
+        ValueError: a shard outside the layer, or a width that mlp_impl cannot compute (ConfigError).
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        shard: ExpertShard | None = None,
+        init_method: InitFn | None = None,
+        output_init_method: InitFn | None = None,
+        seed: int | None = None,
+        grad_scale: float = 1.0,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        shard = ExpertShard(0, config.num_experts) if shard is None else shard
+        _check_shard(shard, config)
+        self.config, self.shard, self.grad_scale = config, shard, grad_scale
+        self.num_local_experts = shard.num_local_experts
+        self.ffn_hidden_size = config.ffn_hidden_size // shard.ffn_size
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        rows = self.num_local_experts * self.ffn_hidden_size
+        self.w1 = parameter(rows, config.hidden_size)
+        self.v1 = parameter(rows, config.hidden_size) if config.is_gated else None
+        self.w2 = parameter(rows, config.hidden_size)
+        bias, gated_bias = config.mlp_bias, config.mlp_bias and config.is_gated
+        self.b1 = parameter(self.num_local_experts, self.ffn_hidden_size) if bias else None
+        self.c1 = parameter(self.num_local_experts, self.ffn_hidden_size) if gated_bias else None
+        self.b2 = parameter(self.num_local_experts, config.hidden_size) if bias else None
+        self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
+        output_std = config.init_std if config.output_init_std is None else config.output_init_std
+        self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
+        if self.w1.is_cuda:
+            from megablocks.ops.launch import can_compile_ahead, hash_triton
+
+            if can_compile_ahead():
+                hash_triton()  # in a thread, while the weights are drawn
+        self.reset_parameters(seed)
+        self._register_load_state_dict_pre_hook(self._accept_old_layouts)
+
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw every parameter anew; see the class for `seed`."""
+        if seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        device = self.w1.device
+        if device.type == "meta":
+            return
+        start = self.shard.ffn_rank * self.ffn_hidden_size
+        drawn = [(self.w1, self._init_method), (self.v1, self._init_method), (self.w2, self._output_init_method)]
+        full = torch.empty(self.config.ffn_hidden_size, self.config.hidden_size, device=device, dtype=torch.float32)
+        for local in range(self.num_local_experts):
+            with _seeded(device, _seed_of(seed, self.shard.expert_offset + local)):
+                for weight, init in drawn:
+                    if weight is not None:
+                        init(full)
+                        self._per_expert(weight)[local].copy_(full[start : start + self.ffn_hidden_size])
+        for bias in (self.b1, self.c1, self.b2):
+            if bias is not None:
+                bias.zero_()
+
+    def _per_expert(self, weight: Tensor) -> Tensor:
+        return weight.view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
+
+    def forward(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None = None) -> Tensor:
+        """Gather each pair's token, run its expert, and add up the weighted outputs of each token.
+
+        Args:
+            x: (T, H), in the parameters' dtype (any under autocast).
+            dispatch: over the local experts.
+            weight: (R,) float32, the factor on a pair's output; None for ones.
+
+        Returns:
+            (T, H); zeros for a token without an expert.
+        """
+        return self._compute(x, dispatch, weight, in_order=False)
+
+    def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
+        """Compute rows that are sorted by local expert.
+
+        Args:
+            rows: (R, H).
+            expert_offsets: (E+1,) int32, first row of each expert, and the number of rows in use.
+
+        Returns:
+            (R, H); rows from expert_offsets[E] on are unspecified.
+        """
+        return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
+
+    def _compute(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None, *, in_order: bool) -> Tensor:
+        x = self._checked(x)
+        impl = self.config.mlp_impl
+        if impl == "auto":
+            impl = self.mlp_impl_for(device=x.device, dtype=x.dtype)
+            if not torch.compiler.is_compiling():
+                _log_once(f"mlp_impl='auto' on {x.device.type} in {x.dtype}: using {impl!r}")
+
+        def step(x: Tensor, weight: Tensor | None) -> Tensor:
+            parameters, main_grads = self._parameters_in(x.dtype), self._main_grads(x.dtype)
+            call = ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads)
+            with without_autocast(x):  # x and the parameters are in its dtype
+                return _COMPUTE[impl](call)
+
+        if x.is_cuda:
+            from megablocks.ops.launch import compile_first_call
+
+            compile_first_call(self, (impl, in_order), lambda *inputs: [step(*inputs)], x, weight)
+        return step(x, weight)
+
+    def forward_padded(self, bins: Tensor) -> Tensor:
+        """Compute the same number of rows for every expert, whatever they hold: (E, C, H) → (E, C, H).
+
+        One torch.bmm a projection computes them, whichever mlp_impl is named, except "reference". Where inputs or
+        pre-activations are saved quantized, grouped GEMMs of equal counts do.
+        """
+        bins, config = self._checked(bins), self.config
+        quantized = (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) != (OFF, OFF)
+        parameters = self._parameters_in(bins.dtype)
+        with without_autocast(bins):
+            if config.mlp_impl != "reference" and not quantized:
+                return batched(parameters, bins, config)
+            rows = bins.flatten(0, 1)
+            offsets = torch.arange(bins.shape[0] + 1, dtype=torch.int32, device=bins.device) * bins.shape[1]
+            impl = "reference" if config.mlp_impl == "reference" else "grouped"
+            dispatch = sorted_dispatch(offsets, rows.shape[0])
+            return _COMPUTE[impl](ExpertCall(parameters, rows, dispatch, None, config, True)).view(bins.shape)
+
+    def mlp_impl_for(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
+        """The implementation that computes rows, however many: mlp_impl, or what "auto" picks.
+
+        Args:
+            device, dtype: of the rows; the parameters' if None.
+        """
+        device, dtype = device or self.w1.device, dtype or self.w1.dtype
+        return impl_for(self.config, device, dtype, self.num_local_experts, self.ffn_hidden_size)
+
+    def _main_grads(self, dtype: torch.dtype) -> MainGrads:
+        """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""
+
+        if not self.config.gradient_accumulation_fusion or self.grad_scale != 1.0:
+            return MainGrads()
+        wanted = torch.promote_types(dtype, torch.float32)
+
+        def of(parameter: nn.Parameter | None) -> Tensor | None:
+            main_grad = main_grad_of(parameter)
+            if main_grad is None or main_grad.dtype != wanted or not main_grad.is_contiguous():
+                return None
+            return self._per_expert(main_grad)
+
+        return MainGrads(of(self.w1), of(self.v1), of(self.w2))
+
+    def _parameters_in(self, dtype: torch.dtype) -> ExpertParameters:
+        """The parameters by expert, in the dtype of the rows, their gradients scaled and added to main_grad."""
+
+        def matrix(parameter: nn.Parameter) -> Tensor:
+            # Whichever implementation runs: either its product adds to main_grad, or this node of autograd does.
+            fused = to_main_grad(parameter) if self.config.gradient_accumulation_fusion else parameter
+            return scale_gradient(self._per_expert(fused), self.grad_scale).to(dtype)
+
+        def vector(bias: Tensor | None) -> Tensor | None:
+            return None if bias is None else scale_gradient(bias, self.grad_scale).to(dtype)
+
+        return ExpertParameters(
+            matrix(self.w1),
+            None if self.v1 is None else matrix(self.v1),
+            matrix(self.w2),
+            vector(self.b1),
+            vector(self.c1),
+            # Other shards add zeros instead of leaving b2 out: gradient reducers wait for every parameter's gradient.
+            vector(self.b2 if self.b2 is None or self.shard.ffn_rank == 0 else self.b2 * 0),
+        )
+
+    def _checked(self, rows: Tensor) -> Tensor:
+        if torch.is_autocast_enabled(rows.device.type):
+            return under_autocast(rows)[0]
+        if rows.dtype != self.w1.dtype:
+            raise ValueError(f"x: has dtype {rows.dtype}, must be the experts' {self.w1.dtype} outside autocast")
+        return rows
+
+    def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Bring matrices of other shapes to (E·I, H): those of 0.10's capacity layer, and those of all experts.
+
+        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). A matrix of all experts in full width is cut
+        to the experts and the width of this rank.
+        """
+        config, shard = self.config, self.shard
+        for name in ("w1", "v1", "w2"):
+            weight = state.get(prefix + name)
+            if weight is None or weight.dim() not in (2, 3):
+                continue
+            if weight.dim() == 3:
+                weight = weight if name == "w2" else weight.transpose(1, 2)
+                weight = weight.reshape(-1, weight.shape[2])
+            everything = (config.num_experts * config.ffn_hidden_size, config.hidden_size)
+            if weight.shape == everything and weight.shape != self.w1.shape:
+                first, start = shard.expert_offset, shard.ffn_rank * self.ffn_hidden_size
+                weight = weight.view(config.num_experts, config.ffn_hidden_size, config.hidden_size)
+                weight = weight[first : first + self.num_local_experts, start : start + self.ffn_hidden_size]
+                weight = weight.reshape(-1, config.hidden_size)
+            state[prefix + name] = weight
+
+    def extra_repr(self) -> str:
+        config, shard, impl = self.config, self.shard, self.mlp_impl_for()
+        last = shard.expert_offset + shard.num_local_experts - 1
+        part = "" if shard.ffn_size == 1 else f", shard {shard.ffn_rank} of {shard.ffn_size}"
+        return (
+            f"experts {shard.expert_offset}..{last} of {config.num_experts}, hidden_size={config.hidden_size}, "
+            f"ffn_hidden_size={self.ffn_hidden_size}{part}, activation={config.activation}, "
+            f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
+        )
+
+
+def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A block in which autocast is off for the device of `t`."""
+    kind = t.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+
+
+def _check_shard(shard: ExpertShard, config: MoEConfig) -> None:
+    offset, experts = shard.expert_offset, shard.num_local_experts
+    if offset < 0 or experts < 1 or offset + experts > config.num_experts:
+        raise ValueError(
+            f"expert_offset={offset}, num_local_experts={experts}: must lie within num_experts={config.num_experts}"
+        )
+    if not 0 <= shard.ffn_rank < shard.ffn_size or config.ffn_hidden_size % shard.ffn_size:
+        raise ValueError(
+            f"ffn_rank={shard.ffn_rank}, ffn_size={shard.ffn_size}: must be 0 <= ffn_rank < ffn_size, and ffn_size "
+            f"must divide ffn_hidden_size={config.ffn_hidden_size}"
+        )
+    check_width(config.mlp_impl, config.ffn_hidden_size, shard.ffn_size)
+
+
+def _log_once(message: str) -> None:
+    if message not in _logged:
+        _logged.add(message)
+        logger.info(message)
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Draw under `seed` on `device` and leave every generator as it was."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        if on_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        else:
+            torch.default_generator.manual_seed(seed)
+        yield
+
+
+def _seed_of(seed: int, expert: int) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{expert}".encode(), digest_size=8).digest(), "little") >> 1
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0] * ctx.scale, None
+
+
+def scale_gradient(x: Tensor, scale: float) -> Tensor:
+    """`x` itself; its gradient is multiplied by `scale`."""
+    return x if scale == 1.0 else _ScaleGradient.apply(x, scale)

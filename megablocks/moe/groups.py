@@ -1,0 +1,80 @@
+"""Process-group helpers: sizes that need no initialized process group, expert groups, and who owns which expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+
+def group_size(group: ProcessGroup | None) -> int:
+    """Number of ranks in `group`; 1 for None."""
+    return 1 if group is None else group.size()
+
+
+def group_rank(group: ProcessGroup | None) -> int:
+    """This process's rank in `group`; 0 for None."""
+    return 0 if group is None else group.rank()
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """What one rank of an expert group holds.
+
+    expert_offset, num_local_experts: the contiguous block [offset, offset + num) of global experts.
+    ffn_rank, ffn_size: which of `ffn_size` equal slices of each of those experts' width.
+    """
+
+    expert_offset: int
+    num_local_experts: int
+    ffn_rank: int = 0
+    ffn_size: int = 1
+
+
+def shard_of(rank: int, size: int, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True) -> ExpertShard:
+    """The shard of `rank` in an expert group of `size` = expert blocks × ffn shards ranks.
+
+    Args:
+        rank: rank in the group.
+        size: ranks in the group.
+        num_experts: E, all experts.
+        ffn_shards: over how many ranks each expert's width is cut.
+        ffn_fastest: True: ranks of one expert block are neighbors (rank = block·ffn_shards + shard, Megatron's
+            tensor-and-expert group). False: rank = shard·blocks + block (megablocks 0.10).
+
+    Raises:
+        ValueError: when E cannot be divided over the ranks.
+    """
+    if size % ffn_shards:
+        raise ValueError(f"ffn_shards={ffn_shards}: must divide the size of the expert group, {size}")
+    blocks = size // ffn_shards
+    if num_experts % blocks:
+        raise ValueError(f"num_experts={num_experts}: must be divisible by the expert-parallel size {blocks}")
+    block, shard = (rank // ffn_shards, rank % ffn_shards) if ffn_fastest else (rank % blocks, rank // blocks)
+    local = num_experts // blocks
+    return ExpertShard(block * local, local, shard, ffn_shards)
+
+
+def new_expert_groups(expert_parallel_size: int) -> tuple[ProcessGroup, ProcessGroup]:
+    """Split the world into expert-parallel groups of neighboring ranks.
+
+    Every rank of the world must call it. Returns this rank's (expert group, group of the ranks that hold the same
+    experts and therefore average their expert gradients).
+    """
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if expert_parallel_size < 1 or world % expert_parallel_size:
+        raise ValueError(f"expert_parallel_size={expert_parallel_size}: must divide the world size {world}")
+    expert_group = data_group = None
+    for start in range(0, world, expert_parallel_size):
+        ranks = range(start, start + expert_parallel_size)
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            expert_group = group
+    for start in range(expert_parallel_size):
+        ranks = range(start, world, expert_parallel_size)
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            data_group = group
+    assert expert_group is not None and data_group is not None
+    return expert_group, data_group

@@ -1,0 +1,282 @@
+"""Ways to compute the experts of one rank; all compute the same function. `megablocks.kinds.IMPLS` is their table.
+
+    y[t] = Σ over t's pairs of weight · (act(w1_e · x[t] + b1_e) · w2_e + b2_e)          e = expert of the pair
+    gated: act(w1_e · x[t] + b1_e) ⊙ (v1_e · x[t] + c1_e) in place of act(…)
+
+Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C places, I expert width, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from megablocks.config import MoEConfig
+from megablocks.kinds import QUANTIZED
+from megablocks.ops.activation import activate, activation_ref
+from megablocks.ops.fused.down import activate_and_project
+from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, fused_mlp
+from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
+from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.hopper import is_available, switched_on
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.quant.quant import OFF
+from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch, pad_dispatch
+from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
+from megablocks.ops.sparse.matrix import topology
+from megablocks.ops.sparse.mlp import sparse_mlp
+
+BLOCKS = (128, 64)
+"""Block sizes of the block-sparse products, the fastest first."""
+MAX_EXPERTS = 512
+"""Of Hopper's kernels, by which "fused" is the fastest."""
+
+
+class ExpertCall(NamedTuple):
+    """What an implementation gets; it returns (T, H): the weighted sum of each token's experts, zeros without one.
+
+    parameters: of the local experts.
+    x: (T, H).
+    dispatch: of T tokens over the local experts.
+    weight: (R,) float32, the factor on each pair's output; None for ones.
+    config: activation, and what to save for backward.
+    in_order: x holds the rows themselves, sorted by expert as `sorted_dispatch` says, and weight is None. Nothing is
+        gathered or summed, and rows that no expert owns are unspecified.
+    main_grads: where the gradients of w1, v1 and w2 may be added. An implementation that cannot ignores it.
+    """
+
+    parameters: ExpertParameters
+    x: Tensor
+    dispatch: Dispatch
+    weight: Tensor | None
+    config: MoEConfig
+    in_order: bool = False
+    main_grads: MainGrads = MainGrads()
+
+
+def choose_impl(
+    *, on_hopper: bool, dtype: torch.dtype, biased: bool, saves_less: bool, num_experts: int, hidden_size: int,
+    ffn_hidden_size: int,
+) -> str:  # fmt: skip
+    """What mlp_impl "auto" means: "grouped" or "fused". It needs no GPU.
+
+    It reads no number of rows, so it never synchronizes, and another number of tokens compiles nothing.
+
+    Args:
+        on_hopper: whether Hopper's kernels run on the layer's device, see `runs_on_hopper`. Elsewhere nothing was
+            measured, and "grouped" can fall back on torch's kernels.
+        dtype: in which the experts compute.
+        biased: whether the experts have biases. With them "fused" is 3 to 4 % slower than "grouped" on an H200.
+        saves_less: whether anything is recomputed for backward, with which "fused" is 6 % slower, or quantized, which
+            was not measured.
+        num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
+    """
+    aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
+    takes = on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    return "fused" if takes and not biased and not saves_less else "grouped"
+
+
+def runs_on_hopper(device: torch.device) -> bool:
+    """Whether the kernels for Hopper are in use on `device`."""
+    if device.type != "cuda" or not switched_on():
+        return False
+    return is_available(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def impl_for(
+    config: MoEConfig, device: torch.device, dtype: torch.dtype, num_experts: int, ffn_hidden_size: int
+) -> str:
+    """config.mlp_impl, or the choice of "auto" for experts of this number and width on a rank."""
+    if config.mlp_impl != "auto":
+        return config.mlp_impl
+    return choose_impl(
+        on_hopper=runs_on_hopper(device),
+        dtype=dtype,
+        biased=config.mlp_bias,
+        saves_less=config.recompute_activation or any(getattr(config, name) != OFF for name in QUANTIZED),
+        num_experts=num_experts,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+    )
+
+
+def fused(call: ExpertCall) -> Tensor:
+    """The whole MLP in one op (SonicMoE, arXiv 2512.14080)."""
+    config = call.config
+    return fused_mlp(
+        call.x,
+        call.weight,
+        call.dispatch,
+        call.parameters,
+        config.act,
+        recompute=config.recompute_activation,
+        in_order=call.in_order,
+        input_bits=config.quantize_inputs_num_bits,
+        pre_bits=config.quantize_rematerialize_num_bits,
+        main_grads=call.main_grads,
+    )
+
+
+def grouped(call: ExpertCall) -> Tensor:
+    """One grouped GEMM a projection, over ragged rows; the up-projections gather the tokens themselves."""
+    p, x, dispatch, weight, config, in_order, _ = call
+    offsets = dispatch.expert_offsets
+    w1, v1 = p.w1.transpose(1, 2), None if p.v1 is None else p.v1.transpose(1, 2)
+    input_bits, pre_bits = config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits
+    gate = None
+    if in_order and input_bits == OFF:
+        pre = grouped_mm(x, w1, offsets)
+        gate = None if v1 is None else grouped_mm(x, v1, offsets)
+    elif v1 is None:
+        pre = gathered_mm(x, w1, dispatch, num_bits=input_bits)
+    else:
+        pre, gate = gathered_mm_gated(x, w1, v1, dispatch, num_bits=input_bits)
+    if p.b1 is not None:
+        pre = add_expert_bias(pre, p.b1, offsets)
+    if gate is not None and p.c1 is not None:
+        gate = add_expert_bias(gate, p.c1, offsets)
+    if config.recompute_activation or pre_bits != OFF:
+        rows = activate_and_project(pre, gate, p.w2, offsets, config.act, num_bits=pre_bits)
+    else:
+        rows = grouped_mm(activate(pre, gate, config.act), p.w2, offsets)
+    if p.b2 is not None:
+        rows = add_expert_bias(rows, p.b2, offsets)
+    return rows if in_order else combine(rows, weight, dispatch, num_bits=config.quantize_scatter_num_bits)
+
+
+def scatter(call: ExpertCall) -> Tensor:
+    """Tokens are gathered and weighted inside the products, never copied (ScatterMoE, arXiv 2403.08245)."""
+    p, x, dispatch, weight, config, *_ = call
+    act = config.act
+    pre = gathered_linear(x, p.w1.transpose(1, 2), p.b1, dispatch)
+    gate = None if p.v1 is None else gathered_linear(x, p.v1.transpose(1, 2), p.c1, dispatch)
+    if config.recompute_activation:
+        return linear_combine(pre, gate, p.w2, p.b2, weight, dispatch, act)
+    return linear_combine(activate(pre, gate, act), None, p.w2, p.b2, weight, dispatch)
+
+
+def sparse(call: ExpertCall) -> Tensor:
+    """Rows padded to whole blocks an expert, and block-sparse products (MegaBlocks, arXiv 2211.15841).
+
+    Padding is zeros on the way in and in the gradient of what comes out, so it adds nothing to any gradient.
+    """
+    (w1, v1, w2, b1, c1, b2), x, dispatch, weight, config, *_ = call
+    width = w1.shape[1]
+    block_size = next(size for size in BLOCKS if width % size == 0)  # `check_width` refuses other widths
+    max_rows = dispatch.scatter.shape[0]
+    pattern, padded_offsets = topology(dispatch.expert_offsets, width, max_rows=max_rows, block_size=block_size)
+    padded = pad_dispatch(dispatch, padded_offsets, pattern.shape[0])
+    rows = sparse_mlp(
+        gather(x, padded),
+        w1.flatten(0, 1).t(),
+        w2.flatten(0, 1),
+        pattern,
+        v1=None if v1 is None else v1.flatten(0, 1).t(),
+        bias=None if b1 is None else b1.flatten(),
+        gate_bias=None if c1 is None else c1.flatten(),
+        activation=config.act,
+        recompute=config.recompute_activation,
+        input_bits=config.quantize_inputs_num_bits,
+        pre_bits=config.quantize_rematerialize_num_bits,
+    )
+    if b2 is not None:
+        rows = add_expert_bias(rows, b2, padded_offsets)
+    return combine(rows, weight, padded, num_bits=config.quantize_scatter_num_bits)
+
+
+def reference(call: ExpertCall) -> Tensor:
+    """A loop over the experts in float32 (float64 for float64). It reads the offsets on the host."""
+    parameters, x, dispatch, weight, config, in_order, _ = call
+    acc, rows = torch.promote_types(x.dtype, torch.float32), x if in_order else gather(x, dispatch)
+
+    def down(pre: Tensor, gate: Tensor | None, w2: Tensor) -> Tensor:
+        return activation_ref(pre, gate, config.act) @ w2
+
+    outs = []
+    bounds = dispatch.expert_offsets.tolist()
+    for expert, (start, end) in enumerate(pairwise(bounds)):
+        # An expert without rows is multiplied too: its gradients must be zeros, not None.
+        w1, v1, w2, b1, c1, b2 = (None if p is None else p[expert].to(acc) for p in parameters)
+        assert w1 is not None and w2 is not None
+        own = rows[start:end].to(acc)
+        pre = own @ w1.t() if b1 is None else own @ w1.t() + b1
+        gate = None if v1 is None else own @ v1.t() if c1 is None else own @ v1.t() + c1
+        if config.recompute_activation:
+            out = checkpoint(down, pre, gate, w2, use_reentrant=False)
+        else:
+            out = down(pre, gate, w2)
+        outs.append((out if b2 is None else out + b2).to(rows.dtype))
+    outs.append(rows.new_zeros(rows.shape[0] - bounds[-1], rows.shape[1]))
+    outputs = torch.cat(outs)
+    return outputs if in_order else combine(outputs, weight, dispatch, num_bits=config.quantize_scatter_num_bits)
+
+
+def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:
+    """The Dispatch of rows that are sorted by expert already, each its own token: offsets (E+1,) int32."""
+    row = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
+    first_slots = torch.arange(num_rows + 1, dtype=torch.int32, device=offsets.device)
+    return Dispatch(offsets, torch.minimum(first_slots, offsets[-1]), row, row, row)
+
+
+class PaddedExperts:
+    """The experts of a capacity layer: each computes `places` rows, whether a pair fills them or not.
+
+    Args:
+        compute: (E, C, H) → (E, C, H).
+        places: C.
+        num_bits: as in `combine`.
+    """
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], places: int, num_bits: int) -> None:
+        self.compute, self.places, self.num_bits = compute, places, num_bits
+
+    def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+        bins = bin_dispatch(dispatch, self.places)
+        rows = gather(x, bins).view(dispatch.num_experts, self.places, x.shape[1])
+        return combine(self.compute(rows).flatten(0, 1), weight, bins, num_bits=self.num_bits)
+
+
+def batched(parameters: ExpertParameters, bins: Tensor, config: MoEConfig) -> Tensor:
+    """bins (E, C, H) → (E, C, H) by one torch.bmm a projection, as in GShard, Switch, Tutel and megablocks 0.10."""
+    p = parameters
+
+    def project(w: Tensor, b: Tensor | None) -> Tensor:
+        out = _BatchedLinear.apply(bins, w)
+        return out if b is None else out + b.unsqueeze(1)
+
+    pre = project(p.w1, p.b1)
+    gate = None if p.v1 is None else project(p.v1, p.c1)
+
+    def down(pre: Tensor, gate: Tensor | None, w2: Tensor) -> Tensor:
+        return torch.bmm(activate(pre, gate, config.act), w2)
+
+    if config.recompute_activation:
+        out = checkpoint(down, pre, gate, p.w2, use_reentrant=False, preserve_rng_state=False)
+    else:
+        out = down(pre, gate, p.w2)
+    return out if p.b2 is None else out + p.b2.unsqueeze(1)
+
+
+class _BatchedLinear(torch.autograd.Function):
+    """bmm(x, wᵀ) for x (E, C, H) and w (E, I, H), with w's gradient in w's own layout.
+
+    torch.bmm of the view wᵀ leaves the gradient as (E, H, I). The copy into the parameter's layout took 1.8 ms of a
+    step's 3.1 at E, I, H = 64, 4096, 1024 on an H200.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(x, w)
+        return torch.bmm(x, w.transpose(1, 2))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (x, w), dy = ctx.saved_tensors, grads[0]
+        dx = torch.bmm(dy, w) if ctx.needs_input_grad[0] else None
+        return dx, torch.bmm(dy.transpose(1, 2), x) if ctx.needs_input_grad[1] else None

@@ -1,0 +1,204 @@
+"""The layers: `dMoE`, which neither drops nor pads (MegaBlocks, arXiv 2211.15841), and `MoE`, which has a capacity.
+
+x (..., H) ─ router ─▶ Routing ─ [capacity: MoE] ─ dispatcher, experts ─ [+ shared expert] [+ bias] ─▶ y (..., H)
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.moe.capacity import limit_to_capacity
+from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
+from megablocks.moe.experts import Experts
+from megablocks.moe.groups import group_size
+from megablocks.moe.impls import PaddedExperts
+from megablocks.moe.memory import out_of_memory
+from megablocks.moe.router import Router, make_router
+from megablocks.moe.shared_expert import SharedExpert
+from megablocks.ops.routing.dispatch import Routing
+
+
+@dataclass(frozen=True)
+class AuxOutput:
+    """What a layer returns beside its output.
+
+    losses: name → float32 scalar with a graph, weighted, to be added to the training loss: "load_balancing_loss" and
+        "z_loss", those whose weight is above 0.
+    metrics: name → detached tensor, for logs: `tokens_per_expert` (E,) int64 before any drop, `dropped` () int64 pairs.
+    """
+
+    losses: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+
+class MoELayer(nn.Module):
+    """A mixture-of-experts layer; `dMoE` and `MoE` say what happens to tokens beyond an expert's capacity.
+
+    Args:
+        config: what the layer computes.
+        expert_parallel_group: ranks over which the experts are spread in contiguous blocks, each with its own tokens.
+            With more ranks than experts (a multiple), each expert's width is cut over several ranks.
+        loss_group: ranks of load_balancing_scope "global"; default the expert-parallel group.
+        expert_grad_scale: factor on the experts' gradients. Default 1/(size of the expert-parallel group): averaging
+            the gradients over the ranks that hold the same expert then gives plain data parallelism's. 1.0 where an
+            outer data-parallel wrapper divides by all ranks itself (Megatron's DDP).
+        seed: of the experts, see `Experts`. The router is drawn from torch's generator: seed it alike on every rank.
+        device, dtype: of the parameters; torch's defaults if None.
+
+    Raises:
+        ConfigError: what the layer cannot do, in one line.
+        ValueError: E cannot be spread over the group.
+    """
+
+    router: Router
+    experts: Experts
+    dispatcher: Dispatcher
+    shared_expert: SharedExpert | None
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        expert_parallel_group: ProcessGroup | None = None,
+        loss_group: ProcessGroup | None = None,
+        expert_grad_scale: float | None = None,
+        seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._check_config(config)
+        self.config = config
+        self.expert_parallel_group = group = expert_parallel_group
+        ranks = group_size(group)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = make_router(config, loss_group=group if loss_group is None else loss_group, **placed)
+        bits = config.quantize_scatter_num_bits
+        self.dispatcher = make_dispatcher(group, config.num_experts, quantize_num_bits=bits)
+        scale = 1 / ranks if expert_grad_scale is None else expert_grad_scale
+        self.experts = Experts(config, shard=self.dispatcher.shard, seed=seed, grad_scale=scale, **placed)
+        for parameter in self.experts.parameters():  # megablocks 0.10's mark of expert parameters, which trainers read
+            parameter.expert_model_parallel = ranks > 1  # type: ignore[attr-defined]
+        has_bias, has_shared = config.output_bias, config.shared_expert_hidden_size is not None
+        self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, **placed)) if has_bias else None
+        self.shared_expert = SharedExpert(config, **placed) if has_shared else None
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        self._register_load_state_dict_pre_hook(_rename_old_keys)
+
+    def _check_config(self, config: MoEConfig) -> None:
+        raise NotImplementedError
+
+    def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        """x (T, H) → (T, H) through the experts, and metrics that the routing does not have."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., H) → (..., H), without the auxiliary losses; `forward_with_aux` returns them.
+
+        Raises:
+            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
+        """
+        y, aux = self.forward_with_aux(x)
+        if aux.losses:
+            warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=2)
+        return y
+
+    def forward_with_aux(self, x: Tensor) -> tuple[Tensor, AuxOutput]:
+        """x (..., H) → y (..., H), the losses to add to the training loss, and metrics."""
+        if x.shape[-1] != self.config.hidden_size:
+            shape, hidden = tuple(x.shape), self.config.hidden_size
+            raise ValueError(f"x: has shape {shape}, its last dimension must be hidden_size={hidden}")
+        tokens = x.reshape(-1, x.shape[-1])
+        if tokens.is_cuda:
+            self._compile_first_call(tokens)
+        routing = self.router(tokens)
+        try:
+            y, extra = self._dispatch(tokens, routing)
+        except torch.OutOfMemoryError as error:
+            raise out_of_memory(self.config, tokens, routing.num_pairs, error) from error
+        if self.shared_expert is not None:
+            y = self.shared_expert(tokens) + y
+        if self.output_bias is not None:
+            y = y + self.output_bias.to(y.dtype)
+        return y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+
+    def _compile_first_call(self, tokens: Tensor) -> None:
+        """Compile router and experts together, where both are this package's own and no other rank takes part."""
+        from megablocks.ops.launch import compile_first_call
+
+        def step(tokens: Tensor) -> list[Tensor]:
+            routing = self.router.forward(tokens)  # not the modules themselves: their hooks are not ours to call
+            return [self.dispatcher.run(tokens, routing, self.experts.forward), *routing.losses.values()]
+
+        ours = isinstance(self.router, Router) and type(self.experts) is Experts
+        if ours and group_size(self.expert_parallel_group) == 1:
+            compile_first_call(self, self.training, step, tokens)
+
+    def extra_repr(self) -> str:
+        return f"num_experts={self.config.num_experts}, top_k={self.config.top_k}"
+
+
+class dMoE(MoELayer):  # noqa: N801
+    """Dropless mixture of experts: every expert computes all the tokens that were sent to it, however many.
+
+    With config.token_rounding, loads that the router rounds down lose their weakest pairs, which aux counts as dropped.
+    Arguments as in `MoELayer`; config.capacity_factor must be None.
+    """
+
+    def _check_config(self, config: MoEConfig) -> None:
+        if config.capacity_factor is not None:
+            raise ConfigError(f"capacity_factor={config.capacity_factor!r}: must be None for dMoE, or use MoE")
+
+    def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        y = self.dispatcher.run(x, routing, self.experts)
+        if "dropped" in routing.metrics:  # by token rounding
+            return y, {}
+        return y, {"dropped": torch.zeros((), dtype=torch.int64, device=x.device)}
+
+
+class MoE(MoELayer):
+    """Capacity mixture of experts: an expert has C places; tokens beyond are dropped, empty places are computed.
+
+    The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE.
+    Of mlp_impl only "reference" makes a difference, since the others are ways to compute ragged rows.
+
+    Which pairs drop: an expert takes the earliest, by rank, then token, then choice; `megablocks.moe.capacity` has the
+    rules. A token all of whose pairs dropped yields zeros. aux.metrics: `dropped` () this rank's dropped pairs,
+    `capacity` () places an expert computes on its rank.
+
+    Host synchronizations: on one rank none for a positive factor, whose C follows from the number of tokens; one for a
+    factor <= 0, whose C is the fullest expert's load. Over several ranks one more than the dispatcher's own, since
+    ranks may hold different numbers of tokens.
+
+    Arguments as in `MoELayer`; config.capacity_factor is required.
+    """
+
+    def _check_config(self, config: MoEConfig) -> None:
+        if config.capacity_factor is None:
+            raise ConfigError("capacity_factor=None: must be a number for MoE, or use dMoE")
+
+    def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        kept, places = limit_to_capacity(routing, self.config, self.expert_parallel_group)
+        bits = self.config.quantize_scatter_num_bits
+        y = self.dispatcher.run(x, kept, PaddedExperts(self.experts.forward_padded, places, bits))
+        return y, {"dropped": kept.metrics["dropped"], "capacity": torch.tensor(places)}
+
+
+def _rename_old_keys(state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Take the keys of megablocks 0.10, whose experts stood one level deeper and held the output bias."""
+    for old, new in (
+        ("experts.mlp.w1", "experts.w1"),
+        ("experts.mlp.v1", "experts.v1"),
+        ("experts.mlp.w2", "experts.w2"),
+        ("experts.bias", "output_bias"),
+    ):
+        if prefix + old in state:
+            state[prefix + new] = state.pop(prefix + old)

@@ -1,0 +1,172 @@
+"""Mixture of attention: each token attends with the query heads of the K experts that its router chose.
+
+    q[t, j] = Wq_e · x[t]                     e = the j-th expert of token t: `num_heads` heads of size D
+    k[t], v[t] = Wk · x[t], Wv · x[t]         shared by all experts: `num_kv_heads` heads
+    o[t, j] = softmax(rope(q[t, j]) · rope(k)ᵀ / √D) · v
+    y[t] = Σ_j weight[t, j] · Wo_e · o[t, j]
+
+All heads attend alike, whichever expert they are of. Both expert projections take pairs in token order and give them
+in token order (`parallel_linear`, scattered to scattered), so nothing is sorted or copied around the attention.
+Sources: ScatterMoE (arXiv 2403.08245); grouped queries (arXiv 2305.13245); rotary embedding (arXiv 2104.09864).
+
+Legend: B sequences of S tokens, T = B·S, H hidden, E experts, K top-k, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.moe.layer import AuxOutput
+from megablocks.moe.parallel_experts import ParallelExperts
+from megablocks.moe.router import TopKRouter
+from megablocks.ops.scattered.parallel_linear import flatten_sort_count
+
+
+def rotate(x: Tensor, base: float) -> Tensor:
+    """Rotary embedding over positions 0 to S-1, in float32: pairs (d, d + D/2) turn by position · base^(-2d/D).
+
+    x (B, S, …, D), D even → same shape and dtype.
+    """
+    size = x.shape[-1]
+    frequency = base ** (torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / -size)
+    angle = torch.outer(torch.arange(x.shape[1], device=x.device, dtype=torch.float32), frequency)
+    angle = angle.view(x.shape[1], *[1] * (x.dim() - 3), size // 2)
+    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class MixtureOfAttention(nn.Module):
+    """Causal self-attention whose queries and outputs are projected by experts.
+
+    Args:
+        config: hidden_size, num_experts, top_k, the router, its losses and init stds are used; ffn_hidden_size is the
+            width of an expert's queries, num_heads · D; mlp_bias puts biases on all four projections. activation and
+            mlp_impl have no meaning here; what else describes MLP experts is refused.
+        num_heads: query heads of an expert; a token has K · num_heads.
+        num_kv_heads: heads of the shared keys and values, a divisor of num_heads; None for num_heads.
+        rope_base: base of the rotary embedding, None for no positions at all.
+        attention_dropout: in training.
+        causal: whether a token sees only itself and those before it.
+        loss_group, init_method: as for the routers.
+        device, dtype: of the parameters; torch's defaults if None.
+
+    Raises:
+        ConfigError: a router that gives tokens different numbers of experts, a capacity, what only MLP experts have, or
+            sizes that do not fit.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        rope_base: float | None = 10000.0,
+        attention_dropout: float = 0.0,
+        causal: bool = True,
+        loss_group: dist.ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _check(config, num_heads, kv_heads, rope_base, attention_dropout)
+        self.config, self.num_heads, self.num_kv_heads = config, num_heads, kv_heads
+        self.rope_base, self.attention_dropout, self.causal = rope_base, attention_dropout, causal
+        self.head_size = config.ffn_hidden_size // num_heads
+        hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.mlp_bias
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.router = TopKRouter(config, loss_group=loss_group, init_method=init_method, **placed)
+        self.query = ParallelExperts(config.num_experts, hidden, width, bias, **placed)
+        self.key_value = nn.Linear(hidden, 2 * kv_heads * self.head_size, bias=bias, **placed)
+        self.output = ParallelExperts(config.num_experts, width, hidden, bias, **placed)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Normals of the config's stds, biases 0; the router draws its own when it is built."""
+        std, output_std = self.config.init_std, self.config.output_init_std
+        output_std = std if output_std is None else output_std
+        for projection in (self.query, self.key_value, self.output):
+            nn.init.normal_(projection.weight, std=output_std if projection is self.output else std)
+            if projection.bias is not None:
+                nn.init.zeros_(projection.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (B, S, H) → (B, S, H), without the auxiliary losses of `forward_with_aux`."""
+        return self.forward_with_aux(x)[0]
+
+    def forward_with_aux(self, x: Tensor) -> tuple[Tensor, AuxOutput]:
+        """x (B, S, H) → y (B, S, H), and the router's losses, to be added to the training loss, and metrics.
+
+        Raises:
+            ValueError: x of another shape.
+        """
+        if x.dim() != 3 or x.shape[2] != self.config.hidden_size:
+            raise ValueError(f"x is {tuple(x.shape)}: must be (B, S, {self.config.hidden_size})")
+        batch, length, top_k = x.shape[0], x.shape[1], self.config.top_k
+        tokens = x.reshape(-1, x.shape[2])
+        routing = self.router(tokens)
+        order = flatten_sort_count(routing.expert, self.config.num_experts)
+        query = self.query(tokens, top_k, *order).view(batch, length, top_k, self.num_heads, self.head_size)
+        key, value = self.key_value(x).view(batch, length, 2, self.num_kv_heads, self.head_size).unbind(2)
+        attended = self._attend(query, key, value).reshape(-1, self.config.ffn_hidden_size)
+        y = self.output(attended, 1, *order, gates=routing.weight.view(-1, top_k))
+        return y.view(x.shape), AuxOutput(routing.losses, routing.metrics)
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """query (B, S, K, heads, D), key and value (B, S, kv heads, D) → (B, S, K, heads, D)."""
+        batch, length, top_k, heads, size = query.shape
+        if self.rope_base is not None:
+            query, key = rotate(query, self.rope_base), rotate(key, self.rope_base)
+        groups = heads // self.num_kv_heads
+        # a key head serves neighboring query heads: those of one kv head side by side, over all K choices
+        query = query.view(batch, length, top_k, self.num_kv_heads, groups, size).permute(0, 3, 2, 4, 1, 5)
+        out = F.scaled_dot_product_attention(
+            query.reshape(batch, top_k * heads, length, size),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            dropout_p=self.attention_dropout if self.training else 0.0,
+            is_causal=self.causal,
+            enable_gqa=top_k * groups > 1,
+        )
+        out = out.view(batch, self.num_kv_heads, top_k, groups, length, size).permute(0, 4, 2, 1, 3, 5)
+        return out.reshape(batch, length, top_k, heads, size)
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_experts={self.config.num_experts}, top_k={self.config.top_k}, num_heads={self.num_heads}, "
+            f"num_kv_heads={self.num_kv_heads}, head_size={self.head_size}, causal={self.causal}"
+        )
+
+
+# Values without which a layer computes something else, or keeps something that was to be kept smaller.
+_NEEDED = {
+    "router_type": "topk", "token_rounding": None, "capacity_factor": None, "output_bias": False,
+    "shared_expert_hidden_size": None, "recompute_activation": False, "quantize_inputs_num_bits": -1,
+    "quantize_rematerialize_num_bits": -1, "quantize_scatter_num_bits": -1, "gradient_accumulation_fusion": False,
+}  # fmt: skip
+
+
+def _check(config: MoEConfig, heads: int, kv_heads: int, rope_base: float | None, dropout: float) -> None:
+    for name, needed in _NEEDED.items():
+        if getattr(config, name) != needed:
+            raise ConfigError(f"{name}={getattr(config, name)!r}: must be {needed!r} for a mixture of attention")
+    width = config.ffn_hidden_size
+    if heads < 1 or width % heads:
+        raise ConfigError(f"num_heads={heads}: must divide ffn_hidden_size={width}, the width of an expert's queries")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ConfigError(f"num_kv_heads={kv_heads}: must divide num_heads={heads}")
+    if rope_base is not None and (rope_base <= 0 or width // heads % 2):
+        raise ConfigError(f"rope_base={rope_base!r}: must be > 0 and the head size {width // heads} even, or None")
+    if not 0 <= dropout < 1:
+        raise ConfigError(f"attention_dropout={dropout!r}: must be in [0, 1)")

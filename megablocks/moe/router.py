@@ -1,0 +1,333 @@
+"""Routers: modules with a linear layer, and `route`, which chooses experts by logits from any source.
+
+Legend: T tokens, H hidden, E experts, K top-k, R pairs. After the logits everything is computed in float32 (float64 for
+float64 logits).
+
+NaN: a token whose logits hold a NaN still gets K different ids in [0, E). Its weights become NaN, so its output does,
+and no other token's. Expert choice picks such a token last. The metric `nonfinite_tokens` counts tokens with NaN or
+infinite logits. A NaN makes each loss NaN on purpose, so that a guard sees it.
+
+The linear layer's weight (E, H) must be equal on every rank: seed torch's generator alike before a router is built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.kinds import ROUTERS, load
+from megablocks.ops.grouped import TILE_ROWS
+from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
+from megablocks.ops.routing.rounding import RoundedOutput, route_rounded
+from megablocks.ops.routing.topk import (
+    RouterLosses,
+    RouterOptions,
+    RouterOutput,
+    balance_loss,
+    losses_ref,
+    route_topk,
+    router_scores,
+    wide_logits,
+)
+
+
+class Router(nn.Module):
+    """A linear layer in front of `route`; the subclasses say which routers there are, `megablocks.kinds.ROUTERS`."""
+
+    router_type: str
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        loss_group: dist.ProcessGroup | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """
+        Args:
+            loss_group: the ranks of load_balancing_scope "global".
+            init_method: fills the weight (E, H) in place; None draws it with std config.init_std.
+            dtype: of the weight; the logits are computed in it and all after them in float32.
+        """
+        super().__init__()
+        if config.router_type != self.router_type:
+            raise ConfigError(f"router_type={config.router_type!r}: must be {self.router_type!r} for this router")
+        self.config = config
+        self.loss_group = loss_group
+        self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False, device=device, dtype=dtype)
+        with torch.no_grad():
+            if init_method is None:
+                nn.init.normal_(self.layer.weight, std=config.init_std)
+            else:
+                init_method(self.layer.weight)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """(..., H) → (T, E) in the weight's dtype, with jitter in training."""
+        x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+        if self.training and self.config.jitter_eps is not None:
+            x = x * self.jitter(x)
+        return self.layer(x.to(self.layer.weight.dtype))
+
+    def jitter(self, x: Tensor) -> Tensor:
+        """Random factors for x, of its shape and dtype: uniform in [1 - jitter_eps, 1 + jitter_eps]."""
+        eps = self.config.jitter_eps or 0.0
+        low, high = 1.0 - eps, 1.0 + eps
+        return low + torch.rand_like(x) * (high - low)
+
+    def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
+        return self.route(self.logits(x), padding_mask=padding_mask)
+
+    def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """Route by the logits (T, E) that `logits(x)` returned, for callers that need them too."""
+        return route(
+            logits,
+            self.config,
+            training=self.training,
+            loss_group=self.loss_group,
+            padding_mask=padding_mask,
+        )
+
+
+class ExpertChoiceRouter(Router):
+    """Each expert picks its best tokens."""
+
+    router_type = "expert_choice"
+
+
+class TopKRouter(Router):
+    """Each token picks its K best experts.
+
+    With config.expert_score_bias it holds two buffers: `expert_score_bias` (E,) float32, which stays float32 when the
+    module is cast, and `tokens_since_update` (E,) int64, not saved: pairs an expert since the last update.
+    """
+
+    router_type = "topk"
+    expert_score_bias: Tensor | None
+    tokens_since_update: Tensor | None
+
+    def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None, **kwargs: Any) -> None:
+        super().__init__(config, device=device, **kwargs)
+        bias = counts = None
+        if config.expert_score_bias:
+            bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+            counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
+        self.register_buffer("expert_score_bias", bias)
+        self.register_buffer("tokens_since_update", counts, persistent=False)
+
+    def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
+        """As the base's; counts the load for the next update of the bias."""
+        routing = route(
+            logits,
+            self.config,
+            score_bias=self.expert_score_bias,
+            training=self.training,
+            loss_group=self.loss_group,
+            padding_mask=padding_mask,
+        )
+        counts = self.tokens_since_update
+        if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
+            counts += routing.metrics["tokens_per_expert"]
+        return routing
+
+    @torch.no_grad()
+    def update_expert_score_bias(self, group: dist.ProcessGroup | None = None) -> None:
+        """Move each expert's bias by the rate towards balance, once an optimizer step (arXiv 2408.15664).
+
+            bias_e += rate · sign(mean load − load_e),  load = tokens_since_update summed over `group`, then reset to 0
+
+        Args:
+            group: the ranks that share the bias, i.e. all that see other tokens; None for this rank alone.
+
+        Raises:
+            ConfigError: the router has no bias.
+        """
+        bias, counts = self.expert_score_bias, self.tokens_since_update
+        if bias is None or counts is None:
+            raise ConfigError("expert_score_bias=False: must be True for update_expert_score_bias")
+        load = counts.clone()
+        if group is not None:
+            dist.all_reduce(load, group=group)
+        # E·load against the total: exact in integers, where a float mean could call a balanced expert unbalanced
+        bias += self.config.expert_score_bias_rate * torch.sign(load.sum() - load * load.numel())
+        counts.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        bias = self.expert_score_bias
+        super()._apply(fn, recurse)
+        moved = self.expert_score_bias
+        if bias is not None and moved is not None and moved.dtype != torch.float32:
+            # bf16 would swallow the update rate: 1 + 1e-3 rounds to 1
+            self.expert_score_bias = bias.to(moved.device)
+        return self
+
+
+def make_router(config: MoEConfig, **kwargs: Any) -> Router:
+    """The router that config.router_type names; keyword arguments as for the modules."""
+    kind: type[Router] = load(ROUTERS[config.router_type].module)
+    return kind(config, **kwargs)
+
+
+def _repeats_counted_forward() -> bool:
+    """Whether this forward recomputes one that was counted already.
+
+    Both kinds of activation checkpointing recompute inside a backward pass. The reentrant kind ran the first forward
+    without gradients, so it was not counted; the other ran it with them and recomputes under saved-tensor hooks.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def route(
+    logits: Tensor,
+    config: MoEConfig,
+    *,
+    score_bias: Tensor | None = None,
+    training: bool,
+    loss_group: dist.ProcessGroup | None = None,
+    padding_mask: Tensor | None = None,
+) -> Routing:
+    """Choose experts for tokens, with the auxiliary losses that the config weighs.
+
+    Args:
+        logits: (T, E) floating, differentiable.
+        score_bias: (E,) added to the scores for the selection only, for router_type "topk".
+        training: whether the losses are computed, and token_rounding rounds.
+        loss_group: the ranks of load_balancing_scope "global"; None counts this rank alone.
+        padding_mask: (T,) bool, True for padding: such a token gets no expert, is no load and enters no loss.
+
+    Returns:
+        Routing; `losses` holds "load_balancing_loss" and "z_loss" where their weight is above 0, `metrics` also
+        `nonfinite_tokens` () int64, and for token rounding `rounded_per_expert` (E,), the loads as computed.
+
+    Raises:
+        ValueError: logits or padding_mask of another shape.
+    """
+    num_tokens = logits.shape[0]
+    if logits.dim() != 2 or logits.shape[1] != config.num_experts:
+        raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
+    if padding_mask is not None and padding_mask.shape != (num_tokens,):
+        raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
+    options = RouterOptions(
+        top_k=config.top_k,
+        sigmoid=config.score_function == "sigmoid",
+        after=config.score_function == "softmax" and config.softmax_order == "after_topk",
+        norm_p=config.normalize_top_k or 0.0,
+        scaling=config.top_k_scaling,
+        balance_weight=config.load_balancing_loss_weight if training else 0.0,
+        z_weight=config.z_loss_weight if training else 0.0,
+        num_groups=config.num_groups or 0,
+        group_top_k=config.group_top_k or 0,
+    )
+    kind = "rounded" if training and config.token_rounding is not None else config.router_type
+    routing, out = _KINDS[kind](logits, config, options, score_bias, padding_mask)
+    nonfinite, count, _ = out.stats.unbind()
+    routing.metrics["nonfinite_tokens"] = nonfinite
+    if options.balance_weight:
+        loss, group = out.balance, loss_group if config.load_balancing_scope == "global" else None
+        if config.uniform_assignment or (group is not None and dist.get_world_size(group) > 1):
+            load = routing.metrics["tokens_per_expert"]
+            loss = balance_loss_over_ranks(out.sums, load, count, config.top_k, options.balance_weight, group)
+        routing.losses["load_balancing_loss"] = loss
+    if options.z_weight:
+        routing.losses["z_loss"] = out.z
+    return routing
+
+
+_Result = tuple[Routing, RouterOutput | RoundedOutput | RouterLosses]
+
+
+def _top_k(
+    logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
+) -> _Result:
+    """Each token picks its K best experts."""
+    out = route_topk(logits, options, bias=score_bias, padding_mask=padding_mask)
+    if config.uniform_assignment:  # ids in turn, as in megablocks 0.10; the weights stay the router's
+        ids = torch.arange(out.expert.shape[0], device=logits.device).remainder(config.num_experts)
+        shape = (-1, options.top_k)
+        weight = out.weight.view(shape)
+        return make_routing(ids.view(shape), weight, config.num_experts, padding_mask=padding_mask), out
+    zero = out.stats[2]  # a new one would be a launch
+    metrics = {"tokens_per_expert": out.load, "dropped": zero, "invalid": zero}
+    sizes = (logits.shape[0], config.num_experts, options.top_k)
+    return Routing(out.token, out.expert, out.weight, *sizes, metrics=metrics), out
+
+
+def _rounded(
+    logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
+) -> _Result:
+    """As `_top_k`; then the loads are rounded, so that tokens keep different numbers of experts."""
+    assert config.token_rounding is not None
+    rounding = (config.token_rounding, config.token_rounding_tile or TILE_ROWS)
+    out = route_rounded(logits, options, *rounding, bias=score_bias, padding_mask=padding_mask)
+    metrics = {
+        "tokens_per_expert": out.load,
+        "rounded_per_expert": out.rounded,
+        "dropped": out.dropped,
+        "invalid": out.stats[2],
+    }
+    return Routing(out.token, out.expert, out.weight, logits.shape[0], config.num_experts, metrics=metrics), out
+
+
+def _expert_choice(
+    logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
+) -> _Result:
+    """Each expert picks its ⌈T·K/E⌉ best tokens, equal ones by the lowest token first (Zhou et al., arXiv 2202.09368).
+
+    Padding is picked last and then gets no expert. R = E·⌈T·K/E⌉ pairs stand in token order, and within a token by
+    expert; top_k is None.
+    """
+    logits = wide_logits(logits, padding_mask)
+    scores = router_scores(logits, options.sigmoid)
+    num_tokens, num_experts = scores.shape
+    picks_each = -(-num_tokens * options.top_k // num_experts)
+    with torch.no_grad():
+        selection = torch.where(scores.isnan(), float("-inf"), scores)
+        if padding_mask is not None:
+            selection = selection.masked_fill(padding_mask.unsqueeze(1), float("-inf"))
+            # NaN tokens come before padding: they take part, padding does not
+            selection = torch.where(scores.isnan(), torch.finfo(scores.dtype).min, selection)
+        picked = selection.t().sort(dim=1, descending=True, stable=True).indices[:, :picks_each]
+        token, order = picked.flatten().sort(stable=True)
+        expert = order.div(max(picks_each, 1), rounding_mode="floor")
+    weight = scores.flatten().gather(0, token * num_experts + expert) * options.scaling
+    if padding_mask is not None:
+        expert = torch.where(padding_mask[token], -1, expert)
+    expert = expert.int()
+    load = count_valid(expert, num_experts)
+    losses = losses_ref(logits, padding_mask, load, options)
+    metrics = {"tokens_per_expert": load, "invalid": losses.stats[2]}
+    return Routing(token.int(), expert, weight, num_tokens, num_experts, metrics=metrics), losses
+
+
+_KINDS = {"topk": _top_k, "rounded": _rounded, "expert_choice": _expert_choice}
+
+
+def balance_loss_over_ranks(
+    sums: Tensor,
+    load: Tensor,
+    num_tokens: Tensor,
+    top_k: int,
+    factor: float,
+    group: dist.ProcessGroup | None,
+) -> Tensor:
+    """`balance_loss` of the ranks whose tokens are balanced together (arXiv 2501.11873).
+
+    Loads and tokens are summed over the ranks, and the sums (E,) of the scores stay local. The result is scaled by the
+    number of ranks, so that its mean over them is the loss of all tokens, however these are split.
+    """
+    num_ranks = 1
+    if group is not None and (num_ranks := dist.get_world_size(group)) > 1:
+        totals = torch.cat((load, num_tokens.view(1)))
+        dist.all_reduce(totals, group=group)
+        load, num_tokens = totals[:-1], totals[-1]
+    return balance_loss(sums, load, num_tokens, top_k, factor * num_ranks)

@@ -1,0 +1,67 @@
+"""A shared expert: a dense MLP that every token passes, beside the routed experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megablocks.config import MoEConfig
+from megablocks.ops.activation import activate
+
+
+class SharedExpert(nn.Module):
+    """down(act(up(x))), or down(act(gate_proj(x)) ⊙ up(x)) when gated; times sigmoid(x·g) with `shared_expert_gate`.
+
+    Parameter names are megablocks 0.10's: up_proj, gate_proj, down_proj.
+
+    Args:
+        config: activation, hidden_size, shared_expert_hidden_size, shared_expert_gate.
+        bias: biases in the linear layers.
+        linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, **kwargs); another
+            one than torch's says its dtype in kwargs, by whatever name it has there.
+    """
+
+    def __init__(
+        self,
+        config: MoEConfig,
+        *,
+        bias: bool = False,
+        linear: Callable[..., nn.Module] = nn.Linear,
+        linear_kwargs: dict[str, Any] | None = None,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        width = config.shared_expert_hidden_size
+        if width is None:
+            raise ValueError("shared_expert_hidden_size=None: must be an integer >= 1")
+        self.config = config
+        kwargs = {"bias": bias, "device": device, **(linear_kwargs or {})}
+        if linear is nn.Linear:
+            kwargs.setdefault("dtype", dtype)
+        self.up_proj = linear(config.hidden_size, width, **kwargs)
+        self.gate_proj = linear(config.hidden_size, width, **kwargs) if config.is_gated else None
+        self.down_proj = linear(width, config.hidden_size, **kwargs)
+        gated = config.shared_expert_gate
+        self.gate = nn.Parameter(torch.zeros(config.hidden_size, device=device, dtype=dtype)) if gated else None
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the projections from normals of the config's stds; the gate stays as it is."""
+        std, down_std = self.config.init_std, self.config.output_init_std
+        for name, parameter in self.named_parameters():
+            if name != "gate":
+                is_down = name == "down_proj.weight"
+                nn.init.normal_(parameter, std=down_std if is_down and down_std is not None else std)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (T, H) → (T, H)."""
+        if self.gate_proj is None:
+            act = activate(self.up_proj(x), None, self.config.act)
+        else:
+            act = activate(self.gate_proj(x), self.up_proj(x), self.config.act)
+        out = self.down_proj(act)
+        return out if self.gate is None else out * torch.sigmoid(nn.functional.linear(x, self.gate[None].to(x.dtype)))

@@ -1,0 +1,523 @@
+"""Block-sparse products on Hopper (Gluon, sm_90), blocks of 128: tile choice, kernels and launches.
+
+    sdd_kernel    S[r, c] = A[r, :] · B[:, c]        for the used blocks (r, c) of a pattern
+    spmm_kernel   O = S·D, Sᵀ·D, D·S or D·Sᵀ         line by line: a block row or block column of S makes one of O
+
+hopper_gluon.py describes the roles of a program's warps, hopper_schedule.py which program computes which tile.
+
+The values of S are read and written as one tall matrix (n·128, 128), of which a block is 128 rows. Which operand runs
+along S, and which major each has, is known at compile time. Sizes are not, so a new token count compiles nothing. No
+launch depends on the number of used blocks: the grid is one program a multiprocessor, and the weights' sizes decide the
+tile.
+"""
+
+# mypy: allow-untyped-defs
+# (device code takes what Triton passes at compile time)
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from megablocks.ops.activation_triton import unary
+from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out
+from megablocks.ops.launch import quick
+from megablocks.ops.sparse.hopper_schedule import (
+    announce,
+    announced,
+    draw,
+    drawn,
+    line_of,
+    make_board,
+    rounds,
+    tile_of_round,
+)
+
+from .epilogue import NONE, Epilogue
+
+BLOCK = 128
+
+
+@dataclass(frozen=True)
+class _Plan(Tile):
+    """A tile with the constants of a problem. The kernel is compiled with it."""
+
+    a_k_major: bool = True
+    b_k_major: bool = True
+    sparse_out: bool = False
+    sparse_left: bool = False
+    by_column: bool = False
+    dynamic: bool = False
+    run: int = 1
+    kind: str = ""
+    act: str = ""
+    exact: bool = False
+    has_bias: bool = False
+    gather: ClassVar[bool] = False
+
+    @property
+    def stage_bytes(self) -> int:
+        return self.left_bytes + self.right_bytes
+
+    @property
+    def block_steps(self) -> int:
+        return BLOCK // self.BK
+
+
+PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
+WIDE = Tile(64, 256, 4, out_parts=2)
+TALL = Tile(128, 128, 4, out_parts=2)
+FEW_ROW = Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2)
+FEW_COLUMN = Tile(64, 256, 3, out_parts=2, out_buffers=2)
+MANY_COLUMNS = 2048  # block columns, as 64 experts of width 4096 have
+
+
+def choose_sdd(k: int, run: int) -> Tile:
+    """The tile of sdd: 128 × 256 over two blocks side by side, where the reduction is long enough to hide epilogues."""
+    return WIDE if run % 2 == 0 and k > 768 else PINGPONG
+
+
+def choose_spmm(columns: int, sparse_left: bool, by_column: bool) -> Tile:
+    """The tile of spmm. `columns`: block columns of S, those of all experts' weights.
+
+    With four blocks or more a column, arithmetic bounds the products, and the tile with most stages is best. With one
+    or two, memory bounds them, and fewer stages with a whole tile of stores in flight are best. The number of blocks
+    depends on the number of tokens, and a new one would compile another kernel, so the number of columns over which
+    they spread decides (benchmarks/notes/sparse.md).
+    """
+    if columns < MANY_COLUMNS or (by_column and not sparse_left):
+        return PINGPONG
+    return FEW_COLUMN if by_column else FEW_ROW
+
+
+def k_major(t: Tensor, dim: int) -> bool | None:
+    """Whether a matrix's reduction dimension `dim` is the contiguous one; None where TMA cannot read it at all."""
+    return next((contiguous == dim for contiguous in (dim, 1 - dim) if aligned(t, contiguous)), None)
+
+
+def supports(block_size: int, *operands: Tensor) -> bool:
+    """Whether the kernels take these: blocks of 128, dense matrices that TMA can read."""
+    return block_size == BLOCK and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
+
+
+_unary = gluon.jit(unary.fn)
+
+
+@gluon.jit
+def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Store from the consumer's next buffer, once the store that last read it has gone."""
+    tma.async_copy_shared_to_global(desc, [row, col], stage_out(part, slot, bufs, WG, c))
+
+
+@gluon.jit
+def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    """Finish and write part i of a tile; outs: the result's descriptor, the activation's, bias or pre-activation."""
+    desc, act_desc, extra_ptr = outs
+    if not c.sparse_out:
+        _write(part.to(bufs.dtype), i, bufs, desc, row, col + i * c.out_cols, WG, c)
+    else:  # columns beyond 128 are the next block's: the next 128 rows of the values
+        at: gl.constexpr = i * c.out_cols % 128
+        row += i * c.out_cols // 128 * 128
+        layout: gl.constexpr = part.type.layout
+        NAME: gl.constexpr = c.act
+        EXACT: gl.constexpr = c.exact
+        j = gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
+        if c.kind == "activate":
+            if c.has_bias:
+                part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
+            pre = part.to(bufs.dtype)
+            _write(pre, 2 * i, bufs, desc, row, at, WG, c)
+            value, _ = _unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+            _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
+        else:
+            if c.kind == "slope":
+                rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
+                z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
+                _, slope = _unary(z.to(gl.float32), NAME, EXACT)
+                part *= slope
+            _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
+
+
+@gluon.jit
+def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
+    PARTS: gl.constexpr = c.out_parts
+    if not c.pingpong:
+        row += WG * c.rows
+    parts = parts_of(acc, c)
+    for i in gl.static_range(PARTS):
+        _store_part(parts[i], i, bufs, outs, row, col, WG, c)
+
+
+@gluon.jit
+def _sdd_consumer(
+    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
+    WG: gl.constexpr, c: gl.constexpr,
+):  # fmt: skip
+    count = rounds(gl.load(used_ptr + last) // c.run)
+    stride: gl.constexpr = 2 if c.pingpong else 1
+    start: gl.constexpr = WG if c.pingpong else 0
+    it = gl.to_tensor(0) + start * k_steps
+    phase = gl.to_tensor(0)
+    for i in range(start, count, stride):
+        block = tile_of_round(i) * c.run
+        col = 0
+        if c.has_bias:
+            col = gl.load(cols_ptr + block) * 128
+        acc, it = multiply(it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        phase ^= 1
+        it += (stride - 1) * k_steps
+        _store_tile(acc, o_bufs, outs, block * 128, col, WG, c)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, b_n, c: gl.constexpr):
+    """Fill the next stage: A from row a_m, B from column b_n, and where each stands along the reduction."""
+    PARTS: gl.constexpr = c.row_parts
+    s = it % c.stages
+    bar = full.index(s)
+    mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
+    mbarrier.expect(bar, c.stage_bytes)
+    for p in gl.static_range(PARTS):
+        buf = a_bufs.index(s * c.row_parts + p)
+        if c.a_k_major:
+            tma.async_copy_global_to_shared(a_desc, [a_m + p * c.rows, a_k], bar, buf)
+        else:
+            tma.async_copy_global_to_shared(a_desc, [a_k, a_m + p * c.rows], bar, buf)
+    if c.b_k_major:
+        tma.async_copy_global_to_shared(b_desc, [b_n, b_k], bar, b_bufs.index(s))
+    else:
+        tma.async_copy_global_to_shared(b_desc, [b_k, b_n], bar, b_bufs.index(s))
+
+
+@gluon.jit
+def _sdd_producer(
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr
+):
+    tiles = gl.load(used_ptr + last) // c.run
+    count = rounds(tiles)
+    it = gl.to_tensor(0)
+    block = gl.maximum(gl.minimum(tile_of_round(0), tiles - 1), 0) * c.run
+    next_row = gl.load(rows_ptr + block)
+    next_col = gl.load(cols_ptr + block)
+    for i in range(count):
+        row = next_row * 128
+        col = next_col * 128
+        block = gl.minimum(tile_of_round(i + 1), tiles - 1) * c.run
+        next_row = gl.load(rows_ptr + block)
+        next_col = gl.load(cols_ptr + block)
+        for k in range(k_steps):
+            at = k * c.BK
+            _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, row, at, at, col, c)
+            it += 1
+
+
+@gluon.jit
+def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG: gl.constexpr, c: gl.constexpr):
+    i = gl.to_tensor(0)
+    it = gl.to_tensor(0)
+    phase = gl.to_tensor(0)
+    line, steps, dense = announced(i, board)
+    if c.pingpong and WG == 1:  # the first tile is the other consumer's
+        it += gl.maximum(steps, 0)
+        i += 1
+        line, steps, dense = announced(i, board)
+    while steps >= 0:
+        if c.sparse_left:
+            row = line * 128
+            col = dense * c.BN
+        else:
+            row = dense * c.BM
+            col = line * 128
+        acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        phase ^= 1
+        _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
+        i += 1
+        line, steps, dense = announced(i, board)
+        if c.pingpong:
+            it += gl.maximum(steps, 0)
+            i += 1
+            line, steps, dense = announced(i, board)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
+    """Which block is the i-th of its line, and where the dense operand's matching 128 begin."""
+    other = gl.load(index_ptr + i)
+    if c.by_column:
+        return gl.load(block_ptr + i), other
+    else:
+        return i, other
+
+
+@gluon.jit
+def _spmm_producer(
+    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles,
+    entries, c: gl.constexpr,
+):  # fmt: skip
+    STEPS: gl.constexpr = c.block_steps
+    i = gl.to_tensor(0)
+    it = gl.to_tensor(0)
+    # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
+    ticket = draw(2, tiles, counter_ptr, c)
+    tile = tile_of_round(0)
+    tile1 = tile_of_round(1)
+    line, first, end, dense = line_of(tile, tiles, work_ptr, dense_tiles)
+    line1, first1, end1, dense1 = line_of(tile1, tiles, work_ptr, dense_tiles)
+    next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
+    while tile < tiles:
+        announce(i, line, (end - first) * c.block_steps, dense, board)
+        block = next_block
+        other = next_other
+        next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
+        tile2 = drawn(ticket, c)
+        line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
+        ticket = draw(i + 3, tiles, counter_ptr, c)
+        for j in range(first, end):
+            inner = other * 128
+            outer = block * 128
+            block, other = _entry(gl.minimum(j + 1, end - 1), index_ptr, block_ptr, c)
+            for step in gl.static_range(STEPS):
+                at = step * c.BK
+                if c.sparse_left:
+                    if c.a_k_major:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, outer, at, inner + at, dense * c.BN, c
+                        )
+                    else:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, 0, outer + at, inner + at, dense * c.BN, c
+                        )
+                else:
+                    if c.b_k_major:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, at, outer, c
+                        )
+                    else:
+                        _load_stage(
+                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, outer + at, 0, c
+                        )
+                it += 1
+        tile = tile1
+        line = line1
+        first = first1
+        end = end1
+        dense = dense1
+        tile1 = tile2
+        line1 = line2
+        first1 = first2
+        end1 = end2
+        dense1 = dense2
+        i += 1
+    announce(i, 0, -1, 0, board)  # one for each consumer when they take turns
+    announce(i + 1, 0, -1, 0, board)
+
+
+@gluon.jit
+def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
+    a_shape: gl.constexpr = [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]
+    b_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]
+    a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
+    b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
+    o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
+    full, empty, turn = barriers(c)
+    return a_bufs, b_bufs, o_bufs, full, empty, turn
+
+
+@quick
+@gluon.jit(do_not_specialize=["last", "k_steps"])
+def sdd_kernel(
+    a_desc, b_desc, o_desc, act_desc, extra_ptr, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """a_desc, b_desc: the dense operands in their own major; o_desc: (n·128, 128); used_ptr[last]: the used blocks.
+
+    act_desc, extra_ptr: what the epilogue writes beside the result and reads, Epilogue.act and .bias or .pre.
+    """
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    outs = (o_desc, act_desc, extra_ptr)
+    gl.warp_specialize(
+        [
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 0, c),
+            ),
+            (
+                _sdd_consumer,
+                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 1, c),
+            ),
+            (
+                _sdd_producer,
+                (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )
+
+
+@quick
+@gluon.jit(do_not_specialize=["tiles", "dense_tiles", "entries"])
+def spmm_kernel(
+    a_desc, b_desc, o_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries, c: gl.constexpr,
+    num_warps: gl.constexpr,
+):  # fmt: skip
+    """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are.
+
+    counter_ptr: with c.dynamic one int, zero before the launch and after it.
+    """
+    a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
+    board = make_board()
+    gl.warp_specialize(
+        [
+            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 0, c)),
+            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 1, c)),
+            (
+                _spmm_producer,
+                (
+                    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr,
+                    tiles, dense_tiles, entries, c,
+                ),
+            ),
+        ],
+        [4, 1],
+        [232, 40],
+    )  # fmt: skip
+
+
+def _rows(t: Tensor) -> Tensor:
+    """A matrix with its contiguous dimension last."""
+    return t if aligned(t) else t.t()
+
+
+def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, Any]:
+    return (
+        descriptor(_rows(a), [c.rows, c.BK] if c.a_k_major else [c.BK, c.rows]),
+        descriptor(_rows(b), [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]),
+        descriptor(_rows(out), [c.rows, c.out_cols]),
+    )
+
+
+def sdd(
+    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
+    epilogue: Epilogue = NONE, *, tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
+    k = a.shape[1]
+    n = row_indices.shape[0]
+    out = torch.empty(n, BLOCK, BLOCK, dtype=a.dtype, device=a.device)
+    if n == 0:
+        return out
+    tile = tile or choose_sdd(k, run)
+    more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
+    if epilogue.kind:
+        more |= {"kind": epilogue.kind, "act": epilogue.name, "exact": epilogue.exact}
+    c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
+    assert run % c.run == 0, "a tile of two blocks needs them side by side"
+    assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
+    act = out if epilogue.act is None else epilogue.act
+    extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
+    sdd_kernel[(multiprocessors(a.device.index),)](
+        *_operands(a, b, out.view(-1, BLOCK), c), descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
+        row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+@dataclass(frozen=True)
+class _Counters:
+    """A device's counters, which are never freed: `free` belong to nobody yet, `of_stream` each to a stream."""
+
+    zeros: Tensor
+    free: list[Tensor]
+    of_stream: dict[int, Tensor]
+
+
+_counters: dict[int, _Counters] = {}
+
+
+def _make_counters(device: torch.device) -> _Counters:
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        zeros = torch.zeros(4 * 8192, dtype=torch.int32, device=device)
+    stream.synchronize()  # once a device, so that no launch and no graph waits for the fill
+    # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
+    return _Counters(zeros, list(zeros.split(4)), {})
+
+
+def _counter(device: torch.device) -> Tensor:
+    """An int32 that is zero before and after a launch, and that no other launch uses meanwhile.
+
+    Each stream has one, because its launches follow each other. A launch in a CUDA graph keeps one of its own, because
+    the graph may be replayed on any stream. Where none is left, a fill makes one.
+    """
+    index = device.index
+    mine = _counters.get(index)
+    if torch.cuda.is_current_stream_capturing():
+        return mine.free.pop() if mine and mine.free else torch.zeros(1, dtype=torch.int32, device=device)
+    if mine is None:
+        # In another thread: before torch.compile captures a function, it runs it with this thread's allocations in
+        # the pool of its graphs, and gives that memory to other tensors later.
+        with ThreadPoolExecutor(1) as pool:
+            made = pool.submit(_make_counters, device).result()
+        mine = _counters.setdefault(index, made)  # unless another thread was quicker
+    stream = torch._C._cuda_getCurrentRawStream(index)  # the object around it takes a quarter of a launch to make
+    counter = mine.of_stream.get(stream)
+    if counter is None:
+        if not mine.free:
+            return torch.zeros(1, dtype=torch.int32, device=device)
+        counter = mine.of_stream[stream] = mine.free.pop()
+    return counter
+
+
+def spmm(
+    data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
+    *, tile: Tile = PINGPONG,
+) -> Tensor:  # fmt: skip
+    """S·D (lines = block rows), Sᵀ·D (block columns), D·S (block columns) or D·Sᵀ (block rows); see `supports`.
+
+    Args:
+        data: (n, 128, 128), contiguous.
+        dense: D (K, N) for sparse_left, else (M, K).
+        work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
+        index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
+        block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
+        tile: see `choose_spmm`.
+    """
+    lines, n = work.shape[0], data.shape[0]
+    size = dense.shape[1] if sparse_left else dense.shape[0]
+    shape = (lines * BLOCK, size) if sparse_left else (size, lines * BLOCK)
+    out = torch.empty(shape, dtype=data.dtype, device=data.device)
+    if out.numel() == 0:
+        return out
+    by_column = block_offsets is not None
+    flat = data.view(-1, BLOCK)
+    dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
+    # a block is read without a transpose: the reduction runs over its columns where lines are block rows, else its rows
+    sparse_k_major = not by_column
+    c = _Plan(
+        **vars(tile),
+        a_k_major=sparse_k_major if sparse_left else dense_k_major,
+        b_k_major=dense_k_major if sparse_left else sparse_k_major,
+        sparse_left=sparse_left,
+        by_column=by_column,
+        # Block rows of a dropless layer are equally long; a block column is as long as its expert has rows.
+        dynamic=by_column,
+    )
+    dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
+    counter = _counter(data.device) if c.dynamic else work
+    spmm_kernel[(multiprocessors(data.device.index),)](
+        *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
+        work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,
+        num_warps=4,
+    )  # fmt: skip
+    return out
