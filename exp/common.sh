@@ -1,14 +1,17 @@
 # shellcheck shell=bash
-# Sourced by the scripts of this folder. A script says what its experiment is; this file says how any of them is run.
+# Sourced by the scripts of this folder. Each script describes one experiment; this file runs it.
 #
 # Environment (all optional):
-#   NGPU            processes on this machine, one a GPU (on a machine without a GPU: CPU processes)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   several machines, as torchrun's; alone, a free port is taken
-#   STEPS           training steps, where the positional argument is not given
+#   NGPU            processes on this machine, one for each GPU (without a GPU: CPU processes)
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several machines, as in torchrun; one machine needs none of them
+#   STEPS           training steps, if the positional argument is not given
 #   DATA_PREFIX     folder written by scripts/prepare_data.py (default data/stdlib)
-#   FLAGS           more driver flags, which override the script's (FLAGS="--log-interval 10 --eval-iters 5")
+#   FLAGS           more driver flags, which override those of the script (FLAGS="--log-interval 10 --eval-iters 5")
 #   PYTHON          interpreter (default: the active one if it satisfies pyproject.toml, else .venv)
 #   DRY_RUN=1       print the command and stop
+#
+# SIGINT (Ctrl-C), SIGTERM and SIGHUP let every rank save and exit; the same command then resumes. A second signal, two
+# seconds later or more, kills the ranks.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NNODES=${NNODES:-1}
@@ -22,12 +25,16 @@ PUBLISHED=(--seq-length 1024 --max-position-embeddings 1024 --make-vocab-size-di
     --global-batch-size 512 --optimizer adam --lr-decay-style cosine --lr-warmup-fraction 0.01 --clip-grad 1.0
     --eval-interval 1000 --eval-iters 100 --log-interval 100 --save-interval 2000)
 
-die() {
+say() {
     echo "${0##*/}: $*" >&2
+}
+
+die() {
+    say "$@"
     exit 1
 }
 
-gpus() { # how many this machine has
+gpus() { # the number of GPUs of this machine
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
 }
 
@@ -35,58 +42,121 @@ find_python() {
     # shellcheck source=../scripts/env.sh
     source "$ROOT/scripts/env.sh"
     use_env megatron || exit 1
-    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+    # UTF-8 mode: file names and logs are the same in every locale.
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUTF8=1
 }
 
-default_data() { # the standard library's text, where there is no data set yet
-    [ "${DRY_RUN:-0}" != 1 ] && [ ! -e "$DATA_PREFIX" ] || return 0
+default_data() { # makes data/stdlib from the standard library's text, if DATA_PREFIX is that folder and it is missing
+    [ "${DRY_RUN:-0}" != 1 ] && [ "$DATA_PREFIX" = "$ROOT/data/stdlib" ] && [ ! -e "$DATA_PREFIX" ] || return 0
+    _check_settings
     find_python
     "$PYTHON" "$ROOT/scripts/prepare_data.py" --out "$DATA_PREFIX"
 }
 
-_port_is_free() {
-    "$PYTHON" -c 'import socket, sys; socket.socket().bind(("", int(sys.argv[1])))' "$1" 2>/dev/null
+_check_whole() { # NAME LOW HIGH: the variable NAME must hold a whole number of this range
+    [[ ${!1} =~ ^(0|[1-9][0-9]{0,8})$ ]] && [ "${!1}" -ge "$2" ] && [ "${!1}" -le "$3" ] ||
+        die "$1=${!1}: must be a whole number from $2 to $3"
+}
+
+_check_settings() {
+    _check_whole NGPU 1 1024
+    _check_whole STEPS 1 999999999
+    _check_whole NNODES 1 65536
+    [ "$NNODES" -gt 1 ] || [ "$NODE_RANK" = 0 ] || die "NODE_RANK=$NODE_RANK: must be 0 because NNODES=$NNODES"
+    _check_whole NODE_RANK 0 $((NNODES - 1))
+    [ -z "${MASTER_PORT:-}" ] || _check_whole MASTER_PORT 1 65535
+    [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] ||
+        die "MASTER_ADDR is unset: NNODES=$NNODES needs the address of the first machine"
 }
 
 _rendezvous() { # sets RENDEZVOUS, torchrun's arguments for one or several machines
-    if [ "$NNODES" -eq 1 ] && [ -z "${MASTER_PORT:-}" ]; then
-        RENDEZVOUS=(--standalone)
-        return
+    RENDEZVOUS=(--standalone)
+    if [ "$NNODES" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then
+        RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
+            --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}")
     fi
-    [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] || die "MASTER_ADDR is unset: NNODES=$NNODES needs the first machine's address"
-    RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK" --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}")
 }
 
 _check_machine() {
-    local gpus
+    local gpus problem port=${MASTER_PORT:-6000}
     gpus=$(gpus)
-    [ "$gpus" -eq 0 ] || [ "$NGPU" -le "$gpus" ] || die "NGPU=$NGPU: this machine has $gpus, set NGPU to at most that"
-    [ -f "$DATA_PREFIX/manifest.json" ] || die "DATA_PREFIX=$DATA_PREFIX holds no manifest.json: write a data set there with scripts/prepare_data.py"
+    [ "$gpus" -eq 0 ] || [ "$NGPU" -le "$gpus" ] || die "NGPU=$NGPU: must be at most $gpus, the GPUs of this machine"
+    [ -f "$DATA_PREFIX/manifest.json" ] ||
+        die "DATA_PREFIX=$DATA_PREFIX holds no manifest.json: correct it or make it (scripts/prepare_data.py --out)"
     if [ "${RENDEZVOUS[0]}" != --standalone ] && [ "$NODE_RANK" -eq 0 ]; then
-        _port_is_free "${MASTER_PORT:-6000}" || die "MASTER_PORT=${MASTER_PORT:-6000} is in use: choose another, or unset it on a single machine"
+        problem=$("$PYTHON" -c 'import socket, sys; socket.create_server(("", int(sys.argv[1])))' "$port" 2>&1) || {
+            problem=${problem##*] }
+            die "MASTER_PORT=$port cannot be opened (${problem%% (*}): choose another, or unset it on a single machine"
+        }
     fi
 }
 
-_open_run_dir() { # sets RESUME; an empty folder is a fresh run, a folder with a checkpoint of the same command goes on
+_open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder must be empty or a run of COMMAND
+    local problem content choose="choose another folder"
     RESUME=()
-    if [ -d "$EXP_DIR" ] && [ -n "$(ls -A "$EXP_DIR")" ] && [ "$NODE_RANK" -eq 0 ]; then
-        [ "$(cat "$EXP_DIR/command.txt" 2>/dev/null)" = "$1" ] || die "EXP_DIR=$EXP_DIR is not empty and is no run of this command: choose another folder or remove it"
-        compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: choose another folder or remove it"
+    [ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: $choose"
+    problem=$(mkdir -p -- "$EXP_DIR" 2>&1) || die "EXP_DIR=$EXP_DIR cannot be made (${problem##*: }): $choose"
+    if [ "$NODE_RANK" -eq 0 ]; then # the other machines may share the folder
+        content=$(ls -A "$EXP_DIR" 2>/dev/null) || true
+        [ -z "$content" ] || [ "$(cat "$EXP_DIR/command.txt" 2>/dev/null)" = "$1" ] ||
+            die "EXP_DIR=$EXP_DIR is not empty and is no run of this command: $choose or remove it"
+        { exec {LOCK}>>"$EXP_DIR/command.txt"; } 2>/dev/null || die "EXP_DIR=$EXP_DIR cannot be written to: $choose"
+        # The lock ends with the last process that inherits the file descriptor: the launcher or torchrun.
+        flock -n "$LOCK" 2>/dev/null || case $? in
+        1) die "EXP_DIR=$EXP_DIR is in use by another run: $choose, or wait until that run ends" ;;
+        *) say "EXP_DIR=$EXP_DIR cannot be locked here: do not start a second run in it" ;;
+        esac
+        [ -z "$content" ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
+            die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: $choose or remove it"
+        echo "$1" >"$EXP_DIR/command.txt"
     fi
-    mkdir -p "$EXP_DIR"
     ! compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || RESUME=(--load "$EXP_DIR/checkpoints")
+}
+
+_stop() { # timeout and some shells send one signal twice, so a repetition counts only after two seconds
+    INTERRUPTED=1
+    if [ -z "$STOPPED_AT" ]; then
+        STOPPED_AT=$SECONDS
+        say "stopping: every rank saves after its step and exits; another signal kills the ranks without a save"
+        [ -z "$TORCHRUN" ] || kill -TERM "$TORCHRUN" 2>/dev/null || true
+    elif [ $((SECONDS - STOPPED_AT)) -ge 2 ]; then
+        kill -QUIT "$TORCHRUN" 2>/dev/null || true
+    fi
+}
+
+_train() { # ARGUMENT…: runs torchrun.py and copies its output to train.log; returns torchrun's exit status
+    local log tee status
+    INTERRUPTED='' STOPPED_AT='' TORCHRUN=''
+    trap _stop INT TERM HUP
+    # Background processes and `wait`, because bash runs a trap only after a foreground process has ended.
+    exec {log}> >(trap '' INT TERM HUP && exec tee -a "$EXP_DIR/train.log")
+    tee=$!
+    "$PYTHON" "$@" >&"$log" 2>&1 &
+    TORCHRUN=$!
+    [ -z "$STOPPED_AT" ] || kill -TERM "$TORCHRUN"
+    until
+        INTERRUPTED='' status=0
+        wait "$TORCHRUN" || status=$?
+        [ -z "$INTERRUPTED" ]
+    do :; done
+    exec {log}>&-
+    wait "$tee" || true
+    trap - INT TERM HUP
+    return "$status"
 }
 
 # launch EXP_DIR DRIVER_FLAG…: one training run, everything about it kept in EXP_DIR.
 launch() {
     EXP_DIR=$(realpath -m -- "$1")
     shift
-    local command run flags
+    local command run flags logged reason
+    _check_settings
     _rendezvous
     read -ra flags <<<"${FLAGS:-}"
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
-        --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard" "${flags[@]}")
-    run=(-m torch.distributed.run "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]}")
+        --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard"
+        "${flags[@]}")
+    run=("$ROOT/scripts/torchrun.py" "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]}")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         printf '%q ' "${PYTHON:-python3}" "${run[@]}"
         echo
@@ -97,9 +167,13 @@ launch() {
     _open_run_dir "${command[*]@Q}"
     # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
-    [ "$NODE_RANK" -ne 0 ] || echo "${command[*]@Q}" >"$EXP_DIR/command.txt"
-    "$PYTHON" "${run[@]}" "${RESUME[@]}" 2>&1 | tee -a "$EXP_DIR/train.log" || {
-        # torchrun's own report of the failure hides the driver's line, so that comes again, last.
-        die "failed: $(grep '^pretrain_gpt: ' "$EXP_DIR/train.log" | tail -n 1 || echo "see $EXP_DIR/train.log")"
-    }
+    logged=$(wc -c 2>/dev/null <"$EXP_DIR/train.log" || echo 0)
+    if _train "${run[@]}" "${RESUME[@]}"; then
+        [ -z "$STOPPED_AT" ] || say "stopped and saved: the same command with the same EXP_DIR resumes ($EXP_DIR)"
+        return
+    fi
+    # torchrun's own report of the failure hides the driver's line, so that line comes again, last.
+    reason=$(tail -c "+$((logged + 1))" "$EXP_DIR/train.log" | grep '^pretrain_gpt: ' | tail -n 1 || true)
+    [ -z "$STOPPED_AT" ] || die "stopped before a save: ${reason:-see $EXP_DIR/train.log}"
+    die "failed: ${reason:-see $EXP_DIR/train.log}"
 }

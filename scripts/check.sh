@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Static checks: ruff, import-linter, mypy, shellcheck, hadolint. Runs all of them and fails if one failed.
+# Static checks: ruff, import-linter, mypy, shellcheck, hadolint. Runs all of them, and fails if one of them fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -8,7 +8,7 @@ use_env megatron dev
 bin=$("$PYTHON" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
 mapfile -t shell_files < <(git ls-files --cached --others --exclude-standard '*.sh' .ci/run)
 failed=()
-check() { # NAME COMMAND…: quiet when it passes
+check() { # NAME COMMAND…: prints the output of COMMAND only if it fails
     local name=$1 out
     shift
     if out=$("$@" 2>&1); then

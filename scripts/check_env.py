@@ -1,4 +1,4 @@
-"""Exit 0 when the running Python satisfies the pins of pyproject.toml for the extras named, else 1 and one line why.
+"""Checks the running Python against the pins of pyproject.toml for some extras. Exits 0, or 1 with the reason.
 
     python scripts/check_env.py megatron dev
 """
@@ -9,11 +9,11 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-MIN_PYTHON = (3, 12)  # megatron-core's
+MIN_PYTHON = (3, 12)  # megatron-core needs it
 
 
 def problem(extras: list[str]) -> str | None:
-    """What the first unsatisfied pin is, None when all hold."""
+    """One line about the first pin that is not satisfied, or None."""
     if sys.version_info < MIN_PYTHON:
         return f"python is {sys.version.split()[0]}, need >= {'.'.join(map(str, MIN_PYTHON))}"
     import tomllib
@@ -22,10 +22,10 @@ def problem(extras: list[str]) -> str | None:
         from packaging.requirements import Requirement
     except ModuleNotFoundError:
         return "packaging is not installed"
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text("utf-8"))["project"]
     for extra in extras:
         if extra not in project["optional-dependencies"]:
-            return f"{extra!r} is no extra of pyproject.toml"
+            return f"{extra!r} is not an extra of pyproject.toml"
     pins = [*project["dependencies"], *(pin for extra in extras for pin in project["optional-dependencies"][extra])]
     for pin in map(Requirement, pins):
         if pin.marker and not pin.marker.evaluate():

@@ -1,4 +1,4 @@
-"""Train an experiment with several mlp_impls and compare them: see `--help`. A thin main over monitor.compare."""
+"""Trains an experiment with several mlp_impls and compares the runs: see `--help` and monitor.compare."""
 
 import sys
 from pathlib import Path

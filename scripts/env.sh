@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Sourced. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies pyproject.toml's pins for those extras:
-# $PYTHON if it is set, else the active one, else .venv, which is made with a Python >= 3.12 when there is none.
+# To source. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies the pins of pyproject.toml for those extras:
+# $PYTHON if it is set, else the active one, else .venv, which is made with a Python >= 3.12 if it does not exist.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-_fits() { # PYTHON EXTRA…: silent when the pins hold, otherwise the reason on stdout
+_fits() { # PYTHON EXTRA…: fails with the reason on stdout unless PYTHON satisfies the pins
     local python=$1
     shift
     "$python" "$_root/scripts/check_env.py" "$@" 2>/dev/null || {
@@ -14,18 +14,18 @@ _fits() { # PYTHON EXTRA…: silent when the pins hold, otherwise the reason on 
     }
 }
 
-_base_python() { # a Python >= 3.12 with venv: on PATH, else in pyenv. 3.12 first, it is what we test with.
+_base_python() { # prints a Python >= 3.12 with venv, from PATH or pyenv. 3.12 comes first, because we test with it.
     local candidate
     for candidate in python3.12 python3.13 python3.14 python3 python \
         "${PYENV_ROOT:-$HOME/.pyenv}"/versions/3.{12,13,14}*/bin/python; do
-        # Asked for its own path, a pyenv shim names the interpreter behind it and fails when there is none.
+        # A pyenv shim prints the interpreter that it starts, and fails if there is none.
         "$candidate" -c 'import sys, venv, ensurepip; assert sys.version_info >= (3, 12); print(sys.executable)' \
             2>/dev/null && return 0
     done
     return 1
 }
 
-_make_env() { # EXTRA…: .venv with this checkout installed in place; one that is there is completed, never cleared
+_make_env() { # EXTRA…: makes .venv with this checkout installed in place; completes an existing .venv, never clears it
     local base extras
     extras=$(IFS=, && echo "$*")
     if "$_root/.venv/bin/python" -c 'import sys, pip; assert sys.version_info >= (3, 12)' 2>/dev/null; then
@@ -40,10 +40,10 @@ _make_env() { # EXTRA…: .venv with this checkout installed in place; one that 
         echo "env: no Python >= 3.12 on PATH or in pyenv, and no uv: install one (\"pyenv install 3.12\" or \"pip install uv\") and run this again" >&2
         return 1
     fi
-    echo "env: installing megablocks[$extras] (torch is a download of some gigabytes)" >&2
+    echo "env: installing megablocks[$extras] (torch downloads some gigabytes)" >&2
     "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
         -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" >&2 || {
-        echo "env: pip could not install megablocks[$extras] into $_root/.venv; its message stands above" >&2
+        echo "env: pip could not install megablocks[$extras] into $_root/.venv: see its message above" >&2
         return 1
     }
 }
@@ -52,7 +52,7 @@ use_env() {
     local reason active
     if [ -n "${PYTHON:-}" ]; then
         reason=$(_fits "$PYTHON" "$@") && return 0
-        echo "env: PYTHON=$PYTHON does not fit: $reason; install it there, or unset PYTHON to have .venv made" >&2
+        echo "env: PYTHON=$PYTHON does not fit: $reason; install it there, or unset PYTHON to use .venv" >&2
         return 1
     fi
     for active in python3 python "$_root/.venv/bin/python"; do
@@ -64,7 +64,7 @@ use_env() {
     _make_env "$@" || return 1
     PYTHON=$_root/.venv/bin/python
     reason=$(_fits "$PYTHON" "$@") || {
-        echo "env: $_root/.venv does not fit after its installation: $reason" >&2
+        echo "env: $_root/.venv does not fit after the installation: $reason" >&2
         return 1
     }
 }

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Show that each test turns red when what it names is broken. Usage: scripts/mutants.sh [ID…]     (default: all)
-# tests/mutants/<ID>.patch (or <ID>-b.patch) breaks one behaviour; in a scratch copy with it, test_<ID>_* must fail.
+# Shows that each test fails when the behavior that it tests is broken. Usage: scripts/mutants.sh [ID…]  (default: all)
+# tests/mutants/<ID>.patch breaks one behavior, <ID>-<path>.patch the same on another path of the code. In a scratch copy
+# with the patch, a test_<ID>_* must fail.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -34,11 +35,11 @@ for patch in "${patches[@]/#/$PWD/}"; do
     status=0
     id=${mutant%%-*}
     mapfile -t files < <(grep -rl --include='test_*.py' "def test_${id}_" "$tree/tests")
-    [ ${#files[@]} -gt 0 ] || files=("$tree/tests") # nothing will be collected, which is a survivor
+    [ ${#files[@]} -gt 0 ] || files=("$tree/tests") # pytest collects nothing, so the mutant survives
     out=$(cd "$tree" && git apply "$patch" && PYTHONPATH=$tree "$PYTHON" -m pytest -p no:cacheprovider -q --tb=no -r fE -x \
         -m "slow or not slow" -k "test_${id}_" "${files[@]}" 2>&1) || status=$?
     detail=$(grep -E '^(FAILED|ERROR) ' <<<"$out" || tail -n 1 <<<"$out")
-    # pytest: 1 is "a test failed"; everything else (all passed, nothing collected, broken patch) proves nothing.
+    # pytest exits with 1 if a test failed. Any other status (all passed, nothing collected, bad patch) proves nothing.
     if [ "$status" -eq 1 ] && [[ $detail == FAILED* ]]; then
         verdict=killed
     else

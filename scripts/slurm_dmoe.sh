@@ -7,15 +7,15 @@
 # An example: dMoE-XS over two machines. From the repository's root:
 #   DATA_PREFIX=/shared/data/pile sbatch scripts/slurm_dmoe.sh /shared/runs/dmoe_46m [STEPS …]
 # The run folder and the data set must be visible to every machine. More machines: sbatch --nodes=N.
-# With 16 GPUs the global batch of 512 sequences leaves 32 a GPU, hence BATCH=32 below.
+# With 16 GPUs each GPU gets 32 of the 512 sequences of a step, so BATCH is 32 below.
 set -euo pipefail
 EXP_DIR=${1:?EXP_DIR, a folder that all machines see, is missing}
 export NNODES=$SLURM_NNODES NGPU=${NGPU:-8}
-# Not "| head": it may leave before scontrol has written all, and pipefail makes of that a failed job.
+# Not "| head": it may exit before scontrol has written everything, and pipefail would then fail the job.
 hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-# SLURM_NODEID is known on each machine only, so the variable is expanded there.
+# Each machine expands SLURM_NODEID, because only the machine itself knows it.
 # shellcheck disable=SC2016
 srun bash -c 'NODE_RANK=$SLURM_NODEID exec bash exp/dmoe/dmoe_46m_8gpu.sh "$@"' _ \
     "$EXP_DIR" "${2:-20000}" "${3:-64}" "${4:-1}" "${5:-0.1}" "${6:-32}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The checks, then the tests. Usage: scripts/test.sh [--all] [pytest arguments]
-#   --all      the slow tests too
-#   DRY_RUN=1  print the commands alone
+#   --all      also runs the slow tests
+#   DRY_RUN=1  only prints the commands
 #   WORKERS=N  pytest workers (default 2)
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -24,9 +24,9 @@ use_env megatron dev
 export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 bash scripts/check.sh || status=1
-# pytest comes last, so that its summary line ends the output.
+# pytest runs last, so that its summary ends the output.
 if nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
-    echo "test: the CPU path first, then what runs on the GPU"
+    echo "test: first the CPU path, then the tests for the GPU"
     CUDA_VISIBLE_DEVICES="" "$PYTHON" -m pytest "${args[@]}" || status=$?
     args+=(-m "gpu or any_device")
 fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Transformer-Small: the dense GPT of 125M parameters that the MoEs are compared with. 8 GPUs.
+# Transformer-Small: the dense GPT with 125M parameters, the baseline of the MoEs. 8 GPUs.
 # Usage: gpt2_125m_8gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"

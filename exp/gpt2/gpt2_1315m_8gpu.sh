@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Transformer-XL: the dense GPT of 1315M parameters that the MoEs are compared with. 8 GPUs.
+# Transformer-XL: the dense GPT with 1315M parameters, the baseline of the MoEs. 8 GPUs.
 # Usage: gpt2_1315m_8gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Transformer-Medium: the dense GPT of 356M parameters that the MoEs are compared with. 1 GPU.
+# Transformer-Medium: the dense GPT with 356M parameters, the baseline of the MoEs. 1 GPU.
 # Usage: gpt2_356m_1gpu.sh EXP_DIR [STEPS]     (environment: exp/common.sh)
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"

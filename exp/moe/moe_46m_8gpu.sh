@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# MoE-XS with a capacity factor: tokens over an expert's capacity are dropped; 0 or a huge factor drops none.
+# MoE-XS with a capacity factor: tokens beyond the capacity of an expert are dropped. 0 or a huge factor drops none.
 # Usage: moe_46m_8gpu.sh EXP_DIR [STEPS [NUM_EXPERTS [CAPACITY_FACTOR [TOP_K [LOSS_WEIGHT [BATCH]]]]]]
 # Environment: exp/common.sh.
 set -euo pipefail

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The main job, on any machine: a dMoE GPT learns the text of Python's standard library, from text to pictures.
-# Without a GPU: two CPU processes that share the experts between them. With one: that GPU, in bf16.
+# The complete job on any machine: a dMoE GPT learns the text of Python's standard library, from raw text to plots.
+# Without a GPU it runs two CPU processes, each with half of the experts; with a GPU it runs one process in bf16.
 # Usage: dmoe.sh [EXP_DIR [STEPS]]     (default: a new folder under runs/; environment: exp/common.sh)
-# 80 evaluations of 8 sequences are the whole validation text, whose unigram entropy the loss is compared with.
+# 80 evaluations of 8 sequences cover the whole validation text, so the loss is comparable to its unigram entropy.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
 STEPS=${2:-${STEPS:-160}}

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# MoE-Small with Tutel's layer, or with ours under Tutel's capacity rule where Tutel is not installed (the log says which).
-# CAPACITY_FACTOR: above 0 as usual, 0 pads to the fullest expert (drops none), below 0 the smaller of the two.
+# MoE-Small with Tutel's layer, or with our layer under Tutel's capacity rule if Tutel is not installed (the log says
+# which). CAPACITY_FACTOR: above 0 as usual; 0 means the load of the fullest expert (drops no token); below 0 means the
+# smaller of both.
 # Usage: tutel_125m_8gpu.sh EXP_DIR [STEPS [NUM_EXPERTS [CAPACITY_FACTOR [TOP_K [LOSS_WEIGHT [BATCH]]]]]]
 # Environment: exp/common.sh.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Which checkpoint is chosen, and what is refused, on folders made by hand."""
+"""Which checkpoint is chosen and which is refused, with folders made by hand."""
 
 from __future__ import annotations
 

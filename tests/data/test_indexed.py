@@ -71,7 +71,7 @@ def test_D1_truncated_bin(prefix, cut):
 def test_D1_bin_longer_than_its_index(prefix):
     with open(prefix.with_suffix(".bin"), "ab") as stream:
         stream.write(b"\0\0")
-    assert "set.bin: longer than its index: 140 bytes, set.idx describes 138" in refusal(prefix)
+    assert "set.bin: longer than its index: 140 bytes, but set.idx describes 138" in refusal(prefix)
 
 
 def test_D1_missing_bin(prefix):
@@ -90,7 +90,7 @@ def test_D2_truncated_idx(prefix, keep):
     ("offset", "replacement", "reason"),
     [
         (0, b"GARBLED", "not a Megatron index"),
-        (9, struct.pack("<Q", 2), "index version 2, this reader knows version 1"),
+        (9, struct.pack("<Q", 2), "index version 2, must be 1"),
         (17, b"\x06", "token dtype code 6"),
         (17, b"\xff", "token dtype code 255"),
         (18, struct.pack("<Q", 3), "garbled"),
@@ -121,7 +121,7 @@ def test_D2_garbled_idx(prefix, offset, replacement, reason):
 
 def test_D3_pointer_past_the_file(prefix):
     edit(prefix.with_suffix(".idx"), HEADER.size + 16 + 8 * 3, struct.pack("<q", 10**12))
-    assert "the pointer of sequence 3 is 1000000000000, the lengths before it say 132" in refusal(prefix)
+    assert "the pointer of sequence 3 is 1000000000000, but the lengths before it give 132" in refusal(prefix)
 
 
 def test_D3_negative_length(prefix):
@@ -130,7 +130,7 @@ def test_D3_negative_length(prefix):
 
 
 def test_D3_token_beyond_the_vocabulary(prefix):
-    assert "set.bin: token 65 has the id 159, outside the vocabulary of 159 ids" in refusal(prefix, 159)
+    assert "set.bin: token 65 has the id 159, must be in [0, 159)" in refusal(prefix, 159)
     assert check_dataset(prefix, 160).tokens == 69
 
 

@@ -32,6 +32,7 @@ def arguments(**changes):
         "data_cache_path": None,
         "megablocks_run_dir": None,
         "save": None,
+        "trust_remote_code": False,
     }
     return argparse.Namespace(**{**values, **changes})
 

@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 from megablocks.data import pipeline, prepare, sources
-from megablocks.data.indexed import read_index
+from megablocks.data.indexed import DataError, read_index
 from megablocks.data.manifest import read_manifest
 from megablocks.data.prepare import main
 from megablocks.data.tokenizers import Tokenizer, TokenizerSpec
@@ -209,7 +210,7 @@ def test_jsonl(tmp_path):
     out = tmp_path / "set"
     assert main(["--input", str(path), "--jsonl-field", "body", "--out", str(out), "--vocab-size", "390"]) == 0
     assert sorted(decoded(out)) == sorted(texts)
-    assert "data.jsonl: line 1: no text under the field 'text'" in refused("--input", path, "--out", tmp_path / "b")
+    assert "data.jsonl: line 1: the field 'text' holds no text" in refused("--input", path, "--out", tmp_path / "b")
     path.write_text(path.read_text() + "{broken\n")
     out = tmp_path / "c"
     assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
@@ -239,7 +240,7 @@ def test_a_truncated_archive_is_refused(tmp_path):
             archive.addfile(info, io.BytesIO(os.urandom(5000)))
     (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw.getvalue())[:-9000])
     line = refused("--input", tmp_path / "a.tar.gz", "--out", tmp_path / "set")
-    assert "a.tar.gz: not a whole tar archive" in line
+    assert "a.tar.gz: not a complete tar archive" in line
 
 
 def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
@@ -319,25 +320,28 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     assert tokenizer.encode("") == []
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
-    assert "must be a folder of a Hugging Face tokenizer" in line
+    assert "must be the folder of a Hugging Face tokenizer" in line
 
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--valid-fraction", "1.5"], "--valid-fraction=1.5: must lie between 0 and 1"),
+        (["--valid-fraction", "1.5"], "--valid-fraction=1.5: must be between 0 and 1"),
         (["--workers", "0"], "--workers=0: must be at least 1"),
         (["--max-bytes", "-3"], "--max-bytes=-3: must be at least 1"),
         (["--vocab-size", "100"], "--vocab-size=100: must be at least 387"),
         (["--vocab-size", "200000"], "--vocab-size=200000: SentencePiece cannot train it on this text: "),
-        (["--tokenizer", "hf"], "--tokenizer-model=None: a Hugging Face folder or name is required"),
+        (["--tokenizer", "hf"], "--tokenizer-model=None: --tokenizer=hf needs the folder or name"),
         (["--tokenizer", "gpt2"], "--vocab-file=None: must be a file"),
-        (["--vocab-file", "x.json"], "--vocab-file='x.json': only with --tokenizer=gpt2"),
+        (["--vocab-file", "x.json"], "--vocab-file='x.json': is only for --tokenizer=gpt2"),
         (["--tokenizer-model", "/nowhere"], "--tokenizer-model='/nowhere': must be a file"),
-        (["--tokenizer-model", __file__, "--vocab-size", "9000"], "--vocab-size=9000: only for a SentencePiece model"),
-        (["--max-documents", "1"], "1 non-empty documents chosen of 42; at least 2 are needed"),
-        (["--include", "*.rs"], "0 non-empty documents chosen of 0"),
-        (["--input", "/nowhere"], "--input='/nowhere': must be the word stdlib, a folder or a file"),
+        (
+            ["--tokenizer-model", __file__, "--vocab-size", "9000"],
+            "--vocab-size=9000: is only for a SentencePiece model",
+        ),
+        (["--max-documents", "1"], "1 of 42 non-empty documents chosen, must be at least 2"),
+        (["--include", "*.rs"], "0 of 0 non-empty documents chosen"),
+        (["--input", "/nowhere"], "--input='/nowhere': must be the word stdlib, or an existing folder or file"),
     ],
 )
 def test_bad_options_are_one_line(corpus, tmp_path, capsys, arguments, expected):
@@ -367,7 +371,9 @@ def test_two_preparations_of_one_folder(corpus, tmp_path):
     handle = os.open(tmp_path / ".set.partial", os.O_RDONLY)
     fcntl.flock(handle, fcntl.LOCK_EX)
     try:
-        assert "another preparation" in refused("--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600)
+        assert "another process prepares the same folder" in refused(
+            "--input", corpus, "--out", tmp_path / "set", "--vocab-size", 600
+        )
     finally:
         os.close(handle)
 
@@ -388,3 +394,78 @@ def test_needs_no_torch_and_no_megatron():
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=ROOT
     ).stdout.split()
     assert not {"torch", "megatron", "transformers", "sentencepiece"} & set(loaded)
+
+
+def test_a_missing_package_is_one_line(tmp_path):
+    """numpy is imported by the pipeline itself, long before an option is read."""
+    command = [sys.executable, "-S", SCRIPT[1], "--out", str(tmp_path / "set")]
+    bare = subprocess.run(command, capture_output=True, text=True)
+    assert bare.returncode == 2
+    assert bare.stderr == "prepare_data: error: numpy is not installed: pip install numpy\n"
+
+
+def test_file_names_in_an_ascii_locale(corpus, tmp_path):
+    """The same bytes as in a UTF-8 locale, from sources and into folders with names that ASCII lacks."""
+    source = tmp_path / "größe"
+    shutil.copytree(corpus, source)
+    (source / "package0").rename(source / "paket_ö")
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    arguments = ["--input", source, "--vocab-size", 600, "--exclude", "*ö/module00*", "--workers", 2]
+    for out, locale in (("plain", {"PYTHONUTF8": "1"}), ("ausgäbe", ascii_only)):
+        result = run("--out", tmp_path / out, *arguments, env={**os.environ, **locale}, encoding="utf-8")
+        assert result.returncode == 0, result.stderr
+        assert "41 documents" in result.stdout and f"made {tmp_path / out}, " in result.stdout
+    assert tree(tmp_path / "ausgäbe") == tree(tmp_path / "plain")
+    assert run("verify", tmp_path / "ausgäbe", env={**os.environ, **ascii_only}, encoding="utf-8").returncode == 0
+    line = refused("--input", source, "--out", tmp_path / "b\udcff", "--vocab-size", 600)
+    assert "must be a UTF-8 path" in line
+
+
+OWN_TOKENIZER = """
+import os, pathlib
+from transformers import PreTrainedTokenizerFast
+pathlib.Path(os.environ["RAN"]).touch()
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def test_a_tokenizers_own_code_runs_only_when_allowed(corpus, gpt2_files, tmp_path):
+    pytest.importorskip("transformers")
+    files = ["--vocab-file", str(gpt2_files / "vocab.json"), "--merges-file", str(gpt2_files / "merges.txt")]
+    base = ["--input", str(corpus), "--include", "*.py", "--workers", "1", "--out"]
+    assert main([*base, str(tmp_path / "gpt2"), "--tokenizer", "gpt2", *files]) == 0
+    coded = shutil.copytree(tmp_path / "gpt2/tokenizer", tmp_path / "coded")
+    config = json.loads((coded / "tokenizer_config.json").read_text())
+    config |= {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own.OwnTokenizer"]}}
+    (coded / "tokenizer_config.json").write_text(json.dumps(config))
+    (coded / "own.py").write_text(OWN_TOKENIZER)
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "RAN": str(tmp_path / "ran")}
+    hf = ["--tokenizer", "hf", "--tokenizer-model", coded]
+    line = refused(*base, tmp_path / "hf", *hf, env=env, input="y\n")
+    assert "brings its own Python code: read the code, then allow it with --trust-remote-code" in line
+    assert not (tmp_path / "ran").exists() and not (tmp_path / "hf").exists()
+    allowed = run(*base, tmp_path / "hf", *hf, "--trust-remote-code", env=env)
+    assert allowed.returncode == 0, allowed.stderr
+    assert (tmp_path / "ran").exists() and "[y/N]" not in allowed.stdout
+    assert (tmp_path / "hf/train.bin").read_bytes() == (tmp_path / "gpt2/train.bin").read_bytes()
+    assert run("verify", tmp_path / "hf").returncode == 0
+    with pytest.raises(DataError, match="tokenizer: the tokenizer brings its own Python code"):
+        verify_folder(tmp_path / "hf")
+    verify_folder(tmp_path / "hf", trust_remote_code=True)
+    verify_folder(tmp_path / "gpt2")
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(corpus, tmp_path):
+    line = refused("--input", corpus, "--out", "/proc/set", "--vocab-size", 600)
+    assert "--out='/proc/set': cannot be made (No such file or directory); choose another folder" in line
+
+
+def test_overwrite_replaces_data_sets_alone(corpus, tmp_path):
+    """A wrong --out must not cost a home folder."""
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/thesis.tex").write_text("precious")
+    for name in ("thesis", "thesis/thesis.tex"):
+        line = refused("--input", corpus, "--out", tmp_path / name, "--vocab-size", 600, "--overwrite")
+        assert f"--out='{tmp_path / name}': exists and is no data set" in line
+    assert (tmp_path / "thesis/thesis.tex").read_text() == "precious"

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
+import shutil
+import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = sorted(path for path in (ROOT / "exp").glob("*/*.sh"))
+# Those of the driver; test_dmoe_spec.py has the one that starts Megatron-LM's own script.
+SCRIPTS = sorted(path for path in (ROOT / "exp").glob("*/*.sh") if path.parent.name != "megatron_lm")
 IDS = [str(path.relative_to(ROOT / "exp")) for path in SCRIPTS]
 
 # The published settings: layers, hidden, heads, micro-batch, steps, learning rate, its end (megablocks 0.10, exp/).
@@ -42,7 +48,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(script: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     variables = {**os.environ, "PYTHON": sys.executable, **environment}
-    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "STEPS", "FLAGS"):
+    for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "NGPU", "STEPS", "FLAGS", "DATA_PREFIX"):
         if name not in environment:
             variables.pop(name, None)
     command = ["bash", str(script), *arguments]
@@ -79,7 +85,7 @@ def test_L1_published_names_are_all_there() -> None:
 
 def test_L1_shellcheck() -> None:
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    files = [*SCRIPTS, ROOT / "exp/common.sh", ROOT / "docker.sh", ROOT / ".ci/run", *(ROOT / "scripts").glob("*.sh")]
+    files = [*(ROOT / "exp").rglob("*.sh"), ROOT / "docker.sh", ROOT / ".ci/run", *(ROOT / "scripts").glob("*.sh")]
     done = subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", *files], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
 
@@ -173,10 +179,10 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
 
 @pytest.fixture
 def recorder(tmp_path: Path) -> dict[str, str]:
-    """A PYTHON that is real but for torchrun: that it writes to `ran` instead of starting it."""
+    """A PYTHON that writes torchrun's command line to `ran` instead of starting it, and is real for everything else."""
     python = tmp_path / "python"
     python.write_text(
-        f'#!/bin/bash\ncase "$*" in *torch.distributed.run*) printf "%q " "$@" > "{tmp_path}/ran";;\n'
+        f'#!/bin/bash\ncase "$*" in *--nproc-per-node*) printf "%q " "$@" > "{tmp_path}/ran";;\n'
         f'*) exec "{sys.executable}" "$@";; esac\n'
     )
     python.chmod(0o755)
@@ -198,7 +204,7 @@ def test_L5_an_occupied_port_is_one_line(data: Path, tmp_path: Path, recorder: d
         taken.listen()
         port = str(taken.getsockname()[1])
         done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", MASTER_PORT=port, **recorder)
-        assert f"MASTER_PORT={port} is in use" in _refusal(done)
+        assert f"MASTER_PORT={port} cannot be opened (Address already in use)" in _refusal(done)
         assert not (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
         # A machine that joins another's rendezvous does not open the port itself.
         joins = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "elsewhere", "MASTER_PORT": port}
@@ -211,7 +217,7 @@ def test_L5_an_occupied_port_is_one_line(data: Path, tmp_path: Path, recorder: d
 def test_L5_a_failed_run_ends_with_the_drivers_own_line(data: Path, tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/bash\ncase "$*" in *torch.distributed.run*) echo "pretrain_gpt: lr=-1: must be > 0" >&2\n'
+        '#!/bin/bash\ncase "$*" in *--nproc-per-node*) echo "pretrain_gpt: lr=-1: must be > 0" >&2\n'
         f'echo "Traceback: noise" >&2; exit 1;; *) exec "{sys.executable}" "$@";; esac\n'
     )
     python.chmod(0o755)
@@ -219,6 +225,12 @@ def test_L5_a_failed_run_ends_with_the_drivers_own_line(data: Path, tmp_path: Pa
     assert done.returncode == 1
     assert done.stderr == "dmoe.sh: failed: pretrain_gpt: lr=-1: must be > 0\n"
     assert "Traceback: noise" in (tmp_path / "run/train.log").read_text()
+
+    # A line that an earlier run left in the log is no reason of this one.
+    (tmp_path / "run/checkpoints/iter_0000002").mkdir(parents=True)
+    python.write_text(python.read_text().replace("pretrain_gpt: lr", "killed: lr"))
+    done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", PYTHON=str(python))
+    assert (done.returncode, done.stderr) == (1, f"dmoe.sh: failed: see {tmp_path}/run/train.log\n")
 
 
 def test_L5_several_machines_need_an_address(data: Path, tmp_path: Path) -> None:
@@ -231,6 +243,86 @@ def test_L5_a_missing_data_set_is_one_line(tmp_path: Path, recorder: dict[str, s
     script = ROOT / "exp/gpt2/gpt2_46m_1gpu.sh"
     done = _run(script, str(tmp_path / "run"), DATA_PREFIX=str(nowhere), NGPU="1", **recorder)
     assert f"DATA_PREFIX={nowhere} holds no manifest.json" in _refusal(done)
+
+
+def test_a_mistyped_data_prefix_is_not_made(tmp_path: Path, recorder: dict[str, str]) -> None:
+    """The smoke run makes data/stdlib, and no other folder."""
+    nowhere = tmp_path / "nowhere"
+    done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(nowhere), NGPU="1", **recorder)
+    assert f"DATA_PREFIX={nowhere} holds no manifest.json: correct it or make it" in _refusal(done)
+    assert not nowhere.exists() and not (tmp_path / "run").exists()
+
+
+def test_only_the_default_data_is_made(tmp_path: Path) -> None:
+    """In a copy of the checkout, with a stand-in for prepare_data.py and torchrun.py."""
+    for name in ("exp", "scripts"):
+        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    python, stdlib = tmp_path / "python", tmp_path / "data/stdlib"
+    python.write_text(
+        '#!/bin/bash\ncase "$*" in *prepare_data.py*) mkdir -p "${@: -1}"; touch "${@: -1}/manifest.json" ;;\n'
+        f'*--nproc-per-node*) echo "$@" ;; *) exec "{sys.executable}" "$@" ;; esac\n'
+    )
+    python.chmod(0o755)
+    smoke = tmp_path / "exp/smoke/dmoe.sh"
+    assert "NGPU=no: must be" in _refusal(_run(smoke, str(tmp_path / "run"), PYTHON=str(python), NGPU="no"))
+    assert not stdlib.exists()
+    done = _run(smoke, str(tmp_path / "run"), PYTHON=str(python), NGPU="1")
+    assert done.returncode == 0 and f"--data-prefix {stdlib} " in done.stdout, done.stderr
+    assert (stdlib / "manifest.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "allowed"),
+    [
+        ("NGPU", "0", "1 to 1024"),
+        ("NGPU", "abc", "1 to 1024"),
+        ("NGPU", "-1", "1 to 1024"),
+        ("NGPU", "1.5", "1 to 1024"),
+        ("NGPU", "99999999999999999999", "1 to 1024"),
+        ("STEPS", "many", "1 to 999999999"),
+        ("MASTER_PORT", "abc", "1 to 65535"),
+        ("MASTER_PORT", "99999", "1 to 65535"),
+        ("NNODES", "two", "1 to 65536"),
+        ("NNODES", "0", "1 to 65536"),
+    ],
+)
+def test_a_setting_that_is_no_whole_number_of_its_range_is_one_line(
+    data: Path, tmp_path: Path, recorder: dict[str, str], field: str, value: str, allowed: str
+) -> None:
+    settings = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder, field: value}
+    done = _run(SMOKE, str(tmp_path / "run"), **settings)
+    assert _refusal(done) == f"dmoe.sh: {field}={value}: must be a whole number from {allowed}\n"
+    assert not (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
+
+
+def test_a_node_rank_outside_the_machines_is_one_line(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    settings = {"DATA_PREFIX": str(data), "NGPU": "1", "MASTER_ADDR": "localhost", **recorder}
+    for nodes, rank, rule in (
+        ("1", "1", "must be 0 because NNODES=1"),
+        ("2", "2", "must be a whole number from 0 to 1"),
+        ("2", "first", "must be a whole number from 0 to 1"),
+    ):
+        done = _run(SMOKE, str(tmp_path / "run"), NNODES=nodes, NODE_RANK=rank, **settings)
+        assert _refusal(done) == f"dmoe.sh: NODE_RANK={rank}: {rule}\n"
+
+
+def test_a_run_folder_that_cannot_be_made_or_written_is_one_line(
+    data: Path, tmp_path: Path, recorder: dict[str, str]
+) -> None:
+    settings = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
+    (tmp_path / "file").write_text("precious")
+    cases = [
+        (tmp_path / "file", "is a file: choose another folder"),
+        (tmp_path / "file/run", "cannot be made (Not a directory): choose another folder"),
+        (Path("/proc/run"), "cannot be made (No such file or directory): choose another folder"),
+    ]
+    if os.geteuid() != 0:  # root may write everywhere
+        (tmp_path / "closed").mkdir(mode=0o555)
+        cases.append((tmp_path / "closed", "cannot be written to: choose another folder"))
+    for folder, reason in cases:
+        assert _refusal(_run(SMOKE, str(folder), **settings)) == f"dmoe.sh: EXP_DIR={folder} {reason}\n"
+    assert (tmp_path / "file").read_text() == "precious" and not (tmp_path / "ran").exists()
 
 
 def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
@@ -257,6 +349,126 @@ def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict
     (foreign / "thesis.tex").write_text("precious")
     assert "is no run of this command" in _refusal(_run(SMOKE, str(foreign), "3", **launch))
     assert [p.name for p in foreign.iterdir()] == ["thesis.tex"] and not ran.exists()
+
+
+TRAINING = """
+import os, pathlib, signal, sys, time
+here, asked = pathlib.Path({here!r}), []
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    signal.signal(number, lambda number, _: asked.append(number))
+(here / "run/checkpoints/iter_0000002").mkdir(parents=True, exist_ok=True)
+print("training", *sys.argv[1:], flush=True)
+(here / "started").touch()
+while signal.SIGTERM not in asked:
+    time.sleep(0.05)
+end = time.monotonic() + float((here / "seconds").read_text())
+while time.monotonic() < end:
+    time.sleep(0.05)
+    if signal.SIGQUIT in asked:
+        sys.exit("killed")
+print("saved", flush=True)
+sys.exit(int((here / "status").read_text()))
+"""
+
+
+@pytest.fixture
+def held(data: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[str], dict[str, str]]]:
+    """A run that holds its folder: its launcher, and the command and the environment of a second start.
+
+    TRAINING stands in for torchrun.py: it waits for SIGTERM, saves for as many seconds as the file `seconds` says, and
+    exits with the status of the file `status`.
+    """
+    ranks = tmp_path / "ranks"
+    (tmp_path / "training.py").write_text(TRAINING.format(here=str(tmp_path)))
+    ranks.write_text(
+        f'#!/bin/bash\ncase "$*" in *--nproc-per-node*) exec "{sys.executable}" "{tmp_path}/training.py" "$@" ;;\n'
+        f'*) exec "{sys.executable}" "$@" ;; esac\n'
+    )
+    ranks.chmod(0o755)
+    (tmp_path / "seconds").write_text("0.5")
+    (tmp_path / "status").write_text("0")
+    environment = {**os.environ, "PYTHON": str(ranks), "DATA_PREFIX": str(data), "NGPU": "1"}
+    command = ["bash", str(SMOKE), str(tmp_path / "run"), "3"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    launcher = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        _wait_for(tmp_path / "started", launcher)
+        yield launcher, command, environment
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(launcher.pid, signal.SIGKILL)
+        launcher.communicate()
+
+
+def _wait_for(path: Path, launcher: subprocess.Popen[str]) -> None:
+    while not path.exists():
+        assert launcher.poll() is None, launcher.communicate()
+        time.sleep(0.05)
+
+
+def test_a_second_run_in_one_folder_is_refused_while_the_first_lives(held, tmp_path: Path) -> None:
+    launcher, command, environment = held
+    second = {"env": environment, "capture_output": True, "text": True}
+    logged = (tmp_path / "run/train.log").read_text()
+    line = _refusal(subprocess.run(command, **second))
+    assert line.startswith(f"dmoe.sh: EXP_DIR={tmp_path / 'run'} is in use by another run: choose another folder")
+    assert (tmp_path / "run/train.log").read_text() == logged
+    launcher.kill()
+    launcher.wait()
+    assert "is in use" in _refusal(subprocess.run(command, **second)), "its ranks still train"
+    os.killpg(launcher.pid, signal.SIGKILL)
+    (tmp_path / "started").unlink()
+    after = subprocess.Popen(command, env=environment, start_new_session=True, stdout=subprocess.PIPE, text=True)
+    try:
+        _wait_for(tmp_path / "started", after)
+    finally:
+        os.killpg(after.pid, signal.SIGKILL)
+        after.communicate()
+    assert f"--load {tmp_path}/run/checkpoints" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_file_system_without_locks_is_a_warning(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/flock").write_text('#!/bin/sh\necho "flock: $1: No locks available" >&2\nexit 71\n')
+    (tmp_path / "bin/flock").chmod(0o755)
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
+    done = _run(SMOKE, str(tmp_path / "run"), DATA_PREFIX=str(data), NGPU="1", PATH=path, **recorder)
+    assert done.returncode == 0 and (tmp_path / "ran").exists(), done.stderr
+    assert done.stderr == f"dmoe.sh: EXP_DIR={tmp_path}/run cannot be locked here: do not start a second run in it\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("whole_group", [False, True], ids=["launcher", "group"])
+def test_a_signal_to_the_launcher_is_a_saved_stop(held, tmp_path: Path, number: signal.Signals, whole_group) -> None:
+    """A supervisor signals the launcher; a terminal (Ctrl-C) and timeout(1) signal its process group."""
+    launcher, _, _ = held
+    (os.killpg if whole_group else os.kill)(launcher.pid, number)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(launcher.pid, number)  # timeout(1) sends it twice
+    out, err = launcher.communicate()
+    assert launcher.returncode == 0 and "saved\n" in out, err
+    lines = err.splitlines()
+    assert len(lines) == 2 and "stopping: every rank saves" in lines[0] and "stopped and saved" in lines[1], err
+    assert "saved\n" in (tmp_path / "run/train.log").read_text()
+
+
+def test_a_stop_without_a_save_is_a_failure(held, tmp_path: Path) -> None:
+    launcher, _, _ = held
+    (tmp_path / "status").write_text("1")
+    launcher.terminate()
+    _, err = launcher.communicate()
+    assert launcher.returncode == 1
+    assert err.splitlines()[-1] == f"dmoe.sh: stopped before a save: see {tmp_path}/run/train.log"
+
+
+def test_a_second_signal_kills_the_ranks(held, tmp_path: Path) -> None:
+    launcher, _, _ = held
+    (tmp_path / "seconds").write_text("30")
+    launcher.terminate()
+    time.sleep(2.1)
+    launcher.terminate()
+    out, err = launcher.communicate()
+    assert launcher.returncode == 1 and "killed\n" in out and "saved" not in out, err
 
 
 def test_L1_docker_mounts_the_parent_folder() -> None:

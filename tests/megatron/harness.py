@@ -1,4 +1,4 @@
-"""A tiny GPT on real megatron-core, trained in any parallel layout from weights and data that do not depend on it.
+"""A tiny GPT on real megatron-core, trained in any parallel layout from the same weights and data.
 
 Every rank fills its parameters from their global tensors (drawn under a seed made from the tensor's name) through the
 model's own sharded_state_dict, and returns gradients or weights the same way. So what is compared between layouts is
@@ -27,8 +27,11 @@ SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
 
 @dataclass(frozen=True)
 class Layout:
-    """How the model is spread and trained. `model`: further TransformerConfig fields; `settings`: ours; `expert_bias`:
-    what the routers' selection bias starts from."""
+    """How the model is spread over ranks and trained.
+
+    model: more fields of TransformerConfig. settings: of MegaBlocksSettings. expert_bias: initial value of the routers'
+    selection bias.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -52,7 +55,7 @@ class Layout:
 
 @dataclass
 class Trained:
-    """What a run leaves: `losses` and `norms` a step, the first step's gradients, aux metrics a step, the load."""
+    """A run's results: `losses`, `norms` and `aux` of each step, `grads` of the first, last `weights`, the load."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -63,7 +66,7 @@ class Trained:
 
 
 def sample(index: int) -> torch.Tensor:
-    """Sequence `index` of a noisy affine chain: learnable, and the same in every layout."""
+    """Sequence `index` of a noisy affine chain. It can be learned and is the same in every layout."""
     generator = torch.Generator().manual_seed(1000 + index)
     noise = torch.rand(SEQ, generator=generator)
     other = torch.randint(VOCAB, (SEQ,), generator=generator).tolist()
@@ -74,9 +77,9 @@ def sample(index: int) -> torch.Tensor:
 
 
 def initialize(layout: Layout) -> None:
-    """Model-parallel groups and seeds; may be called again in the same processes."""
+    """Make model-parallel groups and set seeds. It may be called again in the same processes."""
     if dist.get_backend() == "gloo":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # on a machine with a GPU, too, several ranks test the CPU path
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # several ranks test the CPU path, even on a machine with a GPU
     logging.getLogger().setLevel(logging.WARNING)
     from megablocks.megatron import cpu, optimizer_state
 
@@ -103,17 +106,17 @@ def initialize(layout: Layout) -> None:
 
 
 def _destroy_groups() -> None:
-    """All but the default group. Megatron only forgets them, and each of gloo's has a thread that wakes every 10 ms."""
+    """Destroy all groups but the default one. Megatron only drops them, but each of gloo's has a thread that polls."""
     from megatron.core.distributed import DistributedDataParallel
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from torch.distributed import distributed_c10d
 
-    RotaryEmbedding.forward.cache_clear()  # it keeps its last modules, and they their group
+    RotaryEmbedding.forward.cache_clear()  # the cache holds modules, which hold their group
     for model in gc.get_objects():
         if isinstance(model, DistributedDataParallel):
-            model.grad_accs.clear()  # a cycle through C++, by which every earlier model would live on
+            model.grad_accs.clear()  # this cycle through C++ would keep every earlier model alive
     gc.collect()
-    dist.barrier()  # nobody takes a group down that another rank still uses
+    dist.barrier()  # another rank may still use the groups
     for group in list(distributed_c10d._world.pg_map):
         if group is not dist.group.WORLD:
             dist.destroy_process_group(group)
@@ -166,7 +169,7 @@ def transformer_config(layout: Layout) -> Any:
 
 
 def build_model(layout: Layout) -> tuple[Any, list[Any]]:
-    """(config, DDP-wrapped model chunks) with layout-independent weights."""
+    """(config, model chunks wrapped in DDP), with the same weights in every layout."""
     from megatron.core import parallel_state as mpu
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_model import GPTModel
@@ -280,7 +283,7 @@ def global_pieces(chunks: list[Any], of: Any) -> list[tuple]:
 
 
 def assemble(by_rank: list[list[tuple]], tolerance: float = 1e-6) -> dict[str, np.ndarray]:
-    """Global tensors from the pieces of all ranks: complete, and equal wherever ranks overlap."""
+    """Global tensors from the pieces of all ranks. Asserts that they are complete and that ranks agree."""
     tensors: dict[str, np.ndarray] = {}
     for pieces in by_rank:
         for key, shape, offset, span, values in pieces:
@@ -309,7 +312,7 @@ def worst_difference(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> tupl
 
 
 def _main_grad(optimizer: Any, layout: Layout) -> Any:
-    """A parameter's reduced gradient; with the distributed optimizer, put together from the ranks that hold parts."""
+    """A function that gives a parameter's reduced gradient, gathered if the distributed optimizer has split it."""
     from megatron.core import parallel_state as mpu
 
     def of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -321,7 +324,7 @@ def _main_grad(optimizer: Any, layout: Layout) -> Any:
         total = torch.zeros_like(grad)
         for part in getattr(optimizer, "chained_optimizers", [optimizer]):
             if parameter in part.model_param_gbuf_map:
-                with contextlib.suppress(KeyError):  # this rank holds nothing of it
+                with contextlib.suppress(KeyError):  # this rank holds no part of it
                     span = part._get_model_param_range_map(parameter)["param"]
                     total.view(-1)[span.start : span.end] = grad.view(-1)[span.start : span.end]
         dist.all_reduce(total, group=group)
@@ -421,7 +424,7 @@ class Trainer:
 
 
 def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
-    """Train on this rank's part; gradients are those of the first step."""
+    """Train this rank's part. Returns what `Trained` lists."""
     from megablocks.megatron.load import gather_load
 
     trainer, result = Trainer(layout), Trained()
@@ -435,19 +438,19 @@ def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
 
 
 def parameters(names: Iterable[str], slow: Collection[str]) -> list[Any]:
-    """Of pytest.mark.parametrize: those in `slow` are run by scripts/test.sh --all."""
+    """Arguments for pytest.mark.parametrize. Those in `slow` are run by scripts/test.sh --all."""
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
 def selected(request: Any, names: Any) -> list[str]:
-    """Those of `names` that parametrise a test of this module which is about to run."""
+    """Those of `names` that are parameters of a selected test of this module."""
     tests = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     values = {value for item in tests for value in item.callspec.params.values()}
     return [name for name in names if name in values]
 
 
 class Failure(dict):
-    """Stands for results that were not to be had: each test that asks for one fails with the reason."""
+    """Stands for results that could not be computed: every test that asks for one fails with the reason."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -458,7 +461,7 @@ class Failure(dict):
 
 
 def on_ranks(fn: Any, world_size: int, *args: Any, **options: Any) -> dict[str, list[Any]]:
-    """Run `fn`, which returns results by name, on ranks of their own. Returns the ranks' results by name."""
+    """Run `fn`, which returns results by name, on new ranks. Returns the results of all ranks by name."""
     from megablocks.testing.launcher import RankFailed, run_distributed_test
 
     try:
@@ -469,5 +472,5 @@ def on_ranks(fn: Any, world_size: int, *args: Any, **options: Any) -> dict[str, 
 
 
 def train_all(layouts: list[tuple[str, Layout, int]]) -> dict[str, Trained]:
-    """Train each (name, layout, steps) in turn in these processes."""
+    """Train each (name, layout, steps) one after the other in these processes."""
     return {name: train(layout, steps) for name, layout, steps in layouts}

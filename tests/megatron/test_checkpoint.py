@@ -1,4 +1,4 @@
-"""Distributed checkpoints: saved in one layout, loaded in others with the optimizer state; experts distinct, equal."""
+"""Distributed checkpoints: saved in one layout and loaded in others, with the optimizer state and every expert."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _state(trainer: Trainer, loading: bool) -> dict[str, Any]:
 
 
 def _moments(trainer: Trainer) -> list[tuple]:
-    """The optimizer's first moments as pieces of global tensors, put together over data-parallel ranks."""
+    """The optimizer's first moments as pieces of global tensors, gathered over data-parallel ranks."""
     from megatron.core import parallel_state as mpu
 
     def of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -56,7 +56,7 @@ def _moments(trainer: Trainer) -> list[tuple]:
 
 
 def save(layout: Layout, folder: str) -> dict[str, Any]:
-    """Train, save, and train on."""
+    """Train, save, and continue to train."""
     from megatron.core import dist_checkpointing
 
     from megablocks.megatron.checkpoint_io import write_in_process
@@ -75,7 +75,7 @@ def save(layout: Layout, folder: str) -> dict[str, Any]:
 
 
 def resume(layouts: list[tuple[str, Layout]], folder: str) -> dict[str, Any]:
-    """Load in each layout into a model of other weights, and train on."""
+    """In each layout, load into a model with other weights, and continue to train."""
     from megatron.core import dist_checkpointing
 
     runs = {}
@@ -84,7 +84,7 @@ def resume(layouts: list[tuple[str, Layout]], folder: str) -> dict[str, Any]:
         with torch.no_grad():
             for chunk in trainer.chunks:
                 for parameter in chunk.parameters():
-                    parameter.fill_(float("nan"))  # what the checkpoint does not set shows
+                    parameter.fill_(float("nan"))  # a value that the checkpoint does not set stays NaN
         loaded = dist_checkpointing.load(_state(trainer, loading=True), folder, strict="raise_all")
         for i, chunk in enumerate(trainer.chunks):
             chunk.module.load_state_dict(loaded[f"model{i}" if layout.vpp else "model"])

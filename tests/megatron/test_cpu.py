@@ -1,4 +1,4 @@
-"""The CPU path: what it leaves alone, what its device mapping does, and that each of its patches is needed."""
+"""The CPU path: it changes nothing with CUDA, maps devices, and needs each of its patches."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from megablocks.monitor.history import parse_log_line  # noqa: E402
 
 
 def check_files(folder: Path, text: str, layers: int) -> None:
-    """CSV values are those of the log; pictures and environment are there; nothing half-written is left."""
+    """CSV values equal those of the log, pictures and env.txt are there, and no temporary file is left."""
     lines = [line for line in text.splitlines() if "elapsed time per iteration" in line]
     logged = {int(values["iteration"]): values for values in map(parse_log_line, lines)}
     rows = {int(row["iteration"]): row for row in read_csv(folder / "loss.csv")}
@@ -81,7 +81,7 @@ pretrain_gpt.print_whole_lines()
 print("one", 2, file=sys.{stream})
 print("no end", end="", file=sys.{stream}, flush=True)
 """
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # keeps what each write wrote apart
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # each write is received as one message
     with ours:
         with theirs:
             subprocess.run([sys.executable, "-u", "-c", program], check=True, cwd=ROOT, **{stream: theirs})
@@ -113,7 +113,7 @@ def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path:
 
 
 def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, tmp_path: Path) -> None:
-    """A checkpoint knows nothing of them: a straight run without, and one that adds them in three steps of six."""
+    """A checkpoint does not depend on them: a run without equals one that fuses them in three steps of six."""
     model = (*TINY, *EXPERTS, "--megablocks-mlp-impl", "fused", "--train-iters", "6", "--micro-batch-size", "1")
     straight = driver.run(model=model).losses()
     save = ("--save", tmp_path / "saved", "--save-interval", "3")

@@ -1,4 +1,4 @@
-"""The plug-in on one GPU: world size 1 over NCCL, the same tiny models as on the CPU."""
+"""The plug-in on one GPU: one rank with NCCL, the same tiny models as on the CPU."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ SPREAD = {
     "tp2 etp1 ep2": LAYOUTS["float32, shared expert"].but(tp=2, etp=1, ep=2),
     "pp2": LAYOUTS["float32, shared expert"].but(pp=2),
 }
-"""On two GPUs; each trains as its layout with every size 1 does."""
+"""Layouts of two GPUs. Each trains as the same model does on one GPU."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Every parallel layout trains as one process does: gradients of the first step, norms, losses and loads of three."""
+"""Every parallel layout trains as one process does: gradients of one step, norms, losses and loads of three."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LONELY = Layout(  # every token goes to experts 0 and 1
     expert_bias=(9.0, 9.0, 0.0, 0.0),
     model=(("moe_router_score_function", "sigmoid"), ("moe_router_enable_expert_bias", True)),
 )
-SEQ_LOSS = Layout(  # a mean over sequences, and therefore equal for any micro-batch
+SEQ_LOSS = Layout(  # this loss is a mean over sequences, so it is equal for every micro-batch size
     layers=2, model=(("moe_router_load_balancing_type", "seq_aux_loss"),)
 )
 
@@ -64,7 +64,7 @@ SPREAD = {  # name: (layout of 4 ranks, its reference in ALONE)
     "seq pp2 ep2, micro-batches of 2": (SEQ_LOSS.but(pp=2, ep=2, micro_batch=2), "seq"),
     "seq ep4": (SEQ_LOSS.but(ep=4), "seq"),
 }
-SLOW = {  # what each combines is in others, too
+SLOW = {  # other layouts have the same parts
     "ep2 distributed optimizer",
     "pp2 ep2",
     "tp2 etp2 pp2 distributed optimizer",

@@ -1,4 +1,4 @@
-"""With copied weights our layer is Megatron's own MoELayer with SequentialMLP: output, losses, every gradient."""
+"""With copied weights our layer equals Megatron's MoELayer with SequentialMLP: output, losses, every gradient."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
     "jitter": dict(moe_input_jitter_eps=0.1),
     "forced_balance": dict(moe_router_force_load_balancing=True),
     "per_token_loss": dict(calculate_per_token_loss=True),
-    # by way of Megatron's own routing
+    # with Megatron's own routing
     "sinkhorn": dict(moe_router_load_balancing_type="sinkhorn", moe_aux_loss_coeff=0.0),
     "quantile_balancing": dict(moe_router_load_balancing_type="quantile_balancing", moe_aux_loss_coeff=0.0),
     "sqrtsoftplus": dict(moe_router_score_function="sqrtsoftplus"),
@@ -82,7 +82,7 @@ def _relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
-    """Relative norm of the difference of everything that the two layers produce."""
+    """Relative norms of the differences between all that the two layers compute."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
@@ -102,7 +102,7 @@ def _compare(name: str, fields: dict[str, Any]) -> dict[str, float]:
     upstream = torch.randn_like(x)
     bias = torch.linspace(-0.2, 0.2, config.num_moe_experts)
     padding = torch.zeros(2, 24, dtype=torch.bool)
-    if name == "padding":  # its output is not compared: Megatron computes padding, we skip it
+    if name == "padding":  # Megatron computes the output of padding, we do not, so it is not compared
         padding[:, 18:] = True
         upstream[18:] = 0
     results = []

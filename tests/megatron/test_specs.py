@@ -1,4 +1,4 @@
-"""What the specs build: which module stands in which layer, and that the ready objects are the same model."""
+"""What the specs build: the module of each layer, and that the ready objects give the same model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only has to train: expert choice, each capacity rule, other layers in our specs, bf16; and what they count."""
+"""Models that must only train and count: expert choice, each capacity rule, other layers in our specs, bf16."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ LAYOUTS = {
     "fused in megatron's layer into main gradients": BASE.but(settings=(*FUSED, *MAIN_GRADS, ("layer", "experts"))),
     "overlapped": OVERLAP.but(settings=FUSED),
     "overlapped into main gradients": OVERLAP.but(settings=(*FUSED, *MAIN_GRADS)),
-    "bf16 into main gradients": BASE.but(
-        dtype="bfloat16", distributed_optimizer=True, settings=(*FUSED, *MAIN_GRADS)
-    ),
+    "bf16 into main gradients": BASE.but(dtype="bfloat16", distributed_optimizer=True, settings=(*FUSED, *MAIN_GRADS)),
     "dense": BASE.but(
         ep=1,
         tp=2,
@@ -102,7 +100,7 @@ def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]
 
 
 def test_R9_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
-    """What the balancing losses see, too: K pairs a token, whatever rounding adds or takes; what it takes is said."""
+    """The counts, also for the balancing losses, have K pairs a token, whatever rounding adds or drops."""
     load = _load(runs["token rounding"])
     assert (load[:, :-1].sum(1) == PAIRS).all()
     assert load[:, -1].any() and (load[:, -1] < PAIRS // 4).all()
@@ -134,7 +132,7 @@ def test_layer_tutel_without_tutel_is_ours_with_its_rule(runs: dict[str, Trained
 @pytest.mark.parametrize("name", ["our experts in megatron's layer", "megatron's layer"])
 def test_megatrons_layer_trains_the_same(runs: dict[str, Trained], name: str) -> None:
     ours, theirs = runs["our layer, same model"], runs[name]
-    if name != "megatron's layer":  # whose experts have other parameter names, and so other weights here
+    if name != "megatron's layer":  # its parameters have other names and so other weights
         assert theirs.losses == pytest.approx(ours.losses, rel=1e-4)
     assert (_load(theirs)[:, :-1].sum(1) == PAIRS).all()
 
@@ -165,7 +163,7 @@ def test_N6_fused_and_scattered_experts_train_as_grouped_ones(runs: dict[str, Tr
 def test_N6_gradients_added_by_the_experts_are_those_that_the_hook_adds(
     runs: dict[str, Trained], name: str, plain: str
 ) -> None:
-    """Two micro-batches a step. The first adds to zeros and the second to the first in either way, in float32."""
+    """Two micro-batches a step: with and without fusion, float32 gradients of the second add to the first."""
     assert runs[name].losses == pytest.approx(runs[plain].losses, rel=1e-6)
     assert runs[name].norms == pytest.approx(runs[plain].norms, rel=1e-5)
 

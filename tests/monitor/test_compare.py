@@ -1,4 +1,4 @@
-"""Runs compared: the distances and what is said of them, the launches, and a real comparison at toy size."""
+"""Comparison of runs: distances, verdicts, launches, and one real comparison at toy size."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0, seed: int = 1234) -> None:
-    """A folder as a launch leaves it, named after its mlp_impl."""
+    """Write a folder as a launch leaves it. The folder is named after its mlp_impl."""
     history = History(folder / "loss.csv", LOSS_COLUMNS)
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
@@ -30,7 +30,7 @@ def _curve(offset: float = 0.0, wobble: float = 0.0) -> list[float]:
     return [5 - 0.1 * i + offset + wobble * (-1) ** i for i in range(20)]
 
 
-def test_distance_is_over_the_iterations_of_both(tmp_path: Path) -> None:
+def test_distance_uses_the_iterations_that_both_curves_have(tmp_path: Path) -> None:
     _run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])
     _run(tmp_path / "b", [4.3, 2.6, 2.0])
     a, b = compare._read(tmp_path / "a"), compare._read(tmp_path / "b")
@@ -58,8 +58,8 @@ def test_runs_within_and_beyond_the_noise(
 
 
 @pytest.mark.parametrize("offset, status", [(0.04, 0), (0.06, 1)])
-def test_a_spike_of_the_run_that_others_meet_is_no_noise(offset: float, status: int, tmp_path: Path) -> None:
-    """It is in both distances, and would make any run that stays below it look near."""
+def test_a_loss_spike_of_the_first_run_does_not_count_as_noise(offset: float, status: int, tmp_path: Path) -> None:
+    """The spike is part of both distances, so by the rms alone every other run would be within the noise."""
     for name, curve in (("sparse", _curve()), ("fused", _curve(offset)), ("sparse-seed1235", _curve(wobble=0.05))):
         curve[3] += 5 * (name == "sparse")
         _run(tmp_path / name, curve, seed=1235 if "seed" in name else 1234)
@@ -67,7 +67,7 @@ def test_a_spike_of_the_run_that_others_meet_is_no_noise(offset: float, status: 
 
 
 @pytest.mark.parametrize("broken", ["sparse", "fused", "sparse-seed1235"])
-def test_a_run_that_is_no_number_is_not_within_the_noise(broken: str, tmp_path: Path) -> None:
+def test_a_run_with_a_nan_loss_is_not_within_the_noise(broken: str, tmp_path: Path) -> None:
     for name in ("sparse", "fused", "sparse-seed1235"):
         _run(tmp_path / name, _curve(math.nan if name == broken else 0.0), seed=1235 if "seed" in name else 1234)
     assert compare.main([str(tmp_path), "--steps", "20"]) == 1
@@ -82,7 +82,7 @@ def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureF
 
 
 @pytest.mark.parametrize("what", ["stopped", "of another seed", "of other flags"])
-def test_L2_a_run_that_stopped_or_is_another_is_not_taken(
+def test_L2_an_unfinished_or_different_run_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(tmp_path / "sparse", _curve()[: 10 if what == "stopped" else 20], seed=9 if "seed" in what else 1234)
@@ -90,21 +90,22 @@ def test_L2_a_run_that_stopped_or_is_another_is_not_taken(
         monkeypatch.setenv("FLAGS", "--lr 1e-3")
     assert compare.main([str(tmp_path), "--steps", "20"]) == 1
     said = capsys.readouterr().err
-    assert said.startswith(f"{tmp_path}/sparse: holds another run, or one that stopped") and said.count("\n") == 1
+    assert said.startswith(f"{tmp_path}/sparse: holds another run or an unfinished one") and said.count("\n") == 1
 
 
-def test_the_last_step_is_a_logged_one() -> None:
+def test_the_last_step_is_logged() -> None:
     for steps, every in ((500, 10), (12, 1), (515, 5), (101, 1)):
         assert f" --log-interval {every} " in compare._command(compare.EXPERIMENT, Path(), steps, "fused", 1)[1]
 
 
 def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = tmp_path / "exp.sh"
-    experiment.write_text("exit 0\n")  # as a driver does that was told to stop
+    experiment.write_text("exit 0\n")  # as a driver that got a signal to stop
     assert compare.main([str(tmp_path / "out"), "--steps", "20", "--experiment", str(experiment)]) == 1
     assert capsys.readouterr().err == "sparse: ended with 0 before step 20\n"
 
-def test_L2_a_comparison_of_one_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+
+def test_L2_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for flags in (["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
         with pytest.raises(SystemExit) as stop:
             compare.main([str(tmp_path), *flags])
@@ -112,7 +113,7 @@ def test_L2_a_comparison_of_one_is_refused(tmp_path: Path, capsys: pytest.Captur
     assert "--only grouped: must be one of sparse, fused, sparse-seed1235" in capsys.readouterr().err
 
 
-def test_L1_dry_run_prints_launches_that_differ_in_one_thing(tmp_path: Path) -> None:
+def test_L1_dry_run_prints_launches_that_differ_in_one_flag(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/compare_runs.py"), str(tmp_path / "out")]
     environment = {**os.environ, "DRY_RUN": "1", "FLAGS": "--bf16"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -128,7 +129,7 @@ def test_L1_dry_run_prints_launches_that_differ_in_one_thing(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_real_comparison_at_toy_size(tmp_path: Path) -> None:
-    """Fused and block-sparse experts of one seed stay together on a CPU; two seeds do not."""
+    """On a CPU fused and block-sparse experts give nearly the same losses with one seed. A second seed does not."""
     command = [sys.executable, str(ROOT / "scripts/compare_runs.py"), str(tmp_path / "out"), "--steps", "12"]
     command += ["--experiment", str(ROOT / "exp/smoke/dmoe.sh")]
     flags = "--num-layers 2 --hidden-size 64 --ffn-hidden-size 64 --seq-length 64 --eval-iters 1 --eval-interval 50"

@@ -1,4 +1,4 @@
-"""The environment report names what a bug report needs."""
+"""The environment report holds what a bug report needs."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Model FLOPs against counts by hand; peaks by device name."""
+"""Model FLOPs compared with hand counts; peak rates by device name."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ def test_dense_model_by_hand() -> None:
     assert training_flops_per_token(DENSE) == 3 * sum(parts.values())
 
 
-def test_experts_cost_what_the_visited_ones_cost() -> None:
+def test_only_the_top_k_experts_count() -> None:
     moe = dataclasses.replace(
         DENSE, num_moe_layers=6, num_experts=64, top_k=2, moe_ffn_hidden_size=1024, gated=True,
         shared_expert_hidden_size=256, num_query_groups=2,
@@ -35,7 +35,7 @@ def test_experts_cost_what_the_visited_ones_cost() -> None:
     assert parts["attention_projections"] == 6 * 2 * 512 * (2 * 512 + 2 * 2 * 64)
     more_experts = dataclasses.replace(moe, num_experts=128)
     difference = training_flops_per_token(more_experts) - training_flops_per_token(moe)
-    assert difference == 3 * 6 * 2 * 512 * 64  # the router's alone
+    assert difference == 3 * 6 * 2 * 512 * 64  # only the router grows
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The heartbeat alone: ranks are processes that do nothing else, forked from one that has imported torch."""
+"""The heartbeat alone. Ranks are processes that only run a heartbeat, forked from one that has imported torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ timeout, lives, frozen, folder = json.loads(sys.argv[1])
 pids, ways = [], []
 for rank, life in enumerate(lives):
     reading, writing = os.pipe()
-    pid = os.fork()  # before the store starts its threads: a child forked beside them may never get a lock
+    pid = os.fork()  # before the store starts threads: a child forked later may wait for a lock for ever
     if pid == 0:
         port = int(os.read(reading, 16))
         os.dup2(os.open(f"{folder}/{rank}", os.O_WRONLY | os.O_CREAT), 2)
@@ -46,7 +46,7 @@ print(json.dumps([pids, codes]))
 def run(
     folder: Path, *, timeout: float, lives: list[float], frozen: int | None
 ) -> tuple[list[int], list[int], list[str]]:
-    """Process ids, exit codes of the ranks that were not frozen, and what each rank said."""
+    """Process ids, exit codes of the ranks that were not frozen, and the stderr of each rank."""
     argument = json.dumps([timeout, lives, frozen, str(folder)])
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
@@ -56,7 +56,7 @@ def run(
     return pids, codes, [(folder / str(rank)).read_text() for rank in range(len(lives))]
 
 
-def test_F1_a_stopped_rank_is_named_by_all_others(tmp_path: Path) -> None:
+def test_F1_all_other_ranks_name_a_stopped_rank(tmp_path: Path) -> None:
     pids, codes, said = run(tmp_path, timeout=6.0, lives=[90, 90, 90], frozen=2)
     assert codes == [heartbeat.EXIT_CODE] * 2
     for rank in (0, 1):
@@ -64,7 +64,7 @@ def test_F1_a_stopped_rank_is_named_by_all_others(tmp_path: Path) -> None:
         assert len(said[rank].strip().splitlines()) == 1
 
 
-def test_F1_ranks_that_end_well_at_different_times_alarm_nobody(tmp_path: Path) -> None:
+def test_F1_ranks_that_end_normally_at_different_times_raise_no_alarm(tmp_path: Path) -> None:
     _, codes, said = run(tmp_path, timeout=4.0, lives=[0.2, 9.0, 5.0], frozen=None)
     assert codes == [0, 0, 0]
     assert said == ["", "", ""]

@@ -1,4 +1,4 @@
-"""Log lines, CSV files and pictures."""
+"""Log lines, CSV files and plots."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LINE = (
 )
 
 
-def test_log_line_is_read_number_by_number() -> None:
+def test_every_number_of_a_log_line_is_read() -> None:
     values = parse_log_line(LINE)
     assert values["iteration"] == 12 and values["lm loss"] == 6.229799 and values["learning rate"] == 8.333334e-3
     assert values["elapsed time per iteration (ms)"] == 54.4
@@ -27,7 +27,7 @@ def test_log_line_is_read_number_by_number() -> None:
     assert validation["lm loss value"] == 4.5 and validation["iteration"] == 60
 
 
-def test_history_survives_a_resume_and_forgets_what_the_run_redoes(tmp_path: Path) -> None:
+def test_history_survives_a_resume_and_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:
     first = History(tmp_path / "loss.csv", LOSS_COLUMNS)
     for iteration in (1, 2, 3, 4):
         first.add(iteration, {"train_loss": 1 / iteration, "tokens": 256 * iteration, "unknown": 5.0})
@@ -43,14 +43,14 @@ def test_history_survives_a_resume_and_forgets_what_the_run_redoes(tmp_path: Pat
     assert text[0] == ",".join(LOSS_COLUMNS) and text[4].startswith("4,,0.2,") and len(text) == 5
 
 
-def test_a_csv_of_another_shape_is_left_out(tmp_path: Path) -> None:
+def test_a_csv_with_other_columns_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text("step,loss\n1,2\n")
     history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
     history.load(up_to=10)
     assert not history.rows
 
 
-def test_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loss.csv"
     write_atomically(path, "old")
 
@@ -63,7 +63,7 @@ def test_write_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: py
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
-def test_load_summary_by_hand() -> None:
+def test_load_summary_equals_a_hand_count() -> None:
     table = torch.tensor([[3, 1, 0, 0], [0, 0, 0, 9], [2, 2, 2, 5]])
     summary = LoadSummary.from_table(table, layers=[1, 3])
     assert summary.tokens.tolist() == [[3, 1, 0], [2, 2, 2]] and summary.dropped.tolist() == [0, 5]
@@ -72,7 +72,7 @@ def test_load_summary_by_hand() -> None:
     assert str(summary) == " expert load max/mean: 2.25/1.00 | empty experts: 1/0 | tokens dropped: 5 |"
 
 
-def test_pictures_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path) -> None:
+def test_plots_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path) -> None:
     history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
     for iteration in range(1, 6):
         history.add(iteration, {"train_loss": 6 / iteration})

@@ -1,4 +1,4 @@
-"""The loss window and the sentinels, against cases whose answer is known."""
+"""The loss window and the sentinels, on cases with a known answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megablocks.monitor.guards import LayerSentinels, LossWindow, first_bad_parameter, is_bad
 
 
-def test_F4_window_spots_a_spike_and_one_nan_never_poisons_it() -> None:
+def test_F4_window_detects_a_spike_and_ignores_nan() -> None:
     window = LossWindow(size=8, factor=3.0)
     for loss in (5.0, 4.0, 4.5, 4.2):
         assert not window.is_spike(loss)
@@ -20,7 +20,7 @@ def test_F4_window_spots_a_spike_and_one_nan_never_poisons_it() -> None:
     assert window.is_spike(13.1) and not window.is_spike(13.0)
 
 
-def test_F4_a_level_that_stays_is_accepted() -> None:
+def test_F4_a_loss_that_stays_high_is_accepted() -> None:
     window = LossWindow(size=8, factor=2.0)
     for _ in range(8):
         window.is_spike(1.0)
@@ -29,14 +29,14 @@ def test_F4_a_level_that_stays_is_accepted() -> None:
     assert sum(skipped) <= 5
 
 
-def test_F4_nothing_is_a_spike_before_enough_losses_are_known_or_with_factor_zero() -> None:
+def test_F4_too_few_losses_or_factor_zero_give_no_spike() -> None:
     window = LossWindow(size=64, factor=2.0)
     assert not any(window.is_spike(loss) for loss in (1.0, 100.0, 1.0, 100.0))
     off = LossWindow(size=4, factor=0.0)
     assert not any(off.is_spike(loss) for loss in (1.0, 1.0, 1.0, 1.0, 1e9))
 
 
-def test_F4_window_state_goes_through_json_and_drops_what_is_not_finite() -> None:
+def test_F4_window_state_survives_json_and_drops_nan() -> None:
     import json
 
     window = LossWindow(size=8, factor=2.0)
@@ -95,14 +95,14 @@ def test_N3_sentinels_name_the_layer_of_a_forward_nan(layer: int) -> None:
 
 @pytest.mark.parametrize("layer", [1, 2])
 def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int) -> None:
-    # The gradient that layer `layer` hands down is bad, so its predecessor's output has a bad gradient.
+    # The backward of layer `layer` computes a bad gradient, which is the gradient of the previous layer's output.
     sentinels = _run(layer, "backward")
     assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
     sentinels.reset()
     assert sentinels.first_bad() == (None, None)
 
 
-def test_N3_sentinels_are_silent_on_a_good_step_and_in_evaluation() -> None:
+def test_N3_sentinels_report_nothing_on_a_good_step_or_in_evaluation() -> None:
     assert _run(None).first_bad() == (None, None)
     layer = _Layer()
     sentinels = LayerSentinels([layer], ["layer 1"], "cpu")

@@ -26,12 +26,12 @@ TINY = (
     "--log-memory-interval 1000000"
 ).split()
 PATIENCE_S = 900.0
-"""Before a wait gives up: seconds that only a hang takes, as a loaded machine steps a hundred times slower."""
+"""Seconds after which a wait fails. Only a hang takes so long, even on a machine that is a hundred times slower."""
 EXPERTS = "--moe-num-experts 4 --moe-top-k 2 --moe-loss-weight 0.1 --moe-expert-model-parallelism".split()
 
 
 def rank_environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun would set."""
+    """The variables that torchrun would set."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_PORT")
     values = (rank, rank, ranks, ranks, port)
     return {**{n: str(v) for n, v in zip(names, values, strict=True)}, "MASTER_ADDR": "127.0.0.1"}
@@ -44,7 +44,7 @@ def free_port() -> int:
 
 
 class Zygote:
-    """The process that ranks are forked from."""
+    """The process from which ranks are forked."""
 
     def __init__(self) -> None:
         path = os.pathsep.join([str(ROOT), str(HERE), os.environ.get("PYTHONPATH", "")])
@@ -74,7 +74,7 @@ class Zygote:
 
 @dataclass
 class Run:
-    """Ranks of one launch. `out` is a file a rank."""
+    """The ranks of one launch. `out` has one file for each."""
 
     zygote: Zygote
     pids: list[int]
@@ -85,7 +85,7 @@ class Run:
         return [self.zygote.ask({"poll": pid})["code"] for pid in self.pids]
 
     def wait(self, timeout: float = PATIENCE_S, ranks: Sequence[int] | None = None) -> list[int | None]:
-        """Exit codes once all `ranks` (default: every one) ended. Kills what is left after `timeout`, and fails."""
+        """Wait until all `ranks` (default: every one) end. Returns the exit codes. After `timeout`, kill and fail."""
         wanted = range(len(self.pids)) if ranks is None else ranks
         end = time.monotonic() + timeout
         while any(self.codes()[rank] is None for rank in wanted):
@@ -96,7 +96,7 @@ class Run:
         return self.codes()
 
     def wait_for(self, pattern: str, timeout: float = PATIENCE_S) -> None:
-        """Until the output of some rank matches."""
+        """Wait until the output of some rank matches."""
         end = time.monotonic() + timeout
         while not re.search(pattern, self.text()):
             ended = all(code is not None for code in self.codes())
@@ -122,7 +122,7 @@ class Run:
 
 
 class Driver:
-    """Launches runs in a folder of their own."""
+    """Launches runs, whose logs lie in `folder`."""
 
     def __init__(self, zygote: Zygote, data: Path, folder: Path) -> None:
         self.zygote, self.data, self.folder = zygote, data, folder
@@ -139,7 +139,7 @@ class Driver:
         data: bool = True,
         torchrun: bool = True,
     ) -> Iterator[Run]:
-        """A run in the background, killed on leaving. torchrun False: without the variables that torchrun sets."""
+        """A run in the background, which is killed at the end. Without `torchrun`, its variables are not set."""
         self._launches += 1
         port = free_port()
         argv = [*model, *(["--data-prefix", str(self.data)] if data else []), *map(str, flags)]
@@ -160,7 +160,7 @@ class Driver:
             run.kill()
 
     def run(self, *flags: str, timeout: float = PATIENCE_S, expect: int | None = 0, **kwargs) -> Run:
-        """A run to its end. expect: the exit code that every rank must have, None for any."""
+        """Run to the end. expect: the exit code that every rank must have, None for any."""
         with self.start(*flags, **kwargs) as run:
             codes = run.wait(timeout)
         assert expect is None or codes == [expect] * len(codes), f"exit codes {codes}:\n{run.text()[-4000:]}"

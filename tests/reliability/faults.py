@@ -1,4 +1,4 @@
-"""Faults that a rank can be born with. Each takes effect in the rank's own process, before the driver's `main()`."""
+"""Faults that a rank can start with. Each is called in the rank's own process, before the driver's `main()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _step() -> int:
 
 
 def say_whose_thread() -> None:
-    """Not a fault: each step says whether its backward runs in the thread that asks for it."""
+    """Not a fault: each step prints whether its backward runs in the thread that calls it."""
     import torch
 
     from megablocks.megatron import gpt
@@ -48,7 +48,7 @@ def nan_in_loss(rank: int, step: int) -> None:
 
 
 def nan_in_layer(rank: int, step: int, layer: int, backward: bool = False) -> None:
-    """The output of `layer` (1-based) holds a NaN at `step` on `rank`; with `backward`, the gradient that enters it."""
+    """The output of `layer` (from 1) holds a NaN at `step` on `rank`; with `backward`, the gradient of that output."""
     from megatron.core.transformer.transformer_layer import TransformerLayer
 
     original = TransformerLayer.forward
@@ -92,22 +92,8 @@ def signal_self(rank: int, step: int, number: int) -> None:
     gpt.loss_func = loss_func
 
 
-def signal_in_save(rank: int, number: int) -> None:
-    """`rank` sends itself the signal in the middle of a checkpoint save, when some of its files are written."""
-    from megatron.core import dist_checkpointing
-
-    original = dist_checkpointing.save
-
-    def save(*args, **kwargs):
-        if _rank() == rank:
-            os.kill(os.getpid(), number)
-        return original(*args, **kwargs)
-
-    dist_checkpointing.save = save
-
-
 def kill_while_writing(rank: int, step: int, items: int = 4) -> None:
-    """`rank` is killed in the save of `step`, when its own shard holds `items` tensors and part of the next."""
+    """`rank` is killed in the save of `step`, after it wrote `items` tensors of its shard and a part of the next."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     original = filesystem_async._write_item
@@ -128,5 +114,5 @@ def kill_while_writing(rank: int, step: int, items: int = 4) -> None:
 
 
 def file_size_limit(size: int) -> None:
-    """No file grows beyond `size` bytes: what a full disk looks like to a process, without a disk to fill."""
+    """No file grows beyond `size` bytes. To a process this looks like a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

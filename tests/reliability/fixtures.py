@@ -1,4 +1,4 @@
-"""Fixtures that tests/megatron and tests/reliability share: one zygote and one tiny data set a session."""
+"""Fixtures that tests/megatron and tests/reliability share: one zygote and one tiny data set for a session."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Checkpoints of the real driver: resumed exactly, and never loaded torn or damaged.
+"""Checkpoints of the real driver: runs resume exactly, and torn or damaged checkpoints are not loaded.
 
-One history serves several proofs. A run of 100 steps saves at 50 and 100. From its save at 50 a second run is resumed,
-stopped by SIGTERM, resumed, killed in mid-save, its pointer garbled, and resumed to the end: it must arrive where the
-first one did, bit for bit.
+One history serves several tests. A run of 100 steps saves at 50 and 100. A second run starts from the save at 50. It is
+stopped by SIGTERM and resumed; killed while it saves; its pointer is garbled; and it is resumed to the end. Its last
+checkpoint must be bit-identical to the first run's.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ MODEL = (
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Everything that a checkpoint holds: tensors whole (NaN where no shard lies), other objects by rank."""
+    """All that a checkpoint holds: whole tensors (NaN where there is no shard), other objects by rank."""
     import torch
     from torch.distributed.checkpoint import FileSystemReader
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    torch.use_deterministic_algorithms(True)  # fills torch.empty, which the padding of optimizer buckets stays
+    torch.use_deterministic_algorithms(True)  # fills torch.empty, as no shard holds the padding of optimizer buckets
     try:
         _load_state_dict(
             state, storage_reader=FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True
@@ -57,7 +57,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Comparable by ==: tensors and arrays as their type, shape and bytes."""
+    """`value` in a form that == compares: tensors and arrays as their type, shape and bytes."""
     if hasattr(value, "detach"):
         return (str(value.dtype), tuple(value.shape), value.detach().contiguous().numpy().tobytes())
     if isinstance(value, np.ndarray):
@@ -80,7 +80,7 @@ def save_at(source: Path, target: Path, *iterations: int) -> Path:
 
 @dataclasses.dataclass
 class History:
-    """What the runs left. `resumed` is the second folder; `stopped_at` the iteration at which SIGTERM came."""
+    """The runs and what they left. `resumed`: the second folder; `stopped_at`: the iteration at which SIGTERM came."""
 
     straight: Path
     resumed: Path
@@ -156,7 +156,7 @@ def test_K1_losses_continue_as_if_nothing_had_happened(history: History) -> None
     ):
         again = run.losses()
         assert sorted(again) == list(range(first, end + 1))
-        # Megatron counts the first step of a run twice: its second line is the mean of two steps.
+        # Megatron counts a run's first step twice: its second line is the mean of two steps.
         assert again.pop(first + 1) == pytest.approx((losses[first] + losses[first + 1]) / 2, abs=1e-6)
         assert again == {step: losses[step] for step in again}
 
@@ -199,7 +199,7 @@ def test_K4_empty_garbled_or_missing_pointer(history: History, tmp_path: Path, p
 
 
 def refused(driver: Driver, *flags: Any, faults=()) -> str:
-    """The one line with which a run on one rank ends, before it trained a step."""
+    """The one line with which a run on one rank ends before its first step."""
     run = driver.run(*flags, model=MODEL, faults=faults, expect=1)
     assert run.losses() == {}
     lines = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
@@ -282,7 +282,7 @@ def test_D1_truncated_data_is_refused_at_start(zygote, tiny_data: Path, tmp_path
 
 @pytest.mark.slow
 def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
-    """torchrun passes the signal on and waits 30 s; then it exits 1 with a traceback of its own, whatever ranks do."""
+    """torchrun passes the signal on and waits 30 s. Then it exits with 1 and a traceback of its own."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(free_port()), "-m", "megablocks.megatron.pretrain_gpt", *MODEL]
     command += ["--train-iters", "5000", "--lr-decay-iters", "5000", "--data-prefix", str(tiny_data)]
@@ -307,7 +307,7 @@ def test_K7_sigterm_to_torchrun_saves(tiny_data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_K6_full_tmpfs(driver: Driver, history: History) -> None:
-    """A disk that is really full."""
+    """As above, with a disk that is really full."""
     disk = driver.folder / "disk"
     disk.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", disk], capture_output=True)

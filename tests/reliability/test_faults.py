@@ -1,4 +1,4 @@
-"""A rank that dies, freezes or computes a NaN; a loss that spikes. Two ranks of the real driver, forked."""
+"""A rank that dies, freezes or computes a NaN, and a loss that spikes, in runs of the real driver."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from driver import Driver, Run, read_csv  # noqa: E402
 from megablocks.checkpoint import atomic  # noqa: E402
 
 TIMEOUT = 20
-"""Seconds of a rank's silence. Eight were once too few on a machine that had other work."""
+"""Seconds of silence after which a rank counts as dead. Eight were too few on a busy machine."""
 
 
 def said(run: Run, pattern: str) -> list[str]:
@@ -26,7 +26,7 @@ def said(run: Run, pattern: str) -> list[str]:
     "number",
     [
         pytest.param(signal.SIGKILL, id="killed"),
-        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),  # tests/monitor stops one of no model
+        pytest.param(signal.SIGSTOP, id="stopped", marks=pytest.mark.slow),  # tests/monitor does it without a model
     ],
 )
 def test_F1_the_others_end_within_the_timeout_and_name_the_rank(driver: Driver, number: int) -> None:
@@ -80,7 +80,7 @@ def test_F4_a_spike_is_skipped_and_logged_also_right_after_a_resume(driver: Driv
         assert line.startswith(f"step {step}: loss ") and "exceeds 3 times" in line
         (logged,) = said(run, rf"iteration +{step}/")
         assert "number of skipped iterations:   1 |" in logged
-    # Neither update took place: step 7 sees what step 5 would have made of the weights of step 4.
+    # Both updates were skipped: step 7 starts from the weights that step 4 left.
     assert first.losses()[4] * 0.7 < second.losses()[7] < first.losses()[4] * 1.1
     rows = {int(row["iteration"]): row for row in read_csv(save / "loss.csv")}
     assert sorted(rows) == [1, 2, 3, 4, 5, 6, 7]

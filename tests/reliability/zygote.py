@@ -1,8 +1,8 @@
-"""A process that has imported Megatron and the driver, and forks one process for each rank it is asked for.
+"""A process that has imported Megatron and the driver, and forks a process for each rank that it is asked for.
 
 Starting Python, torch and Megatron takes ten seconds; a fork takes milliseconds. The ranks run the driver's own
-`main()` in a main thread, so signals, exit codes and output are those of a real launch. Talks JSON lines on stdin and
-stdout: {"spawn": {argv, env, out, faults}} → {"pid"}, {"poll": pid} → {"code": null or int}.
+`main()` in a main thread, so signals, exit codes and output are those of a real launch. Requests and answers are JSON
+lines on stdin and stdout: {"spawn": {argv, env, out, faults}} → {"pid"}, {"poll": pid} → {"code": null or int}.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def preload() -> None:
     import torch.utils.tensorboard  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
-    from megablocks.megatron import arguments, data, gpt, guards, layer, optimizer_state, reporting  # noqa: F401
+    from megablocks.megatron import arguments, data, gpt, guards, moe_layer, optimizer_state, reporting  # noqa: F401
 
-    add_megatron_arguments(argparse.ArgumentParser())  # it parses its own sources, which stay in a cache
+    add_megatron_arguments(argparse.ArgumentParser())  # it parses its own sources and caches the result
 
 
 def run_rank(request: dict) -> int:

@@ -1,0 +1,113 @@
+"""scripts/torchrun.py saves and stops its ranks at a signal; so does the launcher, with a real run."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from megablocks.checkpoint import atomic
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 120.0
+RANK = """
+import os, signal, sys, time
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+print("rank", os.environ["RANK"], flush=True)
+while not asked:
+    time.sleep(0.05)
+print("asked", flush=True)
+time.sleep(float(sys.argv[1]))
+print("saved", flush=True)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
+    """Starts a command in a session of its own with its output in the file `log`; kills it on leaving."""
+    started = []
+
+    def run(*command: str, **environment: str) -> subprocess.Popen[bytes]:
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
+        with open(tmp_path / "log", "ab") as log:
+            started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not re.search(pattern, log.read_text()):
+        assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def _torchrun(tmp_path: Path, *arguments: str) -> list[str]:
+    (tmp_path / "rank.py").write_text(RANK)
+    return [sys.executable, str(ROOT / "scripts/torchrun.py"), *arguments, str(tmp_path / "rank.py")]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_torchrun_lets_the_ranks_save(start, tmp_path: Path, number: signal.Signals) -> None:
+    process = start(*_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2"), "0.5")
+    _wait_for(r"(?s)rank.*rank", tmp_path / "log", process)
+    os.killpg(process.pid, number)
+    assert process.wait(PATIENCE_S) == 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert sorted(lines) == ["asked", "asked", "rank 0", "rank 1", "saved", "saved"]
+
+
+def test_sigquit_kills_ranks_that_do_not_end(start, tmp_path: Path) -> None:
+    process = start(*_torchrun(tmp_path, "--standalone", "--nproc-per-node", "1"), "1000")
+    _wait_for("rank 0", tmp_path / "log", process)
+    process.terminate()
+    _wait_for("asked", tmp_path / "log", process)  # signals that arrive together have no order
+    process.send_signal(signal.SIGQUIT)
+    assert process.wait(PATIENCE_S) == 1
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_a_signal_ends_the_wait_for_other_machines(start, tmp_path: Path) -> None:
+    rendezvous = ("--nnodes", "2", "--node-rank", "1", "--master-addr", "127.0.0.1", "--master-port", "9")
+    process = start(*_torchrun(tmp_path, *rendezvous, "--nproc-per-node", "1"), "0", LOGLEVEL="INFO")
+    _wait_for("rdzv_endpoint", tmp_path / "log", process)
+    process.terminate()
+    assert process.wait(20) == 128 + signal.SIGTERM
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_resumes(start, tmp_path: Path) -> None:
+    """The whole of it: launcher, torchrun and two ranks of the training driver."""
+    pytest.importorskip("megatron.training")
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(tmp_path / "set"), "--workers", "1"]
+    prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3"]
+    subprocess.run(prepare, check=True, capture_output=True)
+    settings = {"PYTHON": sys.executable, "NGPU": "2", "DATA_PREFIX": str(tmp_path / "set"), "CUDA_VISIBLE_DEVICES": ""}
+    settings["FLAGS"] = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --log-interval 1"
+    settings["FLAGS"] += " --eval-iters 0 --save-interval 100000 --lr-decay-iters 100000"
+    command = ("bash", str(ROOT / "exp/smoke/dmoe.sh"), str(tmp_path / "run"), "100000")
+    saved = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        process = start(*command, **settings)
+        _wait_for(rf"iteration +{saved[-1] + 2 if saved else 2}/", tmp_path / "log", process)
+        os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()[-3000:]
+        latest = atomic.find_latest_complete(tmp_path / "run/checkpoints")
+        assert latest.iteration and latest.has_marker and not latest.warnings
+        saved.append(latest.iteration)
+    assert saved[0] < saved[1] and "Traceback" not in (tmp_path / "log").read_text()

@@ -1,0 +1,180 @@
+"""Resuming with other flags, and from a checkpoint that somebody else wrote: what is refused, and what allows it."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import re
+import shutil
+import signal
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from driver import EXPERTS, TINY, Driver, Zygote
+
+pytest.importorskip("megatron.training")
+
+from megablocks.checkpoint import atomic  # noqa: E402
+
+MODEL = (*TINY[: TINY.index("--lr-decay-iters")], *TINY[TINY.index("--lr-decay-iters") + 2 :], *EXPERTS)
+STEPS = ("--train-iters", "4")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(zygote: Zygote, tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four steps, stopped and saved after two."""
+    folder = tmp_path_factory.mktemp("resume")
+    flags = (*STEPS, "--exit-interval", "2", "--save", str(folder / "run"), "--save-interval", "2")
+    Driver(zygote, tiny_data, folder).run(*flags, model=MODEL)
+    return folder / "run"
+
+
+def line_of(driver: Driver, *flags: Any, expect: int = 1, env: dict[str, str] | None = None) -> str:
+    """The one line that refuses a run, without a traceback and before its first step."""
+    run = driver.run(*flags, model=MODEL, expect=expect, env=env)
+    lines = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert len(lines) == 1 and "Traceback" not in run.text() and not run.losses(), run.text()[-3000:]
+    return lines[0]
+
+
+OTHER = {
+    "--moe-router-topk 1": "moe_router_topk=1 (saved: 2)",
+    "--moe-capacity-factor 1.5": "megablocks_capacity_factor=1.5 (saved: None)",
+    "--squared-relu": "squared_relu=True (saved: False)",
+    "--seq-length 16": "seq_length=16 (saved: 32), max_position_embeddings=16 (saved: 32)",
+    "--hidden-size 64": "hidden_size=64 (saved: 32)",
+    "--bf16": "bf16=True (saved: False)",
+}
+
+
+@pytest.mark.parametrize("flags", OTHER)
+def test_another_model_is_refused(driver: Driver, checkpoint: Path, flags: str) -> None:
+    changed = flags.replace("--moe-router-topk 1", "--moe-top-k 1").split()
+    line = line_of(driver, *STEPS, "--load", checkpoint, *changed)
+    assert f"{atomic.folder_of(checkpoint, 2)}: saved as another model: {OTHER[flags]}" in line
+    assert "; give the saved values, or --finetune to start at" in line
+
+
+@pytest.mark.parametrize("allowed", ["--megablocks-allow-other-model", "--finetune"])
+def test_another_model_that_fits_the_weights_can_be_allowed(driver: Driver, checkpoint: Path, allowed: str) -> None:
+    run = driver.run(*STEPS, "--load", checkpoint, "--moe-top-k", "1", allowed, model=MODEL)
+    assert sorted(run.losses()) == ([1, 2, 3, 4] if allowed == "--finetune" else [3, 4])
+    warned = f"WARNING: {atomic.folder_of(checkpoint, 2)}: saved as another model: moe_router_topk=1 (saved: 2)"
+    assert (warned in run.text()) == (allowed != "--finetune")
+
+
+def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowed(
+    driver: Driver, checkpoint: Path
+) -> None:
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--swiglu", "--megablocks-allow-other-model")
+    assert f"{atomic.folder_of(checkpoint, 2)}: cannot be loaded: " in line
+
+
+def test_another_schedule_is_refused_and_each_advice_works(driver: Driver, checkpoint: Path) -> None:
+    longer = ("--train-iters", "6", "--load", checkpoint)
+    line = line_of(driver, *longer)
+    assert "another learning-rate schedule: train_iters=6 (saved: 4), lr_decay_iters=6 (saved: 4); give" in line
+    for advice in ("--override-opt-param-scheduler", "--use-checkpoint-opt-param-scheduler"):
+        assert advice in line
+        assert sorted(driver.run(*longer, advice, model=MODEL).losses()) == [3, 4, 5, 6]
+
+
+def test_a_checkpoint_without_our_files_still_loads(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "run")
+    folder = atomic.folder_of(tmp_path / "run", 2)
+    for name in (atomic.MARKER, "megablocks.json"):
+        (folder / name).unlink()
+    run = driver.run(*STEPS, "--load", tmp_path / "run", model=MODEL)
+    assert sorted(run.losses()) == [3, 4] and "loaded without verification" in run.text()
+
+
+def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--ckpt-step", "9")
+    assert f"{atomic.folder_of(checkpoint, 9)}: no such checkpoint; {checkpoint} holds those of iterations: 2" in line
+    line = line_of(driver, *STEPS, "--load", tmp_path / "none", "--exit-on-missing-checkpoint")
+    assert f"{tmp_path / 'none'}: no checkpoint to resume from" in line
+
+
+def test_K7_sigint_saves_and_exits_zero_and_a_second_ends_at_once(driver: Driver, tmp_path: Path) -> None:
+    endless = ("--train-iters", "100000", "--save", tmp_path / "run", "--save-interval", "100000")
+    with driver.start(*endless, ranks=2, model=MODEL) as run:
+        run.wait_for(r"iteration +2/")
+        run.signal(1, signal.SIGINT)
+        assert run.wait() == [0, 0], run.text()[-3000:]
+    assert "interrupted: saving after this iteration" in run.text(1)
+    latest = atomic.find_latest_complete(tmp_path / "run")
+    assert latest.iteration == max(run.losses()) and latest.has_marker
+
+    with driver.start(*endless, "--load", tmp_path / "run", model=MODEL, faults=[("signal_self", SECOND)]) as run:
+        assert run.wait() == [-signal.SIGINT]
+    assert atomic.find_latest_complete(tmp_path / "run") == latest and "Traceback" not in run.text()
+
+
+SECOND = {"rank": 0, "step": 100, "number": int(signal.SIGINT)}
+"""A fault: an interrupt in each of the four micro-batches of a step."""
+
+
+@pytest.mark.parametrize("core", ["core", "_core"])
+def test_a_random_state_of_any_numpy_loads(core: str) -> None:
+    import numpy as np
+    import torch
+
+    from megablocks.megatron import checkpoint_io
+
+    checkpoint_io.restrict_unpickling()
+    state, saved, renamed = np.arange(4, dtype=np.uint32), io.BytesIO(), io.BytesIO()
+    torch.save(state, saved)
+    with zipfile.ZipFile(saved) as source, zipfile.ZipFile(renamed, "w") as target:
+        for name in source.namelist():
+            raw = source.read(name)
+            target.writestr(name, re.sub(rb"numpy\._?core\.", f"numpy.{core}.".encode(), raw))
+    renamed.seek(0)
+    assert np.array_equal(torch.load(renamed), state)
+
+
+class Evil:
+    """Unpickled without restriction, it writes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+RESUME, FLAGS = (), ("--use-checkpoint-args",)
+
+
+@pytest.mark.parametrize(
+    ("place", "flags"),
+    [(".metadata", RESUME), ("object", RESUME), ("tensor", RESUME), (".metadata", FLAGS), ("object", FLAGS)],
+)
+def test_a_malicious_pickle_runs_nothing_and_is_named(
+    driver: Driver, checkpoint: Path, tmp_path: Path, place: str, flags: tuple[str, ...]
+) -> None:
+    import torch
+    from torch.distributed.checkpoint import FileSystemReader
+
+    shutil.copytree(checkpoint, tmp_path / "run")
+    folder = atomic.folder_of(tmp_path / "run", 2)
+    evil, name = Evil(tmp_path / "was here"), ".metadata"
+    if place == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(evil))
+    else:
+        metadata = FileSystemReader(folder).read_metadata()
+        wanted = "common_state" if place == "object" else "embedding.word_embeddings"
+        (entry,) = (info for index, info in metadata.storage_data.items() if index.fqn.startswith(wanted))
+        name = entry.relative_path
+        entry.offset = (folder / name).stat().st_size
+        with open(folder / name, "ab") as file:
+            torch.save(evil, file)
+        entry.length = (folder / name).stat().st_size - entry.offset
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    hashes = atomic.hash_files(folder, atomic.files_of(folder))
+    atomic.mark_complete(folder, 2, hashes)  # who forges a checkpoint forges its manifest too
+    line = line_of(driver, *STEPS, "--load", tmp_path / "run", *flags)
+    assert f"{folder / name}: holds posix.mkdir, which Megatron does not put there" in line
+    assert not (tmp_path / "was here").exists()
