@@ -1,4 +1,4 @@
-"""The 18 products of block_sparse.py: operands, the ways to compute them, and the check against float32."""
+"""The 18 products of block_sparse.py: operands, candidates, and the comparison with float32."""
 
 from __future__ import annotations
 
@@ -10,24 +10,8 @@ FEW_TOKENS = (1024, 512, 256, 8)
 PRODUCTS = ("sdd", "dsd", "sdd_t", "dst_d", "dsd_t", "ddt_s")
 
 
-def tiles(product: str) -> dict[str, Any]:
-    """Tiles to time beside the one that the ops choose by themselves."""
-    from megablocks.ops.sparse.hopper import Tile
-
-    out = {
-        "pp6": Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2),
-        "pp6h": Tile(128, 128, 6, pingpong=True, out_parts=2),
-        "pp5": Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2),
-        "pp2k": Tile(128, 128, 2, pingpong=True, out_parts=2, out_buffers=2, BK=128),
-        "pp3k": Tile(128, 128, 3, pingpong=True, out_parts=4, out_buffers=2, BK=128),
-    }
-    if product == "ddt_s":
-        return out | {"tall4": Tile(128, 128, 4, out_parts=2), "tall3": Tile(128, 128, 3)}
-    return out | {"wide4": Tile(64, 256, 4, out_parts=2), "wide3": Tile(64, 256, 3, out_parts=2, out_buffers=2)}
-
-
 def zipf_counts(tokens: int, experts: int) -> Any:
-    """Tokens of each expert, drawn with probability ∝ 1 / rank, the ranks shuffled over the experts."""
+    """The number of tokens of each expert, drawn with probability ∝ 1 / rank, in a random order of the experts."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
@@ -54,7 +38,7 @@ class Case:
         self.pattern, self.bounds = built.pattern, built.padded_offsets.tolist()
         self.blocks = self.bounds[-1] // 128 * (F // 128)
         self.flops = 2 * 128 * 128 * H * self.blocks
-        # each operand read once, the result written once
+        # each operand is read once, and the result written once
         self.bytes = 2 * (self.bounds[-1] * H + E * F * H + self.blocks * 128 * 128)
         generator = torch.Generator("cuda").manual_seed(1)
 
@@ -62,7 +46,7 @@ class Case:
             return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=generator) * 0.1
 
         self.x = rand(self.pattern.shape[0], H)
-        self.x[self.bounds[-1] :] = float("nan")  # rows beyond the last expert's are room: nothing may read them
+        self.x[self.bounds[-1] :] = float("nan")  # unused rows, which nothing may read
         self.w = rand(H, E * F) if product in ("sdd", "dsd_t") else rand(E * F, H)
         self.s = None
         if not product.startswith("sdd"):
@@ -83,65 +67,8 @@ class Case:
             return dsd(self.s, self.w.t())
         return dsd(self.s.t(), self.x) if self.product == "dst_d" else dds(self.x.t(), self.s)
 
-    def launch(self, module: Any, **options: Any) -> Any:
-        """The same through hopper.py or kernels.py directly."""
-        p = self.pattern
-        if self.s is None:
-            w = self.w if self.product == "sdd" else self.w.t()
-            return module.sdd(self.x, w, p.row_indices, p.column_indices, p.offsets, **options)
-        by_row, by_column = (p.row_work, p.column_indices, None), (p.column_work, p.column_indices_t, p.block_offsets_t)
-        data = self.s.data
-        if self.product in ("dsd", "dsd_t"):
-            return module.spmm(data, self.w if self.product == "dsd" else self.w.t(), *by_row, True, **options)
-        if self.product == "dst_d":
-            return module.spmm(data, self.x, *by_column, True, **options)
-        return module.spmm(data, self.x.t(), *by_column, False, **options)
-
-    def hopper(self, tile: Any) -> Callable[[], Any]:
-        from megablocks.ops.sparse import hopper
-
-        more = {"run": self.pattern.run} if self.s is None else {}
-        return lambda: self.launch(hopper, tile=tile, **more)
-
-    def twin(self) -> Any:
-        from megablocks.ops.sparse import kernels
-
-        return self.launch(kernels, **({"block_size": 128} if self.s is None else {}))
-
-    def with_activation(self, fused: bool) -> Callable[[], Any]:
-        """sdd with gelu, or sdd_t times gelu's slope, in the product's epilogue or by a pass of its own.
-
-        Checked as the bare product: forward that is what is returned, backward the slope at 8 is 1.
-        """
-        import torch
-
-        from megablocks.ops.activation import activation_backward_op, activation_op
-        from megablocks.ops.sparse.mlp import sdd_activate_op, sdd_slope_op
-
-        p, x, last = self.pattern, self.x, ("gelu", "tanh")
-        how = list(p.indices), p.block_size, p.run, *last
-        if self.product == "sdd":
-            if fused:
-                return lambda: sdd_activate_op(x, self.w, None, *how)[0]
-            return lambda: (pre := self.ours(), activation_op(pre, None, *last))[0]
-        z = torch.full((p.num_blocks, 128, 128), 8.0, device="cuda", dtype=x.dtype)
-        if fused:
-            return lambda: sdd_slope_op(x, self.w.t(), z, *how)
-        return lambda: activation_backward_op(self.ours(), z, None, *last)[0]
-
-    def stk(self) -> Callable[[], Any]:
-        import stk
-
-        matrix = (self.s or self.pattern).to_stk()
-        x, w, product = self.x[: self.bounds[-1]], self.w, self.product
-        if self.s is None:
-            return lambda: stk.ops.sdd(x, w if product == "sdd" else w.t(), matrix).data
-        if product in ("dsd", "dsd_t"):
-            return lambda: stk.ops.dsd(matrix, w if product == "dsd" else w.t())
-        return (lambda: stk.ops.dsd(matrix.t(), x)) if product == "dst_d" else (lambda: stk.ops.dds(x.t(), matrix))
-
     def bmm(self) -> Callable[[], Any]:
-        """Every expert's product of the same sizes as one batch; each expert's operands contiguous."""
+        """One batched product of the same sizes, with the operands of each expert contiguous."""
         import torch
 
         E, F, H, m = self.E, self.F, self.H, self.T // self.E
@@ -160,7 +87,7 @@ class Case:
         return lambda: torch.bmm(left, right)
 
     def error(self, out: Any) -> float:
-        """Largest relative error of an expert's part against float32, over all experts; inf where it is NaN."""
+        """Largest relative error of one expert's part, over all experts, compared with float32; inf for NaN."""
         import torch
 
         worst, F = 0.0, self.F
@@ -187,22 +114,11 @@ class Case:
             off = float((got - want).norm() / want.norm().clamp_min(1e-20)) if want.numel() else 0.0
             worst = max(worst, off if off == off else float("inf"))
         if self.product in ("dsd", "dsd_t") and not bool((out[self.bounds[-1] :] == 0).all()):
-            return float("inf")  # block rows without blocks must come out as zeros
+            return float("inf")  # block rows without blocks must be zero
         torch.cuda.synchronize()
         return worst
 
-    def candidates(self, sweep: bool, stk: bool) -> dict[str, Callable[[], Callable[[], Any]]]:
-        """What to time: makers, because a candidate's operands are made only if it runs."""
+    def candidates(self) -> dict[str, Callable[[], Callable[[], Any]]]:
+        """Makers of the candidates, so that the operands of a candidate are made only if it runs."""
         made: dict[str, Callable[[], Callable[[], Any]]] = {"ours": lambda: self.ours}
-        if self.routing == "uniform":
-            made["bmm"] = self.bmm
-            if sweep:
-                made["triton"] = lambda: self.twin
-                if self.s is None:
-                    made["act fused"] = lambda: self.with_activation(fused=True)
-                    made["act apart"] = lambda: self.with_activation(fused=False)
-                for name, tile in tiles(self.product).items():
-                    made[name] = lambda tile=tile: self.hopper(tile)
-            if stk:
-                made["stk"] = self.stk
-        return made
+        return made | {"bmm": self.bmm} if self.routing == "uniform" else made

@@ -1,22 +1,22 @@
-"""Jobs in child processes with deadlines: a candidate that hangs or breaks the CUDA context is struck off.
+"""Run jobs in child processes with deadlines. A candidate that hangs or breaks the CUDA context is excluded.
 
-A job is a string. Its child (the same script with `--child JOB,JOB… --struck KEY,KEY…`) prints JSON lines:
+A job is a string. Its child is the same script with `--child JOB,JOB… --struck KEY,KEY…`. It prints JSON lines:
 
-    {"job": JOB}                   it begins
+    {"job": JOB}                   the job begins
     {"start": KEY}                 candidate KEY runs from here on
-    {"good": KEY, "error": …}      … and was right
-    {"bad": KEY, "why": …}         … or was not; the child may go on
-    {"finished": JOB}              all of the job's candidates are done
-    {…}                            anything else is a record for the parent
+    {"good": KEY, "error": …}      … and its result is right
+    {"bad": KEY, "why": …}         … or it failed; the child may continue
+    {"finished": JOB}              all candidates of the job are done
+    {…}                            any other line is a record for the parent
 
-KEY is JOB/…/NAME. When a child dies or says nothing for too long, the candidate that was running is struck off, by name
-everywhere after the second time, and the job starts again without it.
+KEY is JOB/…/NAME. When a child dies or is silent for too long, the parent excludes the candidate that was running and
+starts the job again. After the second time it excludes every candidate with this name.
 
-A benchmark of jobs gets its options from `parser_of`; its process is a child's (`run_child`) or the parent's
-(`run_benchmark`), which writes the result after every job: what is cut off loses the job that was running.
+A benchmark takes its options from `parser_of`. Its main is `run_child` in a child and `run_benchmark` in the parent,
+which writes the result after every job. So an interrupted run loses only the job that was running.
 
-A child with `--wait` first compiles what its one job runs, says {"prepared": JOB} and waits for a line on its stdin.
-Compiling keeps one core busy, so the children of several jobs compile beside each other, and then run one by one.
+A child with `--wait` first compiles the kernels of its one job, prints {"prepared": JOB} and waits for a line on stdin.
+Compilation uses one core, so the children of several jobs compile at the same time and then run one after another.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ import contextlib
 import json
 import os
 import queue
-import signal
 import subprocess
 import sys
 import threading
@@ -42,53 +41,55 @@ from measure import ROUNDS, Gate, emit, write_result
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3
-"""How often a job may take its process along before it is left out."""
+"""The parent gives up a job after this number of dead children."""
 
 LOST_CONTEXT = ("CUDA error", "illegal", "launch failure")
-"""What an exception says after which no kernel runs in this process any more."""
+"""Words of an exception after which no kernel can run in the process."""
 
 
 def parser_of(doc: str | None, *, seconds: float, rounds: int = ROUNDS) -> argparse.ArgumentParser:
-    """The options that every benchmark of jobs takes; `seconds` and `rounds` are defaults."""
+    """A parser with the options of every benchmark that runs jobs. `seconds` and `rounds` are defaults."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--seconds", type=float, default=seconds, help="for everything")
-    parser.add_argument("--out", type=Path, metavar="FILE.json", help="environment, gate, summary and records")
+    parser.add_argument("--seconds", type=float, default=seconds, help="for the whole run")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")
     for of_a_child in ("--child", "--struck"):
         parser.add_argument(of_a_child, default="", help=argparse.SUPPRESS)
+    for of_a_child in ("--wait", "--compile-only"):
+        parser.add_argument(of_a_child, action="store_true", help=argparse.SUPPRESS)
     return parser
 
 
 def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Collection[str]) -> list[str]:
-    """The names that `option` was given, comma-separated, all of `known` for ""; an unknown one ends the program."""
+    """The comma-separated names in `given`; "" means all of `known`. An unknown name ends the program."""
     names = given.split(",") if given else list(known)
     if unknown := set(names) - set(known):
-        parser.error(f"{option}={given}: {', '.join(sorted(unknown))} is none of {', '.join(known)}")
+        parser.error(f"{option}={given}: {', '.join(sorted(unknown))} must be one of {', '.join(known)}")
     return names
 
 
 def struck_off(key: str, struck: Collection[str]) -> bool:
-    """In the child: whether `key` must not run. If that is for its name alone, the parent is told that it is lost."""
+    """In the child: whether `key` must not run. If only its name is excluded, reports `key` as failed to the parent."""
     if key not in struck and key.rsplit("/", 1)[1] in struck:
-        emit(bad=key, why="struck off, having hung or died twice")
+        emit(bad=key, why="excluded: a candidate of this name hung or died twice")
         return True
     return key in struck
 
 
 @contextlib.contextmanager
 def candidate(key: str) -> Iterator[None]:
-    """In the child: what `key` does; an exception is reported and ends the candidate, and the process if it must."""
+    """In the child: the body runs candidate `key`. Exceptions are reported. A lost CUDA context ends the process."""
     emit(start=key)
     try:
         yield
-    except Exception as e:  # a peer may raise anything, and must not take the others along
+    except Exception as e:  # a peer may raise anything; the other candidates go on
         emit(bad=key, why=f"{type(e).__name__}: {str(e)[-300:]}")
         if any(words in str(e) for words in LOST_CONTEXT):
             os._exit(3)
 
 
 def guarded(key: str, timer: Callable[[], float]) -> Callable[[], float]:
-    """In the child: `timer`, reported as it starts. Its exception ends the process: rounds must stay aligned."""
+    """In the child: `timer` that reports its start. Its exception ends the process, so that all have equal rounds."""
 
     def run() -> float:
         emit(start=key)
@@ -106,17 +107,17 @@ def run_child(
     run_job: Callable[[str, set[str], argparse.Namespace], None],
     prepare: Callable[[str, argparse.Namespace], None] | None = None,
 ) -> int:
-    """The child's main; returns its exit status.
+    """The main of a child; returns its exit status.
 
-    run_job: of a job, what was struck off, and args. prepare: run before the parent says go.
+    run_job: takes a job, the excluded keys and names, and args. prepare: runs before the child waits for the parent.
     """
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the truth here
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the reference
     if prepare is not None:
         prepare(args.child, args)
         emit(prepared=args.child)
-        if not sys.stdin.readline():  # the parent is gone
+        if not sys.stdin.readline():  # the parent has ended
             return 0
     for job in args.child.split(","):
         emit(job=job)
@@ -128,7 +129,7 @@ def run_child(
 
 
 class Child:
-    """A child process and its lines."""
+    """A child process and the lines that it prints."""
 
     def __init__(self, command: list[str]) -> None:
         pipe = subprocess.PIPE
@@ -143,7 +144,7 @@ class Child:
         self._lines.put(None)
 
     def lines(self, wait: Callable[[], float]) -> Iterator[str | None]:
-        """Its lines until it ends; None, once, when it says nothing for `wait()` seconds."""
+        """The child's lines until it ends. After `wait()` seconds of silence a final None."""
         while True:
             try:
                 line = self._lines.get(timeout=max(0.01, wait()))
@@ -156,7 +157,7 @@ class Child:
 
     def go(self) -> None:
         assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is dead, which its lines tell
+        with contextlib.suppress(BrokenPipeError):  # the child is dead; `lines` ends then
             self.process.stdin.write("go\n")
             self.process.stdin.flush()
 
@@ -167,9 +168,9 @@ class Child:
 
 @dataclass
 class Runner:
-    """Runs the jobs of `script` in child processes; remembers what broke over all of them.
+    """Runs the jobs of `script` in child processes and remembers the candidates that failed.
 
-    end: time.monotonic() when everything must have ended. flags: of every child. after_job: called when one is done.
+    flags: of every child. end: the time.monotonic() at which everything must have ended. after_job: called after a job.
     """
 
     script: str
@@ -187,7 +188,7 @@ class Runner:
         return Child([sys.executable, self.script, *job_flags, *self.flags, *more])
 
     def prepare(self, jobs: list[str], *, seconds: float, at_once: int) -> None:
-        """Start a waiting child for each job, so many compiling at once; `run` takes them. Failures show up there."""
+        """Start a child with --wait for each job, `at_once` at a time. `run` uses the children that got ready."""
         end = min(self.end, time.monotonic() + seconds)
 
         def work(job: str) -> None:
@@ -203,16 +204,16 @@ class Runner:
         with ThreadPoolExecutor(at_once) as pool:
             list(pool.map(work, jobs))
 
-    def compile(self, groups: Sequence[list[str]], *more: str, seconds: float) -> None:
-        """Run each group of jobs with --compile-only in a child of its own, beside each other, for so long at most.
+    def compile(self, groups: Sequence[list[str]], *, seconds: float) -> None:
+        """Run each group of jobs with --compile-only in its own child, all at the same time, for at most `seconds`.
 
-        What fails is told, and counts only when it is run again, at full size.
+        A failure is printed here. It counts only if the candidate fails again at full size.
         """
         began = time.monotonic()
 
         def work(jobs: list[str]) -> list[dict[str, Any]]:
             warm = Runner(self.script, self.flags, min(self.end, began + seconds))
-            warm.run(jobs, "--compile-only", *more, quiet=60.0, budget=seconds)
+            warm.run(jobs, "--compile-only", quiet=60.0, budget=seconds)
             return warm.records
 
         with ThreadPoolExecutor(len(groups)) as pool:
@@ -221,7 +222,7 @@ class Runner:
         print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
 
     def run(self, jobs: list[str], *more: str, quiet: float = QUIET_S, budget: float = JOB_S) -> None:
-        """Run `jobs` in one child after another. quiet: seconds a job may be silent; budget: seconds it may take."""
+        """Run `jobs`, one child after another. A job may be silent for `quiet` seconds and take `budget` seconds."""
         todo, broken = list(jobs), Counter[str]()
         while todo and time.monotonic() < self.end:
             mine = todo[:1] if self.prepared else list(todo)  # a prepared child has one job
@@ -257,7 +258,7 @@ class Runner:
                         self.after_job()
                 elif "start" in record:
                     running = record["start"]
-                else:  # what failed may have left the process unfit to go on, so it stays the suspect
+                else:  # a failed candidate may have damaged the process, so it is still the suspect
                     running = record.get("bad", "")
                     self.records.append(record)
                     self.struck |= {running} - {""}
@@ -279,7 +280,7 @@ class Runner:
                 todo.remove(job)
 
     def settled(self, jobs: list[str]) -> list[dict[str, Any]]:
-        """The records, and those of `jobs` that were not reached as bad: a run cut short does not pass as whole."""
+        """The records, and a "bad" record for each of `jobs` that did not run. A partial run must not look complete."""
         told = self.finished | {record["bad"] for record in self.records if "bad" in record}
         return self.records + [{"bad": job, "why": "no time left"} for job in jobs if job not in told]
 
@@ -295,20 +296,20 @@ def run_benchmark(
     run: Callable[[], None],
     *,
     ours: Callable[[str], bool],
-    summarise: Callable[[list[dict[str, Any]], Gate], tuple[dict[str, Any], list[str]]],
+    summarise: Callable[[list[dict[str, Any]], Gate], dict[str, Any]],
     out: Path | None,
 ) -> int:
-    """The parent's main: `run` the jobs, then print their table and write their result; also when interrupted.
+    """The main of the parent: runs the jobs, then prints the table and writes the result, also after Ctrl-C.
 
-    After each job what there is so far is written: without a summary, and red for the jobs that are missing.
+    After each job it writes the records so far, without a summary. The gate is red for the jobs that are missing.
 
     Args:
-        ours: which keys fail the run, as in Gate.
-        summarise: (records, gate) to (summary, why the run is void); prints the table.
-        out: None writes nothing.
+        ours: which keys turn the gate red, as in Gate.
+        summarise: from (records, gate) to the summary. Prints the table and may add to gate.void.
+        out: the result file, or None.
 
     Returns:
-        The exit status: 1 if one of `ours` failed or was not measured, or the run is void.
+        The exit status: 1 if the gate is red or the run is void.
     """
 
     def judged() -> tuple[Gate, list[dict[str, Any]]]:
@@ -324,14 +325,10 @@ def run_benchmark(
     try:
         run()
     finally:
-        heeded = signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that comes now would cost the result
-        try:
-            runner.end_prepared()
-            gate, records = judged()
-            summary, void = summarise(records, gate)
-            if out:
-                write_result(out, name, gate=gate, summary=summary, records=records, void=void)
-                print(f"wrote {out}")
-        finally:
-            signal.signal(signal.SIGINT, heeded)
-    return 0 if gate.green and not void else 1
+        runner.end_prepared()
+        gate, records = judged()
+        summary = summarise(records, gate)
+        if out:
+            write_result(out, name, gate=gate, summary=summary, records=records)
+            print(f"wrote {out}")
+    return 0 if gate.green and not gate.void else 1

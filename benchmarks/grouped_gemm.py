@@ -1,8 +1,8 @@
-"""Grouped GEMM on one GPU: what the layers take and the peers, interleaved.
+"""Grouped GEMM: the products of an expert layer, compared with cuBLAS, torch and QuACK.
 
     python benchmarks/grouped_gemm.py [--shapes S1,S2] [--ops up,dw1] [--out FILE.json] [--seconds 330]
 
-Products of an expert layer (T tokens, H hidden, I expert width, E experts, K top-k, R = T·K rows; Z has 2I columns):
+The products (T tokens, H hidden, I expert width, E experts, K top-k, R = T·K rows; Z has 2I columns):
 
     up     Z  = X[gather] · W1ᵀ             (R, H)·(H, 2I)    W1 (E, 2I, H)
     down   Y  = A · W2                      (R, I)·(I, H)     W2 (E, I, H)
@@ -12,16 +12,20 @@ Products of an expert layer (T tokens, H hidden, I expert width, E experts, K to
     dw2    dW2 = Aᵀ · dO[gather]            per expert (I, H)
     layer  out = weighted sum over a token's rows of (Z's first I columns) · W2, Z = X[gather] · W1ᵀ
 
-Ours gathers as it reads. A candidate is timed only after its result has been compared with float32 and found free of
-NaN in memory that held NaN. Times are medians over rounds in which every candidate runs in turn, because the chip is
-power-limited and drifts. Peers run if they import. cuBLAS's bmm and torch._grouped_mm get rows gathered beforehand, bmm
-also perfectly even experts; in `layer` torch gathers by index_select and scatters by index_add ("torch") or by
-reading each token's rows ("torch-take"). "apart" is dx2 as two products and a sum, "off" the op under
-MEGABLOCKS_HOPPER=0. `--peers` picks among bmm, torch, quack, off and triton (the plain kernels).
+Ours gathers while it reads. Candidates beside ours:
 
-Kernels are compiled first, one process an op, on a few tokens. Then all runs in a child process with deadlines: a
-candidate that hangs or breaks the CUDA context is struck off and the rest goes on without it. Launches stand in the
-GPU's queue when they are timed, so that a slow host does not count.
+    bmm         cuBLAS's batched product, on rows gathered beforehand and with equal loads
+    torch       torch._grouped_mm on rows gathered beforehand; in `layer` with index_select and index_add
+    torch-take  in `layer`: the same, but it reads each token's rows instead of index_add
+    quack       QuACK with several tiles, if it is installed
+    apart       dx2 as two products and a sum
+    off         the op with MEGABLOCKS_HOPPER=0
+    triton      our plain Triton kernels (only if `--peers` names it)
+
+The result of a candidate, computed in memory that held NaN, is first compared with float32. Candidates run in turn,
+round by round, because the GPU is at its power limit and drifts. The launches are already in the GPU's queue when they
+are timed, so a slow host does not count. One process per op first compiles the kernels on a few tokens. Then all runs
+in a child process with deadlines: a candidate that hangs or breaks the CUDA context is excluded, and the rest goes on.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ COMPILE_S = 120.0
 
 
 def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
-    """Check, then time every candidate of a shape's op; with compile_only just check them, on few tokens."""
+    """Check, then time every candidate of a shape and op. compile_only: only check them, on few tokens."""
     import torch
 
     from megablocks.testing.poison import poisoned_empty
@@ -66,7 +70,7 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
             torch.cuda.synchronize()
             error = 0.0 if name == "bmm" else problem.check(out)
             del out
-            if error >= (1e-2 if op == "layer" else 5e-3):  # a layer rounds to bfloat16 on the way
+            if error >= (1e-2 if op == "layer" else 5e-3):  # a layer rounds intermediate results to bfloat16
                 raise ArithmeticError(f"relative error {error:.1e}")
             if not args.compile_only:
                 milliseconds(fn)
@@ -77,62 +81,48 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
 
 
 def timer(key: str, fn: Callable[[], Any]) -> Callable[[], float]:
-    """µs of a call."""
+    """A timer of `fn`, in µs."""
     calls = calls_for(fn, ROUND_MS)
     wait = 1.2 * host_milliseconds(fn, calls)
     return guarded(key, lambda: 1e3 * milliseconds(fn, calls, head_start_ms=wait))
 
 
-def table(records: list[dict[str, Any]]) -> None:
-    print("\nµs (TFLOP/s); × = time over bmm's, over that of QuACK's best tile, over torch's, by round")
-    for record in records:
-        times = record["times"]
-        mid = {name: median(values) for name, values in times.items()}
-        quack = min((n for n in mid if n.startswith("quack")), key=mid.__getitem__, default=None)
-        print(f"\n{record['shape']} {SHAPES[record['shape']]} {record['op']}")
-        for name in sorted(mid, key=mid.__getitem__):
-            against = [
-                f"{median(a / b for a, b in zip(times[name], times[peer], strict=True)):5.2f}"
-                if peer in times
-                else "    –"
-                for peer in ("bmm", quack or "–", "torch")
-            ]
-            rate = record["flops"] / mid[name] / 1e6
-            print(f"  {name:15s} {mid[name]:8.0f} ({rate:4.0f})  × {' '.join(against)}")
-
-
 def ours(key: str) -> bool:
-    """Whether a failure of SHAPE/OP/NAME, or of a whole SHAPE/OP, turns the gate red."""
+    """Whether a failure of SHAPE/OP/NAME, or of a whole job SHAPE/OP, turns the gate red."""
     name = key.rsplit("/", 1)[1]
     return key.count("/") < 2 or (name not in NOT_OURS and not name.startswith("quack"))
 
 
 def medians(record: dict[str, Any]) -> dict[str, Any]:
-    """A record of rounds as medians: µs, TFLOP/s, and the medians over rounds of the time over each peer's."""
+    """µs and TFLOP/s of each candidate, and the time of ours over each peer's: medians over the rounds."""
     times = record["times"]
     best = min((n for n in times if n.startswith("quack")), key=lambda n: median(times[n]), default=None)
-    peers = [peer for peer in ("bmm", best, "torch", "torch-take", "apart", "off") if peer in times]
+    peers = [peer for peer in ("bmm", best, "torch", "torch-take", "apart", "off") if peer in times and "ours" in times]
+    over = {peer: round(median(a / b for a, b in zip(times["ours"], times[peer], strict=True)), 3) for peer in peers}
     return {
         "shape": record["shape"],
         "sizes": SHAPES[record["shape"]],
         "op": record["op"],
         "us": {name: round(median(values), 1) for name, values in times.items()},
         "tflops": {name: round(record["flops"] / median(values) / 1e6, 1) for name, values in times.items()},
-        "time_of_ours_over": {
-            peer: round(median(a / b for a, b in zip(times["ours"], times[peer], strict=True)), 3)
-            for peer in peers
-            if "ours" in times
-        },
+        "time_of_ours_over": over,
     }
 
 
-def summarise(records: list[dict[str, Any]], gate: Gate) -> tuple[dict[str, Any], list[str]]:
-    """Print the table. A red gate prints none."""
+def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
+    """Print and return the table, unless the gate is red."""
     gate.report()
     if not gate.green:
-        return {}, []
-    table(records)
-    return {"products": [medians(record) for record in records]}, []
+        return {}
+    products = [medians(record) for record in records]
+    print("\nµs (TFLOP/s); time of ours over that of a peer, QuACK's best tile alone")
+    for row in products:
+        print(f"\n{row['shape']} {row['sizes']} {row['op']}")
+        for name in sorted(row["us"], key=row["us"].__getitem__):
+            over = row["time_of_ours_over"].get(name)
+            shown = "" if over is None else f" {over:6.2f}"
+            print(f"  {name:15s} {row['us'][name]:8.0f} ({row['tflops'][name]:4.0f}){shown}")
+    return {"products": products}
 
 
 def main() -> int:
@@ -140,22 +130,21 @@ def main() -> int:
     parser.add_argument("--shapes", default="S1,S2,S0,S3,S5,S4,S6")
     parser.add_argument("--ops", default=",".join(OPS))
     parser.add_argument("--peers", default=",".join(PEERS))
-    parser.add_argument("--compile-only", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     shapes, ops = chosen(parser, "--shapes", args.shapes, SHAPES), chosen(parser, "--ops", args.ops, OPS)
     peers = chosen(parser, "--peers", args.peers, (*PEERS, "triton"))
     if importlib.util.find_spec("quack") is None:
         peers = [peer for peer in peers if peer != "quack"]
+    args.peers = ",".join(peers)
     jobs = [f"{shape}/{op}" for shape in shapes for op in ops]
     if dry_run():
         for job in jobs:
-            print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {', '.join(peers)}")
+            print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {args.peers}")
         return 0
     if args.child:
         return run_child(args, time_job)
     need_gpu()
-    flags = ["--peers", ",".join(peers), "--rounds", str(args.rounds)]
-    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
 
     def run() -> None:
         runner.compile([[f"{shape}/{op}" for shape in shapes] for op in ops], seconds=COMPILE_S)

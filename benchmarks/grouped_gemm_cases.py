@@ -1,4 +1,4 @@
-"""The cases of grouped_gemm.py: shapes, operands, truth, and each candidate as a function that runs it."""
+"""The cases of grouped_gemm.py: shapes, operands, comparison with float32, and the candidates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GATHERED = ("up", "dw1", "dw2", "layer")
 
 
 def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
-    """tile_M, tile_N, pingpong, cluster_M, cluster_N: the neighbourhood of QuACK's default on Hopper."""
+    """tile_M, tile_N, pingpong, cluster_M, cluster_N: QuACK's default tile on Hopper and similar ones."""
     return {
         "quack-pp192": (128, 192, True, 2, 1),
         "quack-c256x128": (256, 128, False, 2, 1),
@@ -32,7 +32,7 @@ def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
 
 
 class Problem:
-    """The operands of one product and its truth on a few experts."""
+    """The operands of one product, and the float32 truth of a few experts."""
 
     def __init__(self, shape: str, op: str, tokens: int | None = None) -> None:
         import torch
@@ -72,7 +72,7 @@ class Problem:
         self.flops = 2 * R * H * inner * {"down": 1, "dw2": 1, "layer": 3}.get(op, 2)
 
     def check(self, out: Any) -> float:
-        """Largest relative error over a few experts, or tokens; inf when any value is NaN."""
+        """Largest relative error of a few experts or tokens; inf if any value is NaN."""
         import torch
 
         if bool(out.isnan().any()):
@@ -95,7 +95,7 @@ class Problem:
         return worst
 
     def _check_layer(self, out: Any) -> float:
-        """The first tokens', pair by pair."""
+        """The error of the first tokens, computed pair by pair."""
         import torch
 
         d, worst = self.dispatch, 0.0
@@ -111,13 +111,15 @@ class Problem:
 
     def ours(self) -> Callable[[], Any]:
         from megablocks.ops.grouped import grouped_mm_hopper as hopper
-        from megablocks.ops.permute.combine import combine
+        from megablocks.ops.permute.rows import combine
 
         offsets, gather = self.offsets, self.gather if self.gathered else None
         if self.op in PRODUCTS:
             return lambda: hopper.ragged_m(self.a, self.w, offsets, gather)
         if self.op in ("dw1", "dw2"):
-            return lambda: hopper.ragged_k(self.a, self.b, offsets, gather)
+            from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
+
+            return lambda: ragged_k(self.a, self.b, offsets, gather)
         if self.op == "dx2":
             return lambda: hopper.ragged_m_sum(self.a, self.w, self.a2, self.w2, offsets)
 
@@ -134,13 +136,12 @@ class Problem:
         return lambda: ragged_m(self.a, self.w, self.offsets) + ragged_m(self.a2, self.w2, self.offsets)
 
     def off(self) -> Callable[[], Any]:
-        """The op as a layer calls it, with the Hopper kernels switched off."""
+        """The op that a layer calls, with the Hopper kernels switched off."""
         from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_op
         from megablocks.ops.grouped.grouped_mm import grouped_mm
-        from megablocks.ops.permute.combine import combine
+        from megablocks.ops.permute.rows import combine
 
         d = self.dispatch
-        moves = d.pair, d.gather, d.scatter, d.token_offsets, d.expert_offsets
 
         def call() -> Any:
             if self.op == "up":
@@ -150,7 +151,7 @@ class Problem:
             if self.op == "dx2":
                 return grouped_mm(self.a, self.w, self.offsets) + grouped_mm(self.a2, self.w2, self.offsets)
             if self.op in ("dw1", "dw2"):
-                return gathered_mm_dw_op(self.a, self.b, *moves)
+                return gathered_mm_dw_op(self.a, self.b, d)
             z = gathered_mm(self.a, self.w, d)
             return combine(grouped_mm(z[:, : self.inner], self.down, self.offsets), self.weight, d)
 
@@ -172,7 +173,7 @@ class Problem:
         return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
 
     def torch_take(self) -> Callable[[], Any]:
-        """torch's `layer` with a scatter that reads each token's K rows in place of index_add's atomics."""
+        """torch's `layer` that reads the K rows of each token, instead of index_add with its atomics."""
         import torch
 
         ends, index, back = self.offsets[1:], self.gather.long(), self.dispatch.scatter.long()
@@ -210,7 +211,7 @@ class Problem:
         return lambda: torch._grouped_mm(rows, self.w, offs=ends)
 
     def bmm(self) -> Callable[[], Any]:
-        """The same floating-point operations with every expert holding R / E rows; its result is not comparable."""
+        """As many FLOPs with R / E rows for every expert. Its result cannot be compared."""
         import torch
 
         per = self.R // self.E

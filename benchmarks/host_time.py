@@ -1,11 +1,11 @@
-"""Host time of a dMoE layer in eager mode: what Python takes for a step, forward and backward, by mlp_impl.
+"""Host time of a dMoE layer in eager mode: the time that Python takes for forward and backward, by mlp_impl.
 
     python benchmarks/host_time.py [--rounds N]
 
-The tensors are small, so that the GPU is never waited for; 64 experts, top-1, bf16. "step" leaves backward to
-autograd's own thread, torch's default; "one thread" runs it in the caller's, as the training driver does by
-`torch.autograd.set_multithreading_enabled(False)`: the difference is what changing threads takes. µs a step, the
-fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
+The tensors are small: the GPU is faster than the host. 64 experts, top-1, bf16. "step" runs backward in autograd's
+own thread, which is torch's default. "one thread" runs it in the caller's thread, as the training driver does
+(`torch.autograd.set_multithreading_enabled(False)`). The difference is the cost of the change of threads. Prints µs per
+step of the fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What each kernel of a layer's step takes: forward and backward of a dMoE layer, by torch's profiler.
+"""Time of each kernel of a layer's step: forward and backward of a dMoE layer, from torch's profiler.
 
     python benchmarks/kernel_times.py [--impl fused] [--shapes 'T,H; I/E/K' …]
 
-SwiGLU, bf16, random routing, router included, as peers.py times whole layers. µs by the GPU's clock, medians over five
-steps, in the order of a step's launches, without what lies between them; torch's own kernels are the router's products.
-layers.py --profile adds up a step's kernels by name instead, peers' too. DRY_RUN=1 prints the cases.
+SwiGLU, bf16, random routing, router included, as in peers.py. The times are medians over five steps, in µs of the GPU's
+clock and in the order of the launches. Gaps between kernels do not count. The kernels of torch are the router's
+products. A shape may also be a case of layers.py, such as Medium/2. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import argparse
 import re
 
 from bookkeeping import launches
-from layer_candidates import OURS, Problem, Step, labelled, random_ids
+from layer_candidates import OURS, SIZES, Problem, labelled, problem_of, random_ids
 from measure import dry_run, need_gpu
 from peers import PAPER
 
 
 def short(name: str) -> str:
-    """A kernel's name without its namespaces, template arguments and return type."""
+    """A kernel's name without namespaces, template arguments and return type."""
     return re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()[:40]
 
 
-def step_of(label: str, impl: str) -> Step:
+def problem_named(label: str) -> Problem:
+    if label.split("/")[0] in SIZES:
+        return problem_of(label)
     shape = labelled(label)
-    problem = Problem(shape, random_ids(shape, "cuda"), device="cuda")
-    return problem.layer(problem.config(mlp_impl=impl))
+    return Problem(shape, random_ids(shape, "cuda"), device="cuda")
 
 
 def main() -> None:
@@ -35,8 +36,8 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(PAPER), metavar="'T,H; I/E/K'")
     args = parser.parse_args()
     for label in args.shapes:
-        if not re.fullmatch(r"\d+,\d+; \d+/\d+/\d+", label):
-            parser.error(f"--shapes {label!r}: must be 'T,H; I/E/K', as '{PAPER[0]}'")
+        if not re.fullmatch(rf"\d+,\d+; \d+/\d+/\d+|({'|'.join(SIZES)})/[\d.]+", label):
+            parser.error(f"--shapes {label!r}: must be 'T,H; I/E/K', such as '{PAPER[0]}', or SIZE/SKEW of layers.py")
     if dry_run():
         for label in args.shapes:
             print(f"{label} {args.impl}")
@@ -45,8 +46,9 @@ def main() -> None:
     import torch
 
     for label in args.shapes:
-        times = launches(step_of(label, args.impl).total)
-        total, flops = sum(time for _, time in times), 3 * labelled(label).forward_flops
+        problem = problem_named(label)
+        times = launches(problem.maker(mlp_impl=args.impl)().total)
+        total, flops = sum(time for _, time in times), 3 * problem.shape.forward_flops
         print(f"{label} {args.impl}: {total:.0f} µs, {flops / total / 1e6:.0f} TFLOP/s", flush=True)
         for name, time in times:
             print(f"  {short(name):40} {time:8.1f}")

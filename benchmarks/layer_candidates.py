@@ -1,10 +1,10 @@
-"""Whole layers that compute the same function: ours, our padded one, and peers; with their float32 truth.
+"""Whole layers that compute the same function: our layers, our padded layer, other packages, and the float32 truth.
 
     y[t] = Σ_k p[t,k] · w2_eᵀ · act(w1_e · x[t]) [⊙ (v1_e · x[t]) if gated],   e = ids[t,k], p from the router's softmax
 
-T tokens, H hidden, I expert width, E experts, K top-k. Which experts a token gets is given (`ids`), by a constant that
-every candidate adds to its router's logits; the router's product, softmax and top-k are computed and timed all the
-same. Auxiliary losses are off. All candidates share one set of expert weights where their layouts allow it.
+T tokens, H hidden, I expert width, E experts, K top-k. The experts of each token are given (`ids`): every candidate
+adds a constant to the logits of these experts. The router's product, softmax and top-k still run and are timed.
+Auxiliary losses are off. All candidates share one set of expert weights if their layouts allow it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import math
 import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from measure import relative_error
+from measure import on_gpu, relative_error
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 GRAPHED = "auto graphed"
@@ -28,7 +29,7 @@ FUSED_MODES = {
     "fused recompute": {"recompute_activation": True},
     "fused 8 bits": {"quantize_rematerialize_num_bits": 8},
 }
-"""The fused experts keeping less for backward: x alone, or the pre-activations in 8 bits."""
+"""The fused experts with less saved for backward: only x, or the pre-activations in 8 bits."""
 SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
     "XS": (65536, 512, 2048, 64),
     "Small": (32768, 768, 3072, 64),
@@ -36,12 +37,12 @@ SIZES = {  # T, H, I, E: the FFNs of Transformer-XS, -Small and -Medium
     "toy": (128, 32, 128, 4),
 }
 GOAL_FROM, GOAL, LEAST_AT_ONE = 2.0, 1.38, 0.95
-"""The paper's least speed-up over padding (XS), asked for from skew 2 on, and what balance may cost."""
+"""Goals over padding: speed-up from this skew on (the paper's smallest, at XS), and the least speed at skew 1."""
 STRENGTH = 8.0
-"""What is added to the chosen logits. The router's weights are drawn so that logits have a standard deviation of 0.5;
-two of them differing by 8 against the constant would be 11 standard deviations of their difference."""
+"""The constant that is added to the chosen logits. Logits have a standard deviation of 0.5, so the difference of two
+logits would have to be 11 standard deviations to change a choice."""
 ROUTER_TOLERANCE, TOLERANCE = 2e-2, 1e-2
-"""Relative Frobenius error. With one expert at p near 1, p's slope p·(1−p) is small, so d-router keeps fewer digits."""
+"""Largest relative Frobenius errors. If p is near 1, its slope p·(1−p) is small, so d_router has fewer exact digits."""
 
 
 @dataclass(frozen=True)
@@ -60,12 +61,12 @@ class Shape:
 
     @property
     def forward_flops(self) -> int:
-        """Multiply-adds of the experts' products, twice; backward is twice this."""
+        """FLOPs of the experts' products in forward, two per multiply-add. Backward takes twice as many."""
         return (6 if self.gated else 4) * self.tokens * self.top_k * self.hidden * self.width
 
     @property
     def label(self) -> str:
-        """As in peers_h200.json."""
+        """The name of the shape in peers_h200.json."""
         return f"{self.tokens},{self.hidden}; {self.width}/{self.experts}/{self.top_k}"
 
 
@@ -75,34 +76,81 @@ def shape_of(size: str) -> Shape:
 
 
 def labelled(label: str) -> Shape:
-    """The SwiGLU shape that `Shape.label` names "T,H; I/E/K"; weights are a softmax over the chosen logits."""
+    """The SwiGLU shape with the label "T,H; I/E/K". Its routing weights are a softmax over the chosen logits."""
     tokens, hidden, width, experts, top_k = map(int, re.split(r"[,;/ ]+", label))
     return Shape(tokens, hidden, width, experts, top_k, "swiglu", "after_topk")
 
 
 def random_ids(shape: Shape, device: str) -> Any:
-    """(T, K) different experts a token, each as likely."""
+    """(T, K) ids. Each token has K different experts, all equally likely."""
     import torch
 
     generator = torch.Generator(device).manual_seed(3)
     return torch.rand(shape.tokens, shape.experts, device=device, generator=generator).topk(shape.top_k, dim=1).indices
 
 
+def skewed_loads(num_pairs: int, num_experts: int, skew: float) -> list[int]:
+    """Number of pairs of each expert, the fullest first, with max/mean = skew. Skew 1 is balance.
+
+    The loads follow 1/(e+1)^s for a suitable s. The fullest expert has exactly round(skew · num_pairs / E) pairs, and
+    the other experts share the rest by largest remainder.
+
+    Raises:
+        ValueError: skew is outside [1, E].
+    """
+    if not 1 <= skew <= num_experts:
+        raise ValueError(f"skew={skew}: max/mean load must be in [1, {num_experts}], the number of experts")
+
+    def shares(s: float) -> list[float]:
+        powers = [(e + 1) ** -s for e in range(num_experts)]
+        return [p / math.fsum(powers) for p in powers]
+
+    low, high = 0.0, 64.0  # at s = 64 the fullest expert has all but 2^-64 of the pairs
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if shares(middle)[0] * num_experts < skew else (low, middle)
+    fullest = min(num_pairs, math.floor(skew * num_pairs / num_experts + 0.5))
+    if num_experts == 1:
+        return [num_pairs]
+    _, *tail = shares(low)
+    wanted = [t / max(math.fsum(tail), 1e-300) * (num_pairs - fullest) for t in tail]
+    loads = [math.floor(w) for w in wanted]
+    by_remainder = sorted(range(len(tail)), key=lambda i: loads[i] - wanted[i])
+    for i in by_remainder[: num_pairs - fullest - sum(loads)]:
+        loads[i] += 1
+    return [fullest, *loads]
+
+
+def skewed(num_tokens: int, num_experts: int, top_k: int, skew: float, seed: int = 0) -> Any:
+    """Expert ids (T, K) int64 with the loads of `skewed_loads`: the fullest expert holds exactly skew times the mean.
+
+    The K ids of a token differ as long as no expert holds more than T pairs (skew <= E/K). `seed` decides which expert
+    is the fullest and which tokens it gets.
+    """
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    loads = torch.tensor(skewed_loads(num_tokens * top_k, num_experts, skew))
+    expert = torch.randperm(num_experts, generator=generator).repeat_interleave(loads)
+    # Pair i goes to token i mod T. So up to T consecutive pairs, which have the same expert, go to different tokens.
+    return expert.view(top_k, num_tokens).t()[torch.randperm(num_tokens, generator=generator)]
+
+
 def kind(name: str) -> str:
-    """Of OURS or PEERS, or bmm: the first word of a candidate's name; what follows is how it is run."""
+    """The first word of a candidate's name: one of OURS or PEERS, or bmm. The rest says how the candidate runs."""
     return name.split()[0]
 
 
 @dataclass
 class Step:
-    """One candidate, ready to run. `leaves`: x, the router's weight, and the experts' weights."""
+    """One candidate that is ready to run. `leaves`: x, the router's weight, and the experts' weights."""
 
     forward: Callable[[], Any]
     leaves: list[Any]
     dy: Any
 
     def total(self) -> Any:
-        """Forward and backward: (y, gradients of the leaves). Nothing is accumulated."""
+        """Runs forward and backward. Returns (y, gradients of the leaves) and accumulates nothing."""
         import torch
 
         y = self.forward()
@@ -110,10 +158,10 @@ class Step:
 
 
 class Problem:
-    """Inputs, weights, the given routing, and the truth of one shape."""
+    """Inputs, weights, the given routing and the float32 truth of one shape."""
 
     def __init__(self, shape: Shape, ids: Any, *, device: str, dtype: Any = None, **settings: Any) -> None:
-        """settings: of every layer's MoEConfig, the truth's too."""
+        """settings: options of the MoEConfig of every layer, also of the truth."""
         import torch
 
         dtype = torch.bfloat16 if dtype is None else dtype
@@ -145,7 +193,7 @@ class Problem:
         )  # fmt: skip
 
     def module(self, config: Any, experts_dtype: Any = None) -> Any:
-        """One of our layers over the shared weights; `experts_dtype` for the truth, whose router stays as it is."""
+        """One of our layers over the shared weights. experts_dtype: of the experts only, for the truth."""
         import torch
 
         from megablocks import MoE, dMoE
@@ -164,7 +212,7 @@ class Problem:
         return made
 
     def layer(self, config: Any, *, experts_dtype: Any = None, graphed: bool = False) -> Step:
-        """graphed: as torch.cuda.make_graphed_callables returns it, called as before."""
+        """A step of `module`. graphed: through torch.cuda.make_graphed_callables."""
         import torch
 
         made = self.module(config, experts_dtype)
@@ -175,8 +223,12 @@ class Problem:
             made = torch.cuda.make_graphed_callables(made, (torch.zeros_like(x, requires_grad=True),))
         return Step(lambda: made(x), leaves, self.dy.to(dtype))
 
+    def maker(self, **changes: Any) -> Callable[[], Step]:
+        """Makes the layer with these changes of its config when it is called."""
+        return lambda: self.layer(self.config(**changes))
+
     def routing(self) -> Any:
-        """Of these tokens, in training: ids for a plain top-k, more or fewer where the settings round."""
+        """The routing of these tokens in training. It differs from `ids` only if the settings round the loads."""
         import torch
 
         router = self.module(self.config()).router
@@ -185,14 +237,14 @@ class Problem:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the gradients of one of our layers, as `Step.leaves` orders them."""
+        """The names of our layers' gradients, in the order of `Step.leaves`."""
         return ("dx", "d_router", "dw1", "dw2") if self.v1 is None else ("dx", "d_router", "dw1", "dv1", "dw2")
 
     def forget_truth(self) -> None:
         self._truth = {}
 
     def truth(self) -> dict[str, Any]:
-        """Output and gradients by the plain loop over experts in float32, then rounded to the dtype."""
+        """Output and gradients of the loop over experts in float32, rounded to the dtype."""
         import torch
 
         if not self._truth:
@@ -202,9 +254,13 @@ class Problem:
         return self._truth
 
     def error(self, step: Step, *, weights: bool, slack: float = 1.0) -> float:
-        """Largest relative error over y and the gradients, each within its tolerance times `slack`.
+        """Largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
 
-        weights: compare the experts' too, a peer keeps them in a layout of its own; and run over memory that holds NaN.
+        weights: also compare the gradients of router and experts, and run in memory that holds NaN. Off for peers,
+        because their weights have other layouts.
+
+        Raises:
+            ArithmeticError: an error exceeds its tolerance. The message names the tensor.
         """
         import torch
 
@@ -227,34 +283,29 @@ class Problem:
         return worst
 
     def ours(self) -> dict[str, Callable[[], Step]]:
-        """dMoE with each mlp_impl, reference excluded."""
-
-        def make(impl: str) -> Callable[[], Step]:
-            return lambda: self.layer(self.config(mlp_impl=impl))
-
-        return {impl: make(impl) for impl in OURS}
+        """dMoE with each mlp_impl except "reference"."""
+        return {impl: self.maker(mlp_impl=impl) for impl in OURS}
 
     def fused_modes(self) -> dict[str, Callable[[], Step]]:
-        def make(changes: dict[str, Any]) -> Callable[[], Step]:
-            return lambda: self.layer(self.config(mlp_impl="fused", **changes))
-
-        return {name: make(changes) for name, changes in FUSED_MODES.items()}
+        return {name: self.maker(mlp_impl="fused", **changes) for name, changes in FUSED_MODES.items()}
 
     # ---- peers
 
     def peers(self) -> dict[str, Callable[[], Step]]:
-        """Those that are installed."""
+        """The peers that are installed."""
         made = {"torch": self.torch_grouped, "scattermoe": self.scattermoe, "sonicmoe": self.sonicmoe}
         made["sonicmoe compiled"] = lambda: self.sonicmoe(compiled=True)
         return {name: make for name, make in made.items() if importlib.util.find_spec(kind(name))}
 
     def _route(self, logits: Any) -> tuple[Any, Any]:
-        """(T, K) weights in float32 and ids, by our router: these peers have none, and torch's top-k alone takes longer
-        than a layer's bookkeeping."""
-        from megablocks.ops.routing.router import route_topk
+        """(T, K) float32 weights and ids of our router, for peers without a router.
+
+        torch's operators would be an unfair choice: their top-k alone takes longer than the rest of a router.
+        """
+        from megablocks.ops.routing.topk import RouterOptions, route_topk
 
         s = self.shape
-        out = route_topk(logits + self.constant, s.top_k, softmax_order=s.softmax_order, losses=False)
+        out = route_topk(logits + self.constant, RouterOptions(s.top_k, after=s.softmax_order == "after_topk"))
         return out.weight.view(s.tokens, s.top_k), out.expert.view(s.tokens, s.top_k).long()
 
     def _leaf(self, weight: Any) -> Any:
@@ -270,7 +321,7 @@ class Problem:
         return self._leaf(torch.cat(halves if gate_first else halves[::-1], dim=1))
 
     def torch_grouped(self) -> Step:
-        """torch's grouped_mm between a gather and a scatter, whose backwards are gathers too; swiglu compiled."""
+        """torch's grouped_mm between a gather and a scatter whose backwards are gathers. SwiGLU is compiled."""
         import torch
         import torch.nn.functional as F
 
@@ -314,7 +365,7 @@ class Problem:
             made = kind(s.hidden, s.width, s.experts, s.top_k, activation=act)
         up = self._up_weight(gate_first=False)
         down = self._leaf(self.experts(self.w2).transpose(1, 2).contiguous())
-        # plain attributes: a Parameter would be another leaf
+        # plain attributes, because a Parameter would be another leaf
         for experts, weight in ((made.experts, up), (made.output_experts, down)):
             del experts.weight
             experts.weight = weight
@@ -327,10 +378,11 @@ class Problem:
         return Step(forward, [x, router, up, down], self.dy)
 
     def sonicmoe(self, compiled: bool = False) -> Step:
-        """SonicMoE's layer function. Its gated weights interleave gate and up; its softmax follows the top-k.
+        """SonicMoE's layer function. Its gated weights interleave gate and up, and its softmax comes after the top-k.
 
-        compiled: through torch.compile, as its own benchmark calls it. It has no CUDA graph: it counts tokens by a
-        launch into the default stream. Some of what it compiles for a shape it keeps for the next: a process runs one.
+        compiled: through torch.compile, as in SonicMoE's own benchmark. A CUDA graph is not possible, because it counts
+        tokens with a launch into the default stream. A process runs one shape only, because SonicMoE reuses kernels
+        that it compiled for an earlier shape.
         """
         import torch
         import torch.nn.functional as F
@@ -358,13 +410,13 @@ class Problem:
         call = torch.compile(layer) if compiled else layer
 
         def forward() -> Any:
-            functional.F = steered  # the module calls F.linear for its router alone
+            functional.F = steered  # the module calls F.linear only for its router
             return call()
 
         return Step(forward, [x, router, up, down], self.dy)
 
     def bmm(self) -> Step:
-        """cuBLAS's batched products of the same FLOPs, every expert holding T·K/E rows: nothing else of a layer."""
+        """Only cuBLAS's batched products, with the same FLOPs and T·K/E rows for every expert."""
         import torch
 
         s = self.shape
@@ -372,13 +424,11 @@ class Problem:
         generator = torch.Generator(self.device).manual_seed(1)
 
         def rand(*size: int) -> Any:
-            values = torch.randn(s.experts, *size, device=self.device, generator=generator, dtype=self.dtype)
-            return values.requires_grad_()
+            return torch.randn(s.experts, *size, device=self.device, generator=generator, dtype=self.dtype)
 
         outer = (2 if s.gated else 1) * s.width
         x, a, dy, dz = rand(per, s.hidden), rand(per, s.width), rand(per, s.hidden), rand(per, outer)
         up, down = self._up_weight().detach(), self.experts(self.w2)
-        x, a, dy, dz = (t.detach() for t in (x, a, dy, dz))
 
         def forward() -> Any:
             return torch.bmm(x, up.mT), torch.bmm(a, down)
@@ -391,9 +441,17 @@ class Problem:
         return Products(forward, [], dy)
 
 
+def problem_of(job: str) -> Problem:
+    """The problem of SIZE/SKEW, such as Medium/2."""
+    size, skew = job.split("/")
+    shape = shape_of(size)
+    ids = skewed(shape.tokens, shape.experts, shape.top_k, float(skew))
+    return Problem(shape, ids, device="cuda" if on_gpu() else "cpu")
+
+
 @functools.cache
 def _torch_moves() -> tuple[Any, Any]:
-    """Gather (T, H) → (T·K, H) and a permutation of rows, whose own backwards would add up with atomics or sort."""
+    """A gather (T, H) → (T·K, H) and a permutation of rows. torch's own backwards would use atomics or a sort."""
     import torch
 
     class Gather(torch.autograd.Function):
@@ -421,5 +479,5 @@ def _torch_moves() -> tuple[Any, Any]:
 
 
 def select(makers: Mapping[str, Callable[[], Step]], wanted: str) -> dict[str, Callable[[], Step]]:
-    """Those named in `wanted`, comma-separated; all for ""."""
+    """The makers whose names are in the comma-separated `wanted`; "" means all."""
     return {name: make for name, make in makers.items() if not wanted or name in wanted.split(",")}

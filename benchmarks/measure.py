@@ -1,11 +1,13 @@
-"""What the benchmarks share: interleaved timing, the correctness gate, peers' earlier figures, results on disk.
+"""Shared parts of the benchmarks: interleaved timing, the correctness gate, earlier figures of peers, result files.
 
-A GPU under a power limit drifts by 5 to 10 %, so candidates are timed in turn, round by round, and compared by the
-median of a round's ratios, never by two medians taken apart. No speed-up is printed while the gate is red: a candidate
-counts only after its result has been compared with float32. A peer far below what it once reached on the same GPU voids
-the run: something is wrong with the machine or with how the peer is called.
+The speed of a GPU at its power limit drifts by 5 to 10 %. So the candidates run in turn, round by round, and two
+candidates are compared by the median of the ratios of their rounds, never by the ratio of their medians.
 
-Everything here also runs on a CPU, at toy sizes, with the host's clock.
+The result of a candidate is compared with float32 before the candidate counts. No speed-up is printed while one of our
+results is wrong ("the gate is red"). If a peer is far slower than it was before on the same GPU, the run is void:
+something is wrong with the machine or with the call of the peer.
+
+All of this also runs on a CPU at toy sizes. There times come from the host's clock.
 """
 
 from __future__ import annotations
@@ -31,14 +33,14 @@ PEER_FIGURES = Path(__file__).parent / "peers_h200.json"
 ROUNDS = 9
 ROUND_MS = 10.0
 CLOCK_KHZ = 1.98e6
-"""The fastest clock of an H100 or H200: a wait counted in it is at least as long as meant."""
+"""The fastest clock of an H100 or H200. A slower clock only makes a wait in cycles longer."""
 TOLERANCE = 1e-2
-"""Relative Frobenius error against float32 that bf16 and fp16 results stay under; theirs is 1e-3 to 5e-3."""
+"""Largest relative Frobenius error against float32. Correct bf16 and fp16 results are 1e-3 to 5e-3 off."""
 PEER_SLACK = 0.15
 
 
 def emit(**record: Any) -> None:
-    """One JSON line on stdout: how a child process talks to its parent."""
+    """Print one JSON line. A child process sends records to its parent this way."""
     print(json.dumps(record), flush=True)
 
 
@@ -52,10 +54,10 @@ def on_gpu() -> bool:
 
 
 def need_gpu(toy: bool = False) -> None:
-    """End the program, with one line, where there is none; a toy run does without."""
+    """End the program with one line if there is no GPU. A toy run needs none."""
     if not toy and not on_gpu():
         raise SystemExit(
-            f"{Path(sys.argv[0]).name}: torch sees no GPU; run it where there is one, DRY_RUN=1 prints the cases"
+            f"{Path(sys.argv[0]).name}: torch sees no GPU; run it on a machine with one. DRY_RUN=1 prints the cases"
         )
 
 
@@ -64,10 +66,10 @@ def dry_run() -> bool:
 
 
 def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
-    """Time of one of `calls` calls: by events on the GPU, by the clock elsewhere.
+    """Milliseconds per call of `fn`, over `calls` calls: by CUDA events on a GPU, by the host's clock elsewhere.
 
-    head_start_ms: keep the GPU waiting so long first, so that calls which take the host longer than the GPU stand in
-    its queue when they are timed: their kernels' time, as on a faster host. What waits for the GPU gains nothing.
+    head_start_ms: the GPU first waits this long, so that the launches are already in its queue when it starts. Then a
+    slow host does not count: the time is that of the kernels. A call that synchronizes gains nothing from this.
     """
     if not on_gpu():
         start = time.perf_counter()
@@ -88,7 +90,7 @@ def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float 
 
 
 def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
-    """What the host needs to launch `calls` calls."""
+    """Milliseconds that the host needs to launch `calls` calls."""
     import torch
 
     if on_gpu():
@@ -103,16 +105,16 @@ def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
 
 
 def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
-    """`calls` calls as one CUDA graph, so that no launch overhead is timed.
+    """Replays `calls` calls as one CUDA graph, so that the time contains no launch overhead.
 
-    A graph keeps no operand alive: the caller must keep `fn`, whose closure holds them, as long as the graph.
+    A graph does not keep its operands alive. The caller must keep `fn`, whose closure holds them, as long as the graph.
     """
     import torch
 
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        fn()  # what allocates, compiles or loads on first use must not do so while capturing
+        fn()  # the first call may allocate, compile or load, which a capture does not allow
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -122,17 +124,17 @@ def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
 
 
 def calls_for(fn: Callable[[], Any], round_ms: float = ROUND_MS) -> int:
-    """How many calls of `fn`, which has run before, fill a round."""
+    """The number of calls of `fn` that fill a round. `fn` must have run before."""
     return max(1, round(round_ms / max(milliseconds(fn), 1e-3)))
 
 
 def interleave(
     timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """Times of every candidate in each round, the first ones dropped.
+    """The times of every candidate in each round, without the warm-up rounds.
 
-    Each round has an order of its own, the same in every run: at the limit of power a candidate's time depends on who
-    ran before it, and in rounds that only start elsewhere that is always the same one.
+    The order of the candidates is shuffled in each round, because at the power limit the time of a candidate depends on
+    the one before it. The seed is fixed, so that every run has the same orders.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in timers}
@@ -145,17 +147,23 @@ def interleave(
 
 
 def speed(times: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
-    """Speed of `name` relative to `base`: the median over the rounds; None unless both ran."""
+    """Speed of `name` relative to `base`: the median of the ratios of the rounds. None unless both were timed."""
     if not times.get(name) or not times.get(base):
         return None
     return median(b / n for n, b in zip(times[name], times[base], strict=True))
+
+
+def cells(values: Iterable[float | None], form: str, unit: str = "") -> str:
+    """The numbers in columns of one width, with a dash for None."""
+    width = int(form.split(".")[0]) + len(unit)
+    return " ".join("–".rjust(width) if v is None else f"{v:{form}}{unit}" for v in values)
 
 
 # ---- correctness
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """‖got − want‖ / ‖want‖ in float32; infinite for another shape and for NaN."""
+    """‖got − want‖ / ‖want‖ in float32; infinite for NaN or if the shapes differ."""
     if got.shape != want.shape:
         return float("inf")
     want = want.float()
@@ -165,14 +173,18 @@ def relative_error(got: Any, want: Any) -> float:
 
 @dataclass
 class Gate:
-    """Results compared with float32, and candidates that failed. `ours` fail the run; a peer only drops out of it."""
+    """Which candidates were right, which failed, and why the run is void if it is.
+
+    A failure turns the gate red if `ours(key)` holds. The failure of a peer only removes the peer.
+    """
 
     ours: Callable[[str], bool]
     errors: dict[str, float] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    void: list[str] = field(default_factory=list)
 
     def take(self, record: Mapping[str, Any]) -> bool:
-        """Whether `record` was a child's word on a candidate: {"good": key, "error": …} or {"bad": key, "why": …}."""
+        """Take {"good": key, "error": …} or {"bad": key, "why": …}. False: `record` is neither and was not taken."""
         if "good" in record:
             self.errors[record["good"]] = record["error"]
         elif "bad" in record:
@@ -204,7 +216,7 @@ class Gate:
               f"relative error {worst:.1e}, {len(self.failures)} failed")  # fmt: skip
 
 
-# ---- what peers once reached
+# ---- earlier figures of peers
 
 
 def peer_figures(path: Path = PEER_FIGURES) -> dict[str, Any]:
@@ -214,12 +226,12 @@ def peer_figures(path: Path = PEER_FIGURES) -> dict[str, Any]:
 def void_reasons(
     measured: Iterable[tuple[str, str, str, float]], figures: Mapping[str, Any], gpu: str | None
 ) -> list[str]:
-    """Why a run does not count: peers more than 15 % below their earlier figure at the same shape.
+    """Why a run does not count: the peers that are more than 15 % below their earlier figure at the same shape.
 
     Args:
-        measured: (shape, peer, which of forward, backward and total, TFLOP/s).
-        figures: as `peer_figures`.
-        gpu: of this run; figures of another GPU say nothing about it.
+        measured: (shape, peer, phase, TFLOP/s) with phase forward, backward or total.
+        figures: the result of `peer_figures`.
+        gpu: the GPU of this run. On another GPU than that of `figures` no run is void.
     """
     if gpu != figures["gpu"]:
         return []
@@ -241,7 +253,7 @@ def gpu_name() -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """What the figures were taken on. MEGABLOCKS_COMMIT names the commit of a copy that git does not know."""
+    """GPU, versions, commit and command of this run. MEGABLOCKS_COMMIT gives the commit of a copy without git."""
     import importlib.metadata
 
     import torch
@@ -268,7 +280,7 @@ def environment() -> dict[str, Any]:
 
 
 def result_path(name: str, gpu: str | None = None, root: Path = RESULTS) -> Path:
-    """results/<gpu>/<name>.json; "NVIDIA H200" is h200, no GPU is cpu."""
+    """results/<gpu>/<name>.json. The folder of "NVIDIA H200" is h200; without a GPU it is cpu."""
     folder = "cpu" if gpu is None else gpu.lower().removeprefix("nvidia ").replace(" ", "-")
     return root / folder / f"{name}.json"
 
@@ -280,10 +292,9 @@ def write_result(
     gate: Gate,
     summary: Mapping[str, Any],
     records: Sequence[Mapping[str, Any]],
-    void: Sequence[str] = (),
     taken_on: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a run whole or not at all: to a neighbour, then renamed. taken_on: its `environment`, default this one."""
+    """Write the result of a run atomically. taken_on: the `environment` of the run, by default this one."""
     from megablocks.monitor.history import write_atomically
 
     result = {
@@ -291,22 +302,22 @@ def write_result(
         "benchmark": name,
         "environment": environment() if taken_on is None else dict(taken_on),
         "gate": gate.to_dict(),
-        "void": list(void),
+        "void": gate.void,
         "summary": dict(summary),
         "records": list(records),
     }
     assert tuple(result) == REQUIRED
-    # One record a line: a diff shows which case changed.
+    # One record per line, so that a diff shows which case changed.
     head = json.dumps({key: value for key, value in result.items() if key != "records"}, indent=1)
     lines = ",\n".join(json.dumps(record) for record in records)
     write_atomically(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """A result as `write_result` left it.
+    """A result that `write_result` wrote.
 
     Raises:
-        ValueError: half a file, or another program's; names the file.
+        ValueError: the file is incomplete or is not such a result. The message names the file.
     """
     try:
         result = json.loads(path.read_text())

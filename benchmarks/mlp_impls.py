@@ -1,11 +1,11 @@
-"""The ways of computing experts in whole layers: what decides mlp_impl="auto".
+"""Whole layers with each mlp_impl, which is how the choice of mlp_impl="auto" is decided.
 
     python benchmarks/mlp_impls.py [--only XS,Medium] [--impls grouped,sparse] [--out FILE.json]
 
-Needs a GPU; DRY_RUN=1 prints the cases. dMoE forward and backward with its load-balancing loss, bf16, random tokens, a
-freshly drawn router. All ways compute the same step in one process, in interleaved rounds, called from Python (eager)
-and replayed from a CUDA graph. Output and gradients of each, in memory that held NaN, must agree with the plain loop
-over experts in float32 before a time is printed. `kept` is the memory held between forward and backward.
+dMoE forward and backward with its load-balancing loss, bf16, random tokens and a freshly initialized router. All impls
+compute the same step in one process, in interleaved rounds, called from Python (eager) and as a CUDA graph. The output
+and the gradients of each, computed in memory that held NaN, are first compared with the loop over experts in float32.
+`kept` is the memory held between forward and backward. Needs a GPU. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu,
 
 
 class Case(NamedTuple):
-    """T, H, I, E, K as in megablocks.config."""
+    """The sizes T, H, I, E, K of megablocks.config, and options of the layer."""
 
     name: str
     tokens: int
@@ -72,13 +72,13 @@ def main() -> int:
     need_gpu()
     import torch
 
-    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the truth here
-    print(f"ms as a graph (eager), kept MB, of {', '.join(impls)}; what auto takes")
+    torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the reference
+    print(f"ms as a graph (eager) and MiB kept, of {', '.join(impls)}; the choice of auto")
     gate, records = Gate(lambda key: True), []
     for case in cases:
         record = measure(case, impls, gate)
         records += [record] if record else []
-        if options.out:  # after each, so that a run cut short leaves what it has
+        if options.out:  # after each case, so that an interrupted run leaves its results
             missing = [c.name for c in cases if c.name not in {r["case"] for r in records}]
             write_result(options.out, "mlp_impls", gate=gate, summary={"missing": missing}, records=records)
     gate.report()
@@ -86,7 +86,7 @@ def main() -> int:
 
 
 def layer_of(case: Case, impl: str, device: str = "cuda") -> Any:
-    """In bf16; "reference": with the experts' weights, the same ones, in float32."""
+    """A layer in bf16. The experts of the "reference" have the same weights in float32."""
     import torch
 
     from megablocks import MoEConfig, dMoE
@@ -104,7 +104,7 @@ def layer_of(case: Case, impl: str, device: str = "cuda") -> Any:
 
 
 def step_of(layer: Any, x: Any, dy: Any) -> Callable[[], dict[str, Any]]:
-    """Forward and backward of y and the loss: y, dx and the parameters' gradients by name."""
+    """A step of forward and backward of y and the loss. It returns y, dx and the parameters' gradients by name."""
     import torch
 
     names, parameters = zip(*layer.named_parameters(), strict=True)
@@ -120,7 +120,7 @@ def step_of(layer: Any, x: Any, dy: Any) -> Callable[[], dict[str, Any]]:
 
 
 def truth_of(case: Case, x: Any, dy: Any) -> dict[str, Any]:
-    """What `step_of` gives for the loop over experts in float32. Its router, in bf16, sees the same tokens."""
+    """The result of `step_of` for the loop over experts in float32. Its router stays in bf16."""
     exact = x.detach().float().requires_grad_()
     return step_of(layer_of(case, "reference", x.device.type), exact, dy.float())()
 
@@ -129,7 +129,7 @@ def error_of(got: dict[str, Any], want: dict[str, Any]) -> float:
     """The largest relative error.
 
     Raises:
-        ArithmeticError: one above its tolerance; names the tensor.
+        ArithmeticError: an error exceeds its tolerance. The message names the tensor.
     """
     worst = 0.0
     for name, value in want.items():
@@ -141,7 +141,7 @@ def error_of(got: dict[str, Any], want: dict[str, Any]) -> float:
 
 
 def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
-    """Milliseconds and memory by impl; None where one of them is wrong or raises, which the gate is told."""
+    """Milliseconds and memory by impl. None if an impl is wrong or raises; then the gate has its failure."""
     import torch
 
     from megablocks.testing.poison import poisoned_empty
@@ -158,14 +158,14 @@ def measure(case: Case, impls: list[str], gate: Gate) -> dict[str, Any] | None:
             step = step_of(layer, x, dy)
             with poisoned_empty():
                 gate.take({"good": key, "error": error_of(step(), truth)})
-        except Exception as e:  # the other cases are measured all the same
+        except Exception as e:  # the other impls and cases still run
             gate.take({"bad": key, "why": f"{type(e).__name__}: {str(e)[-300:]}"})
             continue
         before = torch.cuda.memory_allocated()
         held = layer.forward_with_aux(x)
         kept[impl] = (torch.cuda.memory_allocated() - before) >> 20
         del held
-        timers[f"eager/{impl}"] = functools.partial(milliseconds, step, REPEATS)  # keeps what the graph reads
+        timers[f"eager/{impl}"] = functools.partial(milliseconds, step, REPEATS)  # keeps the operands of the graph
         timers[f"graph/{impl}"] = functools.partial(milliseconds, graph_of(step), REPEATS)
     del truth
     if len(kept) < len(impls):

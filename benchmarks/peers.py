@@ -1,22 +1,28 @@
-"""Whole layers beside the field's: forward, backward and total TFLOP/s, and the bytes a forward leaves allocated.
+"""Whole layers compared with those of other packages: TFLOP/s of forward and backward, and memory held for backward.
 
     python benchmarks/peers.py [--shapes 0,1,…] [--candidates …] [--out FILE.json]
     python benchmarks/peers.py --merge FILE.json… --out FILE.json
 
 The shapes are the twelve of SonicMoE's paper and the others of peers_h200.json (T,H; I/E/K; SwiGLU, bf16, random
-routing). The latter's figures, measured earlier on an H200, are what a peer has to come near: one that reads more than
-15 % below voids the run. In turn, in one process a shape: `auto`, `grouped`, `sparse`, `scatter`, `fused` are dMoE with
-that mlp_impl, `fused recompute` and `fused 8 bits` keep less for backward; `torch`, `scattermoe`, `sonicmoe` and
-`sonicmoe compiled`, as its own benchmark calls it, run if they import; `bmm` is cuBLAS's batched products of the same
-FLOPs on even experts, nothing else of a layer. Router included, ours where a peer has none, auxiliary losses off.
-TFLOP/s count 6·T·H·I·K forward and 12·T·H·I·K backward; backward is total less forward. They are timed with their
-launches already in the GPU's queue, so that a slow host does not count; `eager` is the total without. Every result but
-bmm's is compared with float32 first.
+routing). peers_h200.json holds earlier figures of the peers on an H200. A peer more than 15 % below them voids the run.
 
-SonicMoE counts as the faster of its two, on the total. The shapes' kernels are compiled beside each other before the
-first shape is timed. Shapes may be split over runs: --merge puts the files' shapes into one table, whose gate is green
-if theirs are and which is void if one of them is. It refuses runs of different commits, GPUs or versions; of a shape
-that several files have, the latest run counts. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
+Candidates, in turn in one process per shape:
+
+    auto, grouped, sparse, scatter, fused   dMoE with that mlp_impl
+    fused recompute, fused 8 bits           fused with less saved for backward
+    torch, scattermoe, sonicmoe             peers, if they are installed
+    sonicmoe compiled                       the same as in SonicMoE's own benchmark
+    bmm                                     only cuBLAS's batched products, with the same FLOPs on even experts
+
+The router is part of a layer: a peer without a router gets ours. Auxiliary losses are off. TFLOP/s count 6·T·H·I·K
+forward and 12·T·H·I·K backward; the time of backward is total minus forward. The launches are already in the GPU's
+queue when they are timed, so a slow host does not count. `eager` is the total without that. All results except those
+of bmm are first compared with float32.
+
+SonicMoE counts with the faster of its two candidates, by total. All shapes compile at the same time before the first is
+timed. The shapes may be split over several runs: --merge writes the shapes of several files into one result. It refuses
+runs with different commits, GPUs or versions. If several files have a shape, the latest run counts. The merged gate is
+red, or the merged run void, if that of any file is. Writes results/<gpu>/peers.json. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
@@ -62,12 +68,10 @@ PAPER = tuple(
 """The 1.4B, 7B, 30B and 120B configurations of SonicMoE's benchmark (arXiv 2512.14080)."""
 TOY = "64,32; 64/8/2"
 SONICMOE = ("sonicmoe", "sonicmoe compiled")
-LEAST_GOAL, MEAN_GOAL = 0.98, 1.10
-"""fused over SonicMoE: at every shape of the paper, and the geometric mean over them."""
 DIFFERS = ("command", "date", "processor")
-"""What the runs of one table may have of their own."""
+"""Keys of the environment that merged runs need not share."""
 PREPARE_S, AT_ONCE = 200.0, 6
-"""Compiling takes a shape's child a minute or two of one core and up to 20 GB of the GPU."""
+"""The child of a shape compiles for one or two minutes on one core, and uses up to 20 GB of GPU memory."""
 
 
 def labels(toy: bool) -> list[str]:
@@ -76,7 +80,7 @@ def labels(toy: bool) -> list[str]:
 
 @functools.cache
 def load(label: str, wanted: str) -> tuple[Problem, dict[str, Callable[[], Step]]]:
-    """A shape and its candidates; each is made once, so that what `prepare` compiled is what is timed."""
+    """A shape and its candidates. Each candidate is made once, so that the one that `prepare` compiled is timed."""
     shape, device = labelled(label), "cuda" if on_gpu() else "cpu"
     problem = Problem(shape, random_ids(shape, device), device=device)
     made = select(problem.ours() | problem.fused_modes() | problem.peers() | {"bmm": problem.bmm}, wanted)
@@ -84,7 +88,7 @@ def load(label: str, wanted: str) -> tuple[Problem, dict[str, Callable[[], Step]
 
 
 def prepare(job: str, args: argparse.Namespace) -> None:
-    """Run every candidate once, for what it compiles. What fails here is run again, and counted, when it is timed."""
+    """Run every candidate once, which compiles its kernels. A failure counts only if it happens again when timed."""
     import torch
 
     for name, make in load(labels(args.toy)[int(job)], args.candidates)[1].items():
@@ -104,7 +108,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
 
 
 def rates(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """TFLOP/s of forward, backward, total and the eager total by candidate."""
+    """TFLOP/s of forward, backward, total and eager total, by candidate."""
     out = {}
     for name in [n.removeprefix("queued/") for n in record["times"] if n.startswith("queued/")]:
         total, forward = record["times"][f"queued/{name}"], record["times"][f"forward/{name}"]
@@ -120,13 +124,13 @@ def rates(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def fastest_sonicmoe(times: Mapping[str, Sequence[float]], how: str = "queued") -> str | None:
-    """Which of SonicMoE's candidates is the faster, by `how` it is called; None if none ran."""
+    """The name of SonicMoE's faster candidate when called as `how`; None if neither ran."""
     ran = [name for name in SONICMOE if times.get(f"{how}/{name}")]
     return min(ran, key=lambda name: median(times[f"{how}/{name}"]), default=None)
 
 
 def against_sonicmoe(record: Mapping[str, Any]) -> dict[str, float]:
-    """Speed of fused over SonicMoE's faster candidate, queued and eager, and its bytes held over SonicMoE's fewest."""
+    """Speed of fused over SonicMoE's faster candidate, queued and eager, and bytes held over SonicMoE's fewest."""
     times, memory, out = record["times"], record["memory"], {}
     for how in ("queued", "eager"):
         ratio = speed(times, f"{how}/fused", f"{how}/{fastest_sonicmoe(times, how)}")
@@ -145,7 +149,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def compare(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """fused over SonicMoE at the paper's shapes that were measured: by shape, least and geometric mean."""
+    """fused over SonicMoE at the measured shapes of the paper: by shape, least and geometric mean."""
     by_shape = {r["shape"]: found for r in records if "queued" in (found := against_sonicmoe(r))}
     shown = {shape: by_shape[shape] for shape in PAPER if shape in by_shape}
     if not shown:
@@ -158,14 +162,12 @@ def compare(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for shape, row in shown.items():
         held = ", ".join(f"{name.removeprefix('held, ')} {v:.2f}" for name, v in row.items() if name.startswith("held"))
         print(f"  {shape:24} {row['queued']:.3f}× {row['eager']:.3f}×   {held}")
-    met = len(shown) == len(PAPER) and least >= LEAST_GOAL and means["queued"] >= MEAN_GOAL
-    print(f"geometric mean {means['queued']:.3f}× queued, {means['eager']:.3f}× eager, least {least:.3f}×; goal, "
-          f"queued, all shapes: {MEAN_GOAL} and {LEAST_GOAL}: {'met' if met else 'not met'}")  # fmt: skip
-    return {"shapes": shown, "mean": means["queued"], "eager mean": means["eager"], "least": least, "met": met}
+    print(f"geometric mean {means['queued']:.3f}× queued, {means['eager']:.3f}× eager, least {least:.3f}×")
+    return {"shapes": shown, "mean": means["queued"], "eager mean": means["eager"], "least": least}
 
 
-def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> tuple[dict[str, Any], list[str]]:
-    """Print the table; return it and why the run is void. A red gate or a void run prints no speed-up."""
+def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> dict[str, Any]:
+    """Print and return the table, unless the gate is red or the run is void. Adds the reasons to gate.void."""
     gate.report()
     by_shape = {r["shape"]: rates(r) for r in records}
     measured = []
@@ -175,13 +177,13 @@ def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> tuple[dict[st
         measured += [
             (r["shape"], peer, phase, value) for peer, name in counted.items() for phase, value in table[name].items()
         ]
-    void = void_reasons(measured, peer_figures(), gpu_name())
-    for reason in void:
+    gate.void += [r for r in void_reasons(measured, peer_figures(), gpu_name()) if r not in gate.void]
+    for reason in gate.void:
         print(f"VOID, no speed-up: {reason}")
-    if not gate.green or void:
-        return {}, void
+    if not gate.green or gate.void:
+        return {}
     shapes = {}
-    print("\nTFLOP/s forward / backward / total, MiB held; then auto's and fused's speed over each")
+    print("\nTFLOP/s forward / backward / total (eager total), MiB held; then the speeds of auto and fused over it")
     for r in records:
         table = by_shape[r["shape"]]
         print(f"{r['shape']}")
@@ -195,14 +197,14 @@ def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> tuple[dict[st
                   f"(eager {row['eager']:5.0f}) {space} MiB"
                   + "".join("       –" if ratio is None else f"   {ratio:.2f}×" for ratio in ratios))  # fmt: skip
         shapes[r["shape"]] = rows
-    return {"shapes": shapes, "sonicmoe": compare(records)}, void
+    return {"shapes": shapes, "sonicmoe": compare(records)}
 
 
 def taken_on(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What all of the runs, by file, were taken on; a package that only some had installed counts as theirs.
+    """The common environment of several runs, given by file. A version may be missing in some of the runs.
 
     Raises:
-        ValueError: different commits, GPUs or versions; names the files.
+        ValueError: commits, GPUs or versions differ. The message names the files.
     """
     common: dict[str, Any] = {}
     for key in dict.fromkeys(key for result in results.values() for key in result["environment"]):
@@ -210,25 +212,25 @@ def taken_on(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         for file, result in results.items():
             files.setdefault(result["environment"].get(key), []).append(file)
         if key not in ("commit", "gpu"):
-            files.pop(None, None)  # not installed
+            files.pop(None, None)  # a package that this run had not installed
         if len(files) > 1 and key not in DIFFERS:
             told = (f"{value} in {', '.join(names)}" for value, names in sorted(files.items(), key=lambda f: len(f[1])))
             raise ValueError(
                 f"{key} is {' but '.join(told)}: only runs of one commit, GPU and set of versions are merged"
             )
-        common[key] = max(files, default=None)  # of the dates the last one
+        common[key] = max(files, default=None)  # the latest date
     return common
 
 
 def merged(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Several runs, by file, as one: records, Gate, void, environment; a shape comes from the latest run that has it.
+    """Several runs, given by file, as one: records, gate, environment. A shape comes from the latest run that has it.
 
     Raises:
-        ValueError: as `taken_on`.
+        ValueError: see `taken_on`.
     """
     common = taken_on(results)
     red: set[str] = set()
-    gate, records, void = Gate(red.__contains__), {}, []
+    gate, records = Gate(red.__contains__), {}
     for file, result in sorted(results.items(), key=lambda item: item[1]["environment"].get("date", "")):
         judged = result["gate"]
         if judged["green"]:
@@ -238,17 +240,16 @@ def merged(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         gate.failures |= dict.fromkeys(red - set(gate.failures), "red")
         gate.failures |= {f"{file}: {key}": why for key, why in judged.get("failures", {}).items()}
         records |= {record["shape"]: record for record in result["records"]}
-        void += result["void"]
-    return {"records": list(records.values()), "gate": gate, "void": void, "environment": common}
+        gate.void += result["void"]
+    return {"records": list(records.values()), "gate": gate, "environment": common}
 
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=590.0)
-    parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default all")
-    parser.add_argument("--candidates", default="", help="these alone, by name")
-    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE.json", help="measure nothing")
+    parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default: all")
+    parser.add_argument("--candidates", default="", help="only these, by name")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE.json", help="merge these results")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
-    parser.add_argument("--wait", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     jobs = chosen(parser, "--shapes", args.shapes, [str(i) for i in range(len(labels(args.toy)))])
     chosen(parser, "--candidates", args.candidates, (*OURS, *FUSED_MODES, *PEER_LAYERS, "bmm"))
@@ -263,23 +264,22 @@ def main() -> int:
             one = merged({str(path): read_result(path) for path in args.merge})
         except (FileNotFoundError, ValueError) as e:
             raise SystemExit(f"peers.py: {e}") from e
-        summary, _ = summarise(one["records"], one["gate"]) if not one["void"] else ({}, [])
-        out = args.out or result_path("peers", one["environment"]["gpu"])
-        write_result(out, "peers", gate=one["gate"], summary=summary, records=one["records"], void=one["void"],
-                     taken_on=one["environment"])  # fmt: skip
+        gate, records, environment = one["gate"], one["records"], one["environment"]
+        out = args.out or result_path("peers", environment["gpu"])
+        summary = summarise(records, gate)
+        write_result(out, "peers", gate=gate, summary=summary, records=records, taken_on=environment)
         print(f"wrote {out}")
-        return 0 if one["gate"].green and not one["void"] else 1
+        return 0 if gate.green and not gate.void else 1
     need_gpu(args.toy)
-    flags = ["--rounds", str(args.rounds), "--candidates", args.candidates, *["--toy"] * args.toy]
-    runner = Runner(__file__, flags, time.monotonic() + args.seconds)
+    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
 
     def run() -> None:
         runner.prepare(jobs, seconds=PREPARE_S, at_once=AT_ONCE)
         runner.run(jobs, quiet=150.0, budget=300.0)  # quiet: a peer may build a CUDA extension on first use
 
-    # A lost job is ours as well: something of it was not measured.
     return run_benchmark(
-        runner, "peers", jobs, run, ours=lambda key: "/" not in key or kind(key.rsplit("/", 1)[1]) in OURS,
+        runner, "peers", jobs, run,
+        ours=lambda key: "/" not in key or kind(key.rsplit("/", 1)[1]) in OURS,  # a lost job is ours, too
         summarise=summarise, out=args.out or result_path("peers", gpu_name()),
     )  # fmt: skip
 

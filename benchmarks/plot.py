@@ -1,16 +1,16 @@
-"""Pictures of results: FILE.json to FILE.png beside it, without a display.
+"""Plots of results. Draws FILE.json into FILE.png beside it, without a display.
 
     python benchmarks/plot.py benchmarks/results/h200/layers.json […]
 
-layers: speed over the padded layer and memory over its, against load skew, one column a size; the skew of a fresh and
-of a trained router marked. peers: TFLOP/s of a step by shape. growth: time per token over tokens, and a step's time
-over experts beside its model. A run whose gate is red or that is void has no picture.
+layers: speed and memory relative to the padded layer, over load skew, with one column per size and marks at the skews
+of a fresh and of a trained router. peers: TFLOP/s of a step, by shape. growth: time per token over the number of
+tokens, and the time of a step over the number of experts with its model. Red and void runs are not drawn.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -37,7 +37,7 @@ def _canvas(columns: int, rows: int, width: float, height: float) -> tuple[Any, 
 
 
 def _weight(name: str) -> dict[str, float]:
-    """auto lies on the line of what it picked: a broad pale one shows behind it."""
+    """The line style. The line of auto is broad and pale, because it lies under the line of the impl that it chose."""
     return {"linewidth": 4.0, "alpha": 0.4} if name == "auto" else {"linewidth": 1.3}
 
 
@@ -109,7 +109,7 @@ def plot_peers(result: dict[str, Any]) -> Any:
         axes.bar([at + offset for at, _ in there], [t for _, t in there], width, label=name, color=COLORS.get(name))
     axes.set_xticks(range(len(shapes)), [label.replace("; ", "\n") for label in shapes])
     axes.set(ylabel="TFLOP/s, forward + backward", xlabel="T,H and I/E/K, SwiGLU")
-    axes.margins(y=0.25)  # for the legend
+    axes.margins(y=0.25)  # room for the legend
     axes.legend(fontsize=8, ncols=2)
     axes.grid(alpha=0.3, axis="y")
     figure.suptitle(f"Whole layers, bf16, {_where(result)}")
@@ -130,7 +130,7 @@ def plot_growth(result: dict[str, Any]) -> Any:
                     axes.plot(counts, values, style, color=COLORS.get(impl), label=label, markersize=4)
             predicted = [row.get("predicted_us") for row in rows]
             if None not in predicted:
-                axes.plot(counts, predicted, "k:", label=f"{impl}, predicted by its weights' bytes")
+                axes.plot(counts, predicted, "k:", label=f"{impl}, model")
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, [str(n) for n in counts], rotation=45)
         axes.set(xlabel=series, ylabel="µs a token" if series == "tokens" else "µs a step")
@@ -153,17 +153,17 @@ PLOTS: dict[str, Callable[[dict[str, Any]], Any]] = {"layers": plot_layers, "pee
 
 
 def draw(path: Path) -> Path:
-    """Draw a result; returns the picture's path.
+    """Draw the result in the file `path`. Returns the path of the plot.
 
     Raises:
-        ValueError: no whole result, none with a picture, a red gate, or a void run.
+        ValueError: the file is no complete result, its benchmark has no plot, its gate is red, or the run is void.
     """
     from megablocks.monitor.history import write_atomically
 
     result = read_result(path)
     name = result["benchmark"]
     if name not in PLOTS:
-        raise ValueError(f"{path}: no picture for {name!r}, only for {', '.join(PLOTS)}")
+        raise ValueError(f"{path}: {name!r} has no plot; plots exist for {', '.join(PLOTS)}")
     if not result["gate"]["green"] or result["void"]:
         why = "; ".join(result["void"]) or "its gate is red"
         raise ValueError(f"{path}: the run does not count ({why})")
@@ -175,5 +175,7 @@ def draw(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(f"wrote {draw(Path(argument))}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    for file in parser.parse_args().files:
+        print(f"wrote {draw(file)}")

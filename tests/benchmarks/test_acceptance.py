@@ -1,4 +1,4 @@
-"""The table of acceptance: met only by a whole, green, unvoided result of the GPU that the goals are for."""
+"""The table of acceptance. Only complete, green, valid results of the right GPU meet its lines."""
 
 import argparse
 import copy
@@ -27,7 +27,7 @@ def over_padding(sizes, skews, speed=2.0):
     return {"sizes": {size: {"skews": copy.deepcopy(cases)} for size in sizes}}
 
 
-def quantised():
+def quantized():
     cases = [(impl, act, bits, name) for impl in "gs" for act in "ab" for bits in (8, 4)
              for name in ("inputs", "rematerialize", "scatter", "all three")]  # fmt: skip
     return [
@@ -38,7 +38,7 @@ def quantised():
 
 
 def seven():
-    """A record of which no more is read than the number of its rounds."""
+    """A record with seven rounds and no other content."""
     return [{"times": {"auto": [1.0] * 7}}]
 
 
@@ -57,7 +57,7 @@ def grown():
 
 
 def good():
-    """name → (summary, records) that reach every goal."""
+    """{name: (summary, records)} with results that reach every goal."""
     over = {"quack-pp192": 1.0, "bmm": 1.05, "torch": 0.5, "torch-take": 0.6}
     auto = {"case": "XS", "auto": "fused", "graph_ms": {"fused": 1.0, "sparse": 1.2}}
     auto["times"] = {"graph/fused": [1.0] * 7, "graph/sparse": [1.2] * 7}
@@ -67,7 +67,7 @@ def good():
         "block_sparse": ({"cases": 18, "mean": 1.06, "least": 0.99, "least per block under Zipf": 0.97}, seven()),
         "layers": (over_padding(("XS", "Small", "Medium"), (1.0, 1.5, 2.0, 4.0, 8.0)), seven()),
         "layers_off": (over_padding(("XS", "Medium"), (2.0,)), seven()),
-        "quant": ({}, quantised()),
+        "quant": ({}, quantized()),
         "grouped_gemm": ({"products": [{"shape": s, "op": op, "time_of_ours_over": dict(over)} for s in SHAPES
                                    for op in ("up", "down", "dx", "dw1", "dw2", "layer")]}, seven()),
         "first_call": ({}, starts(acceptance.FIRST_CALLS)),
@@ -125,7 +125,7 @@ def test_every_line_can_be_met(tmp_path):
     assert all(row.file == "peers_*.json" or (tmp_path / row.file).exists() for row in got.values())
 
 
-def test_what_is_told_to_be_elsewhere_is_there():
+def test_the_proofs_outside_the_table_exist():
     for what, where in acceptance.ELSEWHERE:
         assert (BENCHMARKS.parent / where.split(",")[0]).exists() and what in acceptance.table([])
 
@@ -144,14 +144,14 @@ def test_what_is_told_to_be_elsewhere_is_there():
         ({"summary": {}, "records": []}, "", "green"),
     ],
 )
-def test_a_result_that_does_not_count_is_missed(tmp_path, changes, said, gate):
+def test_an_invalid_result_meets_no_line(tmp_path, changes, said, gate):
     write(tmp_path, good(), changes)
     for row in rows(tmp_path).values():
         assert row.verdict in ("missed", "not run") and row.gate == gate, row
-        assert all(part in row.measured for part in said.split(": ")), row  # of peers also which run
+        assert all(part in row.measured for part in said.split(": ")), row  # the line of peers also names the file
 
 
-def test_no_result_and_half_a_file_are_missed(tmp_path):
+def test_missing_and_incomplete_files_meet_no_line(tmp_path):
     got = {(row.verdict, row.measured, row.gate) for row in rows(tmp_path).values()}
     assert got == {("not run", "no result", "–")}
     write(tmp_path, good())
@@ -165,7 +165,7 @@ def worse(results, name, change):
     return results
 
 
-def not_a_number_though_little_is_to_be_won(shapes):
+def nan_where_whole_tiles_win_little(shapes):
     rows = next(iter(shapes.values()))
     rows["nearest"]["queued_speed"], rows["whole"]["queued_speed"] = math.nan, 1.01
 
@@ -193,7 +193,7 @@ def without_quack(products):
         ("layers", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"]["auto"].update(speed=None), 1),
         ("layers_off", lambda s, r: s["sizes"]["XS"]["skews"][0]["candidates"].clear(), 1),
         ("quant", lambda s, r: r[0]["errors"].update(w2=0.011), 1),
-        ("bookkeeping", lambda s, r: r[0].update(us=0.0, launches=0), 1),  # of a blind profiler
+        ("bookkeeping", lambda s, r: r[0].update(us=0.0, launches=0), 1),  # the profiler had no access
         ("bookkeeping", lambda s, r: r.clear(), 1),
         ("quant", lambda s, r: r[0].update(saved=98), 1),
         ("quant", lambda s, r: r.pop(), 4),
@@ -209,8 +209,8 @@ def without_quack(products):
         ("layers", lambda s, r: r[0]["times"].update(auto=[1.0] * 6), 6),
         ("first_call", lambda s, r: r[0].update(first_s=10.5), 1),
         ("first_call", lambda s, r: r[1]["new_counts"].update({"7": ["_up"]}), 1),
-        ("first_call", lambda s, r: r[0].update(compiled=[], from_disk=0), 1),  # nothing was counted at all
-        ("first_call", lambda s, r: r.pop(), 1),  # a warm start, of which the line on cold ones does not speak
+        ("first_call", lambda s, r: r[0].update(compiled=[], from_disk=0), 1),  # no kernel was counted
+        ("first_call", lambda s, r: r.pop(), 1),  # a warm start, which the line of cold starts does not use
         ("first_call", lambda s, r: r.pop(-2), 2),
         ("first_call", lambda s, r: r[0].update(new_counts={}), 1),
         ("mlp_impls", lambda s, r: r[0].update(auto="sparse"), 1),
@@ -234,7 +234,8 @@ def without_quack(products):
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["nearest"].update(deviation=129), 1),
         ("token_rounding", lambda s, r: s["shapes"].popitem(), 2),
         ("token_rounding", lambda s, r: next(iter(s["shapes"].values())).pop("nearest"), 2),
-        ("token_rounding", lambda s, r: not_a_number_though_little_is_to_be_won(s["shapes"]), 1),
+        ("token_rounding", lambda s, r: nan_where_whole_tiles_win_little(s["shapes"]), 1),
+        ("token_rounding", lambda s, r: next(iter(s["shapes"].values()))["whole"].update(queued_speed=1.0), 0),
         ("growth", lambda s, r: s["curves"]["tokens"]["fused"][-1].update(ns_per_token=111.0), 1),
         ("growth", lambda s, r: s["curves"]["tokens"]["fused"].pop(0), 1),
         ("growth", lambda s, r: s["curves"]["experts"]["fused"][-1].update(graph_us=111.0), 1),
@@ -247,19 +248,19 @@ def without_quack(products):
         ("first_step", lambda s, r: r[1].update(first_s=1.1), 1),
     ],
 )
-def test_what_falls_short_or_was_not_measured_is_missed(tmp_path, name, change, missed):
+def test_low_figures_and_missing_cases_meet_no_line(tmp_path, name, change, missed):
     write(tmp_path, worse(good(), name, change))
     short = [row for row in rows(tmp_path).values() if row.verdict != "met"]
     assert len(short) == missed, short
     assert all((row.verdict == "not run") == ("measured" in row.measured) for row in short), short
 
 
-def test_the_table_that_is_kept_is_of_the_results_beside_it():
+def test_the_kept_table_equals_that_of_the_kept_results():
     folder = BENCHMARKS / "results" / "h200"
     assert (folder / "acceptance.md").read_text() == acceptance.table(list(rows(folder).values())) + "\n"
 
 
-def test_shapes_of_other_commits_are_not_put_into_one_mean(tmp_path):
+def test_peers_of_different_commits_meet_no_line(tmp_path):
     write(tmp_path, good())
     path = tmp_path / "peers_7b.json"
     path.write_text(path.read_text().replace("0123abc", "4567def"))
@@ -268,14 +269,12 @@ def test_shapes_of_other_commits_are_not_put_into_one_mean(tmp_path):
     assert all("4567def in peers_7b.json" in row.measured for row in told), told
 
 
-def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, capsys):
-    """Its earlier file does not stand for it; one that hangs is asked to write what it has, then killed.
-
-    So are the children that it leaves behind.
-    """
+def test_a_benchmark_that_fails_or_hangs_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
+    """Its old result does not count. A benchmark that hangs first gets time to write its results. Then it is killed
+    with its children."""
     child = (
         "import fcntl, signal, sys, time; signal.signal(signal.SIGINT, signal.SIG_IGN);"
-        "f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(60)"
+        "f = open(sys.argv[1], 'w'); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); time.sleep(300)"
     )
     scripts = {
         "fails": "import sys; sys.exit(3)",
@@ -289,29 +288,31 @@ def test_a_benchmark_that_fails_or_hangs_is_passed_over(tmp_path, monkeypatch, c
         (tmp_path / f"{name}.py").write_text(text)
         (tmp_path / f"{name}.json").write_text("old")
     monkeypatch.setattr(acceptance, "HERE", tmp_path)
-    steps = {name: acceptance.Step(f"{name}.py {{out}}/{name}.json", 6, alone=name == "fails") for name in scripts}
+    steps = {name: acceptance.Step(f"{name}.py {{out}}/{name}.json", 4) for name in scripts}
     monkeypatch.setattr(acceptance, "STEPS", steps)
-    monkeypatch.setattr(acceptance, "PATIENCE_S", 3.0)
+    monkeypatch.setattr(acceptance, "PATIENCE_S", 2.0)
     monkeypatch.setattr(acceptance, "need_gpu", lambda: None)
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", str(tmp_path), "--seconds", "60"])
-    heeded = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a shell's background job has it
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in a background job of a shell
     try:
         assert acceptance.main() == 1
     finally:
-        for number, handler in heeded.items():
+        for number, handler in before.items():
             signal.signal(number, handler)
     said = capsys.readouterr().out
-    assert "fails: exit 3" in said and said.count("stopped after 6 s") == 2
+    assert "fails: exit 3" in said and said.count("stopped after 4 s") == 2
     assert not (tmp_path / "fails.json").exists() and not (tmp_path / "hangs.json").exists()
     assert (tmp_path / "yields.json").read_text() == "{}" and (tmp_path / "yields.log").read_text() == "held\n"
+    began = time.monotonic()
     with open(tmp_path / "yields.json.lock") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which its child would hold
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the child holds it until it is dead
+    assert time.monotonic() - began < 150
     lines = len(acceptance.LINES)
     assert f"0 met, 0 missed, {lines} not run, of {lines}" in (tmp_path / "acceptance.md").read_text()
 
 
-def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
+def test_the_commands_name_scripts_that_exist(monkeypatch, capsys):
     monkeypatch.setenv("DRY_RUN", "1")
     monkeypatch.setattr(sys, "argv", ["acceptance.py", "--out", "DIR"])
     assert acceptance.main() == 0
@@ -320,31 +321,7 @@ def test_the_commands_are_ones_that_the_benchmarks_take(monkeypatch, capsys):
                                                        for line in lines)  # fmt: skip
 
 
-def test_what_is_asked_to_end_stops_its_benchmark(tmp_path):
-    """Not waiting for it, and with what it had."""
-    (tmp_path / "slow.py").write_text("import time\nprint('began', flush=True)\ntry:\n    time.sleep(600)\n"
-                                      "except KeyboardInterrupt:\n    print('stopped')")  # fmt: skip
-    caller = (
-        f"import sys; sys.path[:0] = [{str(BENCHMARKS.parent)!r}, {str(BENCHMARKS)!r}]\n"
-        "from pathlib import Path\nimport acceptance\n"
-        f"acceptance.HERE, acceptance.need_gpu = Path({str(tmp_path)!r}), lambda: None\n"
-        "acceptance.STEPS = {'slow': acceptance.Step('slow.py', 600, alone=sys.argv.pop() == 'alone')}\n"
-        "acceptance.main()"
-    )
-    started = []
-    for how in ("alone", "beside"):
-        out = tmp_path / how
-        command = [sys.executable, "-c", caller, "--seconds", "600", "--out", str(out), how]
-        started.append((out / "slow.log", subprocess.Popen(command)))
-    for log, process in started:
-        while not (log.exists() and log.read_text()):
-            assert process.poll() is None
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait() == 1 and log.read_text().split() == ["began", "stopped"]
-
-
-def test_no_warm_start_is_timed_on_the_cache_of_a_cold_one_that_failed(monkeypatch):
+def test_a_failed_cold_start_has_no_warm_start(monkeypatch):
     calls = []
     monkeypatch.setattr(first_call.subprocess, "run",
                         lambda *a, **_: calls.append(a) or subprocess.CompletedProcess(a, 1, "", "broke"))  # fmt: skip
@@ -353,6 +330,6 @@ def test_no_warm_start_is_timed_on_the_cache_of_a_cold_one_that_failed(monkeypat
     assert len(calls) == 1
 
 
-def test_which_of_the_grouped_products_fail_the_run():
+def test_only_our_own_grouped_products_turn_the_gate_red():
     assert grouped_gemm.ours("S1/down/ours") and grouped_gemm.ours("S1/down")
     assert not any(grouped_gemm.ours(f"S1/up/{peer}") for peer in ("quack-pp192", "off", "torch-take", "bmm"))
