@@ -1,8 +1,8 @@
 """Host time of a dMoE layer in eager mode: the time that Python takes for forward and backward, by mlp_impl.
 
-    python benchmarks/host_time.py [--rounds N]
+    python benchmarks/host_time.py [--rounds N] [--tokens T]
 
-The tensors are small: the GPU is faster than the host. 64 experts, top-1, bf16. "step" runs backward in autograd's
+The tensors are small: the GPU is faster than the host. 64 experts, top-1, bf16, 512 tokens unless --tokens says other. "step" runs backward in autograd's
 own thread, which is torch's default. "one thread" runs it in the caller's thread, as the training driver does
 (`torch.autograd.set_multithreading_enabled(False)`). The difference is the cost of the change of threads. Prints µs per
 step of the fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
@@ -18,11 +18,11 @@ from typing import Any
 
 from measure import dry_run, need_gpu
 
-TOKENS, HIDDEN, WIDTH, EXPERTS, STEPS = 512, 256, 512, 64, 100
+HIDDEN, WIDTH, EXPERTS, STEPS = 256, 512, 64, 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused")]
 
 
-def make(impl: str, activation: str) -> tuple[Any, Any, Any]:
+def make(impl: str, activation: str, tokens: int) -> tuple[Any, Any, Any]:
     """(layer, x, dy)."""
     import torch
 
@@ -32,7 +32,7 @@ def make(impl: str, activation: str) -> tuple[Any, Any, Any]:
         hidden_size=HIDDEN, ffn_hidden_size=WIDTH, num_experts=EXPERTS, top_k=1, activation=activation, mlp_impl=impl,
         load_balancing_loss_weight=0.0,
     )  # fmt: skip
-    x = torch.randn(TOKENS, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+    x = torch.randn(tokens, HIDDEN, dtype=torch.bfloat16, device="cuda", requires_grad=True)
     return dMoE(config, dtype=torch.bfloat16, device="cuda"), x, torch.randn_like(x)
 
 
@@ -57,20 +57,21 @@ def microseconds(fn: Callable[[], object]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    rounds = parser.parse_args().rounds
+    parser.add_argument("--tokens", type=int, default=512)
+    options = parser.parse_args()
     if dry_run():
         for impl, activation in LAYERS:
-            print(f"{impl:8} {activation:7} T, H, I, E = {TOKENS}, {HIDDEN}, {WIDTH}, {EXPERTS}")
+            print(f"{impl:8} {activation:7} T, H, I, E = {options.tokens}, {HIDDEN}, {WIDTH}, {EXPERTS}")
         return
     need_gpu()
     import torch
 
-    layers = {names: make(*names) for names in LAYERS}
+    layers = {names: make(*names, options.tokens) for names in LAYERS}
     times: dict[tuple[str, ...], list[float]] = {}
     for args in layers.values():
         for _ in range(3):
             step(*args)
-    for _ in range(rounds):
+    for _ in range(options.rounds):
         for names, args in layers.items():
 
             def one_step(args: tuple[Any, Any, Any] = args) -> None:
