@@ -32,6 +32,7 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.runtime import driver
 
 _RELEASES = Version("3.6"), Version("3.8")  # whose rules of specialization these are
 _MOST = 1024  # compiled forms kept a kernel
@@ -97,8 +98,9 @@ class QuickLaunch:
         if places is None:
             self._kernel[grid](*args, **options)
             return
+        device = torch.cuda.current_device()
         # 1, 1.0 and True are equal, and compile differently
-        key: list[Any] = [torch.cuda.current_device(), types, *options, *map(type, options.values()), *options.values()]
+        key: list[Any] = [device, types, *options, *map(type, options.values()), *options.values()]
         key += knobs.runtime.debug, knobs.compilation.instrumentation_mode
         values = list(args)
         misaligned = 0
@@ -134,7 +136,8 @@ class QuickLaunch:
                 self._compiled[made_of] = compiled, [args[i].layout for i in places.descriptors]
             return
         x, y, z = (*grid, 1, 1)[:3]
-        found[0][x, y, z](*values, *[options[name] for name in self._constexprs])
+        stream = driver.active.get_current_stream(device)  # without it Triton asks for the device again
+        found[0][x, y, z](*values, *[options[name] for name in self._constexprs], stream=stream)
 
 
 class _ZerosForEmpty(TorchFunctionMode):
@@ -170,14 +173,13 @@ def is_compiling_ahead() -> bool:
 
 
 def can_compile_ahead() -> bool:
-    """Whether kernels are launched by `QuickLaunch`, outside of any trace, transform or capture.
+    """Whether kernels are launched by `QuickLaunch`, outside of any transform or capture.
 
     MEGABLOCKS_COMPILE_AHEAD=0 in the environment leaves each kernel to its first launch.
     """
     return (
         _launches_quickly()
         and os.environ.get("MEGABLOCKS_COMPILE_AHEAD", "1") != "0"
-        and not torch.compiler.is_compiling()
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.cuda.is_current_stream_capturing()
@@ -199,6 +201,8 @@ def compile_first_call(
         step: computes the results of the call from the inputs.
         inputs: on a GPU; stand-ins are passed to `step`.
     """
+    if torch.compiler.is_compiling():  # torch.compile can trace nothing of what follows
+        return
     kinds = [None if t is None else (t.dtype, t.device, t.requires_grad) for t in inputs]
     key = (call, torch.is_grad_enabled(), *kinds)
     seen = _seen.setdefault(module, set())

@@ -78,7 +78,8 @@ class _Signature:
             if kind is None:
                 flat.append(value)
             else:
-                flat += (None,) * len(kind._fields) if value is None else value
+                # tuple(): torch.compile of torch 2.11 cannot add a NamedTuple to a list
+                flat += (None,) * len(kind._fields) if value is None else tuple(value)
         return tuple(flat)
 
     def nested(self, args: tuple[Any, ...]) -> tuple[Any, ...]:

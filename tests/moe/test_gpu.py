@@ -57,7 +57,7 @@ def _experts(routing, impl, activation, dtype, width, recompute=False):
     x, weight = x.cuda().requires_grad_(), weight.cuda().requires_grad_()
     moved = Routing(routing.token.cuda(), routing.expert.cuda(), weight, tokens, experts, routing.top_k)
     with poisoned_empty():
-        y = LocalDispatcher().run(x, moved, module)
+        y = LocalDispatcher(None, experts).run(x, moved, module)
         y.backward(dy.cuda())
     actual = {"y": y, "dx": x.grad, "dweight": weight.grad} | {n: p.grad for n, p in module.named_parameters()}
     expected = {"y": truth, "dx": wide_x.grad, "dweight": wide_weight.grad} | {n: p.grad for n, p in wide.items()}

@@ -11,6 +11,7 @@ import triton
 from gpu.family import launches
 
 import megablocks.ops
+from megablocks.ops import launch
 from megablocks.ops.launch import QuickLaunch, cdiv, next_power_of_2
 
 GPU = torch.cuda.is_available()
@@ -41,14 +42,19 @@ class Compiled:
         self.kernel, self.number = kernel, number
 
     def __getitem__(self, grid):
-        return lambda *args: self.kernel.launched.append((self.number, grid, args))
+        return lambda *args, stream: self.kernel.launched.append((self.number, grid, args))
 
 
 @pytest.fixture
 def kernel(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    _pretend_a_gpu(monkeypatch)
     return Kernel()
+
+
+def _pretend_a_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(launch, "driver", SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7)))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
 
 
 ROOM = torch.zeros(64)
@@ -147,8 +153,7 @@ def test_N9_equal_keys_are_equal_specializations_to_triton(specialize, monkeypat
     backend = nvidia.CUDABackend(backends.GPUTarget("cuda", 90, 32))
     values, shared = _specialized(), 0
     rules = [native.native_specialize_impl(backend, v, False, specialize, True) for v in values]
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    _pretend_a_gpu(monkeypatch)
     for i, first in enumerate(values):
         for j, second in enumerate(values):
             kernel = Kernel()
