@@ -80,7 +80,7 @@ def _option(words: list[str], name: str) -> str:
 def test_L1_published_names_are_all_there() -> None:
     names = {f"{stem.split('_')[0]}/{stem.split('_')[0]}_{size}_{stem.split('_')[1]}.sh"
              for stem, sizes in BATCHES.items() for size in sizes}  # fmt: skip
-    assert names | {"smoke/dmoe.sh"} == set(IDS)
+    assert names | {"smoke/dmoe.sh", "dmoe/dmoe_fine_1gpu.sh"} == set(IDS)
 
 
 def test_L1_shellcheck() -> None:
@@ -90,7 +90,15 @@ def test_L1_shellcheck() -> None:
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
+def test_the_fine_grained_model_is_as_its_header_says() -> None:
+    flags = _flags(_dry(ROOT / "exp/dmoe/dmoe_fine_1gpu.sh", "r"))
+    sizes = ("num-layers", "hidden-size", "moe-ffn-hidden-size", "moe-num-experts", "moe-top-k", "seq-length")
+    assert [flags[f"--{name}"] for name in sizes] == ["24", "768", "256", "128", "8", "4096"]
+    assert {"--swiglu", "--disable-bias-linear", "--bf16"} <= set(flags)
+    assert (flags["--normalization"], flags["--position-embedding-type"]) == ("RMSNorm", "rope")
+
+
+@pytest.mark.parametrize("script", [path for path in SCRIPTS if "fine" not in path.name])
 def test_L1_dry_run_prints_the_published_settings(script: Path) -> None:
     words = _dry(script, "runs/x", DATA_PREFIX="/data/set")
     flags = _flags(words)
@@ -173,7 +181,7 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
     for name, (world, _), verdict in zip(IDS, cases, json.loads(line.removeprefix("VERDICTS ")), strict=True):
         assert isinstance(verdict, list), f"{name}: {verdict}"
-        experts = None if name.startswith("gpt2") else 8 if name.startswith("smoke") else 64
+        experts = None if name.startswith("gpt2") else {"smoke/dmoe.sh": 8, "dmoe/dmoe_fine_1gpu.sh": 128}.get(name, 64)
         assert verdict[:2] == [experts, world if experts else 1], name
 
 
