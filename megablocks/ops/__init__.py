@@ -27,6 +27,7 @@ _PUBLIC = {
     "capacity_of": "megablocks.ops.routing.capacity",
     "Activation": "megablocks.ops.activation_table",
     "activate": "megablocks.ops.activation",
+    "linear_cross_entropy": "megablocks.ops.linear_cross_entropy",
     "combine": "megablocks.ops.permute.rows",
     "pad_dispatch": "megablocks.ops.routing.dispatch",
     "grouped_mm": "megablocks.ops.grouped.grouped_mm",

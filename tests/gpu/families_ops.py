@@ -111,6 +111,24 @@ def activation(device: torch.device) -> Step:
 
 
 @family
+def linear_cross_entropy(device: torch.device) -> Step:
+    from megablocks.ops.linear_cross_entropy import linear_cross_entropy
+
+    inputs = [[draws(device, dtype)(T, H), draws(device, dtype)(5001, H)] for dtype in (torch.bfloat16, torch.float32)]
+    labels = torch.arange(-1, T - 1, device=device) * 31
+
+    def step() -> list[Tensor]:
+        out = []
+        for x, weight in inputs:
+            for keep_bytes in (0, 2**30):
+                loss = linear_cross_entropy(x, weight, labels, keep_bytes=keep_bytes, chunk_bytes=2**20)
+                out += with_gradients(loss, [x, weight])
+        return out
+
+    return step
+
+
+@family
 def quant(device: torch.device) -> Step:
     from megablocks.ops.quant.quant import dequantize, quantize
 

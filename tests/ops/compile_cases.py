@@ -161,6 +161,17 @@ def activation() -> None:
         activation_backward_launch(z, z, gate, one)
 
 
+@family("linear_cross_entropy_triton", "_sums_kernel", "_gradient_kernel")
+def linear_cross_entropy() -> None:
+    from megablocks.ops.linear_cross_entropy_triton import gradient_launch, sums_launch
+
+    for dtype, words in product(EVERY, (101, 32768)):
+        logits, labels = torch.zeros(8, words, dtype=dtype), torch.zeros(8, dtype=torch.int64)
+        maximum, total, grad = sums_launch(logits, labels)
+        gradient_launch(logits, labels, maximum, total, grad)
+        gradient_launch(logits, labels, maximum, total, grad[:1].expand(8))
+
+
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
 def quant() -> None:
     from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch

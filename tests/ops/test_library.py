@@ -31,6 +31,7 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.library import Op, _device_of
+from megablocks.ops.linear_cross_entropy import cross_entropy_gradient_op, cross_entropy_sums_op
 from megablocks.ops.permute.replicate import bin_sum_op, replicate_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
@@ -233,6 +234,11 @@ def _samples():
         "down_gradient": (
             down_gradient_op,
             (const(T, H), const(E, F, H), const(R, F), const(R, F), weight, d, swiglu),
+        ),
+        "cross_entropy_sums": (cross_entropy_sums_op, (const(T, H), torch.arange(T))),
+        "cross_entropy_gradient_": (
+            cross_entropy_gradient_op,
+            (const(T, H), torch.arange(T), const(T), torch.rand(T) + 1, const(T)),
         ),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
