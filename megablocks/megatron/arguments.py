@@ -56,6 +56,14 @@ class DriverSettings:
     allow_other_model: bool = option(
         False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
     )
+    fused_loss: bool = option(
+        True,
+        "project to the vocabulary and compute the loss in one op, in chunks of tokens, without float32 logits; off "
+        "without a GPU",
+    )
+    fused_loss_kept_gib: float = option(
+        4.0, "GiB of that op's logits that stay in memory for backward, which computes all others again"
+    )
 
     def __post_init__(self) -> None:
         if self.loss_spike_factor != 0 and not self.loss_spike_factor > 1:
@@ -64,6 +72,8 @@ class DriverSettings:
             raise ConfigError(f"loss_spike_window={self.loss_spike_window}: must be >= 4")
         if not self.hang_timeout >= 0:
             raise ConfigError(f"hang_timeout={self.hang_timeout}: must be >= 0 seconds")
+        if not self.fused_loss_kept_gib >= 0:
+            raise ConfigError(f"fused_loss_kept_gib={self.fused_loss_kept_gib}: must be >= 0")
 
 
 ALIASES: dict[str, tuple[str, type]] = {
@@ -286,6 +296,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["distributed_backend"] = ("gloo", "no GPU")
         out["use_cpu_initialization"] = (True, "no GPU")
         out["num_workers"] = (0, "no GPU to keep busy")
+        out[PREFIX + "fused_loss"] = (False, "no GPU")
     if args.eval_interval is None:
         out["eval_interval"] = (1000, "Megatron divides by it")
     if args.use_distributed_optimizer:

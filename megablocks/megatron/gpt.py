@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megablocks.config import ConfigError
 from megablocks.megatron.arguments import PREFIX, settings_from
+from megablocks.megatron.loss import loss_arguments
 from megablocks.megatron.model_config import check_config, moe_config
 from megablocks.megatron.settings import MegaBlocksSettings
 from megablocks.megatron.specs import block_spec
@@ -149,8 +150,10 @@ def forward_step(
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))
     timers("batch-generator").stop()
     inputs = (batch["tokens"], batch["position_ids"], batch["attention_mask"])
+    args = get_args()
+    fused = loss_arguments(args.megablocks_fused_loss_kept_gib) if args.megablocks_fused_loss else {}
     run = model.build_schedule_plan if return_schedule_plan else model
-    output = run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"])  # type: ignore[operator]
+    output = run(*inputs, labels=batch["labels"], loss_mask=batch["loss_mask"], **fused)  # type: ignore[operator]
     return output, partial(loss_func, batch["loss_mask"], observe=observe)
 
 

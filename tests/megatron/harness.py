@@ -29,8 +29,9 @@ SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
 class Layout:
     """How the model is spread over ranks and trained.
 
-    model: more fields of TransformerConfig. settings: of MegaBlocksSettings. expert_bias: initial value of the routers'
-    selection bias.
+    model: more fields of TransformerConfig. settings: of MegaBlocksSettings. tied: the output layer has the word
+    embedding's weight. loss_kept_gib: logits that the fused loss keeps; None: Megatron's own loss. expert_bias: initial
+    value of the routers' selection bias.
     """
 
     tp: int = 1
@@ -47,6 +48,8 @@ class Layout:
     layers: int = 4
     model: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[str, Any], ...] = ()
+    tied: bool = True
+    loss_kept_gib: float | None = None
     expert_bias: tuple[float, ...] = ()
 
     def but(self, **changes: Any) -> Layout:
@@ -195,7 +198,7 @@ def build_model(layout: Layout) -> tuple[Any, list[Any]]:
             SEQ,
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=mpu.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
-            share_embeddings_and_output_weights=True,
+            share_embeddings_and_output_weights=layout.tied,
             position_embedding_type="rope",
             vp_stage=vp_stage,
         )
@@ -357,7 +360,10 @@ class Trainer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
+        from megablocks.megatron.loss import loss_arguments
+
         layout, size = self.layout, self.layout.micro_batch
+        fused = {} if layout.loss_kept_gib is None else loss_arguments(layout.loss_kept_gib)
         dp, rank = mpu.get_data_parallel_world_size(), mpu.get_data_parallel_rank()
         micro_batches = layout.global_batch // (size * dp)
         device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
@@ -371,7 +377,7 @@ class Trainer:
         def forward(iterator: Any, model: Any) -> Any:
             tokens, labels = next(iterator)
             position = torch.arange(SEQ, device=device).expand(size, -1)
-            output = model(tokens, position, None, labels=labels)
+            output = model(tokens, position, None, labels=labels, **fused)
 
             def loss_of(losses: torch.Tensor) -> Any:
                 loss = losses.float().mean()

@@ -123,6 +123,22 @@ def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, t
     assert sorted(resumed) == [4, 5, 6] and resumed[4] == straight[4] and resumed[6] == straight[6]
 
 
+def test_S2_a_run_with_the_fused_loss_equals_one_without(driver: Driver) -> None:
+    model = (*TINY, "--untie-embeddings-and-output-weights", "--train-iters", "4", "--eval-interval", "2")
+    plain, fused = driver.run(model=model), driver.run("--megablocks-fused-loss", model=model)
+    assert "set automatically: megablocks_fused_loss = False (no GPU)" in plain.text()
+    assert fused.losses() == pytest.approx(plain.losses(), rel=1e-5)
+    validation = r"validation loss at iteration \d+[^|]*\| lm loss value: (\S+)"
+    found, want = (list(map(float, re.findall(validation, run.text()))) for run in (fused, plain))
+    assert found == pytest.approx(want, rel=1e-5) and len(want) >= 2
+    assert "fused loss:" not in plain.text() + fused.text()
+    flags = ("--megablocks-fused-loss", "--cross-entropy-loss-fusion")
+    without = driver.run(*flags, model=model, env={"TORCHDYNAMO_DISABLE": "1"})  # Megatron compiles its own
+    assert without.losses() == pytest.approx(plain.losses(), rel=1e-3)  # and rounds the gradient to bf16 there
+    (line,) = re.findall("fused loss: .*", without.text())
+    assert "Megatron's own cross entropy instead, because of cross_entropy_loss_fusion=True" in line
+
+
 SLOW = pytest.mark.slow
 
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.training")
 
@@ -96,6 +97,16 @@ def test_our_flags_fill_the_settings(parser: argparse.ArgumentParser) -> None:
     assert settings_from(parse(parser), MegaBlocksSettings) == MegaBlocksSettings()
 
 
+def test_the_fused_loss_is_off_without_a_gpu_unless_asked_for(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for has_gpu, flags, expected in ((False, [], False), (False, ["--megablocks-fused-loss"], True), (True, [], True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        args = parse(parser, *flags)
+        assert args.megablocks_fused_loss == expected
+        assert ("megablocks_fused_loss" in args.megablocks_automatic) == (not expected)
+
+
 def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
     text = parser.format_help()
     for field in dataclasses.fields(MegaBlocksSettings):
@@ -105,6 +116,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
 
 
 REFUSED = {
+    "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
     "--moe-num-experts 8 --num-experts 4": "moe_num_experts=8: sets num_experts=8, but --num-experts 4 is given",
     "--moe-num-experts 8 --moe-top-k 2 --moe-router-topk 1": "moe_top_k=2: sets moe_router_topk=2",
     "--num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 1": "moe_loss_weight=0.1: sets moe_aux_loss_coeff=0.05",

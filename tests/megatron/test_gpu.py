@@ -20,7 +20,9 @@ LAYOUTS = {
     "float32, shared expert": Layout(layers=2, model=(("moe_shared_expert_intermediate_size", 32),)),
     "float32, biases": Layout(layers=2, model=(("add_bias_linear", True), ("bias_activation_fusion", False))),
     "float32, distributed optimizer, recompute": Layout(layers=2, distributed_optimizer=True, recompute="moe"),
+    "float32, fused loss": Layout(layers=2, loss_kept_gib=0.0),
     "bf16": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE)),
+    "bf16, fused loss": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), loss_kept_gib=1.0),
     "bf16, recomputed activation": Layout(
         layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("recompute_activation", True),)
     ),
@@ -56,6 +58,10 @@ SPREAD = {
     "tp2 etp2": LAYOUTS["float32, shared expert"].but(tp=2, etp=2),
     "tp2 etp1 ep2": LAYOUTS["float32, shared expert"].but(tp=2, etp=1, ep=2),
     "pp2": LAYOUTS["float32, shared expert"].but(pp=2),
+    "tp2 etp1 ep2, fused loss": LAYOUTS["float32, shared expert"].but(tp=2, etp=1, ep=2, loss_kept_gib=0.0),
+    "pp2 overlapped, fused loss": LAYOUTS["float32, shared expert"].but(
+        pp=2, distributed_optimizer=True, overlap=True, loss_kept_gib=1.0
+    ),
 }
 """Layouts of two GPUs. Each trains as the same model does on one GPU."""
 
@@ -102,6 +108,15 @@ def test_gpu_trains_as_the_cpu_does(
 )
 def test_N6_other_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
     assert on_gpu[name].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)
+
+
+@pytest.mark.parametrize("name", ["float32", "bf16"])
+def test_S2_the_fused_loss_trains_as_megatrons_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
+    fused, plain = on_gpu[f"{name}, fused loss"], on_gpu[name]
+    tolerance = 1e-4 if name == "float32" else 2e-2
+    assert fused.losses == pytest.approx(plain.losses, rel=tolerance)
+    error, tensor = harness.worst_difference(harness.assemble([fused.grads]), harness.assemble([plain.grads]))
+    assert error <= tolerance, f"gradient of {tensor}"
 
 
 def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harness.Trained]) -> None:
