@@ -2,10 +2,10 @@
 
     python benchmarks/host_time.py [--rounds N] [--tokens T]
 
-The tensors are small: the GPU is faster than the host. 64 experts, top-1, bf16, 512 tokens unless --tokens says other. "step" runs backward in autograd's
-own thread, which is torch's default. "one thread" runs it in the caller's thread, as the training driver does
-(`torch.autograd.set_multithreading_enabled(False)`). The difference is the cost of the change of threads. Prints µs per
-step of the fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
+The tensors are small: the GPU is faster than the host. 64 experts, top-1, bf16, 512 tokens by default. "step" runs
+backward in autograd's own thread, which is torch's default. "one thread" runs it in the caller's thread, as the
+training driver does (`torch.autograd.set_multithreading_enabled(False)`). The difference is the cost of the change of
+threads. Prints µs per step of the fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 """
 
 from __future__ import annotations
