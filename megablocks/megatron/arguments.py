@@ -345,6 +345,8 @@ def check(args: argparse.Namespace) -> None:
             f"global_batch_size={args.global_batch_size}: must be a multiple of micro_batch_size="
             f"{args.micro_batch_size} times the {ranks} data-parallel ranks"
         )
+    if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
+        raise ConfigError("tensorboard_dir=None: --use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.save and args.save_interval is None:
         raise ConfigError(f"save={args.save!r}: needs --save-interval")
     settings_from(args, DriverSettings)

@@ -158,7 +158,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     from megatron.training.utils import print_rank_0
 
     from megablocks.checkpoint.atomic import CheckpointError
-    from megablocks.megatron import checkpoint_io, data, failures, gpt, optimizer_state
+    from megablocks.megatron import checkpoint_io, data, failures, gpt, optimizer_state, profiling
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
@@ -171,6 +171,9 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     checkpoint_io.keep_random_state()
     guards.install()
     reporter.install()
+    if profiling.is_on(args):
+        profile = profiling.StepProfile(args)
+        profile.install()
     if args.exit_signal_handler:
         save_at_interrupt(args.exit_signal)
     heartbeat = None
@@ -203,6 +206,8 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
         if heartbeat is not None and failure is not None:
             heartbeat.fail(failure)
     reporter.finish()
+    if profiling.is_on(args):
+        profile.write(reporter.history)
     if not args.skip_train:
         print_rank_0(f"done at iteration {args.curr_iteration + 1}")
     if heartbeat is not None:

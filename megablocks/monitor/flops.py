@@ -71,18 +71,44 @@ PEAK_BF16_TFLOPS = (
 )
 """Peak dense bf16 TFLOP/s (V100: fp16), by words of the device name. The first match counts. Source: data sheets."""
 
+PEAK_TB_PER_SECOND = (
+    ("GB200", 8.0),
+    ("B200", 8.0),
+    ("H200", 4.8),
+    ("H100 PCIe", 2.0),
+    ("H100 NVL", 3.9),
+    ("H100", 3.35),
+    ("A100 80GB", 2.04),
+    ("A100 40GB", 1.56),
+    ("L40S", 0.86),
+    ("A40", 0.70),
+    ("V100", 0.90),
+)
+"""Peak memory bandwidth in TB/s, in the same form. Cards that were sold with several memories and do not tell in their
+name which one they have, such as GH200, are left out."""
 
-def peak_flops(device_name: str) -> float | None:
-    """Peak dense 16-bit FLOP/s of a GPU; None if the name is unknown, because no MFU is better than a wrong MFU.
+
+def _rate(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
+    """The entry of a device; None if the name is unknown, because no figure is better than a wrong figure.
 
     A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the device, so it counts as unknown.
     """
     if " MIG " in f" {device_name} ":
         return None
-    for part, tflops in PEAK_BF16_TFLOPS:
+    for part, rate in table:
         if all(re.search(rf"\b{word}\b", device_name) for word in part.split()):
-            return tflops * 1e12
+            return rate * 1e12
     return None
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense 16-bit FLOP/s of a GPU; None if the name is unknown."""
+    return _rate(PEAK_BF16_TFLOPS, device_name)
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Peak bytes/s of a GPU's memory; None if the name is unknown."""
+    return _rate(PEAK_TB_PER_SECOND, device_name)
 
 
 def mfu(tokens_per_second: float, shape: GPTShape, device_name: str, num_devices: int) -> float | None:

@@ -81,3 +81,26 @@ def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers:
     axes.set_yticks(range(len(layers)), [str(number) for number in layers])
     figure.colorbar(image, ax=axes, label="tokens over the layer's mean")
     _save(figure, path)
+
+
+def plot_parts(rows: list[tuple[str, float, float, float]], path: Path, *, title: str) -> None:
+    """Horizontal bars of a step: the measured time of each part, and below it the bounds by arithmetic and by bytes.
+
+    rows: (part, measured, arithmetic, bytes), in ms; the bounds are 0 where there are none.
+    """
+    figure = _figure(8, 1.2 + 0.42 * len(rows))
+    axes = figure.add_subplot()
+    parts, measured, arithmetic, moved = zip(*rows, strict=True)
+    places = range(len(rows))
+    axes.barh([at - 0.2 for at in places], measured, 0.4, color="tab:blue", label="measured")
+    axes.barh([at + 0.1 for at in places], arithmetic, 0.2, color="tab:orange", label="bound by arithmetic")
+    axes.barh([at + 0.3 for at in places], moved, 0.2, color="tab:green", label="bound by bytes")
+    for at, value in zip(places, measured, strict=True):
+        axes.text(value, at - 0.2, f" {value:.1f}", va="center", fontsize=8)
+    axes.set_yticks(places, parts)
+    axes.invert_yaxis()
+    axes.margins(x=0.08)
+    axes.set(xlabel="ms a step", title=title)
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend()
+    _save(figure, path)

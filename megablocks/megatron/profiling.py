@@ -1,0 +1,112 @@
+"""Names for the parts of a training step in torch's trace, and the run's sizes beside the trace.
+
+With `--profile --use-pytorch-profiler` Megatron writes `torch_profile/rank-N.json.gz` beside `--tensorboard-dir`. Here
+every module of `MODULES` and the steps of the optimizer run inside a range "part: NAME", so that
+`monitor.profile_step` can say to which part of the model a kernel belongs. Without these flags nothing is wrapped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.training import training
+from torch.profiler import record_function
+
+from megablocks.megatron.reporting import shape_of, wrap_training
+from megablocks.monitor.bounds import RunSizes
+from megablocks.monitor.history import History, write_atomically
+from megablocks.monitor.trace import RANGE_PREFIX
+
+MODULES = (
+    (r"^$|embedding$|output_layer$", "embedding and loss"),  # "": what the model itself runs is the loss
+    (r"rotary_pos_emb$|decoder$", "elementwise"),  # what a layer itself runs: residuals, dropout, activations
+    (r"norm$", "norms"),
+    (r"core_attention$", "attention"),
+    (r"linear_\w+$|shared_experts$", "dense products"),
+    (r"\.router$", "routing"),
+    (r"\.experts$", "experts"),
+)
+"""A pattern for the end of a module's name, and the part that its forward and backward belong to."""
+_EXPERT_LAYER = "experts"
+"""The part of a mixture-of-experts layer, whose module has a router."""
+
+
+def is_on(args: argparse.Namespace) -> bool:
+    """Whether torch's profiler will run on this rank."""
+    return args.profile and args.use_pytorch_profiler and (not args.profile_ranks or args.rank in args.profile_ranks)
+
+
+def part_of(name: str, module: torch.nn.Module) -> str | None:
+    """The part of the module with this dotted name; None if it belongs to the module around it."""
+    if hasattr(module, "router"):
+        return _EXPERT_LAYER
+    return next((part for pattern, part in MODULES if re.search(pattern, name)), None)
+
+
+def _ranged(call: Callable[..., Any], part: str) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with record_function(RANGE_PREFIX + part):
+            return call(*args, **kwargs)
+
+    return run
+
+
+class StepProfile:
+    """Wraps the parts of a step, and writes `run.json` beside the trace."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.parameters = self.expert_parameters = 0
+
+    def install(self) -> None:
+        """Once a process, before `pretrain`."""
+        wrap_training(setup_model_and_optimizer=self._setup)
+        training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
+
+    def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        for chunk in model:
+            for name, module in chunk.named_modules():
+                if (part := part_of(name, module)) is not None:
+                    module.forward = _ranged(module.forward, part)
+            for parameter in chunk.parameters():
+                self.parameters += parameter.numel()
+                self.expert_parameters += 0 if getattr(parameter, "allreduce", True) else parameter.numel()
+            chunk.zero_grad_buffer = _ranged(chunk.zero_grad_buffer, "gradients")
+        # A step prepares and clips the gradients, then it calls the second method for the update alone.
+        optimizer.step = _ranged(optimizer.step, "gradients")
+        optimizer.step_with_ready_grads = _ranged(optimizer.step_with_ready_grads, "optimizer")
+        return model, optimizer, scheduler
+
+    def write(self, history: History) -> None:
+        """Write run.json. history: for the tokens/s of the iterations after the profile."""
+        args = self.args
+        # Iteration profile_step_end + 1, counted from 1, writes the trace.
+        pairs = zip(*history.series("tokens_per_second"), strict=True)
+        rates = [rate for i, rate in pairs if i > args.profile_step_end + 1]
+        on_gpu = torch.cuda.is_available()
+        sharded = args.use_distributed_optimizer
+        sizes = RunSizes(
+            shape=shape_of(args),
+            tokens=args.global_batch_size * args.seq_length,
+            micro_batches=get_num_microbatches(),
+            world_size=args.world_size,
+            parameters=self.parameters,
+            expert_parameters=self.expert_parameters,
+            model_shards=args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
+            optimizer_shards=args.data_parallel_size if sharded else 1,
+            element_bytes=2 if args.bf16 or args.fp16 else 4,
+            rotary=args.position_embedding_type == "rope",
+            device=torch.cuda.get_device_name() if on_gpu else "cpu",
+            peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+            tokens_per_second=median(rates) if rates else None,
+        )
+        folder = Path(args.tensorboard_dir).parent / "torch_profile"
+        write_atomically(folder / "run.json", sizes.to_json())

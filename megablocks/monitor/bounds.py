@@ -1,0 +1,208 @@
+"""The least time that each part of a training step takes: by its FLOPs and by the bytes that it must move.
+
+A bound counts what a part cannot avoid while it stays by itself: each product once, each input read and each output
+written once a pass. The work of a step is spread evenly over the GPUs of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megablocks.config import ConfigError
+from megablocks.monitor.flops import GPTShape, forward_flops_per_token, peak_bandwidth, peak_flops
+
+MAIN_GRADIENT_BYTES = 8
+"""A weight's float32 main gradient, read and written by the product that adds to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSizes:
+    """What the bounds are computed from; the driver writes it beside a trace, as run.json.
+
+    tokens: of one step, over all ranks. parameters: on the profiled rank, expert_parameters among them. model_shards:
+    tensor- times pipeline-parallel size. optimizer_shards: ranks that share the state of a parameter.
+    tokens_per_second: after the profile, median over the log intervals.
+    """
+
+    shape: GPTShape
+    tokens: int
+    micro_batches: int
+    parameters: int
+    expert_parameters: int
+    device: str
+    world_size: int = 1
+    model_shards: int = 1
+    optimizer_shards: int = 1
+    element_bytes: int = 2
+    rotary: bool = False
+    peak_memory_bytes: int | None = None
+    tokens_per_second: float | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> RunSizes:
+        """From a run.json. Raises ConfigError, which names the file and what it must hold."""
+        try:
+            values = json.loads(path.read_text())
+            return cls(**{**values, "shape": GPTShape(**values["shape"])})
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            names = ", ".join(field.name for field in dataclasses.fields(cls))
+            raise ConfigError(f"{path}: must be a run.json of the driver, with {names} ({error})") from None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @property
+    def local_tokens(self) -> float:
+        """Tokens of a step for each GPU, if the GPUs shared all of its work evenly."""
+        return self.tokens / self.world_size
+
+    def flops(self, *parts: str) -> float:
+        """FLOPs of a step on one GPU, forward and backward, of these parts of `forward_flops_per_token`."""
+        forward = forward_flops_per_token(self.shape)
+        return 3 * self.local_tokens * sum(forward[part] for part in parts)
+
+    def activations(self, elements: float) -> float:
+        """Bytes of a step on one GPU, for this number of elements moved for each token."""
+        return self.local_tokens * elements * self.element_bytes
+
+    def weights(self, parameters: float) -> float:
+        """Bytes of a step for matrices: each micro-batch reads them for y and for dx, and adds their gradient."""
+        return self.micro_batches * parameters * (2 * self.element_bytes + MAIN_GRADIENT_BYTES)
+
+    def matrices(self, *parts: str) -> float:
+        """Parameters on one GPU of the matrices of these parts, each of which a token meets once."""
+        forward = forward_flops_per_token(self.shape)
+        return sum(forward[part] for part in parts) / 2 / self.model_shards
+
+
+class Work(NamedTuple):
+    """FLOPs and bytes of a step on one GPU."""
+
+    flops: float
+    bytes: float
+
+
+def _experts(run: RunSizes) -> Work:
+    s = run.shape
+    width = s.moe_ffn_hidden_size * (2 if s.gated else 1)
+    # A pair's rows. H: forward reads x, writes y; backward reads dy twice and x, writes dx. Width of the up product:
+    # forward writes and reads it; backward reads it, writes its gradient, reads that twice.
+    rows = 6 * s.top_k * (s.hidden_size + width)
+    moved = run.weights(run.expert_parameters) + run.activations(s.num_moe_layers * rows)
+    return Work(run.flops("experts"), moved)
+
+
+def _routing(run: RunSizes) -> Work:
+    s = run.shape
+    # H: x is read forward and for the gradient of the weight, dx is written. E in float32, which is two elements: the
+    # logits are written, read forward and backward; their gradient is written and read twice.
+    moved = s.num_moe_layers * (3 * s.hidden_size + 6 * 2 * s.num_experts)
+    return Work(run.flops("router"), run.weights(run.matrices("router")) + run.activations(moved))
+
+
+def _attention(run: RunSizes) -> Work:
+    s = run.shape
+    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or s.num_attention_heads) * s.head_dim
+    # Of 2 products forward and 5 backward (scores are computed again), the model's FLOPs count 2 and 4.
+    # Forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
+    moved = s.num_layers * (6 * query + 6 * key)
+    return Work(run.flops("attention") * 3.5 / 3, run.activations(moved))
+
+
+def _products(run: RunSizes) -> Work:
+    s = run.shape
+    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or s.num_attention_heads) * s.head_dim
+    gated = 2 if s.gated else 1
+    # The inputs and outputs of each product. y, dx and dw move them once each: three times.
+    attention = s.num_layers * (2 * s.hidden_size + 2 * query + 2 * key)
+    mlp = (s.num_layers - s.num_moe_layers) * (2 * s.hidden_size + (gated + 1) * s.ffn_hidden_size)
+    shared = s.num_moe_layers * (2 * s.hidden_size + (gated + 1) * s.shared_expert_hidden_size)
+    shared = shared if s.shared_expert_hidden_size else 0
+    parts = ("attention_projections", "mlp", "shared_experts")
+    moved = run.weights(run.matrices(*parts)) + run.activations(3 * (attention + mlp + shared))
+    return Work(run.flops(*parts), moved)
+
+
+def _norms(run: RunSizes) -> Work:
+    # Two a layer and one at the end. Forward reads x, writes y; backward reads x, dy and writes dx.
+    s = run.shape
+    return Work(0, run.activations((2 * s.num_layers + 1) * 5 * s.hidden_size))
+
+
+def _embedding_and_loss(run: RunSizes) -> Work:
+    # Logits need not be kept. H: forward writes the embedding and reads the last layer; backward reads both gradients'
+    # sides again: the embedding's gradient, the last layer for dw, and writes its gradient.
+    moved = run.weights(run.matrices("logits")) + run.activations(5 * run.shape.hidden_size)
+    return Work(run.flops("logits"), moved)
+
+
+def _elementwise(run: RunSizes) -> Work:
+    s = run.shape
+    gated = 2 if s.gated else 1
+    # Two residuals a layer. Forward reads the branch and the residual, writes the sum; backward reads the gradient of
+    # the sum and writes that of the branch, which dropout changes, and reads that of the residual to add it.
+    moved = 2 * 6 * s.num_layers * s.hidden_size
+    # Activations of dense layers. Forward reads the up product, writes; backward reads both and writes one.
+    moved += (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * gated + 2)
+    if s.num_query_groups is None:
+        key = s.num_attention_heads * s.head_dim
+    else:
+        key = s.num_query_groups * s.head_dim
+    # Rotary embedding reads and writes q and k, forward and backward.
+    moved += run.rotary * s.num_layers * 4 * (s.num_attention_heads * s.head_dim + key)
+    return Work(0, run.activations(moved))
+
+
+def _optimizer(run: RunSizes) -> Work:
+    # A parameter: gradient, two moments and the master weight are read, 4 bytes each; the last three are written, and
+    # the weight itself unless it is the master weight.
+    bytes_each = 28 + (run.element_bytes if run.element_bytes < 4 else 0)
+    return Work(0, bytes_each * run.parameters / run.optimizer_shards)
+
+
+def _gradients(run: RunSizes) -> Work:
+    # Zeroing writes the main gradients and the norm reads them. The products add to them, and the optimizer scales.
+    return Work(0, 2 * 4 * run.parameters)
+
+
+FORMULAS: dict[str, Callable[[RunSizes], Work]] = {
+    "experts": _experts,
+    "routing": _routing,
+    "attention": _attention,
+    "dense products": _products,
+    "norms": _norms,
+    "embedding and loss": _embedding_and_loss,
+    "elementwise": _elementwise,
+    "optimizer": _optimizer,
+    "gradients": _gradients,
+}
+"""The work of each part that has to be done. Copies, idle time and hidden communication need not be."""
+
+
+class Bound(NamedTuple):
+    """Milliseconds of a step, by arithmetic and by bytes."""
+
+    arithmetic: float
+    bytes: float
+
+    @property
+    def least(self) -> float:
+        return max(self)
+
+
+def bounds(run: RunSizes) -> dict[str, Bound]:
+    """The bound of each part on the run's GPU, in ms a step; empty if the GPU is unknown or the run is in float32.
+
+    Peak rates are the data sheet's, for dense 16-bit products; measured rates are lower, 790 of 989 TFLOP/s and 4.3 of
+    4.8 TB/s on an H200.
+    """
+    flops, bandwidth = peak_flops(run.device), peak_bandwidth(run.device)
+    if flops is None or bandwidth is None or run.element_bytes != 2:
+        return {}
+    work = {part: formula(run) for part, formula in FORMULAS.items()}
+    return {part: Bound(1e3 * w.flops / flops, 1e3 * w.bytes / bandwidth) for part, w in work.items()}

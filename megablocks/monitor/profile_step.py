@@ -1,0 +1,205 @@
+"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part beside it.
+
+    python scripts/profile_step.py OUT -- bash exp/dmoe/dmoe_125m_8gpu.sh [STEPS …]
+    python scripts/profile_step.py OUT --trace RUN/torch_profile/rank-0.json.gz
+
+The first form launches a script of exp/ in the folder OUT/run for a few steps; the script's arguments are those after
+EXP_DIR, and the environment variables are those of exp/common.sh. Writes OUT/profile.md, profile.json and profile.png.
+The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
+only where nothing else runs. The profiler makes the host slower, so idle time is an upper bound. DRY_RUN=1 prints the
+command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megablocks.config import ConfigError
+from megablocks.monitor.bounds import Bound, RunSizes, bounds
+from megablocks.monitor.flops import mfu
+from megablocks.monitor.history import write_atomically
+from megablocks.monitor.parts import COMMUNICATION, IDLE, PARTS, part_of
+from megablocks.monitor.plots import plot_parts
+from megablocks.monitor.trace import Step, exclusive_times, read_step
+
+FIRST, LAST, STEPS = 6, 9, 16
+"""The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
+FLAGS = (
+    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --profile "
+    f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
+)
+LONGEST = 10
+
+
+class Row(NamedTuple):
+    """One part of a step. bound: None if it has none."""
+
+    part: str
+    ms: float
+    launches: float
+    bound: Bound | None
+
+
+class Profile(NamedTuple):
+    """A step of `ms`. longest: (kernel, part, ms a step, launches a step), of all launches with one name and part."""
+
+    ms: float
+    rows: list[Row]
+    longest: list[tuple[str, str, float, float]]
+    on_gpu: bool
+    run: RunSizes | None
+
+
+def profile_of(step: Step, run: RunSizes | None) -> Profile:
+    """The table of a step, in the order of PARTS, without parts that have neither time nor a bound."""
+    parts = [part_of(kernel) for kernel in step.kernels]
+    is_last = [part == COMMUNICATION for part in parts]
+    times = exclusive_times(step.kernels, is_last)
+    names = [(kernel.name, part) for kernel, part in zip(step.kernels, parts, strict=True)]
+    launches, of_name = Counter(parts), Counter(names)
+    ms, by_name = defaultdict[str, float](float), defaultdict[tuple[str, str], float](float)
+    for name, part, time in zip(names, parts, times, strict=True):
+        ms[part] += time / 1e3
+        by_name[name] += time / 1e3
+    whole = (step.end - step.start) / 1e3
+    ms[IDLE] = whole - sum(ms.values())
+    known = bounds(run) if run is not None else {}
+    count = step.count
+    rows = [Row(p, ms[p] / count, launches[p] / count, known.get(p)) for p in PARTS if ms[p] or p in known]
+    longest = sorted(by_name, key=lambda name: -by_name[name])[:LONGEST]
+    kernels = [(*name, by_name[name] / count, of_name[name] / count) for name in longest]
+    return Profile(whole / count, rows, kernels, step.on_gpu, run)
+
+
+def summary(profile: Profile) -> dict[str, float]:
+    """The step's figures: ms, tokens/s and MFU in the profile and after it, peak memory. Unknown ones are left out."""
+    run = profile.run
+    out: dict[str, float] = {"step_ms": profile.ms}
+    if run is None:
+        return out
+    rates = {"profiled": run.tokens / profile.ms * 1e3, "after": run.tokens_per_second}
+    for name, rate in rates.items():
+        if rate is not None:
+            out[f"tokens_per_second_{name}"] = rate
+            if (used := mfu(rate, run.shape, run.device, run.world_size)) is not None:
+                out[f"mfu_{name}"] = used
+    if run.peak_memory_bytes is not None:
+        out["peak_memory_gib"] = run.peak_memory_bytes / 2**30
+    return out
+
+
+def short(name: str) -> str:
+    """A kernel's name without return type, namespaces and template arguments, as far as it can be told."""
+    base = re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()
+    inner = re.search(r"(\w+)(?:Functor|_kernel_cuda|_kernel_impl|Kernel)", name[len(base) :])
+    return (base + (f" {inner.group(0)}" if inner else ""))[:70]
+
+
+def markdown(profile: Profile, title: str) -> str:
+    """The table, the figures above it and the longest kernels below it."""
+    lines = [f"# A training step by parts: {title}", ""]
+    texts = {"step_ms": "{:.1f} ms a step", "tokens_per_second_profiled": "{:,.0f} tokens/s in the profile",
+             "tokens_per_second_after": "{:,.0f} tokens/s after it", "mfu_profiled": "MFU {:.1%} in the profile",
+             "mfu_after": "MFU {:.1%} after it", "peak_memory_gib": "peak memory {:.1f} GiB"}  # fmt: skip
+    lines += [", ".join(texts[key].format(value) for key, value in summary(profile).items()) + ".", ""]
+    if not profile.on_gpu:
+        lines += ["No GPU: the times are those of the CPU's ops.", ""]
+    lines += ["| part | ms | % of step | launches | arithmetic, ms | bytes, ms | times its bound |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for part, ms, launches, bound in profile.rows:
+        limits = "| – | – | –"
+        if bound is not None:
+            limits = f"| {bound.arithmetic:.1f} | {bound.bytes:.1f} | {ms / bound.least:.2f}"
+        lines += [f"| {part} | {ms:.1f} | {100 * ms / profile.ms:.1f} | {launches:.0f} {limits} |"]
+    least = sum(row.bound.least for row in profile.rows if row.bound is not None)
+    limits = f"| | | {profile.ms / least:.2f}" if least else "| | |"
+    lines += [f"| step | {profile.ms:.1f} | 100.0 | {sum(row.launches for row in profile.rows):.0f} {limits} |", ""]
+    lines += ["| longest kernels | part | ms | launches |", "|---|---|---|---|"]
+    lines += [f"| `{short(name)}` | {part} | {ms:.1f} | {n:.0f} |" for name, part, ms, n in profile.longest]
+    return "\n".join(lines) + "\n"
+
+
+def to_json(profile: Profile) -> dict[str, Any]:
+    """Everything of the table, with the kernels' whole names."""
+    rows = [
+        {"part": part, "ms": ms, "launches": launches, **({} if bound is None else {"bound_ms": bound._asdict()})}
+        for part, ms, launches, bound in profile.rows
+    ]
+    longest = [dict(zip(("kernel", "part", "ms", "launches"), entry, strict=True)) for entry in profile.longest]
+    return {**summary(profile), "on_gpu": profile.on_gpu, "parts": rows, "longest_kernels": longest}
+
+
+def write(profile: Profile, out: Path, title: str) -> str:
+    """Write profile.md, profile.json and profile.png into the folder `out`. Returns the text of the first."""
+    text = markdown(profile, title)
+    write_atomically(out / "profile.md", text)
+    write_atomically(out / "profile.json", json.dumps(to_json(profile), indent=1) + "\n")
+    bars = [(r.part, r.ms, *(r.bound or (0.0, 0.0))) for r in profile.rows]
+    plot_parts(bars, out / "profile.png", title=f"{title}: {profile.ms:.0f} ms a step")
+    return text
+
+
+def command_in(folder: Path, words: Sequence[str]) -> list[str]:
+    """The command with `folder` as the first argument of its script. Raises ConfigError if there is no script."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
+    if at is None or not Path(words[at]).is_file():
+        raise ConfigError(f"command={shlex.join(words)!r}: must name a script of exp/, such as {_EXAMPLE}")
+    return [*words[: at + 1], str(folder), *words[at + 1 :]]
+
+
+_EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
+
+
+def _launch(out: Path, words: Sequence[str]) -> Path | None:
+    """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
+    folder = out / "run"
+    command, flags = command_in(folder, words), f"{FLAGS} {os.environ.get('FLAGS', '')}".strip()
+    if os.environ.get("DRY_RUN") == "1":
+        print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
+        return None
+    done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
+    if done.returncode:
+        raise ConfigError(f"command={shlex.join(command)!r}: ended with {done.returncode}; see {folder}/train.log")
+    return folder / "torch_profile" / "rank-0.json.gz"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: written. 2: bad arguments, a run that failed, or a trace that cannot be read."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    words, command = words[:cut], words[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder for the table and the picture")
+    parser.add_argument("--trace", type=Path, help="read this trace in place of a launch")
+    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json beside the trace)")
+    parser.add_argument("--title", help="of table and picture (default: the script's or the trace's name)")
+    options = parser.parse_args(words)
+    try:
+        if (options.trace is None) == (not command):
+            raise ConfigError(f"trace={options.trace}: give either --trace FILE or a command after --: {_EXAMPLE}")
+        trace = options.trace or _launch(options.out, command)
+        if trace is None:
+            return 0
+        sizes = options.run or trace.with_name("run.json")
+        run = RunSizes.read(sizes) if options.run or sizes.exists() else None
+        script = next((Path(word).stem for word in command if word.endswith(".sh")), None)
+        title = options.title or script or trace.name.split(".")[0]
+        print(write(profile_of(read_step(trace), run), options.out, title), end="")
+        if run is None:
+            print(f"no bounds: {sizes} does not exist; give --run FILE")
+    except (ConfigError, OSError) as error:
+        print(f"profile_step: {error}", file=sys.stderr)
+        return 2
+    return 0

@@ -1,0 +1,35 @@
+"""A profiled run of the real driver: its trace names the parts of a step; the sizes for the bounds lie beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.training")
+
+from driver import EXPERTS, Driver  # noqa: E402
+
+from megablocks.monitor.bounds import RunSizes  # noqa: E402
+from megablocks.monitor.parts import PARTS  # noqa: E402
+from megablocks.monitor.profile_step import profile_of  # noqa: E402
+from megablocks.monitor.trace import read_step  # noqa: E402
+
+FLAGS = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-end 4".split()
+
+
+def test_a_profiled_run_names_every_part(driver: Driver, tmp_path: Path) -> None:
+    driver.run(*EXPERTS, *FLAGS, "--train-iters", "6", "--tensorboard-dir", tmp_path / "run" / "tensorboard")
+    run = RunSizes.read(tmp_path / "run/torch_profile/run.json")
+    assert (run.tokens, run.micro_batches, run.device, run.element_bytes) == (8 * 32, 4, "cpu", 4)
+    assert run.expert_parameters == 2 * 4 * 2 * 32 * 64 and run.tokens_per_second is not None
+    profile = profile_of(read_step(tmp_path / "run/torch_profile/rank-0.json.gz"), run)
+    times = {row.part: row.ms for row in profile.rows}
+    assert set(times) >= set(PARTS) - {"other", "communication"}
+    assert sum(times.values()) == pytest.approx(profile.ms) and times.get("other", 0) < 0.02 * profile.ms
+    assert all(times[part] > 0 for part in times)
+
+
+def test_L2_the_profiler_needs_a_folder(driver: Driver) -> None:
+    run = driver.run(*FLAGS, "--train-iters", "6", expect=2)
+    assert "pretrain_gpt: tensorboard_dir=None: --use-pytorch-profiler writes beside it" in run.text()
