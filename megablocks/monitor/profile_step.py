@@ -39,6 +39,7 @@ FLAGS = (
     f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
 )
 LONGEST = 10
+EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
 
 
 class Row(NamedTuple):
@@ -153,11 +154,8 @@ def command_in(folder: Path, words: Sequence[str]) -> list[str]:
     """The command with `folder` as the first argument of its script. Raises ConfigError if there is no script."""
     at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
     if at is None or not Path(words[at]).is_file():
-        raise ConfigError(f"command={shlex.join(words)!r}: must name a script of exp/, such as {_EXAMPLE}")
+        raise ConfigError(f"command={shlex.join(words)!r}: must name a script of exp/, such as {EXAMPLE}")
     return [*words[: at + 1], str(folder), *words[at + 1 :]]
-
-
-_EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
 
 
 def _launch(out: Path, words: Sequence[str]) -> Path | None:
@@ -188,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         if (options.trace is None) == (not command):
-            raise ConfigError(f"trace={options.trace}: give either --trace FILE or a command after --: {_EXAMPLE}")
+            raise ConfigError(f"trace={options.trace}: give either --trace FILE or a command after --: {EXAMPLE}")
         trace = options.trace or _launch(options.out, command)
         if trace is None:
             return 0
