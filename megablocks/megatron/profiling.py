@@ -29,18 +29,18 @@ MODULES = (
     (r"rotary_pos_emb$|decoder$", "elementwise"),  # what a layer itself runs: residuals, dropout, activations
     (r"norm$", "norms"),
     (r"core_attention$", "attention"),
+    (r"\.experts(\.|$)", "experts"),
     (r"linear_\w+$|shared_experts$", "dense products"),
     (r"\.router$", "routing"),
-    (r"\.experts$", "experts"),
 )
-"""A pattern for the end of a module's name, and the part that its forward and backward belong to."""
+"""A pattern for a module's name, and the part that its forward and backward belong to. The first match counts."""
 _EXPERT_LAYER = "experts"
 """The part of a mixture-of-experts layer, whose module has a router."""
 
 
 def is_on(args: argparse.Namespace) -> bool:
-    """Whether torch's profiler will run on this rank."""
-    return args.profile and args.use_pytorch_profiler and (not args.profile_ranks or args.rank in args.profile_ranks)
+    """Whether torch's profiler runs and this is the first rank that it runs on."""
+    return args.profile and args.use_pytorch_profiler and args.rank == min(args.profile_ranks or [0])
 
 
 def part_of(name: str, module: torch.nn.Module) -> str | None:
@@ -110,3 +110,4 @@ class StepProfile:
         )
         folder = Path(args.tensorboard_dir).parent / "torch_profile"
         write_atomically(folder / "run.json", sizes.to_json())
+        print(f"profile: {folder}; scripts/profile_step.py OUT --trace FILE makes a table of it", flush=True)

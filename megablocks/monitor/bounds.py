@@ -87,6 +87,12 @@ class Work(NamedTuple):
     bytes: float
 
 
+def _heads(shape: GPTShape) -> tuple[int, int]:
+    """Widths of all queries and of all keys; values are as wide as keys."""
+    groups = shape.num_query_groups or shape.num_attention_heads
+    return shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
+
+
 def _experts(run: RunSizes) -> Work:
     s = run.shape
     width = s.moe_ffn_hidden_size * (2 if s.gated else 1)
@@ -107,7 +113,7 @@ def _routing(run: RunSizes) -> Work:
 
 def _attention(run: RunSizes) -> Work:
     s = run.shape
-    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or s.num_attention_heads) * s.head_dim
+    query, key = _heads(s)
     # Of 2 products forward and 5 backward (scores are computed again), the model's FLOPs count 2 and 4.
     # Forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
     moved = s.num_layers * (6 * query + 6 * key)
@@ -116,7 +122,7 @@ def _attention(run: RunSizes) -> Work:
 
 def _products(run: RunSizes) -> Work:
     s = run.shape
-    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or s.num_attention_heads) * s.head_dim
+    query, key = _heads(s)
     gated = 2 if s.gated else 1
     # The inputs and outputs of each product. y, dx and dw move them once each: three times.
     attention = s.num_layers * (2 * s.hidden_size + 2 * query + 2 * key)
@@ -149,12 +155,8 @@ def _elementwise(run: RunSizes) -> Work:
     moved = 2 * 6 * s.num_layers * s.hidden_size
     # Activations of dense layers. Forward reads the up product, writes; backward reads both and writes one.
     moved += (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * gated + 2)
-    if s.num_query_groups is None:
-        key = s.num_attention_heads * s.head_dim
-    else:
-        key = s.num_query_groups * s.head_dim
     # Rotary embedding reads and writes q and k, forward and backward.
-    moved += run.rotary * s.num_layers * 4 * (s.num_attention_heads * s.head_dim + key)
+    moved += run.rotary * s.num_layers * 4 * sum(_heads(s))
     return Work(0, run.activations(moved))
 
 

@@ -15,7 +15,10 @@ PARTS = (
 
 
 class Rule(NamedTuple):
-    """A kernel belongs to `part` if one of the patterns is found. Kernels and ops: any name; part: of the range."""
+    """A kernel belongs to `part` if one of the patterns is found.
+
+    kernel: in its name. op: in a line of its callers, from the inside out. within: in the part of the driver's range.
+    """
 
     part: str
     kernel: str = ""
@@ -23,37 +26,48 @@ class Rule(NamedTuple):
     within: str = ""
 
 
+_ROUTING_OPS = r"router|rounded_router|build_dispatch|pad_indices|count_valid|sparse_topology"
+_ROUTING_KERNELS = r"route|route_backward|finish|loads|select|odds|count|scan|place|pad|rows|topology|weight_backward"
+_EXPERT_OPS = (
+    r"fused_\w+|down_gradient|activate_and_project|grouped_\w+|gathered_\w+|scattered_\w+|sparse_\w+|linear_combine|"
+    r"parallel_linear|combine\w*|gather|replicate|bin_sum|add_expert_bias|expert_sum|activation\w*|d?e?quantize"
+)
+_EXPERT_KERNELS = r"\w*ragged_[mk]|\w*up|down_gradient|_combine\w*|_?sdd|_?spmm|_mlp_gradient|_expert_sum|_\w*quantize"
+
 RULES = (
     Rule(COMMUNICATION, kernel=r"nccl|^gloo:|^c10d::", op=r"^c10d::|^gloo:"),
     Rule("optimizer", op=r"^Optimizer\.step#", within=r"^optimizer$", kernel=r"adam"),
-    # Megatron adds a gradient to the main gradient in a hook of the node that would accumulate it.
-    Rule("gradients", op=r"AccumulateGrad|^Optimizer\.zero_grad#|_foreach_norm|l2norm", kernel=r"multi_tensor_l2norm",
-         within=r"^gradients$"),
-    Rule("embedding and loss", op=r"(?i)cross_?entropy|embedding", kernel=r"(?i)cross_?entropy|nll|embedding",
-         within=r"^embedding and loss$"),
-    Rule("attention", op=r"attention", kernel=r"(?i)flash|fmha|attention"),
-    Rule("norms", op=r"(?i)(layer|rms)_?norm", kernel=r"(?i)(layer|rms)_?norm", within=r"^norms$"),
-    Rule("routing", op=r"RouterGating|megablocks::\w*(rout|topk|top_k|histogram|sort|dispatch)|AuxLoss",
-         kernel=r"(?i)router|topk|histogram|expert_offsets", within=r"^routing$"),
+    # Megatron adds a gradient to the main gradient in a hook of the node that would accumulate it. The norms are those
+    # of clipping and of the guard against NaN.
+    Rule("gradients", op=r"AccumulateGrad$|^Optimizer\.zero_grad#|(vector|foreach)_norm$|l2norm", within=r"^gradients$",
+         kernel=r"l2norm|^_square_sum_kernel"),
+    # Autograd adds the two gradients of a residual before it calls the node of the op that used both.
+    Rule("elementwise", op=r"^aten::add_?\nautograd::engine::evaluate_function"),
+    Rule("embedding and loss", op=r"(?i)cross_?entropy|embedding",
+         kernel=r"(?i)cross_?entropy|nll|embedding|^_(sums|gradient)_kernel", within=r"^embedding and loss$"),
+    Rule("attention", op=r"attention", kernel=r"(?i)flash|fmha|sdpa|attention"),
+    Rule("norms", op=r"(?i)(layer|rms)_?norm|^(megablocks::)?norm(_b|B|$)",
+         kernel=r"(?i)(layer|rms)_?norm|\bln_[fb]wd|^_norm_", within=r"^norms$"),
+    Rule("routing", op=rf"^(megablocks::)?({_ROUTING_OPS})(Backward)?$|RouterGating|AuxLoss|topk",
+         kernel=rf"^_({_ROUTING_KERNELS})_kernel|(?i:topk)", within=r"^routing$"),
     Rule(COPIES, op=r"^aten::(copy_|contiguous|clone|_to_copy|to|cat)$", kernel=r"^Mem(cpy|set)"),
     Rule("attention", within=r"^attention$"),  # after the copies and before the products of an unfused attention
-    Rule("experts", op=r"^(megablocks|fused|scattermoe)::", kernel=r"(?i)grouped|gathered|ragged|scatter2scatter",
+    Rule("experts", op=rf"^(megablocks::)?({_EXPERT_OPS})(Backward)?$", kernel=rf"^({_EXPERT_KERNELS})_kernel",
          within=r"^experts$"),
     Rule("dense products", op=r"^aten::(mm|addmm|bmm|linear|matmul)$|LinearWithGrad", kernel=r"gemm|nvjet|cutlass",
          within=r"^dense products$"),
-    Rule("elementwise", op=r"^aten::", within=r"^elementwise$"),
+    Rule("gradients", op=r"^aten::zero_$"),
+    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_",
+         within=r"^elementwise$"),
 )  # fmt: skip
 """In order: the first rule that fits counts. In a CUDA graph only the names of kernels are known."""
-_COMPILED = [tuple(re.compile(p) if p else None for p in rule[1:]) for rule in RULES]
+_COMPILED = [tuple(re.compile(p, re.MULTILINE) if p else None for p in rule[1:]) for rule in RULES]
 
 
 def part_of(kernel: Kernel) -> str:
     """The part of a kernel."""
-    for rule, (name, op, within) in zip(RULES, _COMPILED, strict=True):
-        if (
-            (name and name.search(kernel.name))
-            or (within and within.search(kernel.part))
-            or (op and any(op.search(caller) for caller in kernel.callers))
-        ):
+    texts = (kernel.name, "\n".join(kernel.callers), kernel.part)
+    for rule, patterns in zip(RULES, _COMPILED, strict=True):
+        if any(pattern and pattern.search(text) for pattern, text in zip(patterns, texts, strict=True)):
             return rule.part
     return OTHER

@@ -52,11 +52,11 @@ class Row(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A step of `ms`. longest: (kernel, part, ms a step, launches a step), of all launches with one name and part."""
+    """A step of `ms`. longest: (kernel, the op that launched it, part, ms a step, launches a step)."""
 
     ms: float
     rows: list[Row]
-    longest: list[tuple[str, str, float, float]]
+    longest: list[tuple[str, str, str, float, float]]
     on_gpu: bool
     run: RunSizes | None
 
@@ -66,9 +66,9 @@ def profile_of(step: Step, run: RunSizes | None) -> Profile:
     parts = [part_of(kernel) for kernel in step.kernels]
     is_last = [part == COMMUNICATION for part in parts]
     times = exclusive_times(step.kernels, is_last)
-    names = [(kernel.name, part) for kernel, part in zip(step.kernels, parts, strict=True)]
+    names = [(k.name, k.callers[0] if k.callers else "", part) for k, part in zip(step.kernels, parts, strict=True)]
     launches, of_name = Counter(parts), Counter(names)
-    ms, by_name = defaultdict[str, float](float), defaultdict[tuple[str, str], float](float)
+    ms, by_name = defaultdict[str, float](float), defaultdict[tuple[str, str, str], float](float)
     for name, part, time in zip(names, parts, times, strict=True):
         ms[part] += time / 1e3
         by_name[name] += time / 1e3
@@ -100,10 +100,9 @@ def summary(profile: Profile) -> dict[str, float]:
 
 
 def short(name: str) -> str:
-    """A kernel's name without return type, namespaces and template arguments, as far as it can be told."""
-    base = re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()
-    inner = re.search(r"(\w+)(?:Functor|_kernel_cuda|_kernel_impl|Kernel)", name[len(base) :])
-    return (base + (f" {inner.group(0)}" if inner else ""))[:70]
+    """A kernel's name without return type, namespaces and template arguments, at most 70 characters."""
+    plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    return re.split(r"[<(]", plain)[0].split("::")[-1].strip()[:70]
 
 
 def markdown(profile: Profile, title: str) -> str:
@@ -125,8 +124,10 @@ def markdown(profile: Profile, title: str) -> str:
     least = sum(row.bound.least for row in profile.rows if row.bound is not None)
     limits = f"| | | {profile.ms / least:.2f}" if least else "| | |"
     lines += [f"| step | {profile.ms:.1f} | 100.0 | {sum(row.launches for row in profile.rows):.0f} {limits} |", ""]
-    lines += ["| longest kernels | part | ms | launches |", "|---|---|---|---|"]
-    lines += [f"| `{short(name)}` | {part} | {ms:.1f} | {n:.0f} |" for name, part, ms, n in profile.longest]
+    lines += ["| longest kernels | op | part | ms | launches |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{short(name)}` | {op[:50]} | {part} | {ms:.1f} | {n:.0f} |" for name, op, part, ms, n in profile.longest
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -136,7 +137,7 @@ def to_json(profile: Profile) -> dict[str, Any]:
         {"part": part, "ms": ms, "launches": launches, **({} if bound is None else {"bound_ms": bound._asdict()})}
         for part, ms, launches, bound in profile.rows
     ]
-    longest = [dict(zip(("kernel", "part", "ms", "launches"), entry, strict=True)) for entry in profile.longest]
+    longest = [dict(zip(("kernel", "op", "part", "ms", "launches"), entry, strict=True)) for entry in profile.longest]
     return {**summary(profile), "on_gpu": profile.on_gpu, "parts": rows, "longest_kernels": longest}
 
 

@@ -112,6 +112,16 @@ def test_an_instant_counts_once_and_communication_only_where_nothing_else_runs()
         ("flash_fwd_kernel", (), "", "attention"),  # no range and no op, as in a CUDA graph
         ("nvjet_hsh_128x256", (), "", "dense products"),
         ("multi_tensor_apply_kernel", ("aten::_fused_adamw_", "Optimizer.step#AdamW.step"), "", "optimizer"),
+        ("vectorized_layer_norm_kernel", ("aten::native_layer_norm",), "", "norms"),
+        ("reduce_kernel", ("aten::linalg_vector_norm",), "elementwise", "gradients"),
+        # Autograd adds the gradients of a residual inside the node that takes their sum.
+        ("add", ("aten::add_", "autograd::engine::evaluate_function: LayerNorm"), "norms", "elementwise"),
+        ("add", ("aten::add_", "LayerNorm", "autograd::engine::evaluate_function: LayerNorm"), "norms", "norms"),
+        ("_route_kernel", ("router",), "", "routing"),
+        ("down_gradient_kernel", (), "", "experts"),
+        ("triton_poi_fused_add_native_dropout_0", (), "", "elementwise"),
+        ("_norm_backward_kernel", ("normBackward",), "", "norms"),
+        ("nvjet_hsh", ("aten::mm", "_LinearCrossEntropy"), "", "embedding and loss"),
         ("some_kernel", (), "", "other"),
     ],
 )
