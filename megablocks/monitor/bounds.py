@@ -198,7 +198,9 @@ class Bound(NamedTuple):
 
 
 def bounds(run: RunSizes) -> dict[str, Bound]:
-    """The bound of each part on the run's GPU, in ms a step; empty if the GPU is unknown or the run is in float32.
+    """The bound of each part that has work, on the run's GPU, in ms a step.
+
+    Empty if the GPU is unknown or the run is in float32.
 
     Peak rates are the data sheet's, for dense 16-bit products; measured rates are lower, 790 of 989 TFLOP/s and 4.3 of
     4.8 TB/s on an H200.
@@ -207,4 +209,4 @@ def bounds(run: RunSizes) -> dict[str, Bound]:
     if flops is None or bandwidth is None or run.element_bytes != 2:
         return {}
     work = {part: formula(run) for part, formula in FORMULAS.items()}
-    return {part: Bound(1e3 * w.flops / flops, 1e3 * w.bytes / bandwidth) for part, w in work.items()}
+    return {part: Bound(1e3 * w.flops / flops, 1e3 * w.bytes / bandwidth) for part, w in work.items() if any(w)}

@@ -6,8 +6,8 @@
 The first form launches a script of exp/ in the folder OUT/run for a few steps; the script's arguments are those after
 EXP_DIR, and the environment variables are those of exp/common.sh. Writes OUT/profile.md, profile.json and profile.png.
 The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
-only where nothing else runs. The profiler makes the host slower, so idle time is an upper bound. DRY_RUN=1 prints the
-command.
+only where nothing else runs. The profiler slows the host, so the table has more idle time than the line above it, which
+is about the steps after the profile. DRY_RUN=1 prints the command.
 """
 
 from __future__ import annotations
@@ -39,6 +39,16 @@ FLAGS = (
     f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
 )
 LONGEST = 10
+TEXTS = {
+    "step_ms": "{:.1f} ms a step",
+    "tokens_per_second_profiled": "{:,.0f} tokens/s in the profile",
+    "mfu_profiled": "MFU {:.1%} in the profile",
+    "tokens_per_second_after": "{:,.0f} tokens/s after it",
+    "mfu_after": "MFU {:.1%} after it",
+    "idle_after": "idle {:.1%} after it",
+    "peak_memory_gib": "peak memory {:.1f} GiB",
+}
+"""The figures of `summary`, as the table shows them."""
 EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
 
 
@@ -83,7 +93,7 @@ def profile_of(step: Step, run: RunSizes | None) -> Profile:
 
 
 def summary(profile: Profile) -> dict[str, float]:
-    """The step's figures: ms, tokens/s and MFU in the profile and after it, peak memory. Unknown ones are left out."""
+    """The step's figures: ms, tokens/s, MFU in the profile and after it, peak memory. Unknown ones are left out."""
     run = profile.run
     out: dict[str, float] = {"step_ms": profile.ms}
     if run is None:
@@ -94,6 +104,9 @@ def summary(profile: Profile) -> dict[str, float]:
             out[f"tokens_per_second_{name}"] = rate
             if (used := mfu(rate, run.shape, run.device, run.world_size)) is not None:
                 out[f"mfu_{name}"] = used
+    if run.tokens_per_second is not None and profile.on_gpu:  # the profiler slows the host, but not the kernels
+        busy = sum(row.ms for row in profile.rows if row.part != IDLE)
+        out["idle_after"] = max(0.0, 1 - busy / (run.tokens / run.tokens_per_second * 1e3))
     if run.peak_memory_bytes is not None:
         out["peak_memory_gib"] = run.peak_memory_bytes / 2**30
     return out
@@ -108,10 +121,7 @@ def short(name: str) -> str:
 def markdown(profile: Profile, title: str) -> str:
     """The table, the figures above it and the longest kernels below it."""
     lines = [f"# A training step by parts: {title}", ""]
-    texts = {"step_ms": "{:.1f} ms a step", "tokens_per_second_profiled": "{:,.0f} tokens/s in the profile",
-             "tokens_per_second_after": "{:,.0f} tokens/s after it", "mfu_profiled": "MFU {:.1%} in the profile",
-             "mfu_after": "MFU {:.1%} after it", "peak_memory_gib": "peak memory {:.1f} GiB"}  # fmt: skip
-    lines += [", ".join(texts[key].format(value) for key, value in summary(profile).items()) + ".", ""]
+    lines += [", ".join(TEXTS[key].format(value) for key, value in summary(profile).items()) + ".", ""]
     if not profile.on_gpu:
         lines += ["No GPU: the times are those of the CPU's ops.", ""]
     lines += ["| part | ms | % of step | launches | arithmetic, ms | bytes, ms | times its bound |"]

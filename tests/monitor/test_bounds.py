@@ -58,6 +58,7 @@ def test_ranks_share_the_work_and_models_differ() -> None:
     assert FORMULAS["dense products"](dense).bytes == 12 * (4 * matrices * 12 + tokens * 2 * rows)
     assert FORMULAS["elementwise"](dense).bytes == 12 * tokens * 2 * (12 * 768 + 8 * 3072 + 4 * (768 + 256))
     assert FORMULAS["experts"](dense) == FORMULAS["routing"](dense) == (0, 0)
+    assert set(FORMULAS) - set(bounds(dense)) == {"experts", "routing"}
 
 
 @pytest.mark.parametrize("change", [{"device": "cpu"}, {"device": "NVIDIA GH200 480GB"}, {"element_bytes": 4}])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -46,6 +47,8 @@ def test_times_are_of_one_step(tmp_path: Path) -> None:
     assert (profile.ms, times["attention"], times["idle"]) == pytest.approx((1, 0.25, 0.75))
     assert times["experts"] == 0, "a part with a bound has a line"
     assert profile_step.summary(profile)["tokens_per_second_profiled"] == pytest.approx(131072e3)
+    faster = profile._replace(run=dataclasses.replace(SMALL, tokens_per_second=2 * 131072e3))
+    assert profile_step.summary(faster)["idle_after"] == pytest.approx(0.5), "0.25 ms of 0.5"
 
 
 def test_table_figures_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
