@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 from torch.profiler import record_function
 
@@ -69,6 +70,8 @@ class StepProfile:
         """Once a process, before `pretrain`."""
         wrap_training(setup_model_and_optimizer=self._setup)
         training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
+        # The loss's mask, sum and scale are no module's.
+        schedules.forward_step_calc_loss = _ranged(schedules.forward_step_calc_loss, "embedding and loss")
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)

@@ -11,7 +11,7 @@ pytest.importorskip("megatron.training")
 from driver import EXPERTS, Driver  # noqa: E402
 
 from megablocks.monitor.bounds import RunSizes  # noqa: E402
-from megablocks.monitor.parts import PARTS  # noqa: E402
+from megablocks.monitor.parts import PARTS, part_of  # noqa: E402
 from megablocks.monitor.profile_step import profile_of  # noqa: E402
 from megablocks.monitor.trace import read_step  # noqa: E402
 
@@ -23,10 +23,14 @@ def test_a_profiled_run_names_every_part(driver: Driver, tmp_path: Path) -> None
     run = RunSizes.read(tmp_path / "run/torch_profile/run.json")
     assert (run.tokens, run.micro_batches, run.device, run.element_bytes) == (8 * 32, 4, "cpu", 4)
     assert run.expert_parameters == 2 * 4 * 2 * 32 * 64 and run.tokens_per_second is not None
-    profile = profile_of(read_step(tmp_path / "run/torch_profile/rank-0.json.gz"), run)
+    step = read_step(tmp_path / "run/torch_profile/rank-0.json.gz")
+    profile = profile_of(step, run)
     times = {row.part: row.ms for row in profile.rows}
     assert set(times) >= set(PARTS) - {"other", "communication"}
-    assert sum(times.values()) == pytest.approx(profile.ms) and times.get("other", 0) < 0.02 * profile.ms
+    assert sum(times.values()) == pytest.approx(profile.ms)
+    lost = [kernel.callers for kernel in step.kernels if part_of(kernel) == "other"]
+    assert not [callers for callers in lost if "aten::mm" in callers or "aten::bmm" in callers]
+    assert len(lost) < 0.05 * len(step.kernels), "the data loader's, which launches nothing on a GPU"
     assert all(times[part] > 0 for part in times)
 
 
