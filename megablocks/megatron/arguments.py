@@ -50,6 +50,11 @@ class DriverSettings:
     )
     loss_spike_window: int = option(64, "number of past losses in that median; checkpoints keep them")
     hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
+    fused_optimizer: bool = option(
+        True,
+        "on a GPU, let Megatron's Adam read and write each parameter once, and keep the gradient norm on the GPU; "
+        "Transformer Engine's or apex's Adam is left alone",
+    )
     verify_checkpoint: bool = option(
         True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
     )

@@ -158,7 +158,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     from megatron.training.utils import print_rank_0
 
     from megablocks.checkpoint.atomic import CheckpointError
-    from megablocks.megatron import checkpoint_io, data, failures, gpt, optimizer_state, profiling
+    from megablocks.megatron import checkpoint_io, data, failures, fused_optimizer, gpt, optimizer_state, profiling
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
@@ -166,6 +166,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     reporter = Reporter(args, Path(run_dir) if run_dir else None, _unigram_entropy(args))
     _announce(args, run_dir)
     optimizer_state.install()
+    fused_optimizer.install(args, settings.fused_optimizer)
     checkpoint_io.write_in_process(args)
     checkpoint_io.name_write_errors()
     checkpoint_io.keep_random_state()

@@ -239,6 +239,31 @@ def grouped_hopper(device: torch.device) -> Step:
     return step
 
 
+@family
+def adam(device: torch.device) -> Step:
+    """Aligned and misaligned parameters, with and without copies; each step starts from the same values."""
+    from megablocks.ops.adam import FusedAdam, square_sum
+
+    draw = draws(device, torch.float32)
+    start = [draw(n).detach() for n in (1, 13, 4096, 40000)]
+    grads = [draw(len(p)).detach() for p in start]
+    dtypes = (torch.bfloat16, torch.float16, torch.float32, None)
+
+    def step() -> list[Tensor]:
+        parameters = [p.clone() for p in start]
+        optimizer = FusedAdam(parameters, lr=1e-2, weight_decay=0.1, decoupled_weight_decay=True)
+        copies = {p: p.to(d) for p, d in zip(parameters, dtypes, strict=True) if d is not None}
+        optimizer.copies = copies
+        for p, grad in zip(parameters, grads, strict=True):
+            p.grad = grad
+        norm = square_sum(grads, device)
+        optimizer.grad_scale = (1 / (1 + norm)).float()
+        optimizer.step()
+        return [*parameters, *copies.values(), norm]
+
+    return step
+
+
 def sparse_step(device: torch.device, dtype: torch.dtype, block: int, hidden: int = H) -> Step:
     from megablocks.ops.activation_table import Activation
     from megablocks.ops.sparse import dds, dsd, sdd, sparse_mlp, topology

@@ -151,6 +151,7 @@ def transformer_config(layout: Layout) -> Any:
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bf16=dtype is torch.bfloat16,
+        fp16=dtype is torch.float16,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=layout.tp,
@@ -205,7 +206,7 @@ def build_model(layout: Layout) -> tuple[Any, list[Any]]:
         if torch.cuda.is_available():
             model.cuda()
         fill_weights(model)
-        if layout.dtype == "bfloat16":
+        if layout.dtype != "float32":
             model = Float16Module(config, model)
         chunks.append(DistributedDataParallel(config, ddp, model, disable_bucketing=stage > 0))
     if layout.overlap:
@@ -224,6 +225,8 @@ def build_optimizer(layout: Layout, chunks: list[Any], lr: float = 3e-3) -> Any:
         weight_decay=0.0,
         clip_grad=1.0,
         bf16=layout.dtype == "bfloat16",
+        fp16=layout.dtype == "float16",
+        initial_loss_scale=2.0**10,
         params_dtype=getattr(torch, layout.dtype),
         use_distributed_optimizer=layout.distributed_optimizer,
     )

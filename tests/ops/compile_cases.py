@@ -172,6 +172,18 @@ def linear_cross_entropy() -> None:
         gradient_launch(logits, labels, maximum, total, grad[:1].expand(8))
 
 
+@family("adam_triton", "_adam_kernel", "_square_sum_kernel")
+def adam() -> None:
+    from megablocks.ops import adam_triton
+
+    for aligned in (True, False):
+        one = adam_triton.Tables().of([adam_triton.Item(aligned, (16, 0))], torch.device("cpu"))
+        adam_triton.square_sum_launch(one, torch.device("cpu"))
+        for dtype in adam_triton.COPIES:
+            tables = [table._replace(kind=(dtype, aligned)) for table in one]
+            adam_triton.adam_launch(tables, torch.zeros(1, 8), torch.ones(()))
+
+
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
 def quant() -> None:
     from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch

@@ -1,0 +1,178 @@
+"""Megatron's Adam in one pass over each parameter, without a read from the GPU.
+
+Without Transformer Engine or apex megatron-core 0.19.2 takes torch's AdamW, which reads and writes each state in passes
+of its own. Before it Megatron reads the gradient norm on the host and scales the gradients, and after it copies master
+weights into the model. `install` changes four places, and no file of Megatron:
+
+1. `get_megatron_optimizer`: the torch optimizer in each part of the result becomes a `FusedAdam` with the same state.
+2. `step` of the result, a ChainedOptimizer: the norm stays on the device, and the factor that clips goes to the kernel.
+   The gradients keep their values. Their copy and the loss scaling of fp16 stay Megatron's, found-inf included.
+3. `_copy_main_params_to_model_params` of each part does nothing, because the step has written the copies.
+4. `reduce_max_stat_…` and `logical_and_across_model_parallel_group` of the training loop: a device's norm is reduced
+   there, and one rank asks nobody. The constant loss scale 1 lies on the host, where the loop reads it every step.
+
+What still waits for the GPU: fp16 and --loss-scale, whose scaler needs found-inf and the scale on the host; where
+several ranks are model-parallel, Megatron's reduction of the learning rate for its log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import optimizer as megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, FP32Optimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.training.utils import print_rank_0
+from torch import Tensor
+
+from megablocks.megatron.reporting import wrap_training
+from megablocks.ops.adam import FusedAdam, square_sum
+
+_PARTS = (Float16OptimizerWithFloat16Params, FP32Optimizer, DistributedOptimizer)
+_REFUSED = ("optimizer_cpu_offload", "use_precision_aware_optimizer", "optimizer_cuda_graph",
+            "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer")  # fmt: skip
+_REFUSED_BY_DDP = ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather")
+
+
+def install(args: argparse.Namespace, wanted: bool) -> None:
+    """Let the training loop build and use fused optimizers, on a machine with a GPU; once a process."""
+    if wanted and torch.cuda.is_available():
+        agreed = not args.fp16 and not args.loss_scale
+        wrap_training(
+            get_megatron_optimizer=_build,
+            reduce_max_stat_across_model_parallel_group=_reduce_max,
+            logical_and_across_model_parallel_group=functools.partial(_logical_and, agreed=agreed),
+        )
+
+
+def _build(original: Any, config: Any, model: list[Any], *args: Any, **options: Any) -> Any:
+    optimizer = original(config, model, *args, **options)
+    why = why_not(optimizer, config, model)
+    if why is None:
+        fuse(optimizer)
+    print_rank_0("optimizer: one fused pass over each parameter" if why is None else f"optimizer: not fused: {why}")
+    return optimizer
+
+
+def why_not(optimizer: Any, config: Any, model: list[Any]) -> str | None:
+    """Why this optimizer stays as Megatron built it, None if it can be fused. Every rank gives the same answer."""
+    if config.optimizer != "adam":
+        return f"--optimizer {config.optimizer}"
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return f"{megatron_optimizer.Adam.__module__.split('.')[0]} is installed, its FusedAdam is used"
+    for source, names in ((config, _REFUSED), (model[0].ddp_config, _REFUSED_BY_DDP)):
+        for name in names:
+            if getattr(source, name, False):
+                return f"{name} is set"
+    if math.isfinite(config.grad_norm_skip_threshold):
+        return "grad_norm_skip_threshold is set"
+    if getattr(model[0].config, "mtp_num_layers", None):
+        return "multi-token prediction clips its own gradients"
+    parts = getattr(optimizer, "chained_optimizers", ())
+    if type(optimizer) is not ChainedOptimizer or any(type(part) not in _PARTS for part in parts):
+        return f"a part of {type(optimizer).__name__} is of an unknown class"
+    return None
+
+
+def fuse(optimizer: Any) -> None:
+    """Fuse a ChainedOptimizer for which `why_not` gives None. Before or after a checkpoint is loaded."""
+    for part in optimizer.chained_optimizers:
+        # 0-dimensional on the host: the loop's .item() waits for nothing, and a loss on the GPU can be multiplied by it
+        for name in ("_scale_one", "_scale"):
+            if hasattr(part, name):
+                setattr(part, name, torch.ones(()))
+        if not part.is_stub_optimizer:
+            part.optimizer = FusedAdam.of(part.optimizer)
+            part.optimizer.copies = dict(_copies(part))
+            part._copy_main_params_to_model_params = _nothing
+    optimizer.step = functools.partial(_step, optimizer, _Norm(optimizer))
+
+
+def _nothing() -> None:
+    """Stands for the copy of master weights into the model, which the step has made."""
+
+
+def _copies(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each main parameter of a part, and the model's memory that is to hold it in the model's dtype."""
+    if isinstance(part, DistributedOptimizer):
+        for mains, models in (
+            (part.shard_fp32_from_float16_groups, part.model_float16_groups),
+            (part.shard_fp32_groups, part.model_fp32_groups),
+        ):
+            for main_group, model_group in zip(mains, models, strict=True):
+                for main, model in zip(main_group, model_group, strict=True):
+                    span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+                    index, _, bucket = part.model_param_gbuf_map[model]
+                    yield main, part.buffers[index].buckets[bucket].param_data.view(-1)[span.start : span.end]
+    elif isinstance(part, Float16OptimizerWithFloat16Params):
+        for mains, models in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
+            yield from zip(mains, models, strict=True)
+
+
+class _Norm:
+    """The norm of all gradients of a ChainedOptimizer, as its `get_grad_norm` defines it, but () float64 on the GPU."""
+
+    def __init__(self, optimizer: Any) -> None:
+        from megablocks.ops.adam_triton import Tables
+
+        self.parts = optimizer.chained_optimizers
+        self.shared = optimizer.grads_states_parallel_group_is_shared()
+        self.tables = [Tables() for _ in self.parts]
+
+    def __call__(self) -> Tensor:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        grads = [part.get_grads_for_grad_norm() for part in self.parts]
+        if self.shared:
+            grads = [[grad for part in grads for grad in part]]
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for part, mine, tables in zip(self.parts, grads, self.tables, strict=False):
+            squares = square_sum(mine, device, tables)
+            dist.all_reduce(squares, group=part.get_grad_stats_parallel_group())
+            total = total + squares
+        return total.sqrt()
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """By what gradients of this norm () are multiplied: () float32. 1 for a norm that is NaN, as in Megatron."""
+    factor = limit / (norm + 1e-6)
+    return torch.where(factor < 1, factor, 1.0).float()
+
+
+@torch.no_grad()
+def _step(optimizer: Any, norm_of: _Norm) -> tuple[bool, Tensor | None, Any]:
+    """Stands for `ChainedOptimizer.step`, and returns the norm as a () float32 tensor on the device."""
+    optimizer.grad_norms_by_group = {}
+    if optimizer.prepare_grads():  # an overflow of fp16
+        return False, None, None
+    config, norm = optimizer.config, norm_of()
+    zeros = optimizer.count_zeros() if config.log_num_zeros_in_grad else None
+    if config.clip_grad > 0:
+        factor = clip_factor(norm, config.clip_grad)
+        for part in optimizer.chained_optimizers:
+            if not part.is_stub_optimizer:
+                part.optimizer.grad_scale = factor
+    return optimizer.step_with_ready_grads(), norm.float(), zeros
+
+
+def _reduce_max(original: Any, stat: Any, group: Any = None) -> Any:
+    """The largest `stat`, None where no rank has one. A tensor stays on its device."""
+    if group is not None and group.size() == 1:
+        return stat
+    if not isinstance(stat, Tensor):
+        return original(stat, group)
+    dist.all_reduce(stat, op=dist.ReduceOp.MAX, group=group)
+    return stat
+
+
+def _logical_and(original: Any, update_successful: bool, group: Any = None, *, agreed: bool) -> bool:
+    """agreed: all ranks of the group always give the same."""
+    if agreed or (group is not None and group.size() == 1):
+        return update_successful is True
+    return original(update_successful, group)
