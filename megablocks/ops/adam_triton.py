@@ -126,9 +126,7 @@ def _adam_kernel(
 
 @quick
 @triton.jit
-def _square_sum_kernel(
-    table_ptr, chunks_ptr, out_ptr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr
-):
+def _square_sum_kernel(table_ptr, chunks_ptr, out_ptr, ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
     row_ptr, first, left = _place(table_ptr, chunks_ptr, 2, CHUNK, ALIGNED)
     x_ptr = _address(row_ptr, 1, first, tl.float32, ALIGNED)
     total = tl.zeros([BLOCK], tl.float32)

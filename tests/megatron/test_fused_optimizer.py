@@ -7,7 +7,9 @@ because the interpreter truncates to bf16.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import os
 import re
 import subprocess
@@ -186,7 +188,7 @@ def test_S3_checkpoints_load_in_either(tmp_path: Path) -> None:
 def refusals() -> dict[str, str | None]:
     from megatron.core import optimizer as megatron_optimizer
 
-    from megablocks.megatron.fused_optimizer import why_not
+    from megablocks.megatron.fused_optimizer import _build, why_not
 
     trainer = Trainer(SMALL)
     optimizer, config, model = trainer.optimizer, trainer.optimizer.config, trainer.chunks
@@ -203,12 +205,20 @@ def refusals() -> dict[str, str | None]:
         mock.patch.object(megatron_optimizer.Adam, "__module__", "transformer_engine.pytorch.optimizers"),
     ):
         out["te"] = why_not(optimizer, config, model)
+    with contextlib.redirect_stdout(io.StringIO()) as log:
+        for options in (dataclasses.replace(config, optimizer="sgd"), config):
+            assert _build(lambda *args, **kwargs: optimizer, options, model) is optimizer
+    out["log"] = log.getvalue()
     return out
 
 
 def test_what_cannot_be_fused_is_named() -> None:
     why = run_distributed_test(refusals, 1)[0]
     assert why.pop("none") is None
+    assert why.pop("log").splitlines() == [
+        "optimizer: not fused: --optimizer sgd",
+        "optimizer: one fused pass over each parameter",
+    ]
     assert why == {
         "optimizer": "--optimizer sgd",
         "optimizer_cpu_offload": "optimizer_cpu_offload is set",
@@ -239,6 +249,25 @@ def test_clip_factor_is_megatrons() -> None:
     assert got == pytest.approx([1, 1, 1 / (1 + 1e-6), 1 / (4 + 1e-6), 1e-30, 0, 1], rel=1e-6)
 
 
+def reduced() -> list[Any]:
+    """What the training loop gets on two model-parallel ranks: a norm each, one without, a flag each."""
+    import torch.distributed as dist
+
+    from megablocks.megatron.fused_optimizer import _logical_and, _reduce_max
+
+    rank, group = dist.get_rank(), dist.group.WORLD
+    largest = _reduce_max(None, torch.tensor(float(rank + 1)), group)
+    assert isinstance(largest, torch.Tensor)
+    calls: list[Any] = []
+    _reduce_max(lambda stat, group: calls.append(stat), None, group)
+    _logical_and(lambda flag, group: calls.append(flag), True, group, agreed=False)
+    return [float(largest), calls, _logical_and(None, rank == 0, group, agreed=True)]
+
+
+def test_what_the_training_loop_reduces() -> None:
+    assert run_distributed_test(reduced, 2) == [[2.0, [None, True], True], [2.0, [None, True], False]]
+
+
 GPU_LAYOUTS = LAYOUTS | {
     "bf16, distributed optimizer": SMALL.but(dtype="bfloat16", model=HALF, distributed_optimizer=True)
 }
@@ -258,7 +287,7 @@ def test_S3_the_driver_on_a_gpu_trains_as_without(tiny_data: Path, flags: list[s
     runs = []
     for choice in ("--megablocks-fused-optimizer", "--no-megablocks-fused-optimizer"):
         command = [sys.executable, "-m", "megablocks.megatron.pretrain_gpt", *TINY, *EXPERTS, *flags, choice]
-        command += ["--data-prefix", str(tiny_data), "--train-iters", "20"]
+        command += ["--data-prefix", str(tiny_data), "--train-iters", "10", "--initial-loss-scale", "65536"]
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path})
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -267,6 +296,6 @@ def test_S3_the_driver_on_a_gpu_trains_as_without(tiny_data: Path, flags: list[s
         lines = [line for line in done.stdout.splitlines() if "elapsed time per iteration" in line]
         kinds = ("lm loss", "grad norm", "number of skipped iterations")
         runs.append([[float(re.search(rf"{k}: *(\S+)", line)[1]) for k in kinds if k in line] for line in lines])
-    assert len(runs[0]) == len(runs[1]) == 20
+    assert len(runs[0]) == len(runs[1]) == 10
     for ours, theirs in zip(*runs, strict=True):
         assert ours == pytest.approx(theirs, rel=2e-2, abs=2e-3)
