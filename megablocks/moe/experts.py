@@ -23,6 +23,7 @@ from megablocks.moe.groups import ExpertShard
 from megablocks.moe.impls import ExpertCall, batched, impl_for, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
+from megablocks.ops.hopper import why_off
 from megablocks.ops.library import under_autocast
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch
@@ -259,10 +260,12 @@ class Experts(nn.Module):
         config, shard, impl = self.config, self.shard, self.mlp_impl_for()
         last = shard.expert_offset + shard.num_local_experts - 1
         part = "" if shard.ffn_size == 1 else f", shard {shard.ffn_rank} of {shard.ffn_size}"
+        off = why_off(self.w1.device.index) if self.w1.is_cuda else None
         return (
             f"experts {shard.expert_offset}..{last} of {config.num_experts}, hidden_size={config.hidden_size}, "
             f"ffn_hidden_size={self.ffn_hidden_size}{part}, activation={config.activation}, "
             f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
+            f"{'' if off is None else f', no kernels for Hopper because of {off}'}"
         )
 
 

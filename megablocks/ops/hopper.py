@@ -6,6 +6,7 @@ None of their launches synchronizes with the host or compiles for a token count.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,10 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
-TRITON_RELEASES = Version("3.6"), Version("3.8")
+# Gluon is experimental and changes: these releases compile the kernels (3.6, 3.7 and 3.9 tried), and 3.6 has run them.
+TRITON_RELEASES = Version("3.6"), Version("3.10")
+
+logger = logging.getLogger(__name__)
 
 ROW_BOUND = 2**30
 """Row coordinates of a descriptor by `ragged_rows`, and so row numbers, stay below this."""
@@ -64,7 +67,10 @@ class Tile:
 
 @functools.cache
 def has_gluon() -> bool:
-    """Whether Triton is one of the releases that the kernels were written for, and compiles rather than interprets."""
+    """Whether Triton is one of the releases that the kernels were written for, and compiles rather than interprets.
+
+    The first call logs a warning if the release is another one.
+    """
     try:
         import triton
         from triton.experimental.gluon.language.nvidia import hopper  # noqa: F401
@@ -73,7 +79,13 @@ def has_gluon() -> bool:
     from megablocks.ops.launch import interpreted
 
     first, beyond = TRITON_RELEASES
-    return first <= Version(triton.__version__) < beyond and not interpreted()
+    if not first <= Version(triton.__version__) < beyond:
+        logger.warning(
+            "triton=%s: the kernels for Hopper are off, slower ones run; install triton >=%s,<%s",
+            triton.__version__, first, beyond,
+        )  # fmt: skip
+        return False
+    return not interpreted()
 
 
 @functools.cache
@@ -94,6 +106,15 @@ def is_available(device: int = 0) -> bool:
 def switched_on() -> bool:
     """Whether kernels for Hopper may run. MEGABLOCKS_HOPPER=0 in the environment leaves them all out."""
     return os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
+
+
+def why_off(device: int) -> str | None:
+    """Why a Hopper GPU runs without its kernels, in a few words. None where they run, and on another GPU."""
+    if not is_hopper(device):
+        return None
+    if not switched_on():
+        return "MEGABLOCKS_HOPPER=0"
+    return None if has_gluon() else "this release of Triton"
 
 
 def runs_hopper(t: Tensor) -> bool:

@@ -35,6 +35,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from megablocks.ops import activation_triton, hopper
 
 ROW_BOUND = gl.constexpr(hopper.ROW_BOUND)
+# Copies whose names Triton 3.9 changed: tma_load(descriptor, coordinates, barrier, shared, pred) and
+# tma_store(descriptor, coordinates, shared) by the TMA unit, copy_load(shared, pointers, mask) by threads.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+copy_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _unary = gluon.jit(activation_triton.unary.fn)
 
 
@@ -198,11 +203,9 @@ def store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: 
     """Write the i-th part of a consumer's tile, whose first column is col, to rows [row, end)."""
     buf = stage_out(part, i, bufs, WG, c)
     if row + c.rows <= end:
-        tma.async_copy_shared_to_global(desc, [row, col], buf)
+        tma_store(desc, [row, col], buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
-        tma.async_copy_shared_to_global(
-            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols])
-        )
+        tma_store(tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], buf.reshape([1, 1, c.rows, c.out_cols]))
 
 
 @gluon.jit
@@ -271,7 +274,7 @@ def gather_rows(x_bufs, s, sources, k0, lanes, bar, c: gl.constexpr):
         src, mask = sources[p]
         if c.K % c.BK != 0:
             mask = mask & (cols + k0 < c.K)[None, :]
-        async_copy.async_copy_global_to_shared(x_bufs.index(s * c.row_parts + p), src + k0, mask=mask)
+        copy_load(x_bufs.index(s * c.row_parts + p), src + k0, mask=mask)
     async_copy.mbarrier_arrive(bar, increment_count=False)
 
 

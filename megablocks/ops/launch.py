@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 
-_RELEASES = Version("3.6"), Version("3.8")  # whose rules of specialization these are
+_RELEASES = Version("3.6"), Version("3.10")  # whose rules of specialization these are
 _MOST = 1024  # compiled forms kept a kernel
 _MOST_THREADS = 16
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)

@@ -140,16 +140,26 @@ def test_one_variable_turns_the_hopper_kernels_off(monkeypatch: pytest.MonkeyPat
     assert seam.hopper_ragged_m(x) is None and seam.hopper_ragged_k(x) is None
 
 
-@pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0.0+git1"])
-def test_hopper_kernels_refuse_other_releases_of_triton(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1"])
+def test_hopper_kernels_refuse_other_releases_of_triton(
+    version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(hopper, "is_hopper", lambda _: True)
+    monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
     monkeypatch.setattr(triton, "__version__", version)
     monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
     hopper.has_gluon.cache_clear()
     try:
-        assert not hopper.has_gluon()
-        monkeypatch.setattr(triton, "__version__", "3.6.0")
-        hopper.has_gluon.cache_clear()
-        assert hopper.has_gluon()
+        assert not hopper.has_gluon() and hopper.why_off(0) == "this release of Triton"
+        assert [r.getMessage() for r in caplog.records] == [
+            f"triton={version}: the kernels for Hopper are off, slower ones run; install triton >=3.6,<3.10"
+        ]
+        for supported in ("3.6.0", "3.9.0"):
+            monkeypatch.setattr(triton, "__version__", supported)
+            hopper.has_gluon.cache_clear()
+            assert hopper.has_gluon() and hopper.why_off(0) is None
+        monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
+        assert hopper.why_off(0) == "MEGABLOCKS_HOPPER=0"
     finally:
         hopper.has_gluon.cache_clear()
 

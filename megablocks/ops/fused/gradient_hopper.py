@@ -34,6 +34,8 @@ from megablocks.ops.hopper_gluon import (
     operand_buffers,
     parts_of,
     tile_ends,
+    tma_load,
+    tma_store,
     unary,
 )
 from megablocks.ops.launch import quick
@@ -138,17 +140,17 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
     scaled_buf.store(scaled)
     fence_async_shared()
     if row + c.rows <= end:
-        tma.async_copy_shared_to_global(d_pre_desc, [row, col], pre_buf)
+        tma_store(d_pre_desc, [row, col], pre_buf)
         if c.gated:
-            tma.async_copy_shared_to_global(d_gate_desc, [row, col], gate_buf)
-        tma.async_copy_shared_to_global(scaled_desc, [row, col], scaled_buf)
+            tma_store(d_gate_desc, [row, col], gate_buf)
+        tma_store(scaled_desc, [row, col], scaled_buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         box: gl.constexpr = [1, 1, c.rows, c.out_cols]
         at_tail = [ROW_BOUND, end, ROW_BOUND - end + row, col]
-        tma.async_copy_shared_to_global(d_pre_tail, at_tail, pre_buf.reshape(box))
+        tma_store(d_pre_tail, at_tail, pre_buf.reshape(box))
         if c.gated:
-            tma.async_copy_shared_to_global(d_gate_tail, at_tail, gate_buf.reshape(box))
-        tma.async_copy_shared_to_global(scaled_tail, at_tail, scaled_buf.reshape(box))
+            tma_store(d_gate_tail, at_tail, gate_buf.reshape(box))
+        tma_store(scaled_tail, at_tail, scaled_buf.reshape(box))
     return dots
 
 
@@ -221,9 +223,9 @@ def _loader(kept, pre_desc, gate_desc, offsets_ptr, experts, c: gl.constexpr):
                 mbarrier.wait(free.index(s), ((at // c.ring) & 1) ^ 1)
                 mbarrier.expect(bar, c.kept_bytes)
                 where = [m0 + p * c.rows, n0 + i * c.out_cols]
-                tma.async_copy_global_to_shared(pre_desc, where, bar, pre_bufs.index(s))
+                tma_load(pre_desc, where, bar, pre_bufs.index(s))
                 if c.gated:
-                    tma.async_copy_global_to_shared(gate_desc, where, bar, gate_bufs.index(s))
+                    tma_load(gate_desc, where, bar, gate_bufs.index(s))
                 at += 1
 
 

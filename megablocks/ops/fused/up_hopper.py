@@ -35,6 +35,7 @@ from megablocks.ops.hopper_gluon import (
     row_ids,
     row_sources,
     store_rows,
+    tma_load,
     unary,
     walk,
 )
@@ -229,10 +230,10 @@ def _producer(
             mbarrier.expect(bar, c.right_bytes)
             w_buf = w_bufs.index(s)
             if c.gated:
-                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
-                tma.async_copy_global_to_shared(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
+                tma_load(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
+                tma_load(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
             else:
-                tma.async_copy_global_to_shared(w_desc, [w_row, k0], bar, w_buf)
+                tma_load(w_desc, [w_row, k0], bar, w_buf)
             gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
             it += 1
 

@@ -36,6 +36,7 @@ from megablocks.ops.hopper_gluon import (
     row_ids,
     row_sources,
     store_rows,
+    tma_load,
     walk,
 )
 from megablocks.ops.launch import next_power_of_2, quick
@@ -181,16 +182,16 @@ def _m_consumer(
 @gluon.jit
 def _load_w(desc, expert, k0, col, bar, buf, c: gl.constexpr):
     if c.b_k_major:
-        tma.async_copy_global_to_shared(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
+        tma_load(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
     else:
-        tma.async_copy_global_to_shared(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
+        tma_load(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
 
 
 @gluon.jit
 def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
     ROW_PARTS: gl.constexpr = c.row_parts
     for p in gl.static_range(ROW_PARTS):
-        tma.async_copy_global_to_shared(desc, [row + p * c.rows, k0], bar, bufs.index(s * c.row_parts + p))
+        tma_load(desc, [row + p * c.rows, k0], bar, bufs.index(s * c.row_parts + p))
 
 
 @gluon.jit

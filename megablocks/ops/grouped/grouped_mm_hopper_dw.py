@@ -39,7 +39,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, ragged_rows
-from megablocks.ops.hopper_gluon import ROW_BOUND, barriers, issue, parts_of, retire, rounded_parts, stage_out
+from megablocks.ops.hopper_gluon import (
+    ROW_BOUND,
+    barriers,
+    copy_load,
+    issue,
+    parts_of,
+    retire,
+    rounded_parts,
+    stage_out,
+    tma_load,
+    tma_store,
+)
 from megablocks.ops.launch import quick
 
 
@@ -127,11 +138,11 @@ def _store_block(part, i: gl.constexpr, bufs, outs, e, row, col, second, steps, 
         where = [e, row, col + i * c.out_cols]
         if c.gated:
             if second > 0:
-                tma.async_copy_shared_to_global(o2_desc, where, buf)
+                tma_store(o2_desc, where, buf)
             else:
-                tma.async_copy_shared_to_global(o_desc, where, buf)
+                tma_store(o_desc, where, buf)
         else:
-            tma.async_copy_shared_to_global(o_desc, where, buf)
+            tma_store(o_desc, where, buf)
 
 
 @gluon.jit
@@ -255,11 +266,9 @@ def _consumer(a_bufs, b_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, W
 def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c: gl.constexpr):
     """BK rows from `row`, WIDTH columns from `col`; rows at and past `end` are another expert's and read as zero."""
     if row + c.BK <= end:
-        tma.async_copy_global_to_shared(desc, [row, col], bar, buf)
+        tma_load(desc, [row, col], bar, buf)
     else:
-        tma.async_copy_global_to_shared(
-            tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], bar, buf.reshape([1, 1, c.BK, WIDTH])
-        )
+        tma_load(tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], bar, buf.reshape([1, 1, c.BK, WIDTH]))
 
 
 @gluon.jit
@@ -312,7 +321,7 @@ def _k_producer(
                 else:
                     _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, buf, c.rows, c)
             if c.gather:
-                async_copy.async_copy_global_to_shared(b_bufs.index(s), src, mask=inside)
+                copy_load(b_bufs.index(s), src, mask=inside)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 _load_rows(b_desc, b_tail, k, k1, col, bar, b_bufs.index(s), c.BN, c)

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
-from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out, tma_load, tma_store
 from megablocks.ops.launch import quick
 from megablocks.ops.sparse.hopper_schedule import (
     announce,
@@ -114,7 +114,7 @@ _unary = gluon.jit(unary.fn)
 @gluon.jit
 def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
     """Store from the consumer's next buffer, once the store that last read it has gone."""
-    tma.async_copy_shared_to_global(desc, [row, col], stage_out(part, slot, bufs, WG, c))
+    tma_store(desc, [row, col], stage_out(part, slot, bufs, WG, c))
 
 
 @gluon.jit
@@ -189,13 +189,13 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
     for p in gl.static_range(PARTS):
         buf = a_bufs.index(s * c.row_parts + p)
         if c.a_k_major:
-            tma.async_copy_global_to_shared(a_desc, [a_m + p * c.rows, a_k], bar, buf)
+            tma_load(a_desc, [a_m + p * c.rows, a_k], bar, buf)
         else:
-            tma.async_copy_global_to_shared(a_desc, [a_k, a_m + p * c.rows], bar, buf)
+            tma_load(a_desc, [a_k, a_m + p * c.rows], bar, buf)
     if c.b_k_major:
-        tma.async_copy_global_to_shared(b_desc, [b_n, b_k], bar, b_bufs.index(s))
+        tma_load(b_desc, [b_n, b_k], bar, b_bufs.index(s))
     else:
-        tma.async_copy_global_to_shared(b_desc, [b_k, b_n], bar, b_bufs.index(s))
+        tma_load(b_desc, [b_k, b_n], bar, b_bufs.index(s))
 
 
 @gluon.jit
