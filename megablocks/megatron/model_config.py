@@ -100,6 +100,8 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
     if normalize is None and sigmoid and config.moe_router_topk > 1:
         normalize = 1.0  # Megatron divides sigmoid scores by their sum
     fusion = settings.gradient_accumulation_fusion
+    if fusion is None:
+        fusion = config.gradient_accumulation_fusion or torch.cuda.is_available()
     if settings.router_type == "expert_choice" and _aux_loss_is_on(config):
         raise ConfigError(
             f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: must be 0 with router_type='expert_choice', "
@@ -122,7 +124,7 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         quantize_inputs_num_bits=settings.quantize_inputs_num_bits,
         quantize_rematerialize_num_bits=settings.quantize_rematerialize_num_bits,
         quantize_scatter_num_bits=settings.quantize_scatter_num_bits,
-        gradient_accumulation_fusion=config.gradient_accumulation_fusion if fusion is None else fusion,
+        gradient_accumulation_fusion=fusion,
         router_type=settings.router_type,
         score_function="sigmoid" if sigmoid else "softmax",
         softmax_order="before_topk" if config.moe_router_pre_softmax else "after_topk",

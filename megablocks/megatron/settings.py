@@ -91,8 +91,8 @@ class MegaBlocksSettings:
     )  # fmt: skip
     gradient_accumulation_fusion: bool | None = option(
         None,
-        "let the experts' kernels add the gradients of their matrices to Megatron's main gradients; unset: as "
-        "Megatron's own flag says, which needs apex",
+        "let the experts add the gradients of their matrices to Megatron's main gradients during backward; unset: on a "
+        "GPU yes, elsewhere as Megatron's own flag says",
     )
     attention: str = option(
         "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS

@@ -34,7 +34,12 @@ LAYOUTS = {
         layers=2, settings=(("mlp_impl", "fused"), ("gradient_accumulation_fusion", True))
     ),
     "bf16, scatter": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "scatter"),)),
-    "bf16, fused": Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("mlp_impl", "fused"),)),
+    "bf16, fused": Layout(
+        layers=2,
+        dtype="bfloat16",
+        model=(*SWIGLU, *WIDE),
+        settings=(("mlp_impl", "fused"), ("gradient_accumulation_fusion", False)),
+    ),
     "bf16, fused into main gradients": Layout(
         layers=2,
         dtype="bfloat16",

@@ -87,11 +87,15 @@ def test_quantizers_reach_the_layers_config() -> None:
     assert config.quantize_scatter_num_bits == -1
 
 
-def test_main_gradients_follow_megatrons_flag_until_ours_is_given() -> None:
+def test_main_gradients_follow_the_device_and_megatrons_flag_until_ours_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     from megablocks.megatron.model_config import moe_config
 
-    cases = (None, True, True), (None, False, False), ("0", True, False), ("1", False, True)
-    for given, megatrons, expected in cases:
+    of_flags = (None, True, True), (None, False, False), ("0", True, False), ("1", False, True)
+    cases = [(False, *case) for case in of_flags] + [(True, None, False, True), (True, "0", True, False)]
+    for on_gpu, given, megatrons, expected in cases:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
         environ = {} if given is None else {"MEGABLOCKS_GRADIENT_ACCUMULATION_FUSION": given}
         config = moe_config(_config(gradient_accumulation_fusion=megatrons), MegaBlocksSettings.from_env(environ))
         assert config.gradient_accumulation_fusion is expected
