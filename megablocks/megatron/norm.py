@@ -3,6 +3,9 @@
 Megatron's own fallback (`WrappedTorchNorm`) refuses sequence parallelism and zero-centered weights. With sequence
 parallelism each tensor-parallel rank normalizes its own part of the sequence. So the gradients of the norm's parameters
 are partial sums, which Megatron adds up if the parameters are marked `sequence_parallel`.
+
+On a GPU the kernels of `megablocks.ops.norm` compute it unless `--megablocks-norm torch` is given: torch's pass over
+the gradients of weight and bias takes as long as both others together.
 """
 
 from __future__ import annotations
@@ -13,6 +16,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megablocks.config import ConfigError
+from megablocks.megatron.settings import settings_of
+from megablocks.ops.norm import norm
 
 
 class Norm(torch.nn.Module):
@@ -31,6 +36,7 @@ class Norm(torch.nn.Module):
             raise ConfigError(f"normalization={config.normalization!r}: must be LayerNorm or RMSNorm")
         self.normalized_shape = (hidden_size,)
         self.eps = eps
+        self.fused = settings_of(config).norm == "fused"
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -42,6 +48,8 @@ class Norm(torch.nn.Module):
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.fused and x.is_cuda:
+            return norm(x, self.weight, self.bias, eps=self.eps, zero_centered=self.zero_centered)
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.bias is None:
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)

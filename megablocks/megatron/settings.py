@@ -20,6 +20,7 @@ from megablocks.kinds import IMPLS, MLP_IMPLS, ROUTERS
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
+NORMS = ("fused", "torch")
 ENV_PREFIX = "MEGABLOCKS_"
 
 _ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
@@ -96,6 +97,9 @@ class MegaBlocksSettings:
     )
     attention: str = option(
         "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS
+    )
+    norm: str = option(
+        "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's", NORMS
     )
 
     def __post_init__(self) -> None:

@@ -184,6 +184,16 @@ def adam() -> None:
             adam_triton.adam_launch(tables, torch.zeros(1, 8), torch.ones(()))
 
 
+@family("norm_triton", "_norm_kernel", "_norm_backward_kernel")
+def norm() -> None:
+    from megablocks.ops.norm_triton import norm_backward_launch, norm_launch
+
+    for dtype, hidden, centered in product(EVERY, (13, 64, 768, 4096, 16384), (False, True)):
+        x, weight = torch.zeros(40, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+        _, mean, rstd = norm_launch(x, weight, weight if centered else None, 1e-5, 1.0)
+        norm_backward_launch(x, x, weight, mean if centered else None, rstd, 1.0)
+
+
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
 def quant() -> None:
     from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch

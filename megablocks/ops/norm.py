@@ -1,0 +1,130 @@
+"""LayerNorm and RMSNorm over the last dimension, and their gradients.
+
+    LayerNorm  y = (x − mean(x)) · r · g + bias     r = 1 / √(mean((x − mean(x))²) + eps)
+    RMSNorm    y = x · r · g                        r = 1 / √(mean(x²) + eps)
+    with x̂ = (x − mean) · r, or x · r, and d = dY · g:
+    dX = r · (d − x̂ · mean(d · x̂) − mean(d)), the last term for LayerNorm alone;  dg = Σ dY · x̂,  dbias = Σ dY
+
+Legend: R rows, H hidden; g = weight, or 1 + weight where zero-centered. Everything is float32 inside (float64 for
+float64) and rounded once. The sums over the rows have a fixed order, so reruns are bit-identical.
+Sources: LayerNorm (arXiv 1607.06450), RMSNorm (arXiv 1910.07467).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.library import custom_op, runs_triton
+
+_MAX_HIDDEN = 16384  # a row lies in one program's registers
+
+
+def norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, ...]:
+    """x (R, H), weight, bias (H,) → y (R, H), mean (R,) (empty for RMSNorm) and r (R,)."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.new_empty(0)
+    if bias is not None:
+        mean = wide.mean(1)
+        wide = wide - mean.unsqueeze(1)
+    rstd = torch.rsqrt(wide.square().mean(1) + eps)
+    y = wide * rstd.unsqueeze(1) * (weight.to(wide.dtype) + offset)
+    return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), mean, rstd
+
+
+def norm_backward_ref(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64)."""
+    dy, wide = dy.to(rstd.dtype), x.to(rstd.dtype)
+    hat = (wide if mean is None else wide - mean.unsqueeze(1)) * rstd.unsqueeze(1)
+    d = dy * (weight.to(rstd.dtype) + offset)
+    dx = d - hat * (d * hat).mean(1, keepdim=True)
+    if mean is not None:
+        dx = dx - d.mean(1, keepdim=True)
+    return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), dy.sum(0)
+
+
+def _kernels_take(x: Tensor) -> bool:
+    return runs_triton(x) and x.shape[1] <= _MAX_HIDDEN
+
+
+@custom_op("megablocks::norm")
+def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    """y, mean and r of `norm_ref`; g = weight + offset."""
+    if _kernels_take(x):
+        from megablocks.ops.norm_triton import norm_launch
+
+        return norm_launch(x, weight, bias, eps, offset)
+    y, mean, rstd = norm_ref(x, weight, bias, eps, offset)
+    return y, mean, rstd
+
+
+@norm_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_empty(x.shape), rstd.new_empty(0) if bias is None else torch.empty_like(rstd), rstd
+
+
+@custom_op("megablocks::norm_backward")
+def norm_backward_op(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dx, dg and dbias of `norm_backward_ref`."""
+    if _kernels_take(x):
+        from megablocks.ops.norm_triton import norm_backward_launch
+
+        return norm_backward_launch(dy, x, weight, mean, rstd, offset)
+    return norm_backward_ref(dy, x, weight, mean, rstd, offset)
+
+
+@norm_backward_op.register_fake
+def _(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    sums = rstd.new_empty(x.shape[1])
+    return x.new_empty(x.shape), sums, torch.empty_like(sums)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    x, weight, bias, _, ctx.offset = inputs
+    _, mean, rstd = output
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.mark_non_differentiable(mean, rstd)
+    ctx.save_for_backward(x, weight, mean if bias is not None else None, rstd)
+
+
+def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weight, mean, rstd = ctx.saved_tensors
+    dx, dg, db = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
+    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
+    d_bias = db.to(ctx.bias_dtype) if need_bias else None
+    return dx if need_x else None, dg.to(weight.dtype) if need_weight else None, d_bias, None, None
+
+
+norm_op.register_autograd(_backward, setup_context=_setup_context)
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered: bool = False) -> Tensor:
+    """LayerNorm, or RMSNorm without a bias, of x (…, H) over H.
+
+    Args:
+        x: floating.
+        weight, bias: (H,) floating, of any dtype; bias None for RMSNorm.
+        eps: added to the variance, or to the mean of squares.
+        zero_centered: the factor is 1 + weight.
+
+    Returns:
+        As x.
+
+    Raises:
+        ValueError: a weight or bias of another length.
+    """
+    for name, t in (("weight", weight), ("bias", bias)):
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")
+    rows = x.reshape(-1, x.shape[-1])
+    y: Tensor = norm_op(rows, weight, bias, eps, float(zero_centered))[0]
+    return y.view(x.shape)

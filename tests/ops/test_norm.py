@@ -1,0 +1,103 @@
+"""LayerNorm and RMSNorm: the kernels, interpreted without a GPU, and the op, against torch in float64."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megablocks.ops.norm import norm, norm_backward_ref, norm_ref
+from megablocks.ops.norm_triton import norm_backward_launch, norm_launch
+from megablocks.testing.oracle import relative_error
+from megablocks.testing.poison import poisoned_empty
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+EPS = 1e-5
+
+
+def draw(rows: int, hidden: int, dtype: torch.dtype, biased: bool) -> list[Tensor | None]:
+    """x, weight, bias and dy. The rows have means of their own, which the variance must not feel."""
+    g = torch.Generator().manual_seed(rows + hidden)
+    x = torch.randn(rows, hidden, generator=g) + 4 * torch.randn(rows, 1, generator=g)
+    weight, bias = torch.randn(hidden, generator=g), torch.randn(hidden, generator=g)
+    made = (x, weight, bias if biased else None, torch.randn(rows, hidden, generator=g))
+    return [None if t is None else t.to(DEVICE, dtype) for t in made]
+
+
+def of_torch(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, zero_centered: bool) -> list[Tensor]:
+    """y and the gradients of x, weight and bias, in the inputs' dtype."""
+    inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    factor, shape = inputs[1] + 1 if zero_centered else inputs[1], x.shape[-1:]
+    if bias is None:
+        y = F.rms_norm(inputs[0], shape, factor, EPS)
+    else:
+        y = F.layer_norm(inputs[0], shape, factor, inputs[2], EPS)
+    return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def of_norm(x: Tensor, weight: Tensor, bias: Tensor | None, dy: Tensor, zero_centered: bool) -> list[Tensor]:
+    inputs = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+    with poisoned_empty():
+        y = norm(*inputs[:2], inputs[2] if bias is not None else None, eps=EPS, zero_centered=zero_centered)
+        return [y, *torch.autograd.grad(y, inputs, dy)]
+
+
+def doubles(case: list[Tensor | None]) -> list[Tensor | None]:
+    return [None if t is None else t.double() for t in case]
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 13), (67, 64), (5, 200), (3, 2100)])
+def test_norm_kernels_equal_float64(rows: int, hidden: int, biased: bool) -> None:
+    x, weight, bias, dy = draw(rows, hidden, torch.float32, biased)
+    truth = of_torch(*doubles([x, weight, bias, dy]), False)
+    strided = torch.cat([x, x], 1)[:, :hidden]
+    with poisoned_empty():
+        y, mean, rstd = norm_launch(strided, weight, bias, EPS, 0.0)
+        grads = norm_backward_launch(dy, x, weight, mean if biased else None, rstd, 0.0)
+    for got, expected in zip((y, *grads), truth, strict=False):
+        assert relative_error(got, expected) < 1e-6
+    assert biased or (mean.numel() == 0 and not grads[2].any())
+
+
+@pytest.mark.parametrize(("biased", "zero_centered"), list(product((True, False), repeat=2)))
+def test_the_reference_equals_torch(biased: bool, zero_centered: bool) -> None:
+    x, weight, bias, dy = doubles(draw(7, 33, torch.float32, biased))
+    y, mean, rstd = norm_ref(x, weight, bias, EPS, float(zero_centered))
+    grads = norm_backward_ref(dy, x, weight, mean if biased else None, rstd, float(zero_centered))
+    for got, expected in zip((y, *grads), of_torch(x, weight, bias, dy, zero_centered), strict=False):
+        torch.testing.assert_close(got, expected)
+
+
+def test_norms_take_no_rows_and_frozen_parameters() -> None:
+    x = torch.empty(0, 3, 8, device=DEVICE, requires_grad=True)
+    weight = torch.ones(8, device=DEVICE)
+    assert torch.autograd.grad(norm(x, weight, None, eps=EPS).sum(), x)[0].shape == x.shape
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    weight.requires_grad_()
+    assert norm(x, weight, weight, eps=EPS).shape == x.shape
+    with pytest.raises(ValueError, match=r"bias is \(7,\): must be \(8,\)"):
+        norm(x, weight, weight[:7], eps=EPS)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("rows", "hidden"), [(4099, 768), (1000, 1000), (70_001, 64), (130, 4096), (9, 16384), (5, 17001)]
+)
+@pytest.mark.parametrize(("biased", "zero_centered"), list(product((True, False), repeat=2)))
+def test_N1_norms_equal_float64_on_a_gpu(
+    rows: int, hidden: int, dtype: torch.dtype, biased: bool, zero_centered: bool
+) -> None:
+    case = draw(rows, hidden, dtype, biased)
+    truth = of_torch(*doubles(case), zero_centered)
+    got, plain = of_norm(*case, zero_centered), of_torch(*case, zero_centered)
+    for value, expected, of_torch_itself in zip(got, truth, plain, strict=True):
+        assert value.dtype == dtype
+        least = 1e-6 if dtype == torch.float32 else 0
+        assert relative_error(value, expected) <= max(2 * relative_error(of_torch_itself, expected), least)
+    again = of_norm(*case, zero_centered)
+    assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
