@@ -1,7 +1,13 @@
 """Megatron's top-k router with our routing: the same parameters, losses and metrics; a `Routing`, no dense maps.
 
-Losses, z-loss, jitter, expert bias and their logging are Megatron's own methods, so their flags mean what they mean in
-Megatron. One trap stays with them: the gradient of its `global_aux_loss` is divided by the data-parallel size.
+`aux_loss`, `global_aux_loss` and the z-loss come from the op that routes: it sums the scores and counts the load, so
+there is no second softmax, no second top-k and no map of tokens and experts. Megatron's own methods add the losses up
+over ranks, attach and log them, so their flags mean what they mean in Megatron. One trap stays with them: the gradient
+of its `global_aux_loss` is divided by the data-parallel size. Jitter and expert bias are Megatron's own methods too.
+
+Megatron balances the top-k of the plain scores. With an expert bias, with groups and with uniform assignment ours is
+another one; then, for `seq_aux_loss`, which sums over each sequence, and for a per-token loss over several ranks,
+Megatron's dense scores and map are computed.
 
 Settings that our functional routing lacks (sinkhorn, quantile balancing, replay, Megatron's own capacity, sqrt-softplus
 scores, Transformer Engine's fused router) run Megatron's routing, whose dense map becomes a `Routing`.
@@ -14,7 +20,9 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
     apply_biased_logits,
     apply_random_logits,
     compute_routing_scores_for_aux_loss,
@@ -26,7 +34,7 @@ from torch import Tensor
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import moe_config, needs_megatron_routing
 from megablocks.megatron.settings import settings_of
-from megablocks.moe.router import route
+from megablocks.moe.router import route_with_sums
 from megablocks.ops.routing.dispatch import Routing
 
 
@@ -42,6 +50,28 @@ class MegaBlocksRouter(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection, is_mtp_layer=is_mtp_layer)
         self.moe_config = moe_config(config, settings_of(config))
         self.uses_megatron_routing = needs_megatron_routing(config)
+        self.own_losses, self.dense_losses = self._sort_losses()
+        ranks = self.tp_cp_group.size()
+        balance = self.get_aux_loss_coeff("aux_loss") if "aux_loss" in self.own_losses else 0.0
+        self.z_weight = 0.0 if is_mtp_layer else (config.moe_z_loss_coeff or 0.0) / ranks  # Megatron's scales repeats
+        # `route` gives the mean over the ranks of the group, Megatron sums over them. Where only the global loss is on,
+        # any weight makes the sums differentiable.
+        self.loss_config = self.moe_config.replace(
+            load_balancing_loss_weight=balance / ranks or float("global_aux_loss" in self.own_losses),
+            load_balancing_scope="global" if balance else "local",
+            z_loss_weight=self.z_weight,
+        )
+
+    def _sort_losses(self) -> tuple[set[str], set[str]]:
+        """The kinds of load-balancing losses that are on: those of the op that routes, and those of the dense map."""
+        kinds = {kind for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") if self.get_aux_loss_coeff(kind) > 0}
+        config, own = self.moe_config, set()
+        if not (config.expert_score_bias or config.num_groups or config.uniform_assignment):
+            groups = {"aux_loss": self.tp_cp_group, "global_aux_loss": self.tp_dp_cp_group}
+            # Over several ranks Megatron's per-token loss counts tokens as only its own code does.
+            per_token = self.calculate_per_token_loss
+            own = {kind for kind in kinds & groups.keys() if not (per_token and groups[kind].size() > 1)}
+        return own, kinds - own
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
         self._maintain_float32_expert_bias()
@@ -60,30 +90,75 @@ class MegaBlocksRouter(TopKRouter):
         logits = logits.view(-1, self.num_experts)
         if padding_mask is not None:
             padding_mask = padding_mask.reshape(-1)
-        logits = self.apply_z_loss(logits, padding_mask=padding_mask)
-        routing = route(
-            logits, self.moe_config, score_bias=self.expert_bias, training=self.training, padding_mask=padding_mask
-        )
-        assert not routing.losses, "the losses are Megatron's"
         learning = self.training and torch.is_grad_enabled()  # false in the first pass of a recomputed layer
-        if learning and self.is_aux_loss_enabled():
-            routing = with_weight(routing, self._attach_aux_losses(routing.weight, logits, padding_mask, seq, batch))
+        if not self.z_weight:
+            logits = self.apply_z_loss(logits, padding_mask=padding_mask)
+        routing, sums = route_with_sums(
+            logits,
+            self.loss_config if learning else self.moe_config,
+            score_bias=self.expert_bias,
+            training=self.training,
+            loss_group=self.tp_cp_group,
+            padding_mask=padding_mask,
+        )
+        if learning:
+            weight = self._attach_losses(routing, sums, padding_mask)
+            if self.dense_losses:
+                weight = self._attach_dense_losses(weight, logits, padding_mask, seq, batch)
+            routing = dataclasses.replace(routing, weight=weight, losses={})  # which the weights now carry
         if self.enable_expert_bias and torch.is_grad_enabled():
             with torch.no_grad():
                 self.local_tokens_per_expert += routing.metrics["tokens_per_expert"]
         return routing
 
-    def _attach_aux_losses(
+    def _attach_losses(self, routing: Routing, sums: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """The weights (R,), unchanged, with the gradients of the losses that `route` computed behind them."""
+        weight, losses = routing.weight, routing.losses
+        tokens = routing.num_tokens if padding_mask is None else (~padding_mask).sum()
+        if "aux_loss" in self.own_losses:
+            weight = self.attach_and_log_load_balancing_loss(
+                weight,
+                self.get_aux_loss_coeff("aux_loss"),
+                losses["load_balancing_loss"],
+                "load_balancing_loss",
+                self.tp_cp_group,
+                valid_token_count=tokens,
+            )
+        if "global_aux_loss" in self.own_losses:  # one row stands for all tokens, which Megatron would add up to it
+            load = routing.metrics["tokens_per_expert"].unsqueeze(0)
+            weight = self._apply_global_aux_loss(weight, sums.unsqueeze(0), load, with_padding_mask=True)
+        if self.z_weight:
+            weight = self._attach_z_loss(weight, losses["z_loss"], tokens)
+        return weight
+
+    def _attach_z_loss(self, weight: Tensor, loss: Tensor, tokens: Tensor | int) -> Tensor:
+        """What Megatron's `apply_z_loss` does with the logits, after the routing."""
+        get_moe_metrics_tracker().record(
+            "z_loss",
+            loss / self.z_weight,
+            self.layer_number,
+            self.config.num_layers + (self.config.mtp_num_layers or 0),
+            avg_group=self.tp_dp_cp_group,
+        )
+        if self.calculate_per_token_loss:
+            loss = loss * tokens * self.tp_cp_group.size()
+        return MoEAuxLossAutoScaler.apply(weight, loss)
+
+    def _attach_dense_losses(
         self, weight: Tensor, logits: Tensor, padding_mask: Tensor | None, seq: int, batch: int
     ) -> Tensor:
-        """Megatron's load-balancing losses: `weight` unchanged, with the losses' gradients behind it."""
+        """As `_attach_losses`, the losses that are not `route`'s: Megatron's, from its dense scores and map."""
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=False, padding_mask=padding_mask
         )
         masked = padding_mask is not None
-        weight = self._apply_aux_loss(weight, scores, chosen, with_padding_mask=masked)
-        weight = self._apply_seq_aux_loss(weight, scores, chosen, seq, batch, with_padding_mask=masked)
-        return self._apply_global_aux_loss(weight, scores, chosen, with_padding_mask=masked)
+        if "aux_loss" in self.dense_losses:
+            weight = self._apply_aux_loss(weight, scores, chosen, with_padding_mask=masked)
+        if "seq_aux_loss" in self.dense_losses:
+            weight = self._apply_seq_aux_loss(weight, scores, chosen, seq, batch, with_padding_mask=masked)
+        if "global_aux_loss" in self.dense_losses:
+            weight = self._apply_global_aux_loss(weight, scores, chosen, with_padding_mask=masked)
+        return weight
 
 
 class CountingTopKRouter(TopKRouter):
@@ -100,11 +175,6 @@ class CountingTopKRouter(TopKRouter):
             dropped = routing_map.shape[0] * self.topk - counts.sum()
             self.expert_load.add(counts, dropped)
         return probs, routing_map
-
-
-def with_weight(routing: Routing, weight: Tensor) -> Routing:
-    """`routing` with other weights, for the same pairs."""
-    return dataclasses.replace(routing, weight=weight)
 
 
 def routing_from_map(probs: Tensor, routing_map: Tensor, top_k: int) -> Routing:

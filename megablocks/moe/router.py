@@ -212,6 +212,24 @@ def route(
     Raises:
         ValueError: logits or padding_mask of another shape.
     """
+    return route_with_sums(
+        logits, config, score_bias=score_bias, training=training, loss_group=loss_group, padding_mask=padding_mask
+    )[0]
+
+
+def route_with_sums(
+    logits: Tensor,
+    config: MoEConfig,
+    *,
+    score_bias: Tensor | None,
+    training: bool,
+    loss_group: dist.ProcessGroup | None,
+    padding_mask: Tensor | None,
+) -> tuple[Routing, Tensor]:
+    """As `route`, and the sums (E,) of the tokens' scores, for load-balancing losses of another kind.
+
+    They are differentiable where the config weighs a loss in training.
+    """
     num_tokens = logits.shape[0]
     if logits.dim() != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
@@ -240,7 +258,7 @@ def route(
         routing.losses["load_balancing_loss"] = loss
     if options.z_weight:
         routing.losses["z_loss"] = out.z
-    return routing
+    return routing, out.sums
 
 
 _Result = tuple[Routing, RouterOutput | RoundedOutput | RouterLosses]

@@ -23,6 +23,14 @@ CASES: dict[str, dict[str, Any]] = {
     "two_aux_losses": dict(
         moe_router_load_balancing_type=["aux_loss", "seq_aux_loss"], moe_aux_loss_coeff=[0.02, 0.01]
     ),
+    "three_aux_losses": dict(
+        moe_router_load_balancing_type=["global_aux_loss", "seq_aux_loss", "aux_loss"],
+        moe_aux_loss_coeff=[0.03, 0.01, 0.02],
+        moe_router_topk=3,
+    ),
+    "sigmoid_top2_global_aux": dict(
+        moe_router_score_function="sigmoid", moe_router_load_balancing_type="global_aux_loss", moe_z_loss_coeff=None
+    ),
     "shared_expert": dict(moe_shared_expert_intermediate_size=40),
     "shared_expert_gated": dict(moe_shared_expert_intermediate_size=40, moe_shared_expert_gate=True),
     "sigmoid_groups_bias": dict(
@@ -156,3 +164,96 @@ def test_layer_equals_megatrons_sequential_mlp(differences: dict[str, dict[str, 
     worst = {name: error for name, error in differences[case].items() if not error <= 1e-5}
     assert not worst
     assert len(differences[case]) >= 5  # output, dx, router, w1, w2
+
+
+ROUTERS: dict[str, dict[str, Any]] = {
+    "aux": dict(),
+    "global_aux, padding": dict(moe_router_load_balancing_type="global_aux_loss"),
+    "aux and global, top-1": dict(
+        moe_router_load_balancing_type=["aux_loss", "global_aux_loss"],
+        moe_aux_loss_coeff=[0.02, 0.01],
+        moe_router_topk=1,
+        moe_router_pre_softmax=True,
+    ),
+    "aux, per-token loss, padding": dict(calculate_per_token_loss=True),
+    "global_aux, per-token loss": dict(moe_router_load_balancing_type="global_aux_loss", calculate_per_token_loss=True),
+    "seq_aux": dict(moe_router_load_balancing_type="seq_aux_loss"),
+}
+
+
+def _compare_routers(cases: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """As `_compare`, the routers alone, of two micro-batches with other tokens on each tensor-parallel rank."""
+    from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    from megablocks.megatron.topk_router import MegaBlocksRouter
+
+    layout = harness.Layout(tp=2, etp=1)
+    harness.initialize(layout)
+    out = {}
+    for name, fields in cases.items():
+        config = harness.transformer_config(harness.Layout(tp=2, etp=1, model=tuple(fields.items())))
+        routers = [kind(config, pg_collection=get_default_pg_collection()) for kind in (TopKRouter, MegaBlocksRouter)]
+        routers[1].load_state_dict(routers[0].state_dict())
+        results = []
+        for router in routers:
+            destroy_moe_metrics_tracker()
+            router.train()
+            router.set_layer_number(1)
+            torch.manual_seed(harness.dist.get_rank())
+            values = {}
+            for batch in range(2):
+                x, upstream = torch.randn(11, 3, config.hidden_size, requires_grad=True), torch.randn(33, 4)
+                padding = None
+                if "padding" in name:  # whose weights Megatron computes, and we do not
+                    padding = torch.rand(11, 3) < 0.3
+                    upstream[padding.flatten()] = 0
+                found = router(x, padding_mask=padding)
+                if router is routers[0]:
+                    weight, given = found[0], upstream
+                else:
+                    chosen = found.expert >= 0
+                    weight = found.weight[chosen]
+                    given = upstream[found.token[chosen].long(), found.expert[chosen].long()]
+                (weight * given).sum().backward()
+                values[f"dx of batch {batch}"] = x.grad
+            values["gradient"] = router.weight.grad
+            values |= {f"logged {n}": m.values.clone() for n, m in get_moe_metrics_tracker().metrics.items()}
+            results.append(values)
+        reference, mine = results
+        assert reference.keys() == mine.keys()
+        out[name] = {key: _relative(mine[key].flatten(), reference[key].flatten()) for key in reference}
+    return out
+
+
+def test_routers_of_two_ranks_equal_megatrons() -> None:
+    for rank in run_distributed_test(_compare_routers, 2, ROUTERS):
+        assert {(case, key): e for case, found in rank.items() for key, e in found.items() if not e <= 1e-5} == {}
+        assert all(len(found) >= 5 for found in rank.values())  # dx twice, the gradient, a loss and the z-loss
+
+
+def _dense_scores(kinds: list[str]) -> dict[str, int]:
+    """How often a step's router computes Megatron's dense scores, by kind of load-balancing loss."""
+    from unittest import mock
+
+    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+
+    from megablocks.megatron import topk_router
+
+    harness.initialize(harness.Layout())
+    counts = {}
+    for kind in kinds:
+        config = harness.transformer_config(harness.Layout(model=(("moe_router_load_balancing_type", kind),)))
+        router = topk_router.MegaBlocksRouter(config, pg_collection=get_default_pg_collection()).train()
+        router.set_layer_number(1)
+        name = "compute_routing_scores_for_aux_loss"
+        with mock.patch.object(topk_router, name, wraps=getattr(topk_router, name)) as dense:
+            router(torch.randn(5, 2, config.hidden_size))
+        counts[kind] = dense.call_count
+    return counts
+
+
+def test_only_the_loss_of_each_sequence_needs_dense_scores() -> None:
+    expected = {"aux_loss": 0, "global_aux_loss": 0, "seq_aux_loss": 1, "none": 0}
+    assert run_distributed_test(_dense_scores, 1, list(expected))[0] == expected
