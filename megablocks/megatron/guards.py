@@ -2,6 +2,11 @@
 
 `Guards.install` replaces globals of `megatron.training.training`, and later `optimizer.step`, by wrappers that call the
 original.
+
+A step's loss and flags stay on the device until the host reads them, before an update. With an optimizer that skips a
+step of a non-finite gradient norm on the device, and so has the attribute `SKIPS`, that is once a log interval and
+before every save; else, and with a guard against spikes, it is in every step. All ranks read in the same steps, so all
+of them stop in the same one.
 """
 
 from __future__ import annotations
@@ -13,12 +18,14 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import checkpointing
+from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import print_rank_0
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,6 +43,22 @@ from megablocks.monitor.heartbeat import Heartbeat
 
 STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
+
+SKIPS = "skips_nonfinite"
+"""Attribute of an optimizer, True: where the gradient norm is not finite its step changes nothing, by a device's flag.
+"""
+
+
+class _Step(NamedTuple):
+    """A step that the host has not read.
+
+    sums: (3,) float64 of this rank: loss, tokens, and how many micro-batches and gradient buffers were bad.
+    loss_is_bad: () float64, the micro-batches of these.
+    """
+
+    number: int
+    sums: Tensor
+    loss_is_bad: Tensor
 
 
 class Guards:
@@ -55,6 +78,9 @@ class Guards:
         self.is_training = False
         self.heartbeat: Heartbeat | None = None
         self._sums: Tensor | None = None
+        self._unread: list[_Step] = []
+        self._bad = torch.zeros((), dtype=torch.bool)  # whether a step of this rank was bad, on its device
+        self._defers = False
         self._sentinels: LayerSentinels | None = None
         self._model: list[torch.nn.Module] = []
 
@@ -65,7 +91,11 @@ class Guards:
             save_checkpoint=self._save,
             setup_model_and_optimizer=self._setup,
             train_step=self._train_step,
+            logical_and_across_model_parallel_group=_agree,
+            reduce_max_stat_across_model_parallel_group=_agree,
         )
+        received = DistributedSignalHandler.signals_received
+        DistributedSignalHandler.signals_received = functools.partialmethod(_signals, received)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         self.is_training = True
@@ -87,7 +117,9 @@ class Guards:
         _check_memory(self.args)
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
-            self._model = model
+            self._model, self._bad = model, self._bad.to(_device())
+            parts = getattr(optimizer, "chained_optimizers", [optimizer])
+            self._defers = not self.settings.loss_spike_factor and all(getattr(p, SKIPS, False) for p in parts)
             if self.settings.nonfinite_guard:
                 layers, names = _layers_of(model)
                 self._sentinels = LayerSentinels(layers, names, _device())
@@ -95,40 +127,72 @@ class Guards:
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
-        """Stands for `optimizer.step`. Costs one all-reduce of three numbers and one synchronization a step."""
+        """Stands for `optimizer.step`. Costs no synchronization and no collective in a step that is not read."""
         sums, self._sums = self._sums, None
         if sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
-        loss_is_bad = sums[2].clone()
-        if self.settings.nonfinite_guard and not self.args.fp16:  # with fp16 the loss scaler expects overflows
+        step = _Step(self.args.curr_iteration + 1, sums, sums[2].clone())
+        reads = self._reads_in(step.number)
+        guards = self.settings.nonfinite_guard and not self.args.fp16  # with fp16 the loss scaler expects overflows
+        if guards and (reads or not self.args.clip_grad > 0):  # else the gradient norm, read later, says the same
             for buffer in self._gradient_buffers():
                 sums[2] += is_bad(buffer)
-        is_bad_here = sums[2].clone()
-        dist.all_reduce(sums)
-        loss, tokens, bad = sums.tolist()
-        step = self.args.curr_iteration + 1
-        if bad and self.settings.nonfinite_guard:
-            raise NonFiniteError(self._describe(step, bool(loss_is_bad), bool(is_bad_here)))
         if self._sentinels is not None:
-            self._sentinels.reset()
-        mean = loss / tokens if tokens and not bad else math.nan
-        median = self.window.median()
-        if self.window.is_spike(mean):
-            print_rank_0(
-                f"step {step}: loss {mean:.4f} exceeds {self.settings.loss_spike_factor:g} times {median:.4f}, the "
-                f"median of the last {self.settings.loss_spike_window}: update skipped"
-            )
-            return False, None, None
-        return original()
+            self._sentinels.end_step(self._bad)
+        self._bad.logical_or_(sums[2] > 0)
+        self._unread.append(step)
+        if reads:
+            return (False, None, None) if self.read(before_update=True) else original()
+        result = original()
+        norm = result[1]
+        if guards and norm is not None:
+            sums[2] += ~torch.isfinite(norm.squeeze()) if isinstance(norm, Tensor) else not math.isfinite(norm)
+            self._bad.logical_or_(sums[2] > 0)
+        return result
+
+    def _reads_in(self, step: int) -> bool:
+        """Whether the host reads the guard in this step, before the update."""
+        intervals = (self.args.log_interval, self.args.save_interval, self.args.exit_interval)
+        ends = step == self.args.train_iters or any(step % interval == 0 for interval in intervals if interval)
+        return ends or not self._defers
+
+    def read(self, before_update: bool = False) -> bool:
+        """Read the steps since the last call. Every rank must call it. Synchronizes.
+
+        Returns:
+            whether the last one's loss is a spike, whose update is to be skipped.
+
+        Raises:
+            NonFiniteError: one of them held a NaN or Inf; on every rank.
+        """
+        steps, self._unread = self._unread, []
+        if not steps:
+            return False
+        table = torch.stack([step.sums for step in steps])
+        bad_here = table[:, 2].tolist()
+        dist.all_reduce(table)
+        last, is_spike = steps[-1].number, False
+        for step, here, (loss, tokens, bad) in zip(steps, bad_here, table.tolist(), strict=True):
+            if bad and self.settings.nonfinite_guard:
+                raise NonFiniteError(self._describe(step, bool(here), last, before_update and step.number == last))
+            mean = loss / tokens if tokens and not bad else math.nan
+            median = self.window.median()
+            is_spike = self.window.is_spike(mean)
+            if is_spike:
+                print_rank_0(
+                    f"step {step.number}: loss {mean:.4f} exceeds {self.settings.loss_spike_factor:g} times "
+                    f"{median:.4f}, the median of the last {self.settings.loss_spike_window}: update skipped"
+                )
+        return is_spike
 
     def _gradient_buffers(self) -> list[Tensor]:
         chunks: list[Any] = [chunk for chunk in self._model if hasattr(chunk, "expert_parallel_buffers")]
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
-    def _describe(self, step: int, loss_is_bad: bool, is_bad_here: bool) -> str:
+    def _describe(self, step: _Step, is_bad_here: bool, last: int, before_update: bool) -> str:
         """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it and gets the same."""
         born, where = self._sentinels.first_bad() if self._sentinels is not None else (None, None)
-        if born != "forward" and loss_is_bad:
+        if born != "forward" and bool(step.loss_is_bad):
             born, where = "loss", "the loss"
         if born is None and is_bad_here:
             named = (
@@ -136,13 +200,15 @@ class Guards:
                 for chunk in self._model
                 for name, parameter in chunk.named_parameters()
             )
-            born, where = "gradient", f"the gradient of {first_bad_parameter(named) or 'some parameter'}"
+            parameter = first_bad_parameter(named) if before_update else None  # later steps have overwritten them
+            born, where = "gradient", f"the gradient of {parameter or 'some parameter'}"
         order = ("forward", "loss", "backward", "gradient", None).index(born)
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, (order, dist.get_rank(), where))
         _, rank, where = min(report for report in reports if report[2] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
-        return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped before the update{kept}"
+        when = "before the update" if before_update else f"at step {last}, where the guard was read"
+        return f"step {step.number}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
 
     # Checkpoints.
 
@@ -199,6 +265,7 @@ class Guards:
             print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
+        self.read()
         if self.args.ckpt_format != "torch_dist" or self.args.async_save or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
@@ -289,6 +356,17 @@ def choose_before_reading_args() -> None:
         return original(args, *rest, **options)
 
     checkpointing.load_args_from_checkpoint = load_args
+
+
+def _agree(original: Any, value: Any, group: dist.ProcessGroup | None = None) -> Any:
+    """`original`, which agrees on a value over a model's ranks: one rank needs no tensor and no synchronization."""
+    group = mpu.get_model_parallel_group() if group is None else group
+    return value if dist.get_world_size(group) == 1 else original(value, group=group)
+
+
+def _signals(handler: DistributedSignalHandler, original: Any) -> list[bool]:
+    """`original`, which asks every rank for the signal to exit; one rank needs no tensor here either."""
+    return [handler._signal_received] if dist.get_world_size() == 1 else original(handler)
 
 
 def _together(check: Any) -> None:

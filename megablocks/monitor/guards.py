@@ -1,7 +1,7 @@
 """Guards of a training step: a loss window that detects spikes, and sentinels that find the first layer with a NaN.
 
 The sentinels reduce each layer's output and its gradient to one flag on the device. They do not synchronize: the flags
-are read only after a step has failed.
+are read only after a step has failed, which may be some steps later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_bad(tensor: Tensor) -> Tensor:
 
 
 class LayerSentinels:
-    """Two flags per layer: its output, or the gradient of its output, held a NaN or Inf since the last `reset`.
+    """Two flags per layer: its output, or the gradient of its output, held a NaN or Inf in a step.
 
     Args:
         layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
@@ -69,8 +69,9 @@ class LayerSentinels:
 
     def __init__(self, layers: Iterable[torch.nn.Module], names: Sequence[str], device: torch.device | str) -> None:
         self.names = list(names)
-        self._forward = torch.zeros(len(self.names), dtype=torch.bool, device=device)
-        self._backward = torch.zeros_like(self._forward)
+        self._flags = torch.zeros(2, len(self.names), dtype=torch.bool, device=device)  # forward, backward
+        self._forward, self._backward = self._flags.unbind()
+        self._kept = torch.zeros_like(self._flags)
         for index, layer in enumerate(layers):
             layer.register_forward_hook(self._hook(index))
 
@@ -88,18 +89,22 @@ class LayerSentinels:
 
         return watch
 
-    def reset(self) -> None:
-        """Clear all flags. Call it once per step."""
-        self._forward.zero_()
-        self._backward.zero_()
+    def end_step(self, bad_before: Tensor) -> None:
+        """Keep the step's flags for `first_bad`, unless an earlier step was bad, and clear them. Call it once per step.
+
+        Args:
+            bad_before: () bool, on the flags' device.
+        """
+        self._kept = torch.where(bad_before, self._kept, self._flags)
+        self._flags.zero_()
 
     def first_bad(self) -> tuple[str, str] | tuple[None, None]:
-        """("forward" or "backward", where) of the first NaN or Inf, or (None, None). Synchronizes.
+        """("forward" or "backward", where) of the first NaN or Inf in the kept step, or (None, None). Synchronizes.
 
         In forward the first layer with a bad output is the cause. In backward the later layers compute the gradient of
         a layer's output, so the cause is the layer after the last one with a bad gradient.
         """
-        forward, backward = self._forward.tolist(), self._backward.tolist()
+        forward, backward = self._kept.tolist()
         if any(forward):
             return "forward", f"the output of {self.names[forward.index(True)]}"
         if any(backward):

@@ -85,6 +85,7 @@ def _run(hurt: int | None, how: str = "") -> LayerSentinels:
     for layer in layers:
         x, _ = layer(x)
     x.square().sum().backward()
+    sentinels.end_step(torch.tensor(False))
     return sentinels
 
 
@@ -98,7 +99,9 @@ def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int) -> None:
     # The backward of layer `layer` computes a bad gradient, which is the gradient of the previous layer's output.
     sentinels = _run(layer, "backward")
     assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
-    sentinels.reset()
+    sentinels.end_step(torch.tensor(True))  # the steps after a bad one change nothing
+    assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
+    sentinels.end_step(torch.tensor(False))
     assert sentinels.first_bad() == (None, None)
 
 
@@ -109,6 +112,7 @@ def test_N3_sentinels_report_nothing_on_a_good_step_or_in_evaluation() -> None:
     layer.hurt = "forward"
     layer.eval()
     layer(torch.randn(2, 4))
+    sentinels.end_step(torch.tensor(False))
     assert sentinels.first_bad() == (None, None)
 
 

@@ -47,6 +47,13 @@ def nan_in_loss(rank: int, step: int) -> None:
     gpt.loss_func = loss_func
 
 
+def guard_defers() -> None:
+    """The optimizer says that it skips non-finite steps on the device, so that the host reads the guard rarely."""
+    from megatron.core.optimizer import optimizer
+
+    optimizer.MegatronOptimizer.skips_nonfinite = True
+
+
 def nan_in_layer(rank: int, step: int, layer: int, backward: bool = False) -> None:
     """The output of `layer` (from 1) holds a NaN at `step` on `rank`; with `backward`, the gradient of that output."""
     from megatron.core.transformer.transformer_layer import TransformerLayer

@@ -68,6 +68,29 @@ def test_N3_the_guard_names_step_rank_and_layer_before_the_update(driver: Driver
     assert sorted(run.losses()) == [1]
 
 
+@pytest.mark.parametrize(
+    "flags, read", [(("--log-interval", "4"), 4), (("--log-interval", "100", "--train-iters", "3"), 3)]
+)
+def test_N3_a_guard_that_is_read_later_names_the_step_and_its_layer(
+    driver: Driver, flags: tuple[str, ...], read: int
+) -> None:
+    faults = [("guard_defers", {}), ("nan_in_layer", {"rank": 1, "step": 2, "layer": 2})]
+    run = driver.run("--train-iters", "100", *flags, ranks=2, faults=faults, expect=1)
+    assert said(run, "NaN or Inf") == [
+        "pretrain_gpt: step 2: NaN or Inf on rank 1 in the output of layer 2: "
+        f"stopped at step {read}, where the guard was read"
+    ]
+    assert sorted(run.losses()) == [1]  # Megatron logs the first step in any case
+
+
+def test_F3_no_checkpoint_holds_a_nan_where_the_guard_is_read_later(driver: Driver, tmp_path: Path) -> None:
+    save = ("--save", tmp_path / "save", "--save-interval", "2", "--log-interval", "100", "--train-iters", "100")
+    faults = [("guard_defers", {}), ("nan_in_loss", {"rank": 0, "step": 3})]
+    run = driver.run(*save, faults=faults, expect=1)
+    assert len(said(run, "step 3: NaN or Inf on rank 0 in the loss: stopped at step 4")) == 1
+    assert atomic.find_latest_complete(tmp_path / "save").iteration == 2
+
+
 def test_F4_a_spike_is_skipped_and_logged_also_right_after_a_resume(driver: Driver, tmp_path: Path) -> None:
     save = tmp_path / "save"
     flags = ("--train-iters", "100", "--save", save, "--save-interval", "100")
