@@ -91,6 +91,7 @@ def fuse(optimizer: Any) -> None:
             part.optimizer = FusedAdam.of(part.optimizer)
             part.optimizer.copies = dict(_copies(part))
             part._copy_main_params_to_model_params = _nothing
+        part.skips_nonfinite = True  # read by `guards.SKIPS`
     optimizer.step = functools.partial(_step, optimizer, _Norm(optimizer))
 
 
@@ -140,9 +141,12 @@ class _Norm:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """By what gradients of this norm () are multiplied: () float32. 1 for a norm that is NaN, as in Megatron."""
-    factor = limit / (norm + 1e-6)
-    return torch.where(factor < 1, factor, 1.0).float()
+    """By what gradients of this norm () are multiplied: () float32. limit: 0 for any norm.
+
+    NaN for a norm that is not finite: the step changes nothing then, and the guard stops the run when it reads.
+    """
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
+    return torch.where(norm.isfinite(), factor, math.nan).float()
 
 
 @torch.no_grad()
@@ -153,11 +157,10 @@ def _step(optimizer: Any, norm_of: _Norm) -> tuple[bool, Tensor | None, Any]:
         return False, None, None
     config, norm = optimizer.config, norm_of()
     zeros = optimizer.count_zeros() if config.log_num_zeros_in_grad else None
-    if config.clip_grad > 0:
-        factor = clip_factor(norm, config.clip_grad)
-        for part in optimizer.chained_optimizers:
-            if not part.is_stub_optimizer:
-                part.optimizer.grad_scale = factor
+    factor = clip_factor(norm, config.clip_grad)
+    for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer:
+            part.optimizer.grad_scale = factor
     return optimizer.step_with_ready_grads(), norm.float(), zeros
 
 

@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import checkpointing
 from megatron.training.dist_signal_handler import DistributedSignalHandler
@@ -91,8 +90,6 @@ class Guards:
             save_checkpoint=self._save,
             setup_model_and_optimizer=self._setup,
             train_step=self._train_step,
-            logical_and_across_model_parallel_group=_agree,
-            reduce_max_stat_across_model_parallel_group=_agree,
         )
         received = DistributedSignalHandler.signals_received
         DistributedSignalHandler.signals_received = functools.partialmethod(_signals, received)
@@ -356,12 +353,6 @@ def choose_before_reading_args() -> None:
         return original(args, *rest, **options)
 
     checkpointing.load_args_from_checkpoint = load_args
-
-
-def _agree(original: Any, value: Any, group: dist.ProcessGroup | None = None) -> Any:
-    """`original`, which agrees on a value over a model's ranks: one rank needs no tensor and no synchronization."""
-    group = mpu.get_model_parallel_group() if group is None else group
-    return value if dist.get_world_size(group) == 1 else original(value, group=group)
 
 
 def _signals(handler: DistributedSignalHandler, original: Any) -> list[bool]:

@@ -59,11 +59,16 @@ def scalars_of(group: dict[str, Any], step: float) -> Scalars:
 
 
 def adam_ref(p: Tensor, g: Tensor, m: Tensor, v: Tensor, copy: Tensor | None, s: Scalars, scale: Tensor | None) -> None:
-    """One step in place, in the dtype of p; every tensor has the shape of p. Does not change g."""
+    """One step in place, in the dtype of p; every tensor has the shape of p. Does not change g.
+
+    A scale that is NaN changes nothing.
+    """
     g = g.to(p.dtype) * (1.0 if scale is None else scale.to(p.dtype)) + s.l2 * p
-    m.lerp_(g, s.share1)
-    v.mul_(s.beta2).addcmul_(g, g, value=s.share2)
-    p.mul_(s.decay).addcdiv_(m, (v.sqrt() * s.root).add_(s.eps), value=-s.rate)
+    new_m = m.lerp(g, s.share1)
+    new_v = (v * s.beta2).addcmul_(g, g, value=s.share2)
+    new_p = (p * s.decay).addcdiv_(new_m, (new_v.sqrt() * s.root).add_(s.eps), value=-s.rate)
+    for old, new in ((m, new_m), (v, new_v), (p, new_p)):
+        old.copy_(new if scale is None else torch.where(scale.isnan(), old, new))
     if copy is not None:
         copy.copy_(p)
 
@@ -109,8 +114,8 @@ class FusedAdam(torch.optim.Adam):
     A parameter, gradient or state that is not on a GPU, contiguous and float32 takes `adam_ref`.
 
     Attributes:
-        grad_scale: () or (1,) float32 on the device, by which the next step multiplies gradients; None: by 1. A step
-            sets it to None.
+        grad_scale: () or (1,) float32 on the device, by which the next step multiplies gradients; None: by 1; NaN: the
+            next step changes no parameter and no moment. A step sets it to None.
         copies: parameter → tensor of the same number of elements, which each step sets to the new parameter.
     """
 

@@ -106,6 +106,7 @@ def _adam_kernel(
     share1, beta2, share2, l2 = tl.load(s), tl.load(s + 1), tl.load(s + 2), tl.load(s + 3)
     decay, rate, root, eps = tl.load(s + 4), tl.load(s + 5), tl.load(s + 6), tl.load(s + 7)
     scale = tl.load(scale_ptr)
+    left = tl.where(scale == scale, left, 0)  # a NaN leaves everything as it is
     for start in range(0, left, BLOCK):
         i = start + tl.arange(0, BLOCK)
         live = i < left

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import io
+import math
 import os
 import re
 import subprocess
@@ -241,12 +242,14 @@ def test_a_cpu_run_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     assert training.get_megatron_optimizer is before
 
 
-def test_clip_factor_is_megatrons() -> None:
+def test_clip_factor_is_megatrons_for_a_finite_norm() -> None:
     from megablocks.megatron.fused_optimizer import clip_factor
 
     norms = (0.0, 0.5, 1.0, 4.0, 1e30, torch.inf, torch.nan)
-    got = [float(clip_factor(torch.tensor(n, dtype=torch.float64), 1.0)) for n in norms]
-    assert got == pytest.approx([1, 1, 1 / (1 + 1e-6), 1 / (4 + 1e-6), 1e-30, 0, 1], rel=1e-6)
+    for limit, wanted in ((1.0, [1, 1, 1 / (1 + 1e-6), 1 / (4 + 1e-6), 1e-30]), (0.0, [1, 1, 1, 1, 1])):
+        got = [float(clip_factor(torch.tensor(n, dtype=torch.float64), limit)) for n in norms]
+        assert got[:5] == pytest.approx(wanted, rel=1e-6)
+        assert all(math.isnan(factor) for factor in got[5:])  # the step changes nothing
 
 
 def reduced() -> list[Any]:

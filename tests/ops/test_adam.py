@@ -107,6 +107,23 @@ def test_S3_steps_equal_torchs_in_float64(path: str, kind: str, dtype: torch.dty
 
 
 @pytest.mark.any_device
+def test_S3_a_scale_that_is_nan_changes_nothing(path: str) -> None:
+    _, parameters = spread(SIZES)
+    for seed, p in enumerate(parameters):
+        p.copy_(draw(p.shape, seed))
+        p.grad = draw(p.shape, 100 + seed)
+    ours = FusedAdam(groups(parameters), lr=1e-2)
+    ours.step()
+    kept = [t.clone() for p in parameters for t in (p, ours.state[p]["exp_avg"], ours.state[p]["exp_avg_sq"])]
+    for p in parameters:
+        p.grad = torch.full_like(p, torch.nan)
+    ours.grad_scale = torch.tensor(torch.nan, device=DEVICE)
+    ours.step()
+    now = [t for p in parameters for t in (p, ours.state[p]["exp_avg"], ours.state[p]["exp_avg_sq"])]
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+@pytest.mark.any_device
 @pytest.mark.parametrize("kind", ["decoupled", "l2"])
 @pytest.mark.parametrize("first", ["ours", "torch's"])
 def test_S3_state_is_torchs(kernel: None, kind: str, first: str) -> None:

@@ -1,0 +1,55 @@
+"""S1: between log intervals a training step reads nothing from the GPU."""
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import functools
+import sys
+import torch
+from megablocks.megatron import pretrain_gpt
+import megatron.training.training as training
+
+steps, step = [], training.train_step
+
+@functools.wraps(step)
+def watched(*args, **kwargs):
+    steps.append(1)
+    # From the start of step 4 to the start of step 7, so what the loop does after steps 4 to 6 is in it.
+    torch.cuda.set_sync_debug_mode("error" if 4 <= len(steps) < 7 else "default")
+    return step(*args, **kwargs)
+
+training.train_step = watched
+code = pretrain_gpt.main()
+print("steps", len(steps))
+sys.exit(code)
+"""
+DRIVER = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --num-layers 2 --hidden-size 128 "
+    "--num-attention-heads 4 --seq-length 128 --max-position-embeddings 128 --micro-batch-size 2 "
+    "--global-batch-size 4 --train-iters 8 --lr 1e-3 --lr-decay-iters 8 --log-interval 8 --eval-iters 0 --bf16"
+).split()
+EXPERTS = "--moe-num-experts 8 --moe-top-k 2 --moe-loss-weight 0.1 --moe-zloss-weight 0.001".split()
+
+
+def run(*flags):
+    command = [sys.executable, "-c", PROGRAM, *DRIVER, *flags]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("flags", [[], EXPERTS], ids=["dense", "experts"])
+def test_S1_three_steps_without_a_synchronization(flags):
+    pytest.importorskip("megatron.training")
+    done = run(*flags)
+    assert done.returncode == 0 and "steps 8" in done.stdout, (done.stdout + done.stderr)[-4000:]
+
+
+@pytest.mark.gpu
+def test_a_synchronization_would_be_seen():
+    """Megatron's own optimizer reads the gradient norm in each step."""
+    pytest.importorskip("megatron.training")
+    done = run("--no-megablocks-fused-optimizer")
+    assert done.returncode != 0 and "called a synchronizing CUDA operation" in done.stdout + done.stderr
