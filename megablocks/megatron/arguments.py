@@ -312,8 +312,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
             # As in the old fork. With top-1 a softmax after top-k would make every weight 1.
             out["moe_router_pre_softmax"] = (True, "softmax over all experts")
-    our_attention = not has_engine and args.megablocks_attention != "megatron"
-    if our_attention and not (args.reset_attention_mask or args.window_size):
+    if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")
     if args.seq_length is not None and args.max_position_embeddings is None:

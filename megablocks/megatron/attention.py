@@ -4,17 +4,12 @@ Megatron's own fallback builds the (batch·heads, S, S) scores in memory. Here a
 fused causal kernel. If there is a mask, it is applied as it is: with `--reset-attention-mask` it is more than causal,
 and to find that out would need a host synchronization. If attention is only causal, pass
 `--no-create-attention-mask-in-dataloader`; the driver does so by itself.
-
-`--megablocks-attention cudnn` asks torch for cuDNN's kernels first where there is no mask; torch takes its next ones
-where cuDNN's do not fit, and with deterministic algorithms, which cuDNN's backward lacks. Their output lies as the
-query does, so the projection behind them needs no copy. cuDNN plans once for each shape.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,19 +19,10 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megablocks.config import ConfigError
-from megablocks.megatron.settings import settings_of
 
 _SUPPORTED = {"context_parallel_size": 1, "window_size": None, "softmax_type": "vanilla"}
-_CUDNN_FIRST = [
-    SDPBackend.CUDNN_ATTENTION,
-    SDPBackend.FLASH_ATTENTION,
-    SDPBackend.EFFICIENT_ATTENTION,
-    SDPBackend.MATH,
-]
-_NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
 
@@ -65,7 +51,6 @@ class SDPAttention(MegatronModule):
                 value = getattr(config, name)
                 raise ConfigError(f"{name}={value!r}: must be {allowed!r}, or use --megablocks-attention megatron")
         self.attn_mask_type = attn_mask_type
-        self.cudnn_first = settings_of(config).attention == "cudnn"
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling has no effect here. Against overflow in fp16 it divides the scores by the layer
         # number and multiplies them by it again; the fused kernel keeps scores in float32.
@@ -108,8 +93,7 @@ class SDPAttention(MegatronModule):
         dropout = self.dropout if self.training else 0.0
         # With sequence parallelism the transformer block has forked the generator already.
         fork = dropout > 0 and not self.config.sequence_parallel
-        backends = sdpa_kernel(_CUDNN_FIRST, set_priority=True) if self.cudnn_first and keep is None else _NO_CONTEXT
-        with get_cuda_rng_tracker().fork() if fork else _NO_CONTEXT, backends:
+        with get_cuda_rng_tracker().fork() if fork else contextlib.nullcontext():
             causal = causal and keep is None
             out = F.scaled_dot_product_attention(query, key, value, keep, dropout, is_causal=causal, scale=self.scale)
         return out.permute(2, 0, 1, 3).reshape(seq, out.shape[0], -1)

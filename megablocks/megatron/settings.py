@@ -19,7 +19,7 @@ from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS
 from megablocks.kinds import IMPLS, MLP_IMPLS, ROUTERS
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
-ATTENTIONS = ("sdpa", "cudnn", "megatron")
+ATTENTIONS = ("sdpa", "megatron")
 NORMS = ("fused", "torch")
 ENV_PREFIX = "MEGABLOCKS_"
 
@@ -96,10 +96,7 @@ class MegaBlocksSettings:
         "GPU yes, elsewhere as Megatron's own flag says",
     )
     attention: str = option(
-        "sdpa",
-        "core attention without Transformer Engine: sdpa, torch's fused one; cudnn, the same, and "
-        "cuDNN's kernels where they fit; megatron, Megatron's",
-        ATTENTIONS,
+        "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS
     )
     norm: str = option(
         "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's", NORMS

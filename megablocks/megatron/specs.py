@@ -91,7 +91,7 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(heads, name, None) is WrappedTorchNorm:
             setattr(heads, name, Norm)
-    if heads.core_attention is DotProductAttention and settings.attention != "megatron" and attention.supports(config):
+    if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
         heads.core_attention = SDPAttention
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)

@@ -46,9 +46,6 @@ LAYOUTS = {
         model=(*SWIGLU, *WIDE),
         settings=(("mlp_impl", "fused"), ("gradient_accumulation_fusion", True)),
     ),
-    "bf16, cudnn's attention, torch's norms": Layout(
-        layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE), settings=(("attention", "cudnn"), ("norm", "torch"))
-    ),
     "bf16, capacity": Layout(layers=2, dtype="bfloat16", model=WIDE, settings=(("capacity_factor", 1.0),)),
     "bf16, expert choice": Layout(
         layers=2,
@@ -112,7 +109,6 @@ def test_gpu_trains_as_the_cpu_does(
         "bf16, scatter",
         "bf16, fused",
         "bf16, fused into main gradients",
-        "bf16, cudnn's attention, torch's norms",
     ],
 )
 def test_N6_other_experts_train_as_grouped_ones_on_a_gpu(on_gpu: dict[str, harness.Trained], name: str) -> None:
@@ -130,54 +126,6 @@ def test_S2_the_fused_loss_trains_as_megatrons_on_a_gpu(on_gpu: dict[str, harnes
 
 def test_recomputed_activation_changes_nothing_on_a_gpu(on_gpu: dict[str, harness.Trained]) -> None:
     assert on_gpu["bf16, recomputed activation"].losses == pytest.approx(on_gpu["bf16"].losses, rel=1e-2)
-
-
-def _attend(kind: str, seq: int, groups: int, dropout: float) -> list[torch.Tensor]:
-    """Output and gradients of causal attention in training, bf16, with 4 heads of 64; then those of float64."""
-    from megatron.core.transformer.enums import AttnMaskType
-
-    from megablocks.megatron.attention import SDPAttention
-
-    model = (("kv_channels", 64), ("num_query_groups", groups), ("attention_dropout", dropout))
-    config = harness.transformer_config(Layout(dtype="bfloat16", model=model, settings=(("attention", kind),)))
-    module = SDPAttention(config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self")
-    torch.manual_seed(seq)
-    heads = torch.randn(seq, 3, 4 + 2 * groups, 64, device="cuda", dtype=torch.bfloat16)
-    dy = torch.randn(seq, 3, 4 * 64, device="cuda", dtype=torch.bfloat16)
-    inputs = [t.detach().requires_grad_() for t in heads.split([4, groups, groups], dim=2)]
-    out = module(*inputs, None)
-    found = [out, *torch.autograd.grad(out, inputs, dy)]
-    wide = [t.detach().double().requires_grad_() for t in inputs]
-    query, key, value = (t.repeat_interleave(4 // t.shape[2], dim=2).permute(1, 2, 0, 3) for t in wide)
-    scores = (query @ key.mT / 8).masked_fill(torch.ones(seq, seq, device="cuda").triu(1).bool(), float("-inf"))
-    truth = (scores.softmax(-1) @ value).permute(2, 0, 1, 3).reshape(dy.shape)
-    return [*found, truth, *torch.autograd.grad(truth, wide, dy.double())]
-
-
-def _attentions() -> dict[str, float]:
-    """The largest ratio of an error of cuDNN's to torch's own choice's, and what dropout does."""
-    harness.initialize(Layout())
-    worst = 0.0
-    for seq, groups in ((67, 4), (200, 2), (1024, 1)):
-        errors = {}
-        for kind in ("sdpa", "cudnn"):
-            results = _attend(kind, seq, groups, 0.0)
-            errors[kind] = [float((a - b).norm() / b.norm()) for a, b in zip(results[:4], results[4:], strict=True)]
-        worst = max(worst, *(a / b for a, b in zip(errors["cudnn"], errors["sdpa"], strict=True)))
-    dropped = [_attend("cudnn", 512, 4, 0.1)[0] for _ in range(2)]
-    kept = _attend("cudnn", 512, 4, 0.0)[0]
-    return {
-        "worst": worst,
-        "bias of the mean": float((sum(dropped) / 2 - kept).double().mean().abs() / kept.double().std()),
-        "draws differ": float(not torch.equal(*dropped)),
-        "moved": float((dropped[0] - kept).norm() / kept.norm()),
-    }
-
-
-def test_N1_cudnns_attention_equals_float64() -> None:
-    seen = run_distributed_test(_attentions, 1, backend="nccl")[0]
-    assert seen["worst"] <= 2
-    assert seen["draws differ"] == 1 and 0.05 < seen["moved"] < 1 and seen["bias of the mean"] < 0.02
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
