@@ -26,7 +26,8 @@ from megablocks.monitor.history import History, write_atomically
 from megablocks.monitor.trace import RANGE_PREFIX
 
 MODULES = (
-    (r"^$|embedding$|output_layer$", "embedding and loss"),  # "": what the model itself runs is the loss
+    # "": what the model itself runs is the loss, its output layer with it, which the fused loss takes only unwrapped
+    (r"^$|embedding$", "embedding and loss"),
     (r"rotary_pos_emb$|decoder$", "elementwise"),  # what a layer itself runs: residuals, dropout, activations
     (r"norm$", "norms"),
     (r"core_attention$", "attention"),

@@ -18,7 +18,7 @@ LAYER = "module.module.decoder.layers.3."
     [
         ("", "embedding and loss"),
         ("module.module.embedding", "embedding and loss"),
-        ("module.module.output_layer", "embedding and loss"),
+        ("module.module.output_layer", None),
         ("module.module.decoder", "elementwise"),
         ("module.module.rotary_pos_emb", "elementwise"),
         ("module.module.decoder.final_layernorm", "norms"),
