@@ -40,18 +40,13 @@ def activation_backward_ref(
     return d_pre.to(pre.dtype), d_gate.to(gate.dtype)
 
 
-@custom_op("megablocks::activation")
+@custom_op("megablocks::activation", fake=lambda pre, *_: torch.empty(pre.shape, dtype=pre.dtype, device=pre.device))
 def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
     if pre.is_cuda and runs_triton(pre):
         from megablocks.ops.activation_triton import activation_launch
 
         return activation_launch(pre, gate, activation)
     return activation_ref(pre, gate, activation).contiguous()
-
-
-@activation_op.register_fake
-def _(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    return torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
 
 
 @custom_op("megablocks::activation_backward")

@@ -219,8 +219,13 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., Any]], Op]:
-    """`torch.library.custom_op` with the additions that this file's docstring lists."""
+def custom_op(
+    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[..., Any] | None = None
+) -> Callable[[Callable[..., Any]], Op]:
+    """`torch.library.custom_op` with the additions that this file's docstring lists.
+
+    fake: unset results of the right shapes, for `Op.register_fake`.
+    """
 
     def register(implementation: Callable[..., Any]) -> Op:
         signature = _Signature(implementation)
@@ -231,7 +236,9 @@ def custom_op(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Cal
 
         of_schema.__signature__ = signature.of_schema  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(of_schema, mutates_args=mutates_args)
-        definition = torch.library.custom_op(name, of_schema, mutates_args=mutates_args, schema=schema)
-        return Op(definition, implementation)
+        op = Op(torch.library.custom_op(name, of_schema, mutates_args=mutates_args, schema=schema), implementation)
+        if fake is not None:
+            op.register_fake(fake)
+        return op
 
     return register

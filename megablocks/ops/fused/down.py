@@ -26,19 +26,12 @@ from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.quant.quant import OFF, pack, unpack
 
 
-@custom_op("megablocks::activate_and_project")
+@custom_op("megablocks::activate_and_project", fake=lambda pre, gate, w2, *_: pre.new_empty(pre.shape[0], w2.shape[2]))
 def activate_and_project_op(
     pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, num_bits: int = OFF
 ) -> Tensor:
     """pre, gate (R, I), w2 (E, I, H), offsets (E+1,) → (R, H). Its parts have the kernels and the references."""
     return grouped_mm_op(activation_op(pre, gate, activation), w2, offsets)
-
-
-@activate_and_project_op.register_fake
-def _(
-    pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, num_bits: int = OFF
-) -> Tensor:
-    return pre.new_empty(pre.shape[0], w2.shape[2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -38,7 +38,7 @@ def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@custom_op("megablocks::add_expert_bias")
+@custom_op("megablocks::add_expert_bias", fake=lambda rows, *_: rows.new_empty(rows.shape))
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import add_expert_bias_launch
@@ -47,23 +47,18 @@ def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return add_expert_bias_ref(rows, bias, offsets).contiguous()
 
 
-@add_expert_bias_op.register_fake
-def _(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(rows.shape)
-
-
-@custom_op("megablocks::expert_sum")
+@custom_op(
+    "megablocks::expert_sum",
+    fake=lambda rows, offsets: rows.new_empty(
+        offsets.shape[0] - 1, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
+    ),
+)
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import expert_sum_launch
 
         return expert_sum_launch(rows, offsets)
     return expert_sum_ref(rows, offsets)
-
-
-@expert_sum_op.register_fake
-def _(rows: Tensor, offsets: Tensor) -> Tensor:
-    return rows.new_empty(offsets.shape[0] - 1, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

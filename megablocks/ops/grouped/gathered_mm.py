@@ -45,7 +45,7 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Ten
     return total.to(x.dtype)
 
 
-@custom_op("megablocks::grouped_mm_sum")
+@custom_op("megablocks::grouped_mm_sum", fake=lambda x, w, *_: x.new_empty(x.shape[0], w.shape[2]))
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, v, offsets)
@@ -54,12 +54,10 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, v, offsets)
 
 
-@grouped_mm_sum_op.register_fake
-def _(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[2])
-
-
-@custom_op("megablocks::gathered_mm_dw")
+@custom_op(
+    "megablocks::gathered_mm_dw",
+    fake=lambda dy, x, dispatch: x.new_empty(dispatch.num_experts, dy.shape[1], x.shape[1]),
+)
 def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
     d, offsets = dispatch, dispatch.expert_offsets
@@ -69,11 +67,6 @@ def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
         if not has_torch_kernel(x) and (twin := twin_kernels(x)):
             return twin.ragged_k(dy, x, offsets, d.gather)
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
-
-
-@gathered_mm_dw_op.register_fake
-def _(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
-    return x.new_empty(dispatch.num_experts, dy.shape[1], x.shape[1])
 
 
 @custom_op("megablocks::gathered_mm_dw_gated")
@@ -91,7 +84,7 @@ def _(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> tuple[Tensor, T
     return x.new_empty(shape), x.new_empty(shape)
 
 
-@custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",))
+@custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
 def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispatch) -> None:
     """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous.
 
@@ -108,7 +101,7 @@ def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispat
         total += grouped_mm_dw_ref(dy.to(total.dtype), gather_op(x, d).to(total.dtype), offsets)
 
 
-@custom_op("megablocks::gathered_mm_dw_gated_add", mutates_args=("total", "total2"))
+@custom_op("megablocks::gathered_mm_dw_gated_add", mutates_args=("total", "total2"), fake=lambda *_: None)
 def gathered_mm_dw_gated_add_op(
     total: Tensor, total2: Tensor, dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch
 ) -> None:
@@ -119,10 +112,6 @@ def gathered_mm_dw_gated_add_op(
         return
     gathered_mm_dw_add_op(total, dy, x, d)
     gathered_mm_dw_add_op(total2, dy2, x, d)
-
-
-gathered_mm_dw_add_op.register_fake(lambda *args: None)
-gathered_mm_dw_gated_add_op.register_fake(lambda *args: None)
 
 
 @custom_op("megablocks::gathered_mm")

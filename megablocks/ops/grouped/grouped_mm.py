@@ -130,7 +130,7 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
 
 
-@custom_op("megablocks::grouped_mm")
+@custom_op("megablocks::grouped_mm", fake=lambda x, w, offsets: x.new_empty(x.shape[0], w.shape[2]))
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
@@ -143,12 +143,10 @@ def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     return grouped_mm_ref(x, w, offsets)
 
 
-@grouped_mm_op.register_fake
-def _(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(x.shape[0], w.shape[2])
-
-
-@custom_op("megablocks::grouped_mm_dw")
+@custom_op(
+    "megablocks::grouped_mm_dw",
+    fake=lambda x, dy, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1]),
+)
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
@@ -159,11 +157,6 @@ def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if twin := twin_kernels(x):
         return twin.ragged_k(x, dy, offsets)
     return grouped_mm_dw_ref(x, dy, offsets)
-
-
-@grouped_mm_dw_op.register_fake
-def _(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
-    return x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
 
 
 def is_transposed(w: Tensor) -> bool:

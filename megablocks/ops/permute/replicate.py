@@ -32,7 +32,7 @@ def bin_sum_ref(dy: Tensor, ends: Tensor) -> Tensor:
     return out.index_add_(1, e, dy.to(acc))[:, :-1].to(dy.dtype).contiguous()
 
 
-@custom_op("megablocks::replicate")
+@custom_op("megablocks::replicate", fake=lambda x, ends, num_places: x.new_empty(x.shape[0], num_places))
 def replicate_op(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     if runs_triton(x):
         from megablocks.ops.permute.padded_triton import replicate_launch
@@ -41,23 +41,13 @@ def replicate_op(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
     return replicate_ref(x, ends, num_places)
 
 
-@replicate_op.register_fake
-def _(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
-    return x.new_empty(x.shape[0], num_places)
-
-
-@custom_op("megablocks::bin_sum")
+@custom_op("megablocks::bin_sum", fake=lambda dy, ends: dy.new_empty(dy.shape[0], ends.shape[0]))
 def bin_sum_op(dy: Tensor, ends: Tensor) -> Tensor:
     if runs_triton(dy):
         from megablocks.ops.permute.padded_triton import bin_sum_launch
 
         return bin_sum_launch(dy, ends)
     return bin_sum_ref(dy, ends)
-
-
-@bin_sum_op.register_fake
-def _(dy: Tensor, ends: Tensor) -> Tensor:
-    return dy.new_empty(dy.shape[0], ends.shape[0])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

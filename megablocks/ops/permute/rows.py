@@ -33,18 +33,13 @@ def gather_ref(x: Tensor, dispatch: Dispatch) -> Tensor:
     return torch.where((token >= 0).unsqueeze(1), x.index_select(0, token.clamp(min=0)), 0)
 
 
-@custom_op("megablocks::gather")
+@custom_op("megablocks::gather", fake=lambda x, dispatch: x.new_empty(dispatch.num_rows, x.shape[1]))
 def gather_op(x: Tensor, dispatch: Dispatch) -> Tensor:
     if x.is_cuda and runs_triton(x):
         from megablocks.ops.permute.permute_triton import expand_launch
 
         return expand_launch(x, dispatch)
     return gather_ref(x, dispatch)
-
-
-@gather_op.register_fake
-def _(x: Tensor, dispatch: Dispatch) -> Tensor:
-    return x.new_empty(dispatch.num_rows, x.shape[1])
 
 
 def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -125,7 +120,10 @@ def combine_backward_ref(
     return d_rows, weight.new_zeros(num_pairs + 1).scatter_(0, target.long(), dots)[:num_pairs]
 
 
-@custom_op("megablocks::combine")
+@custom_op(
+    "megablocks::combine",
+    fake=lambda rows, weight, dispatch, num_bits: rows.new_empty(dispatch.num_tokens, rows.shape[1]),
+)
 def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits: int = OFF) -> Tensor:
     if rows.is_cuda and runs_triton(rows):
         from megablocks.ops.permute.permute_triton import combine_launch
@@ -134,12 +132,13 @@ def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits
     return combine_ref(rows, weight, dispatch)
 
 
-@combine_op.register_fake
-def _(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits: int) -> Tensor:
-    return rows.new_empty(dispatch.num_tokens, rows.shape[1])
-
-
-@custom_op("megablocks::combine_backward")
+@custom_op(
+    "megablocks::combine_backward",
+    fake=lambda dy, rows, weight, dispatch: (
+        dy.new_empty(dispatch.num_rows, dy.shape[1]),
+        weight.new_empty(0 if rows is None else weight.shape[0]),
+    ),
+)
 def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
     if dy.is_cuda and runs_triton(dy):
         from megablocks.ops.permute.permute_triton import combine_backward_launch
@@ -148,11 +147,6 @@ def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatc
     else:
         d_rows, d_weight = combine_backward_ref(dy, rows, weight, dispatch)
     return d_rows, weight.new_empty(0) if d_weight is None else d_weight
-
-
-@combine_backward_op.register_fake
-def _(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    return dy.new_empty(dispatch.num_rows, dy.shape[1]), weight.new_empty(0 if rows is None else weight.shape[0])
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

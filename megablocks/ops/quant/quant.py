@@ -150,18 +150,16 @@ def _(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     return codes, x.new_empty(rows, -(-width // GROUP[num_bits]), dtype=torch.int16)
 
 
-@custom_op("megablocks::dequantize")
+@custom_op(
+    "megablocks::dequantize",
+    fake=lambda codes, scales, num_bits, width, dtype: codes.new_empty(codes.shape[0], width, dtype=dtype),
+)
 def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
     if runs_triton(codes) and dtype != torch.float64:
         from megablocks.ops.quant.quant_triton import dequantize_launch
 
         return dequantize_launch(codes, scales, num_bits, width, dtype)
     return dequantize_ref(codes, scales, num_bits, width, dtype)
-
-
-@dequantize_op.register_fake
-def _(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty(codes.shape[0], width, dtype=dtype)
 
 
 def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:

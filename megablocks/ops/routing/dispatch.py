@@ -33,7 +33,7 @@ def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts].clone()
 
 
-@custom_op("megablocks::count_valid")
+@custom_op("megablocks::count_valid", fake=lambda expert, num_experts: expert.new_empty(num_experts, dtype=torch.int64))
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
     """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
     if runs_triton(expert) and expert.shape[0]:
@@ -41,11 +41,6 @@ def count_valid(expert: Tensor, num_experts: int) -> Tensor:
 
         return count_launch(expert, num_experts)[:, :num_experts].sum(0)
     return count_valid_ref(expert, num_experts)
-
-
-@count_valid.register_fake
-def _(expert: Tensor, num_experts: int) -> Tensor:
-    return expert.new_empty(num_experts, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

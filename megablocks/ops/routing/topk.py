@@ -287,18 +287,16 @@ def kernels_take(values: Tensor, num_experts: int, options: RouterOptions) -> bo
     return fits and runs_triton(values) and options.norm_p in (0, 1, 2) and not options.num_groups
 
 
-@custom_op("megablocks::router")
+@custom_op(
+    "megablocks::router",
+    fake=lambda logits, bias, padding_mask, options: empty_output(logits, logits.shape[0] * options.top_k),
+)
 def router_op(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
     if kernels_take(logits, logits.shape[1], options):
         from megablocks.ops.routing.topk_triton import route_launch
 
         return route_launch(logits, bias, padding_mask, options)
     return router_ref(logits, bias, padding_mask, options)
-
-
-@router_op.register_fake
-def _(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
-    return empty_output(logits, logits.shape[0] * options.top_k)
 
 
 def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
@@ -320,7 +318,10 @@ def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
     )
 
 
-@custom_op("megablocks::router_backward")
+@custom_op(
+    "megablocks::router_backward",
+    fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+)
 def router_backward_op(
     logits: Tensor,
     padding_mask: Tensor | None,
@@ -335,12 +336,12 @@ def router_backward_op(
     return router_backward_ref(logits, padding_mask, saved, grads, options)
 
 
-@router_backward_op.register_fake
-def _(logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
-@custom_op("megablocks::router_weight_backward")
+@custom_op(
+    "megablocks::router_weight_backward",
+    fake=lambda weight, expert, d_weight, num_experts, dtype, options: weight.new_empty(
+        weight.shape[0] // options.top_k, num_experts, dtype=dtype
+    ),
+)
 def router_weight_backward_op(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
 ) -> Tensor:
@@ -349,13 +350,6 @@ def router_weight_backward_op(
 
         return weight_backward_launch(weight, expert, d_weight, num_experts, dtype, options)
     return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)
-
-
-@router_weight_backward_op.register_fake
-def _(
-    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
-) -> Tensor:
-    return weight.new_empty(weight.shape[0] // options.top_k, num_experts, dtype=dtype)
 
 
 def save_for_logits(

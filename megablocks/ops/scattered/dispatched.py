@@ -168,15 +168,10 @@ def _(
     return dw, sums if with_sums else a.new_empty(0)
 
 
-@custom_op("megablocks::gathered_linear")
+@custom_op("megablocks::gathered_linear", fake=lambda x, w, bias, dispatch: x.new_empty(dispatch.num_rows, w.shape[2]))
 def gathered_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
     rows = Rows(dispatch.expert_offsets[1:], in_index=dispatch.gather)
     return scattered_mm_op.implementation(x, w, bias, None, None, None, rows, False)[0]
-
-
-@gathered_linear_op.register_fake
-def _(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
-    return x.new_empty(dispatch.num_rows, w.shape[2])
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -227,7 +222,10 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
 _IDENTITY = Activation("")
 
 
-@custom_op("megablocks::linear_combine")
+@custom_op(
+    "megablocks::linear_combine",
+    fake=lambda pre, gate, w, bias, weight, dispatch, activation: pre.new_empty(dispatch.num_tokens, w.shape[2]),
+)
 def linear_combine_op(
     pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
     activation: Activation,
@@ -236,14 +234,6 @@ def linear_combine_op(
     rows = Rows(dispatch.expert_offsets[1:], pair=dispatch.pair)
     y, _ = scattered_mm_op.implementation(act, w, bias, weight, None, None, rows, False)
     return combine_op.implementation(y, None, dispatch)
-
-
-@linear_combine_op.register_fake
-def _(
-    pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
-    activation: Activation,
-) -> Tensor:  # fmt: skip
-    return pre.new_empty(dispatch.num_tokens, w.shape[2])
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

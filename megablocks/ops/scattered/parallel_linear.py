@@ -51,15 +51,13 @@ def _sum_of(rows: Tensor, fan: int) -> Tensor:
     return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1, dtype=rows.dtype)
 
 
-@custom_op("megablocks::parallel_linear")
+@custom_op(
+    "megablocks::parallel_linear",
+    fake=lambda x, w, bias, weight, rows: x.new_empty(rows.count(x) // rows.out_fan, w.shape[2]),
+)
 def parallel_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
     """x (T, in) or (L, in), w (E, in, out), bias (E, out), weight (L,) → (L / rows.out_fan, out)."""
     return _sum_of(scattered_mm_op(x, w, bias, weight, None, None, rows, True)[0], rows.out_fan)
-
-
-@parallel_linear_op.register_fake
-def _(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
-    return x.new_empty(rows.count(x) // rows.out_fan, w.shape[2])
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

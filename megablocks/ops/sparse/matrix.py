@@ -364,7 +364,12 @@ def _round_up(size: int) -> int:
     return -(-size // 4) * 4
 
 
-@custom_op("megablocks::sparse_topology")
+@custom_op(
+    "megablocks::sparse_topology",
+    fake=lambda expert_offsets, blocks_per_row, block_rows, block_size: expert_offsets.new_empty(
+        packed_size(sizes_of(expert_offsets.shape[0] - 1, blocks_per_row, block_rows))
+    ),
+)
 def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
     """topology_ref's results in one allocation; see `unpack`."""
     if expert_offsets.is_cuda:
@@ -373,11 +378,6 @@ def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, bl
         return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
     parts = topology_ref(expert_offsets, blocks_per_row, block_rows, block_size)
     return torch.cat([F.pad(part.reshape(-1), (0, -part.numel() % 4)) for part in parts])
-
-
-@topology_op.register_fake
-def _(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    return expert_offsets.new_empty(packed_size(sizes_of(expert_offsets.shape[0] - 1, blocks_per_row, block_rows)))
 
 
 def topology(

@@ -42,16 +42,11 @@ def sdd_activate(
     return sdd_values(a, b, blocks, epilogue), act
 
 
-@custom_op("megablocks::sparse_sdd_slope")
+@custom_op("megablocks::sparse_sdd_slope", fake=lambda a, b, pre, blocks, activation: _room(blocks, a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
     epilogue = Epilogue("slope", activation.name, activation.approximate == "none", pre=pre)
     return sdd_values(a, b, blocks, epilogue)
-
-
-@sdd_slope_op.register_fake
-def _(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
-    return _room(blocks, a)
 
 
 @custom_op("megablocks::sparse_mlp")

@@ -107,17 +107,20 @@ def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) 
     return kernels.sdd(a, b, *where, blocks.block_size, epilogue)
 
 
-@custom_op("megablocks::sparse_sdd")
+@custom_op(
+    "megablocks::sparse_sdd",
+    fake=lambda a, b, blocks: a.new_empty(blocks.row_indices.shape[0], blocks.block_size, blocks.block_size),
+)
 def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
     return sdd_values(a, b, blocks)
 
 
-@sdd_op.register_fake
-def _(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
-    return a.new_empty(blocks.row_indices.shape[0], blocks.block_size, blocks.block_size)
-
-
-@custom_op("megablocks::sparse_spmm")
+@custom_op(
+    "megablocks::sparse_spmm",
+    fake=lambda data, dense, blocks, sparse_left, by_column: data.new_empty(
+        _spmm_shape(dense, blocks, sparse_left, by_column)
+    ),
+)
 def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> Tensor:
     """S·D, or Sᵀ·D by_column; without sparse_left D·Sᵀ, or D·S by_column."""
     if not data.is_cuda:
@@ -134,11 +137,6 @@ def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_c
     from . import kernels
 
     return kernels.spmm(data, dense, *blocks.lines(by_column), sparse_left)
-
-
-@spmm_op.register_fake
-def _(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> Tensor:
-    return data.new_empty(_spmm_shape(dense, blocks, sparse_left, by_column))
 
 
 def _spmm_shape(dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> tuple[int, int]:
