@@ -203,22 +203,6 @@ def quant() -> None:
         dequantize_launch(codes, scales, num_bits, width, dtype)
 
 
-@family("grouped.grouped_mm_triton", "_ragged_m_kernel", "_ragged_k_kernel")
-def grouped() -> None:
-    from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m
-
-    rows = 1024
-    for dtype in (torch.bfloat16, torch.float32):
-        x, offsets, gather = torch.zeros(rows, 256, dtype=dtype), ints(33), ints(rows)
-        for n, order in product((64, 128, 512), (None, gather)):
-            w = torch.zeros(32, 256, n, dtype=dtype)
-            ragged_m(x, w, offsets, order)
-            ragged_m(x, w.mT.contiguous().mT, offsets, order)
-            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order)
-            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, gather_a=order is not None)
-            ragged_k(x, torch.zeros(rows, n, dtype=dtype), offsets, order, add_to=torch.zeros(32, 256, n))
-
-
 @family("grouped.grouped_mm_hopper", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
     from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
@@ -313,10 +297,19 @@ def fused_up() -> None:
         up(x, w, v, bias, None if v is None else bias, d, Activation(name, "none"))
 
 
-@family("scattered.scattered_mm_triton", "_rows_kernel", "_weights_kernel")
+@family("grouped.grouped_mm_triton", "_rows_kernel", "_weights_kernel")
 def scattered() -> None:
-    from megablocks.ops.scattered.dispatched import Rows
-    from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_dw_launch, scattered_mm_launch
+    from megablocks.ops.grouped.grouped_mm_triton import ragged_k, ragged_m, scattered_mm_dw_launch, scattered_mm_launch
+    from megablocks.ops.routing.dispatch import Rows
+
+    for dtype in (torch.bfloat16, torch.float32):
+        x, offsets = torch.zeros(1024, 256, dtype=dtype), ints(33)
+        for n, gather in product((64, 128, 512), (None, ints(1024))):
+            w, b = torch.zeros(32, 256, n, dtype=dtype), torch.zeros(1024, n, dtype=dtype)
+            ragged_m(x, w, offsets, gather)
+            ragged_m(x, w.mT.contiguous().mT, offsets, gather)
+            ragged_k(x, b, offsets, gather)
+            ragged_k(x, b, offsets, gather, add_to=torch.zeros(32, 256, n))
 
     rows = 4096
     for dtype in (torch.bfloat16, torch.float32):

@@ -114,22 +114,19 @@ def test_R6_ragged_m_twin(loads: list[int], k_major: bool, gathered: bool, dtype
 
 @needs_interpreter_or_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
-@pytest.mark.parametrize("gathered", ["none", "a", "b"])
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("loads", SMALL_LOADS.values(), ids=SMALL_LOADS)
-def test_ragged_k_twin(loads: list[int], gathered: str, dtype: torch.dtype) -> None:
+def test_ragged_k_twin(loads: list[int], gathered: bool, dtype: torch.dtype) -> None:
     offsets, rows = make(loads, 3, DEVICE)
     used, m, n = sum(loads), 18, 21
-    gather = None if gathered == "none" else gather_of(rows, 11, DEVICE)
+    gather = gather_of(rows, 11, DEVICE) if gathered else None
     a = fill(rows, m, dtype=dtype, device=DEVICE, seed=1, poison_from=used)
     b = fill(11 if gather is not None else rows, n, dtype=dtype, device=DEVICE, seed=2)
     if gather is None:
         b[used:] = float("nan")
     truth = blocks_ref(a, b, offsets, gather)
     with poisoned_empty():
-        if gathered == "a":
-            o = twin.ragged_k(b, a, offsets, gather, gather_a=True).transpose(1, 2)
-        else:
-            o = twin.ragged_k(a, b, offsets, gather)
+        o = twin.ragged_k(a, b, offsets, gather)
     assert_near(o, truth, max(loads))
     assert bool((o[[e for e, load in enumerate(loads) if load == 0]] == 0).all())
 

@@ -1,10 +1,15 @@
 """Grouped GEMMs in plain Triton, on every GPU, for any size and stride, and interpreted.
 
-    ragged_m   y[r] = x[row(r)] · w[e]        x (R|S, K), w (E, K, N), offsets (E+1,)   → y (R, N)
-    ragged_k   o[e] = Σ_r a[r]ᵀ · b[row(r)]   a (R|S, M), b (R|S, N), offsets (E+1,)    → o (E, M, N), or added to one
+    rows      y[out(p)] = weight(p) · (x[in(p)] · w[e] + bias[e]), and dots[pair(p)]      `scattered_mm_launch`
+    weights   dw[e] = Σ_p a[in(p)]ᵀ · (weight(p) · b[out(p)]), and sums[e]                `scattered_mm_dw_launch`
 
-Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] when the operand's S rows are gathered. The
-number of tiles an expert needs is counted on the device: no host synchronization, no tile map.
+Each operand of a `Rows` that is missing is left out when the kernel is compiled: `ragged_m` and `ragged_k` are the
+products alone. megablocks/ops/scattered/dispatched.py has the formulas and their other users.
+
+Legend: R rows, E experts, K inner size, N outer size. An index that is missing is p itself, and one with a fan F reads
+row index[p] // F. Sums in float32, int64 row offsets, no atomics: what several programs add to (dots) is written apart,
+column tile by column tile, and summed in order by the launch. The number of tiles an expert needs is counted on the
+device: no host synchronization, no tile map.
 """
 
 # mypy: allow-untyped-defs
@@ -13,7 +18,7 @@ number of tiles an expert needs is counted on the device: no host synchronizatio
 from __future__ import annotations
 
 import functools
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import triton
@@ -21,6 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
+from megablocks.ops.routing.dispatch import Rows
 
 
 @dataclass(frozen=True)
@@ -57,124 +63,6 @@ def _shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
 
 
-@quick
-@triton.jit
-def _ragged_m_kernel(
-    x_ptr,
-    w_ptr,
-    y_ptr,
-    gather_ptr,
-    offsets_ptr,
-    stride_xr,
-    stride_xk,
-    stride_we,
-    stride_wk,
-    stride_wn,
-    stride_yr,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    LANES: tl.constexpr,
-    GATHER: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
-    lane = tl.arange(0, LANES)
-    first_row = tl.load(offsets_ptr + lane, mask=lane < E, other=0)
-    last_row = tl.load(offsets_ptr + lane + 1, mask=lane < E, other=0)
-    ends = tl.cumsum((last_row - first_row + BM - 1) // BM, 0) * n_tiles
-    tiles = tl.max(ends, 0)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        done = ends <= tile
-        e = tl.sum(done.to(tl.int32), 0)
-        r = tile - tl.max(tl.where(done, ends, 0), 0)
-        end = tl.load(offsets_ptr + e + 1)
-        rows = tl.load(offsets_ptr + e) + (r // n_tiles) * BM + tl.arange(0, BM)
-        cols = (r % n_tiles) * BN + tl.arange(0, BN)
-        src = rows
-        if GATHER:
-            src = tl.load(gather_ptr + rows, mask=rows < end, other=0)
-        k = tl.arange(0, BK)
-        # int64: rows · stride passes 2^31 at 130k tokens of a wide model
-        a_ptrs = x_ptr + src.to(tl.int64)[:, None] * stride_xr + k[None, :] * stride_xk
-        b_ptrs = w_ptr + e.to(tl.int64) * stride_we + k[:, None] * stride_wk + cols.to(tl.int64)[None, :] * stride_wn
-        acc = tl.zeros((BM, BN), dtype=tl.float32)
-        for k0 in range(0, K, BK):
-            inside = k0 + k < K
-            a = tl.load(a_ptrs, mask=(rows < end)[:, None] & inside[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=inside[:, None] & (cols < N)[None, :], other=0.0)
-            if UPCAST:
-                acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-            else:
-                acc = tl.dot(a, b, acc, input_precision="ieee")
-            a_ptrs += BK * stride_xk
-            b_ptrs += BK * stride_wk
-        y_ptrs = y_ptr + rows.to(tl.int64)[:, None] * stride_yr + cols[None, :]
-        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=(rows < end)[:, None] & (cols < N)[None, :])
-
-
-@quick
-@triton.jit
-def _ragged_k_kernel(
-    a_ptr,
-    b_ptr,
-    o_ptr,
-    gather_ptr,
-    offsets_ptr,
-    stride_ar,
-    stride_am,
-    stride_br,
-    stride_bn,
-    M: tl.constexpr,
-    N: tl.constexpr,
-    GATHER_A: tl.constexpr,
-    GATHER_B: tl.constexpr,
-    ADD: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-):
-    m_tiles: tl.constexpr = (M + BM - 1) // BM
-    n_tiles: tl.constexpr = (N + BN - 1) // BN
-    tile = tl.program_id(0)
-    e = tile // (m_tiles * n_tiles)
-    r = tile % (m_tiles * n_tiles)
-    m = (r % m_tiles) * BM + tl.arange(0, BM)
-    n = (r // m_tiles) * BN + tl.arange(0, BN)
-    start = tl.load(offsets_ptr + e)
-    end = tl.load(offsets_ptr + e + 1)
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in range(start, end, BK):
-        k = k0 + tl.arange(0, BK)
-        inside = k < end
-        a_row = k.to(tl.int64)
-        b_row = a_row
-        if GATHER_A or GATHER_B:
-            source = tl.load(gather_ptr + k, mask=inside, other=0).to(tl.int64)
-            if GATHER_A:
-                a_row = source
-            else:
-                b_row = source
-        a_ptrs = a_ptr + a_row[None, :] * stride_ar + m.to(tl.int64)[:, None] * stride_am
-        b_ptrs = b_ptr + b_row[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
-        a = tl.load(a_ptrs, mask=inside[None, :] & (m < M)[:, None], other=0.0)
-        b = tl.load(b_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        if UPCAST:
-            acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
-        else:
-            acc = tl.dot(a, b, acc, input_precision="ieee")
-    o_ptrs = o_ptr + (e.to(tl.int64) * M + m[:, None]) * N + n[None, :]
-    mask = (m < M)[:, None] & (n < N)[None, :]
-    if ADD:  # a tile has one writer, so this needs no atomics and reruns give the same bits
-        mask = mask & (start < end)
-        acc += tl.load(o_ptrs, mask=mask, other=0.0)
-    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask)
-
-
 @functools.cache
 def _programs(device: torch.device) -> int:
     """Programs that walk the tiles: two a multiprocessor, so that one's epilogue hides under the other's products."""
@@ -183,9 +71,198 @@ def _programs(device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def ragged_m(
-    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, config: Config | None = None
-) -> Tensor:
+@triton.jit
+def _at(index_ptr, p, mask, FAN: tl.constexpr):
+    """Rows that p stands for, int64: row · stride passes 2^31 at 130k tokens of a wide model."""
+    if index_ptr is None:
+        row = p.to(tl.int64)
+    else:
+        row = tl.load(index_ptr + p, mask=mask, other=0).to(tl.int64) // FAN
+    return row
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _rows_kernel(
+    x_ptr, w_ptr, y_ptr, ends_ptr, in_ptr, out_ptr, bias_ptr, weight_ptr, pair_ptr,
+    other_ptr, other_in_ptr, dot_bias_ptr, dots_ptr,
+    num_rows, stride_xr, stride_xk, stride_we, stride_wk, stride_wn, stride_other,
+    N: tl.constexpr, K: tl.constexpr, E: tl.constexpr, IN_FAN: tl.constexpr, OTHER_FAN: tl.constexpr,
+    TAIL: tl.constexpr, LANES: tl.constexpr, UPCAST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    lane = tl.arange(0, LANES)
+    first_row = tl.load(ends_ptr + lane - 1, mask=(lane > 0) & (lane <= E), other=0).to(tl.int32)
+    last_row = tl.load(ends_ptr + lane, mask=lane < E, other=0).to(tl.int32)
+    last_row = tl.where(lane == E, num_rows if TAIL else first_row, last_row)  # group E: rows of no expert
+    tile_ends = tl.cumsum(tl.where(lane <= E, (last_row - first_row + BM - 1) // BM, 0), 0) * n_tiles
+    tiles = tl.max(tile_ends, 0)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        done = tile_ends <= tile
+        e = tl.sum(done.to(tl.int32), 0)
+        r = tile - tl.max(tl.where(done, tile_ends, 0), 0)
+        end = tl.sum(tl.where(lane == e, last_row, 0), 0)
+        p = tl.sum(tl.where(lane == e, first_row, 0), 0) + (r // n_tiles) * BM + tl.arange(0, BM)
+        n = (r % n_tiles) * BN + tl.arange(0, BN)
+        k = tl.arange(0, BK)
+        live = p < end
+        used = live & (e < E)
+        src = _at(in_ptr, p, used, IN_FAN)
+        a_ptrs = x_ptr + src[:, None] * stride_xr + k[None, :] * stride_xk
+        b_ptrs = w_ptr + e.to(tl.int64) * stride_we + k[:, None] * stride_wk + n.to(tl.int64)[None, :] * stride_wn
+        acc = tl.zeros((BM, BN), dtype=tl.float32)
+        for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
+            inside = k0 + k < K
+            a = tl.load(a_ptrs, mask=used[:, None] & inside[None, :], other=0.0)
+            b = tl.load(b_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+            if UPCAST:
+                acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+            else:
+                acc = tl.dot(a, b, acc, input_precision="ieee")
+            a_ptrs += BK * stride_xk
+            b_ptrs += BK * stride_wk
+        mask = live[:, None] & (n < N)[None, :]
+        pair = _at(pair_ptr, p, live, 1)
+        if other_ptr is not None:
+            row = _at(other_in_ptr, p, used, OTHER_FAN)
+            other_ptrs = other_ptr + row[:, None] * stride_other + n[None, :]
+            other = tl.load(other_ptrs, mask=used[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+            # Masked after the product, and the next one summed in registers first: a product straight under a sum
+            # across lanes is fused with the first addition, each lane's own, and lanes that store one sum would store
+            # different last bits.
+            dot = tl.sum(tl.where(mask, acc * other, 0.0), 1)
+            if dot_bias_ptr is not None:
+                if r % n_tiles == 0:  # once a row; its operand is still in the second-level cache
+                    products = tl.zeros((BM, BK), dtype=tl.float32)
+                    for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
+                        inside = k0 + k < K
+                        at = x_ptr + src[:, None] * stride_xr + (k0 + k).to(tl.int64)[None, :] * stride_xk
+                        a = tl.load(at, mask=used[:, None] & inside[None, :], other=0.0).to(tl.float32)
+                        b = tl.load(dot_bias_ptr + e * K + k0 + k, mask=inside, other=0.0).to(tl.float32)
+                        products += a * b[None, :]
+                    dot += tl.sum(products, 1)
+            tl.store(dots_ptr + (r % n_tiles).to(tl.int64) * num_rows + pair, dot, mask=live)
+        if bias_ptr is not None:
+            acc += tl.load(bias_ptr + e * N + n, mask=(n < N) & (e < E), other=0.0).to(tl.float32)[None, :]
+        if weight_ptr is not None:
+            acc *= tl.load(weight_ptr + pair, mask=used, other=0.0).to(tl.float32)[:, None]
+        y_ptrs = y_ptr + _at(out_ptr, p, live, 1)[:, None] * N + n[None, :]
+        tl.store(y_ptrs, acc.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@quick
+@triton.jit
+def _weights_kernel(
+    a_ptr, b_ptr, o_ptr, sums_ptr, ends_ptr, a_in_ptr, b_in_ptr, weight_ptr, pair_ptr,
+    stride_ar, stride_am, stride_br, stride_bn, stride_oe, stride_om, stride_on,
+    M: tl.constexpr, N: tl.constexpr, A_FAN: tl.constexpr, B_FAN: tl.constexpr, ADD: tl.constexpr,
+    UPCAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    m_tiles: tl.constexpr = (M + BM - 1) // BM
+    n_tiles: tl.constexpr = (N + BN - 1) // BN
+    tile = tl.program_id(0)
+    e = tile // (m_tiles * n_tiles)
+    r = tile % (m_tiles * n_tiles)
+    m = (r % m_tiles) * BM + tl.arange(0, BM)
+    n = (r // m_tiles) * BN + tl.arange(0, BN)
+    start = tl.load(ends_ptr + e - 1, mask=e > 0, other=0).to(tl.int32)
+    end = tl.load(ends_ptr + e).to(tl.int32)
+    acc = tl.zeros((BM, BN), dtype=tl.float32)
+    for p0 in range(start, end, BK):
+        p = p0 + tl.arange(0, BK)
+        live = p < end
+        a_ptrs = a_ptr + _at(a_in_ptr, p, live, A_FAN)[None, :] * stride_ar + m.to(tl.int64)[:, None] * stride_am
+        b_ptrs = b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
+        a = tl.load(a_ptrs, mask=live[None, :] & (m < M)[:, None], other=0.0)
+        b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0)
+        if weight_ptr is not None:
+            weight = tl.load(weight_ptr + _at(pair_ptr, p, live, 1), mask=live, other=0.0).to(tl.float32)
+            b = (b.to(tl.float32) * weight[:, None]).to(a.dtype)
+        if UPCAST:
+            acc += tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+        else:
+            acc = tl.dot(a, b, acc, input_precision="ieee")
+    o_ptrs = o_ptr + e.to(tl.int64) * stride_oe + m.to(tl.int64)[:, None] * stride_om + n[None, :] * stride_on
+    mask = (m < M)[:, None] & (n < N)[None, :]
+    if ADD:  # a tile has one writer, so this needs no atomics and reruns give the same bits
+        mask = mask & (start < end)
+        acc += tl.load(o_ptrs, mask=mask, other=0.0)
+    tl.store(o_ptrs, acc.to(o_ptr.dtype.element_ty), mask=mask)
+    if sums_ptr is not None:
+        if r % m_tiles == 0:  # of the tiles that share these columns one adds them up
+            total = tl.zeros((BN,), dtype=tl.float32)
+            for p0 in range(start, end, BK):
+                p = p0 + tl.arange(0, BK)
+                live = p < end
+                b_ptrs = (
+                    b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
+                )
+                b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
+                if weight_ptr is not None:
+                    weight = tl.load(weight_ptr + _at(pair_ptr, p, live, 1), mask=live, other=0.0).to(tl.float32)
+                    b *= weight[:, None]
+                total += tl.sum(b, 0)
+            tl.store(sums_ptr + e * N + n, total, mask=n < N)
+
+
+def scattered_mm_launch(
+    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
+    rows: Rows, zero_tail: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As `scattered_mm_op`; one launch, and with `other` one sum over the column tiles."""
+    (experts, K, N), num_rows = w.shape, rows.count(x)
+    y = x.new_empty(num_rows, N)
+    config = choose(N, x)
+    dots, other_index, other_fan = None, None, 1
+    if other is not None:  # the tile of `other` in registers beside the sums: 128 × 256 would spill
+        config = replace(config, BN=min(config.BN, 128))
+        other = other if other.stride(1) == 1 else other.contiguous()
+        other_index, other_fan = rows.out_index, rows.out_fan
+        allocate = torch.empty if zero_tail else torch.zeros  # pairs without a row keep the zero
+        dots = allocate(cdiv(N, config.BN), num_rows, dtype=torch.float32, device=x.device)
+    if num_rows == 0 or N == 0:
+        return y, None if dots is None else dots.sum(0)
+    programs = min(_programs(x.device), (cdiv(num_rows, config.BM) + experts + 1) * cdiv(N, config.BN))
+    _rows_kernel[(programs,)](
+        x, w, y, *map(_dense, (rows.ends, rows.in_index, rows.out_index, bias, weight, rows.pair)),
+        other, _dense(other_index), _dense(dot_bias), dots, num_rows, *x.stride(), *w.stride(),
+        0 if other is None else other.stride(0),
+        N=N, K=K, E=experts, IN_FAN=rows.in_fan, OTHER_FAN=other_fan, TAIL=zero_tail,
+        LANES=next_power_of_2(experts + 1), UPCAST=interpreted(), **asdict(config),
+    )  # fmt: skip
+    return y, None if dots is None else dots.sum(0)
+
+
+def scattered_mm_dw_launch(
+    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool,
+    add_to: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """As `scattered_mm_dw_ref`; one launch, and none where there are no rows, whose strides may be any.
+
+    add_to: (E, M, N) float32, contiguous: dw is added to it, unrounded, and it is returned.
+    """
+    dw = rows.empty_dw(a, b, transposed) if add_to is None else add_to
+    experts, M, N = dw.shape
+    sums = torch.empty(experts, N, dtype=torch.float32, device=a.device) if with_sums else None
+    if 0 in (dw.numel(), a.shape[0], b.shape[0]):
+        return dw.zero_() if add_to is None else dw, None if sums is None else sums.zero_()
+    config = choose(N, a)
+    tiles = experts * cdiv(M, config.BM) * cdiv(N, config.BN)
+    _weights_kernel[(tiles,)](
+        a, b, dw, sums, *map(_dense, (rows.ends, rows.in_index, rows.out_index, weight, rows.pair)),
+        *a.stride(), *b.stride(), *dw.stride(),
+        M=M, N=N, A_FAN=rows.in_fan, B_FAN=rows.out_fan, ADD=add_to is not None, UPCAST=interpreted(), **asdict(config),
+    )  # fmt: skip
+    return dw, sums
+
+
+def _dense(t: Tensor | None) -> Tensor | None:
+    """`t` as the kernels read what is small: biases, weights and indices, without strides."""
+    return None if t is None else t.contiguous()
+
+
+def ragged_m(x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None) -> Tensor:
     """y (R, N): y[r] = x[r] · w[e], or x[gather[r]] · w[e], for the expert e that owns row r; float32 sums.
 
     Args:
@@ -194,42 +271,18 @@ def ragged_m(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
     """
-    experts, K, N = w.shape
-    rows = x.shape[0] if gather is None else gather.shape[0]
-    y = x.new_empty(rows, N)
-    if y.numel() == 0:
-        return y
-    config = config or choose(N, x)
-    _ragged_m_kernel[(_programs(x.device),)](
-        x, w, y, gather if gather is not None else offsets, offsets, *x.stride(), *w.stride(), y.stride(0),
-        N=N, K=K, E=experts, LANES=next_power_of_2(experts), GATHER=gather is not None, UPCAST=interpreted(),
-        **asdict(config),
-    )  # fmt: skip
-    return y
+    return scattered_mm_launch(x, w, None, None, None, None, Rows(offsets[1:], in_index=gather), False)[0]
 
 
 def ragged_k(
-    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, gather_a: bool = False,
-    add_to: Tensor | None = None, config: Config | None = None,
-) -> Tensor:  # fmt: skip
+    a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None
+) -> Tensor:
     """o (E, M, N): o[e] = Σ a[r]ᵀ b[r] over the rows r of expert e; exactly zero where it has none.
 
     Args:
         a: (R, M), b: (R, N); any stride; float32, float16 or bfloat16.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
-        gather: (R,) int32; then b is (S, N) and its row gather[r] stands for b[r], or a (S, M) with gather_a.
+        gather: (R,) int32; then b is (S, N) and its row gather[r] stands for b[r].
         add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
-    experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
-    o = a.new_empty(experts, M, N) if add_to is None else add_to
-    rows = a.shape[0] if gather is None else gather.shape[0]
-    if rows == 0 or o.numel() == 0:
-        return o.zero_() if add_to is None else o
-    config = config or choose(N, a)
-    tiles = experts * cdiv(M, config.BM) * cdiv(N, config.BN)
-    _ragged_k_kernel[(tiles,)](
-        a, b, o, gather if gather is not None else offsets, offsets, *a.stride(), *b.stride(),
-        M=M, N=N, GATHER_A=gather is not None and gather_a, GATHER_B=gather is not None and not gather_a,
-        ADD=add_to is not None, UPCAST=interpreted(), **asdict(config),
-    )  # fmt: skip
-    return o
+    return scattered_mm_dw_launch(a, b, None, Rows(offsets[1:], out_index=gather), False, False, add_to)[0]

@@ -244,6 +244,37 @@ class Unpadded(NamedTuple):
     top_k: int = 1
 
 
+class Rows(NamedTuple):
+    """R rows sorted by expert, and which row of the input and of the output each one is. An index of None is p itself.
+
+    ends: (E,) integer; row p is expert e's where ends[e-1] <= p < ends[e]. Rows from ends[E-1] on have no expert.
+    in_index, in_fan: (R,) integer; row p reads row in_index[p] // in_fan of the input.
+    out_index, out_fan: (R,) integer; the product writes row p to row out_index[p] of R. Its caller then sums each
+        out_fan rows to one, so that row p reads row out_index[p] // out_fan of the output's gradient.
+    pair: (R,) integer; row p is pair pair[p].
+    """
+
+    ends: Tensor
+    in_index: Tensor | None = None
+    out_index: Tensor | None = None
+    pair: Tensor | None = None
+    in_fan: int = 1
+    out_fan: int = 1
+
+    def swapped(self) -> Rows:
+        """The rows of backward: its input is the output's gradient, its output the input's gradient."""
+        return Rows(self.ends, self.out_index, self.in_index, self.pair, self.out_fan, self.in_fan)
+
+    def count(self, x: Tensor) -> int:
+        """R, where x is what `in_index` reads."""
+        return (x if self.in_index is None else self.in_index).shape[0]
+
+    def empty_dw(self, a: Tensor, b: Tensor, transposed: bool) -> Tensor:
+        """Unset matrices (E, M, N) of a (S, M) and b (S', N), `transposed` a view of (E, N, M) storage."""
+        experts, m, n = self.ends.shape[0], a.shape[1], b.shape[1]
+        return a.new_empty(experts, n, m).transpose(1, 2) if transposed else a.new_empty(experts, m, n)
+
+
 def pad_indices_ref(
     rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:

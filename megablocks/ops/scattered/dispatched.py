@@ -16,7 +16,7 @@ values. linear_combine computes the activation again in backward. Source: Scatte
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,33 +26,7 @@ from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import is_transposed
 from megablocks.ops.library import custom_op, runs_triton, under_autocast
 from megablocks.ops.permute.rows import combine_op
-from megablocks.ops.routing.dispatch import Dispatch
-
-
-class Rows(NamedTuple):
-    """R rows sorted by expert, and which row of the input and of the output each one is. An index of None is p itself.
-
-    ends: (E,) integer; row p is expert e's where ends[e-1] <= p < ends[e]. Rows from ends[E-1] on have no expert.
-    in_index, in_fan: (R,) integer; row p reads row in_index[p] // in_fan of the input.
-    out_index, out_fan: (R,) integer; the product writes row p to row out_index[p] of R. Its caller then sums each
-        out_fan rows to one, so that row p reads row out_index[p] // out_fan of the output's gradient.
-    pair: (R,) integer; row p is pair pair[p].
-    """
-
-    ends: Tensor
-    in_index: Tensor | None = None
-    out_index: Tensor | None = None
-    pair: Tensor | None = None
-    in_fan: int = 1
-    out_fan: int = 1
-
-    def swapped(self) -> Rows:
-        """The rows of backward: its input is the output's gradient, its output the input's gradient."""
-        return Rows(self.ends, self.out_index, self.in_index, self.pair, self.out_fan, self.in_fan)
-
-    def count(self, x: Tensor) -> int:
-        """R, where x is what `in_index` reads."""
-        return (x if self.in_index is None else self.in_index).shape[0]
+from megablocks.ops.routing.dispatch import Dispatch, Rows
 
 
 def _at(index: Tensor | None, p: slice, fan: int = 1) -> Tensor | slice:
@@ -75,7 +49,7 @@ def scattered_mm_ref(
     bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots. Rows without an expert are 0.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
-    y = x.new_zeros(rows.count(x), w.shape[2])
+    y = x.new_zeros((x if rows.in_index is None else rows.in_index).shape[0], w.shape[2])
     dots = y.new_zeros(y.shape[0], dtype=acc)
     for e, p in _experts(rows.ends):
         left, pair = x[_at(rows.in_index, p, rows.in_fan)].to(acc), _at(rows.pair, p)
@@ -99,7 +73,7 @@ def scattered_mm_dw_ref(
 
     transposed: lay dw out as (E, N, M), so that a parameter behind a transposed view takes it as it is.
     """
-    dw, acc = empty_dw(a, b, rows, transposed), torch.promote_types(a.dtype, torch.float32)
+    dw, acc = rows.empty_dw(a, b, transposed), torch.promote_types(a.dtype, torch.float32)
     sums = b.new_empty(dw.shape[0], dw.shape[2], dtype=acc)
     for e, p in _experts(rows.ends):
         right = b[_at(rows.out_index, p, rows.out_fan)].to(acc)
@@ -108,11 +82,6 @@ def scattered_mm_dw_ref(
         dw[e] = a[_at(rows.in_index, p, rows.in_fan)].to(acc).t() @ right
         sums[e] = right.sum(0)
     return dw, sums if with_sums else None
-
-
-def empty_dw(a: Tensor, b: Tensor, rows: Rows, transposed: bool) -> Tensor:
-    experts, m, n = rows.ends.shape[0], a.shape[1], b.shape[1]
-    return a.new_empty(experts, n, m).transpose(1, 2) if transposed else a.new_empty(experts, m, n)
 
 
 @custom_op("megablocks::scattered_mm")
@@ -125,7 +94,7 @@ def scattered_mm_op(
     zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else they are unspecified.
     """
     if runs_triton(x):
-        from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_launch
+        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_launch
 
         y, dots = scattered_mm_launch(x, w, bias, weight, other, dot_bias, rows, zero_tail)
     else:
@@ -150,7 +119,7 @@ def scattered_mm_dw_op(
 ) -> tuple[Tensor, Tensor]:
     """dw and sums of `scattered_mm_dw_ref`, an empty tensor for no sums."""
     if runs_triton(a):
-        from megablocks.ops.scattered.scattered_mm_triton import scattered_mm_dw_launch
+        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_dw_launch
 
         dw, sums = scattered_mm_dw_launch(a, b, weight, rows, transposed, with_sums)
     else:
@@ -163,7 +132,7 @@ def scattered_mm_dw_op(
 def _(
     a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
-    dw = empty_dw(a, b, rows, transposed)
+    dw = rows.empty_dw(a, b, transposed)
     sums = a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.dtype, torch.float32))
     return dw, sums if with_sums else a.new_empty(0)
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from megablocks.ops.grouped.grouped_mm import is_transposed
 from megablocks.ops.library import custom_op, under_autocast
-from megablocks.ops.routing.dispatch import count_valid
-from megablocks.ops.scattered.dispatched import Rows, scattered_mm_dw_op, scattered_mm_op
+from megablocks.ops.routing.dispatch import Rows, count_valid
+from megablocks.ops.scattered.dispatched import scattered_mm_dw_op, scattered_mm_op
 
 
 def flatten_sort_count(expert_idxs: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:

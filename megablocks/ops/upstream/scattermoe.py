@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megablocks.ops.scattered.dispatched import Rows, scattered_mm_dw_op
+from megablocks.ops.routing.dispatch import Rows
+from megablocks.ops.scattered.dispatched import scattered_mm_dw_op
 from megablocks.ops.scattered.parallel_linear import parallel_linear
 from megablocks.ops.upstream import as_kernel
 
