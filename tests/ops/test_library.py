@@ -32,7 +32,6 @@ from megablocks.ops.grouped.gathered_mm import (
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.linear_cross_entropy import cross_entropy_gradient_op, cross_entropy_sums_op
-from megablocks.ops.permute.replicate import bin_sum_op, replicate_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
@@ -106,8 +105,6 @@ def _samples():
     rounded = rounded_router_ref(logits, None, None, None, nearest, options)
     return {
         "count_valid": (count_valid, (routing.expert, E)),
-        "replicate": (replicate_op, (t(2, E), offsets[1:], R)),
-        "bin_sum": (bin_sum_op, (const(2, R), offsets[1:])),
         "router": (router_op, (t(T, E), const(E), mask, RouterOptions(K, True, False, 2, 1.5, 0.1, 0.2))),
         "router_plain": (router_op, (t(T, E), None, None, options)),
         "router_grouped": (

@@ -45,8 +45,6 @@ def launch(T, hidden, E, K, dtype):
         permute_triton.combine_launch(rows, w, d)
     padded_triton.pad_launch(Unpadded(ends, ints(R), ints(R), scatter), ints(E + 1)[1:], 0, N)
     padded_triton.pad_launch(Unpadded(ends, ints(R), None, None, K), None, T, E * T)
-    padded_triton.replicate_launch(torch.empty(2, E, dtype=dtype), ends, N)
-    padded_triton.bin_sum_launch(torch.empty(2, N, dtype=dtype), ends)
     for top_k in (K, None):
         dispatch_triton.dispatch_launch(ints(R), ints(R), T, E, top_k)
     one, logits = torch.ones(()), torch.empty(T, E, dtype=dtype)

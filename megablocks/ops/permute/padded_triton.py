@@ -1,4 +1,4 @@
-"""Triton kernels over bins: the indices of padded rows, and a value a bin spread over its places; one launch each.
+"""Triton kernel of `pad_indices_ref`: the indices of padded rows, by one launch.
 
 Legend: E experts, R pairs, N padded rows, T tokens. Program i takes BLOCK rows and BLOCK slots; each looks its expert
 up by bisection in the E offsets, which stay in L1. Bytes: the indices in and out, 4·(3·R + 2·N), once.
@@ -102,48 +102,3 @@ def pad_launch(
         BINNED=padded_ends is None, PLAIN=plain, STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
     )  # fmt: skip
     return token_offsets, gather_out, scatter_out, pair_out
-
-
-@quick
-@triton.jit(do_not_specialize=["num_places"])
-def _replicate_kernel(x_ptr, ends_ptr, y_ptr, num_places, E, STEPS: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    e = _bin_of(ends_ptr, i, E, STEPS)
-    y = tl.load(x_ptr + row * E + e, mask=(i < num_places) & (e < E), other=0)
-    tl.store(y_ptr + row * num_places + i, y, mask=i < num_places)
-
-
-@quick
-@triton.jit(do_not_specialize=["num_places"])
-def _bin_sum_kernel(dy_ptr, ends_ptr, out_ptr, num_places, E, BLOCK: tl.constexpr):
-    e = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
-    last = tl.minimum(tl.load(ends_ptr + e), num_places)
-    is_float: tl.constexpr = dy_ptr.dtype.element_ty.is_floating()
-    acc = tl.zeros((BLOCK,), tl.float32 if is_float else tl.int64)
-    for start in range(_start(ends_ptr, e, E), last, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        acc += tl.load(dy_ptr + row * num_places + i, mask=i < last, other=0).to(acc.dtype)
-    tl.store(out_ptr + row * E + e, tl.sum(acc, 0).to(out_ptr.dtype.element_ty))
-
-
-def replicate_launch(x: Tensor, ends: Tensor, num_places: int) -> Tensor:
-    """x (B, E), ends (E,) int32 → (B, N); one launch."""
-    x = x.contiguous()
-    rows, num_bins = x.shape
-    y = x.new_empty(rows, num_places)
-    if y.numel():
-        grid = (cdiv(num_places, _BLOCK), rows)
-        _replicate_kernel[grid](x, ends, y, num_places, num_bins, STEPS=num_bins.bit_length(), BLOCK=_BLOCK)
-    return y
-
-
-def bin_sum_launch(dy: Tensor, ends: Tensor) -> Tensor:
-    """dY (B, N), ends (E,) int32 → (B, E); one launch."""
-    dy = dy.contiguous()
-    (rows, num_places), num_bins = dy.shape, ends.shape[0]
-    out = dy.new_empty(rows, num_bins)
-    if out.numel():
-        _bin_sum_kernel[(num_bins, rows)](dy, ends, out, num_places, num_bins, BLOCK=_BLOCK)
-    return out

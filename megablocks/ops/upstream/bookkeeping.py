@@ -10,11 +10,13 @@ that its kernels lacked work; what would overflow or run out of bounds there is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.permute.replicate import replicate_op
+from megablocks.ops.grouped.bias import expert_sum_op
 
 _BITS = {torch.int16: 16, torch.int32: 32, torch.int64: 64}
 
@@ -111,6 +113,21 @@ def sum(x: Tensor, dim: int = 0) -> Tensor:
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
+class _Replicate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
+        ctx.save_for_backward(bins)
+        places, last = torch.arange(num_outputs, dtype=torch.int32, device=bins.device), bins.shape[0] - 1
+        e = torch.searchsorted(bins, places, right=True)
+        return torch.where(e <= last, x.index_select(1, e.clamp(max=last)), 0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (bins,), (dout,) = ctx.saved_tensors, grads
+        offsets = F.pad(bins.clamp(max=dout.shape[1]), (1, 0))
+        return expert_sum_op(dout.t(), offsets).t().to(dout.dtype), None, None
+
+
 def replicate(x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
     """out[b, j] = x[b, e] for the bin e of j; differentiable in x: dx[b, e] = Σ of dout[b] over bin e.
 
@@ -130,7 +147,7 @@ def replicate(x: Tensor, bins: Tensor, num_outputs: int) -> Tensor:
         raise ValueError(f"bins is {bins.dtype}: must be torch.int32")
     if num_outputs < 0:
         raise ValueError(f"num_outputs={num_outputs}: must be >= 0")
-    return replicate_op(x, bins.contiguous(), num_outputs)
+    return _Replicate.apply(x, bins.contiguous(), num_outputs)
 
 
 def topology(padded_bins: Tensor, block_size: int, output_block_rows: int, output_block_columns: int) -> Tensor:
