@@ -5,7 +5,6 @@ The activation of one element and its derivative are a device function, which fu
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -19,7 +19,6 @@ c is a kernel's plan, with which the kernel is compiled.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl

@@ -8,7 +8,6 @@ by TMA into a ring of their own, ahead of the consumer that needs them.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ Every byte moves once where a row fits a block; wider rows are walked in blocks,
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

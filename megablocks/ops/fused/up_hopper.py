@@ -5,7 +5,6 @@ one wgmma computes both, and their elementwise product needs no other thread's r
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ W1 and of V1, so the activation needs nothing that another program holds.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

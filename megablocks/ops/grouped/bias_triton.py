@@ -5,7 +5,6 @@ expert sum  out[e] = Σ rows of e, in float32: a program walks an expert's rows 
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -9,7 +9,6 @@ program's warps and the walk over the tiles.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

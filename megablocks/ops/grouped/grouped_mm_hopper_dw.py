@@ -16,7 +16,6 @@ store what they hold of the tile, 32 bytes by four neighbors, and shared memory 
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -13,7 +13,6 @@ device: no host synchronization, no tile map.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

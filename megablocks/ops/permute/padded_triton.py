@@ -5,7 +5,6 @@ up by bisection in the E offsets, which stay in L1. Bytes: the indices in and ou
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

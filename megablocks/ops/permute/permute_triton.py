@@ -11,7 +11,6 @@ A token's rows are summed in slot order by one program: no atomics, reruns are b
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -5,7 +5,6 @@ A program takes ROWS rows times BLOCK features, whole groups of them. Bytes a fe
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -12,7 +12,6 @@ counts (R/C × E ints) three times, which stays in L2.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

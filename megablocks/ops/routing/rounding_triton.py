@@ -15,7 +15,6 @@ pass on out of the second-level cache. No atomic takes part, and floats only in 
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -18,7 +18,6 @@ and the smallest integer marks what was taken, so that ids are K different ones 
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 
