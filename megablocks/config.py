@@ -28,7 +28,8 @@ class ConfigError(ValueError):
     """A value that a config refuses. The message is one line: field, value, what is allowed."""
 
 
-def _refuse(field: str, value: object, allowed: str) -> None:
+def refuse(field: str, value: object, allowed: str) -> None:
+    """Raise a ConfigError in its form."""
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
@@ -38,7 +39,14 @@ def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str
     if ffn_hidden_size % (shards * multiple):
         where = "" if shards == 1 else f" on each of {shards} shards"
         allowed = f"must be a multiple of {multiple}{where} with mlp_impl={mlp_impl!r}, or use mlp_impl='auto'"
-        _refuse(field, ffn_hidden_size, allowed)
+        refuse(field, ffn_hidden_size, allowed)
+
+
+def check_flags(config: Any) -> None:
+    """Refuse a field of type bool, of a dataclass, that holds anything else."""
+    for field in dataclasses.fields(config):
+        if field.type in (bool, "bool") and not isinstance(getattr(config, field.name), bool):
+            refuse(field.name, getattr(config, field.name), "must be True or False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,12 +149,12 @@ class MoEConfig:
 
     def __post_init__(self) -> None:
         for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
-            self._check_int(name, minimum=1)
+            self._check_int(name)
         for name in ("shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k"):
             if getattr(self, name) is not None:
-                self._check_int(name, minimum=1)
+                self._check_int(name)
         if self.top_k > self.num_experts:
-            _refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
+            refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
         for name, choices in (
             ("activation", ACTIVATIONS),
             ("gelu_approximate", APPROXIMATIONS),
@@ -158,18 +166,8 @@ class MoEConfig:
             ("capacity_rule", CAPACITY_RULES),
         ):
             if getattr(self, name) not in choices:
-                _refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
-        for name in (
-            "mlp_bias",
-            "output_bias",
-            "recompute_activation",
-            "gradient_accumulation_fusion",
-            "shared_expert_gate",
-            "expert_score_bias",
-            "uniform_assignment",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                _refuse(name, getattr(self, name), "must be True or False")
+                refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
+        check_flags(self)
         for name in ("load_balancing_loss_weight", "z_loss_weight", "expert_score_bias_rate", "init_std"):
             self._check_float(name, minimum=0.0)
         if self.output_init_std is not None:
@@ -180,74 +178,74 @@ class MoEConfig:
         if self.jitter_eps is not None:
             self._check_float("jitter_eps", minimum=0.0)
             if self.jitter_eps >= 1:
-                _refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
+                refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
         if self.capacity_factor is not None:
             self._check_float("capacity_factor")
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
-                _refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
+                refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_quantizers()
         self._check_groups()
         if self.token_rounding is not None:
             self._check_token_rounding()
         for name, needed, why in ROUTERS[self.router_type].needs:
             if getattr(self, name) != needed:
-                _refuse(name, getattr(self, name), f"must be {needed!r} with router_type={self.router_type!r}: {why}")
+                refuse(name, getattr(self, name), f"must be {needed!r} with router_type={self.router_type!r}: {why}")
         if self.shared_expert_gate and self.shared_expert_hidden_size is None:
-            _refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
+            refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
         check_width(self.mlp_impl, self.ffn_hidden_size)
 
-    def _check_int(self, name: str, minimum: int) -> None:
+    def _check_int(self, name: str) -> None:
         value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            _refuse(name, value, f"must be an integer >= {minimum}")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            refuse(name, value, "must be an integer >= 1")
 
     def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
         value = getattr(self, name)
         bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
         if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
             bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
-            _refuse(name, value, f"must be a finite number{bound}")
+            refuse(name, value, f"must be a finite number{bound}")
 
     def _check_quantizers(self) -> None:
         impl = IMPLS.get(self.mlp_impl)
         for name in QUANTIZED:
             value = getattr(self, name)
             if type(value) is not int or value not in QUANTIZE_NUM_BITS:
-                _refuse(name, value, f"must be one of {', '.join(map(str, QUANTIZE_NUM_BITS))}")
+                refuse(name, value, f"must be one of {', '.join(map(str, QUANTIZE_NUM_BITS))}")
             if value != -1 and impl is not None and name in impl.not_quantized:
                 others = ", ".join(repr(key) for key, other in IMPLS.items() if name not in other.not_quantized)
-                _refuse(name, value, f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', {others}")
+                refuse(name, value, f"must be -1 with mlp_impl={self.mlp_impl!r}, or use 'auto', {others}")
         bits = self.quantize_rematerialize_num_bits
         if bits != -1 and self.recompute_activation and impl is not None and impl.recomputes_pre:
             allowed = f"must be -1 with mlp_impl={self.mlp_impl!r} and recompute_activation=True, which save no "
-            _refuse("quantize_rematerialize_num_bits", bits, allowed + "pre-activations")
+            refuse("quantize_rematerialize_num_bits", bits, allowed + "pre-activations")
 
     def _check_groups(self) -> None:
         if (self.num_groups is None) != (self.group_top_k is None):
             missing = "group_top_k" if self.group_top_k is None else "num_groups"
-            _refuse(missing, None, "num_groups and group_top_k are given together or not at all")
+            refuse(missing, None, "num_groups and group_top_k are given together or not at all")
         if self.num_groups is None or self.group_top_k is None:
             return
         if self.num_experts % self.num_groups:
-            _refuse("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
+            refuse("num_groups", self.num_groups, f"must divide num_experts={self.num_experts}")
         if self.group_top_k > self.num_groups:
-            _refuse("group_top_k", self.group_top_k, f"must be at most num_groups={self.num_groups}")
+            refuse("group_top_k", self.group_top_k, f"must be at most num_groups={self.num_groups}")
         reachable = self.group_top_k * (self.num_experts // self.num_groups)
         if self.top_k > reachable:
             where = f"the experts in group_top_k={self.group_top_k} groups"
-            _refuse("top_k", self.top_k, f"must be at most {reachable}, {where}")
+            refuse("top_k", self.top_k, f"must be at most {reachable}, {where}")
 
     def _check_token_rounding(self) -> None:
         rule = self.token_rounding
         if rule not in TOKEN_ROUNDINGS:
-            _refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
+            refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
         for name, needed in (
             ("num_groups", None),  # a token that rounding adds may lie outside its best groups
             ("uniform_assignment", False),
             ("capacity_factor", None),
         ):
             if getattr(self, name) != needed:
-                _refuse("token_rounding", rule, f"needs {name}={needed!r}, not {getattr(self, name)!r}")
+                refuse("token_rounding", rule, f"needs {name}={needed!r}, not {getattr(self, name)!r}")
 
     @property
     def is_gated(self) -> bool:
@@ -276,8 +274,8 @@ class MoEConfig:
         for key in values:
             if key not in names:
                 near = difflib.get_close_matches(key, names, n=1)
-                _refuse(key, values[key], "no such field" + (f", did you mean {near[0]!r}?" if near else ""))
+                refuse(key, values[key], "no such field" + (f", did you mean {near[0]!r}?" if near else ""))
         for field in dataclasses.fields(cls):
             if field.default is dataclasses.MISSING and field.name not in values:
-                _refuse(field.name, None, "is required")
+                refuse(field.name, None, "is required")
         return cls(**values)

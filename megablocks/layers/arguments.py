@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megablocks.config import ConfigError, MoEConfig
+from megablocks.config import ConfigError, MoEConfig, check_flags, refuse
+from megablocks.kinds import QUANTIZED
 from megablocks.ops.activation_table import Activation
 
 InitFn = Callable[[Tensor], Any]
@@ -26,10 +27,18 @@ DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 _DEFAULT_INIT: InitFn = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
 GATED = {"gelu": "geglu", "silu": "swiglu", "relu": "reglu"}
 _ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
-
-
-def _refuse(field: str, value: object, allowed: str) -> None:
-    raise ConfigError(f"{field}={value!r}: {allowed}")
+# fields of MoEConfig that take the value of a field of Arguments with another name
+_RENAMED = {
+    "num_experts": "moe_num_experts",
+    "top_k": "moe_top_k",
+    "output_bias": "bias",
+    "recompute_activation": "memory_optimized_mlp",
+    "jitter_eps": "moe_jitter_eps",
+    "uniform_assignment": "uniform_expert_assignment",
+    "load_balancing_loss_weight": "moe_loss_weight",
+    "z_loss_weight": "moe_zloss_weight",
+    "capacity_factor": "moe_capacity_factor",
+}
 
 
 def activation_of(function: object) -> Activation:
@@ -122,28 +131,26 @@ class Arguments:
         for name in ("num_layers", "pipeline_model_parallel_size"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                _refuse(name, value, "must be an integer >= 1")
+                refuse(name, value, "must be an integer >= 1")
         stage = self.num_layers_per_virtual_pipeline_stage
         if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 1):
-            _refuse("num_layers_per_virtual_pipeline_stage", stage, "must be an integer >= 1, or None")
+            refuse("num_layers_per_virtual_pipeline_stage", stage, "must be an integer >= 1, or None")
         if self.num_layers % self.pipeline_model_parallel_size:
-            _refuse(
+            refuse(
                 "pipeline_model_parallel_size",
                 self.pipeline_model_parallel_size,
                 f"must divide num_layers={self.num_layers}",
             )
-        for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
-                _refuse(field.name, getattr(self, field.name), "must be True or False")
+        check_flags(self)
         if self.fp16 and self.bf16:
-            _refuse("bf16", True, "needs fp16=False (fp16 is True by default): a layer has one dtype")
+            refuse("bf16", True, "needs fp16=False (fp16 is True by default): a layer has one dtype")
         if self.mlp_type not in ("mlp", "glu"):
-            _refuse("mlp_type", self.mlp_type, "must be one of mlp, glu")
+            refuse("mlp_type", self.mlp_type, "must be one of mlp, glu")
         if not callable(self.fc_cls):
-            _refuse("fc_cls", self.fc_cls, "must be a class of linear layers")
+            refuse("fc_cls", self.fc_cls, "must be a class of linear layers")
         for name in ("init_method", "output_layer_init_method"):
             if not callable(getattr(self, name)):
-                _refuse(name, getattr(self, name), "must be a function that fills a tensor in place")
+                refuse(name, getattr(self, name), "must be a function that fills a tensor in place")
         self.to_config()
 
     def to_config(self) -> MoEConfig:
@@ -155,43 +162,22 @@ class Arguments:
         activation, approximate = activation_of(self.activation_fn)
         if self.mlp_type == "glu":
             if activation not in GATED:
-                _refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(GATED)}")
+                refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(GATED)}")
             activation = GATED[activation]
-        renamed = {
-            "num_experts": "moe_num_experts",
-            "top_k": "moe_top_k",
-            "normalize_top_k": "moe_normalize_expert_weights",
-            "jitter_eps": "moe_jitter_eps",
-            "capacity_factor": "moe_capacity_factor",
-            "load_balancing_loss_weight": "moe_loss_weight",
-            "z_loss_weight": "moe_zloss_weight",
-            "gelu_approximate": "activation_fn",
-        }
+        fields = {field: getattr(self, name) for field, name in _RENAMED.items()}
+        fields |= {field: getattr(self, field) for field in (*QUANTIZED, "hidden_size", "ffn_hidden_size", "mlp_impl")}
         try:
             config = MoEConfig(
-                hidden_size=self.hidden_size,
-                ffn_hidden_size=self.ffn_hidden_size,
-                num_experts=self.moe_num_experts,
-                top_k=self.moe_top_k,
+                **fields,
                 activation=activation,
                 gelu_approximate=approximate,
-                output_bias=self.bias,
-                mlp_impl=self.mlp_impl,
-                recompute_activation=self.memory_optimized_mlp,
-                quantize_inputs_num_bits=self.quantize_inputs_num_bits,
-                quantize_rematerialize_num_bits=self.quantize_rematerialize_num_bits,
-                quantize_scatter_num_bits=self.quantize_scatter_num_bits,
                 shared_expert_hidden_size=self.shared_expert_hidden_size if self.shared_expert else None,
                 normalize_top_k=self.moe_normalize_expert_weights or None,
-                jitter_eps=self.moe_jitter_eps,
-                uniform_assignment=self.uniform_expert_assignment,
-                load_balancing_loss_weight=self.moe_loss_weight,
-                z_loss_weight=self.moe_zloss_weight,
-                capacity_factor=self.moe_capacity_factor,
             )
         except ConfigError as error:
             field, rest = str(error).split("=", 1)
-            raise ConfigError(f"{renamed.get(field, field)}={rest}") from None
+            named = {**_RENAMED, "normalize_top_k": "moe_normalize_expert_weights", "gelu_approximate": "activation_fn"}
+            raise ConfigError(f"{named.get(field, field)}={rest}") from None
         return config.replace(load_balancing_loss_weight=self.moe_loss_weight / self.num_layers)
 
     @property

@@ -34,49 +34,33 @@ class Recorder(Generic[T]):
         self._entries: collections.deque[T] = collections.deque(maxlen=LIMIT)
         self._name, self._clear, self._warned = name, clear, False
 
-    def record(self, entry: T) -> None:
+    def record(self, loss: T) -> None:
         if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a checkpointed layer being recomputed
             return
         if len(self._entries) == LIMIT and not self._warned:
             self._warned = True
             message = f"{LIMIT} {self._name} recorded and never cleared; call {self._clear}() once a step"
             warnings.warn(message, stacklevel=2)
-        self._entries.append(entry)
+        self._entries.append(loss)
 
     def entries(self) -> list[T]:
+        """What was recorded since the last clear, in order."""
         return list(self._entries)
 
     def clear(self) -> None:
+        """Forget what was recorded, and free its graphs."""
         self._entries.clear()
 
 
+# (tokens per expert (E,), scores (T, E)) of each layer, and the logits (T, E) of each router, since the last clear
 _load_balancing: Recorder[tuple[Tensor, Tensor]] = Recorder("load-balancing losses", "clear_load_balancing_loss")
 _router_logits: Recorder[Tensor] = Recorder("router logits", "clear_router_zloss")
 
-
-def save_load_balancing_loss(loss: tuple[Tensor, Tensor]) -> None:
-    """Record one layer's (tokens per expert (E,), scores (T, E))."""
-    _load_balancing.record(loss)
-
-
-def get_load_balancing_loss() -> list[tuple[Tensor, Tensor]]:
-    """(tokens per expert (E,), scores (T, E)) of each layer that ran since the last clear, in order."""
-    return _load_balancing.entries()
-
-
-def clear_load_balancing_loss() -> None:
-    """Forget the recorded (tokens per expert, scores) and free their graphs."""
-    _load_balancing.clear()
-
-
-def save_router_logits(logits: Tensor) -> None:
-    """Record one router's logits (T, E)."""
-    _router_logits.record(logits)
-
-
-def clear_router_zloss() -> None:
-    """Forget the recorded logits and free their graphs."""
-    _router_logits.clear()
+save_load_balancing_loss = _load_balancing.record
+get_load_balancing_loss = _load_balancing.entries
+clear_load_balancing_loss = _load_balancing.clear
+save_router_logits = _router_logits.record
+clear_router_zloss = _router_logits.clear
 
 
 def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
