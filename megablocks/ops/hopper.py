@@ -186,3 +186,8 @@ def ragged_rows(t: Tensor, box: list[int]) -> Any:
     stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
     shape = [ROW_BOUND + 1, t.shape[0] + 1, ROW_BOUND, t.shape[1]]
     return descriptor(t, [1, 1, *box], shape, [2**34 - stride, stride, stride, 1])
+
+
+def with_tail(t: Tensor | None, box: list[int]) -> tuple[Any, Any]:
+    """`descriptor` and `ragged_rows` of t; None for None."""
+    return (None, None) if t is None else (descriptor(t, box), ragged_rows(t, box))

@@ -39,13 +39,13 @@ def runs_triton(t: Tensor) -> bool:
     return t.is_cuda and t.dtype != torch.float64 and _HAS_TRITON
 
 
-def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors` in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
-    kind = tensors[0].device.type
+def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
+    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
+    tensors, kind = (first, *others), first.device.type
     if not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return tuple(t if t.dtype == torch.float64 else t.to(dtype) for t in tensors)
+    return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
 class _Signature:

@@ -16,12 +16,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.grouped.grouped_mm import (
-    check_grouped,
-    grouped_mm_op,
-    is_transposed,
-    weight_gradient,
-)
+from megablocks.ops.grouped.grouped_mm import check_grouped, grouped_mm_op, is_transposed, weight_gradient
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.quant.quant import OFF, pack, unpack
 
@@ -76,9 +71,7 @@ def activate_and_project(
     Raises:
         ValueError: as `activate` and `grouped_mm`.
     """
-    pre, w2 = under_autocast(pre, w2)
-    if gate is not None:
-        (gate,) = under_autocast(gate)
+    pre, gate, w2 = under_autocast(pre, gate, w2)
     check_activation(pre, gate, activation)
     check_grouped(pre, w2, offsets)
     return activate_and_project_op(pre, gate, w2, offsets, activation, num_bits)

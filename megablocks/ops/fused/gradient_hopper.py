@@ -23,7 +23,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
 from megablocks.ops.grouped.grouped_mm_hopper import m_producer
-from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     ROW_BOUND,
     barriers,
@@ -304,12 +304,9 @@ def down_gradient(
         descriptor(w2, [1, c.BN, c.BK]),
         descriptor(pre, box),
         None if gate is None else descriptor(gate, box),
-        descriptor(d_pre, box),
-        ragged_rows(d_pre, box),
-        None if d_gate is None else descriptor(d_gate, box),
-        None if d_gate is None else ragged_rows(d_gate, box),
-        descriptor(scaled, box),
-        ragged_rows(scaled, box),
+        *with_tail(d_pre, box),
+        *with_tail(d_gate, box),
+        *with_tail(scaled, box),
         dy,
         dy.stride(0) // 8,
         dispatch.gather,

@@ -372,8 +372,7 @@ def fused_mlp(
     """
     w1, v1, w2, b1, c1, b2 = parameters
     if torch.is_autocast_enabled(x.device.type):
-        x, w1, w2 = under_autocast(x, w1, w2)
-        v1 = None if v1 is None else under_autocast(v1)[0]
+        x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
-from megablocks.ops.hopper import Tile, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper import Tile, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     barriers,
     consumer_walk,
@@ -280,12 +280,9 @@ def up(
     up_kernel[(multiprocessors(x.device.index),)](
         descriptor(w1.view(-1, hidden), weight_box),
         None if v1 is None else descriptor(v1.view(-1, hidden), weight_box),
-        descriptor(pre, box),
-        ragged_rows(pre, box),
-        None if gate is None else descriptor(gate, box),
-        None if gate is None else ragged_rows(gate, box),
-        descriptor(act, box),
-        ragged_rows(act, box),
+        *with_tail(pre, box),
+        *with_tail(gate, box),
+        *with_tail(act, box),
         b1,
         c1,
         x,

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.hopper import ROW_BOUND, Tile, aligned, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper import ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     barriers,
     consumer_walk,
@@ -311,8 +311,7 @@ def _launch(
         weight(w),
         None if x2 is None else descriptor(x2, x_box),
         None if v is None else weight(v),
-        descriptor(y, y_box),
-        ragged_rows(y, y_box),
+        *with_tail(y, y_box),
         x if gathered else None,
         x.stride(0) // 8 if gathered else 0,
         gather,

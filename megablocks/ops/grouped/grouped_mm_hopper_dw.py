@@ -37,7 +37,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
-from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, ragged_rows
+from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     ROW_BOUND,
     barriers,
@@ -410,12 +410,9 @@ def _launch(
     a_box, b_box, o_box = [c.BK, c.rows], [c.BK, c.BN], [1, c.rows, c.out_cols]
     o, o2 = outs[0], outs[1] if c.gated else None
     ragged_k_kernel[(multiprocessors(a.device.index),)](
-        descriptor(a, a_box),
-        ragged_rows(a, a_box),
-        None if a2 is None else descriptor(a2, a_box),
-        None if a2 is None else ragged_rows(a2, a_box),
-        None if c.gather else descriptor(b, b_box),
-        None if c.gather else ragged_rows(b, b_box),
+        *with_tail(a, a_box),
+        *with_tail(a2, a_box),
+        *with_tail(None if c.gather else b, b_box),
         None if c.add else descriptor(o, o_box),
         o if c.add else None,
         None if c.add or o2 is None else descriptor(o2, o_box),

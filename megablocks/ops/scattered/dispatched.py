@@ -257,8 +257,7 @@ def linear_combine(
         ValueError: shapes, dtypes or names that do not fit.
     """
     if torch.is_autocast_enabled(pre.device.type):
-        pre, w = under_autocast(pre, w)
-        gate = None if gate is None else under_autocast(gate)[0]
+        pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)
     elif gate is not None:
