@@ -9,7 +9,6 @@ that is an error.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -18,6 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megablocks.files import sha256_of, sync
+from megablocks.files import write_durably as write_durably
 
 MARKER = "complete.json"
 POINTER = "latest_checkpointed_iteration.txt"
@@ -65,44 +67,15 @@ def files_of(folder: Path) -> list[str]:
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """Size and sha256 of files of a checkpoint. To share the work, rank r takes `files_of(folder)[r::ranks]`."""
-    hashes = {}
-    for name in names:
-        digest = hashlib.sha256()
-        with open(folder / name, "rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-            hashes[name] = {"bytes": file.tell(), "sha256": digest.hexdigest()}
-    return hashes
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}
 
 
 def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str, Any]]) -> None:
     """Write the marker. Call it last and on one rank, after every file is written and hashed."""
     content = {"format": _FORMAT, "iteration": iteration, "files": dict(sorted(files.items()))}
     for name in files:
-        _sync(folder / name)
+        sync(folder / name)
     write_durably(folder / MARKER, json.dumps(content, indent=1) + "\n")
-
-
-def write_durably(path: Path, text: str) -> None:
-    """Write a temporary file beside `path`, flush it to disk, rename it to `path`, flush the folder."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:

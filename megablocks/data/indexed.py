@@ -20,6 +20,8 @@ from typing import BinaryIO
 
 import numpy as np
 
+from megablocks.files import sha256_of
+
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
@@ -178,12 +180,3 @@ def check_dataset(prefix: str | Path, vocab_size: int | None = None) -> Report:
             position += ids.size
     hashes = {path.name: digest.hexdigest(), idx_path(prefix).name: sha256_of(idx_path(prefix))}
     return Report(index.documents.size - 1, index.tokens, index.dtype.name, hashes)
-
-
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megablocks.data.indexed import DataError
+from megablocks.files import write_durably
 
 NAME = "manifest.json"
 FORMAT = 1
@@ -49,24 +50,8 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> str:
     content = {"format": FORMAT, **content}
     content["fingerprint"] = _digest({key: content[key] for key in _IDENTITY})
     content["checksum"] = _digest(content)
-    temporary = folder / f".{NAME}.partial"
-    with open(temporary, "w", encoding="utf-8") as stream:
-        json.dump(content, stream, indent=1, sort_keys=True)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(temporary, folder / NAME)
-    sync_folder(folder)
+    write_durably(folder / NAME, json.dumps(content, indent=1, sort_keys=True) + "\n")
     return content["fingerprint"]
-
-
-def sync_folder(folder: Path) -> None:
-    """Flush the entries of a folder to disk, so that a rename survives a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:

@@ -24,13 +24,14 @@ from typing import Any
 from megablocks import __version__
 from megablocks.config import ConfigError
 from megablocks.data import tokenizers
-from megablocks.data.indexed import DataError, sha256_of, token_dtype
+from megablocks.data.indexed import DataError, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
-from megablocks.data.manifest import sync_folder, write_manifest
+from megablocks.data.manifest import write_manifest
 from megablocks.data.pipeline import Raw, SplitWriter, encode_all, unigram_statistics
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
+from megablocks.files import sha256_of, sync
 
 # Enough text to train a vocabulary of 50k, in seconds.
 _SAMPLE_BYTES = 32 << 20
@@ -295,7 +296,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
     if out.exists():
         os.rename(out, old)
     os.rename(partial, out)
-    sync_folder(out.parent)
+    sync(out.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 

@@ -14,8 +14,9 @@ import lzma
 import sysconfig
 import tarfile
 import zlib
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 from megablocks.config import ConfigError
@@ -35,8 +36,22 @@ class Entry:
     size: int
 
 
-class _Files:
-    """Base of the sources in which a document is a whole file."""
+class Source:
+    """Base of the sources. `_walk` gives each document's key, its size, and the function that reads it meanwhile."""
+
+    name: str
+
+    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+        raise NotImplementedError
+
+    def entries(self) -> Iterator[Entry]:
+        for key, size, _ in self._walk():
+            yield Entry(key, size)
+
+    def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
+        for key, _, contents in self._walk():
+            if key in wanted:
+                yield key, contents()
 
     def text(self, key: str, raw: bytes) -> str:
         try:
@@ -45,74 +60,57 @@ class _Files:
             return raw.decode("latin-1")
 
 
-class FolderSource(_Files):
+class FolderSource(Source):
     """Every file below a folder, sorted by path, except hidden files and files in hidden folders."""
 
     def __init__(self, root: Path, name: str, skip: tuple[str, ...] = ()) -> None:
         self.root, self.name, self._skip = root, name, set(skip)
 
-    def entries(self) -> Iterator[Entry]:
+    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         found = []
         for path in self.root.rglob("*"):
             key = path.relative_to(self.root)
             if any(part.startswith(".") or part in self._skip for part in key.parts):
                 continue
             if path.is_file() and not path.is_symlink():
-                found.append(Entry(key.as_posix(), path.stat().st_size))
-        yield from sorted(found, key=lambda entry: entry.key)
+                found.append((key.as_posix(), path))
+        for name, path in sorted(found):
+            yield name, path.stat().st_size, path.read_bytes
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        for key in sorted(wanted):
+        for key in sorted(wanted):  # without a walk, so that a file that is gone by now is an error
             yield key, (self.root / key).read_bytes()
 
 
-class TarSource(_Files):
+class TarSource(Source):
     """The regular files of a tar archive, compressed or not, in the order of the archive."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
 
-    def _members(self) -> Iterator[tuple[str, tarfile.TarFile, tarfile.TarInfo]]:
+    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         try:
             with tarfile.open(self.path, "r|*") as archive:
                 for member in archive:
                     if member.isfile():
-                        yield PurePosixPath(member.name).as_posix(), archive, member
+                        stream = archive.extractfile(member)
+                        assert stream is not None, "a regular file has contents"
+                        yield PurePosixPath(member.name).as_posix(), member.size, stream.read
         except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
             raise DataError(f"{self.path}: not a complete tar archive ({' '.join(str(error).split())})") from None
 
-    def entries(self) -> Iterator[Entry]:
-        for key, _, member in self._members():
-            yield Entry(key, member.size)
 
-    def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        for key, archive, member in self._members():
-            if key in wanted:
-                stream = archive.extractfile(member)
-                assert stream is not None, "a regular file has contents"
-                yield key, stream.read()
-
-
-class JsonlSource:
+class JsonlSource(Source):
     """One document in each line, the text under `field`."""
 
     def __init__(self, path: Path, field: str) -> None:
         self.path, self.name, self.field = path, path.name, field
 
-    def _lines(self) -> Iterator[tuple[str, bytes]]:
+    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         with open(self.path, "rb") as stream:
             for number, line in enumerate(stream, 1):
                 if line.strip():
-                    yield f"{self.name}:{number}", line
-
-    def entries(self) -> Iterator[Entry]:
-        for key, line in self._lines():
-            yield Entry(key, len(line))
-
-    def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        for key, line in self._lines():
-            if key in wanted:
-                yield key, line
+                    yield f"{self.name}:{number}", len(line), partial(bytes, line)
 
     def text(self, key: str, raw: bytes) -> str:
         try:
@@ -125,21 +123,14 @@ class JsonlSource:
         return value
 
 
-class FileSource(_Files):
+class FileSource(Source):
     """One text file, which is one document."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.name
 
-    def entries(self) -> Iterator[Entry]:
-        yield Entry(self.name, self.path.stat().st_size)
-
-    def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        if self.name in wanted:
-            yield self.name, self.path.read_bytes()
-
-
-Source = FolderSource | TarSource | JsonlSource | FileSource
+    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+        yield self.name, self.path.stat().st_size, self.path.read_bytes
 
 
 def open_source(text: str, jsonl_field: str) -> Source:

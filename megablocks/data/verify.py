@@ -10,9 +10,10 @@ import hashlib
 import os
 from pathlib import Path
 
-from megablocks.data.indexed import DataError, Report, check_dataset, sha256_of
+from megablocks.data.indexed import DataError, Report, check_dataset
 from megablocks.data.manifest import Manifest, read_manifest
 from megablocks.data.tokenizers import NEEDS_TRUST
+from megablocks.files import sha256_of
 
 
 def verify_folder(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> tuple[Manifest, list[str]]:

@@ -8,10 +8,11 @@ and writes them again.
 from __future__ import annotations
 
 import csv
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from megablocks.files import write_durably
 
 LOSS_COLUMNS = (
     "iteration",
@@ -29,19 +30,7 @@ LOSS_COLUMNS = (
 """tokens: consumed so far. expert_load_max_over_mean: of the log interval, the mean over the layers. empty_experts: of
 the log interval, the sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
 
-
-def write_atomically(path: Path, data: str | bytes) -> None:
-    """Write `data` to a temporary file beside `path`, flush it to disk and rename it to `path`."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+write_atomically = write_durably
 
 
 def parse_log_line(line: str) -> dict[str, float]:
