@@ -152,9 +152,6 @@ class SparseMLP(_ArgumentsExperts):
 
         Returns:
             (M, H).
-
-        Raises:
-            ValueError: shapes or dtypes that do not fit.
         """
         if isinstance(topo, Dispatch):
             return super().forward(x, topo, weight)
@@ -191,9 +188,6 @@ class _Grouped:
 
         Returns:
             (R, H).
-
-        Raises:
-            ValueError: shapes or dtypes that do not fit.
         """
         if isinstance(tokens_per_expert, Dispatch):
             return Experts.forward(self, x, tokens_per_expert, weight)

@@ -3,8 +3,9 @@
 Legend: T tokens, H hidden, I expert width, E experts, K top-k, R pairs or rows, V <= R valid ones.
 
 Each op has a plain torch reference `<op>_ref` (the CPU path and the oracle) behind a `torch.library` custom op, so a
-faster kernel takes its place without a change for its callers. Each public name is imported on first use. The names of
-megablocks 0.10 are its functions; ours of the same name, over a Dispatch, are in `permute`.
+faster kernel takes its place without a change for its callers. A public function refuses shapes, dtypes and names that
+do not fit with a ValueError that names the argument, its value and what is allowed. Each public name is imported on
+first use. The names of megablocks 0.10 are its functions; ours of the same name, over a Dispatch, are in `permute`.
 """
 
 from __future__ import annotations

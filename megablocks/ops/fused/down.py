@@ -67,9 +67,6 @@ def activate_and_project(
 
     Returns:
         (R, H) in pre's dtype; rows >= offsets[E] are unspecified.
-
-    Raises:
-        ValueError: as `activate` and `grouped_mm`.
     """
     pre, gate, w2 = under_autocast(pre, gate, w2)
     check_activation(pre, gate, activation)

@@ -87,9 +87,6 @@ def add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
     Returns:
         (R, N) in the rows' dtype; rows >= offsets[E] are unspecified.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     if rows.dim() != 2 or bias.dim() != 2 or rows.shape[1] != bias.shape[1] or offsets.shape != (bias.shape[0] + 1,):
         raise ValueError(

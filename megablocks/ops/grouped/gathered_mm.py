@@ -188,9 +188,6 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
 
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
@@ -209,9 +206,6 @@ def gathered_mm_gated(
 
     Returns:
         pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)

@@ -207,9 +207,6 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
     Returns:
         (R, N) in x's dtype; rows >= offsets[E] are unspecified.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)

@@ -117,9 +117,6 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
         expert: (T, K) integer ids; outside [0, E) is "no expert". The same id twice for a token counts twice.
         weight: (T, K) floating.
         padding_mask: (T,) bool, True for padding: its pairs get no expert and count as no load.
-
-    Raises:
-        ValueError: shapes that do not fit.
     """
     if expert.dim() != 2 or weight.shape != expert.shape:
         raise ValueError(f"expert {tuple(expert.shape)} and weight {tuple(weight.shape)}: both must be (T, K)")

@@ -178,9 +178,6 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
 
     Returns:
         (R, N) in x's dtype; rows from the last offset on are unspecified.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
@@ -252,9 +249,6 @@ def linear_combine(
 
     Returns:
         (T, H) in pre's dtype; 0 for a token without an expert.
-
-    Raises:
-        ValueError: shapes, dtypes or names that do not fit.
     """
     if torch.is_autocast_enabled(pre.device.type):
         pre, gate, w = under_autocast(pre, gate, w)
