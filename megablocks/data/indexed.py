@@ -53,18 +53,18 @@ class IndexedWriter:
     def __init__(self, prefix: str | Path, dtype: np.dtype) -> None:
         self.prefix = prefix
         self.dtype = np.dtype(dtype)
-        self._lengths: list[int] = []
+        self.lengths: list[int] = []
         self._bin = open(bin_path(prefix), "wb")
 
     def add(self, tokens: np.ndarray) -> None:
         """Append one document, `tokens` (n,) of any integer dtype whose values fit."""
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
-        self._lengths.append(int(tokens.size))
+        self.lengths.append(int(tokens.size))
 
     def close(self) -> None:
         _flush(self._bin)
         self._bin.close()
-        lengths = np.asarray(self._lengths, dtype="<i4")
+        lengths = np.asarray(self.lengths, dtype="<i4")
         with open(idx_path(self.prefix), "wb") as stream:
             stream.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype.name], lengths.size, lengths.size + 1))
             stream.write(lengths.tobytes())

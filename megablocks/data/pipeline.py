@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -122,30 +122,19 @@ def encode_all(
             raise
 
 
-@dataclass
-class SplitWriter:
-    """The files of one split, and counts of what was written."""
+class SplitWriter(IndexedWriter):
+    """Writes the files of one split, and counts its documents and how often each token occurs."""
 
-    folder: Path
-    name: str
-    vocab_size: int
-    documents: int = 0
-    tokens: int = 0
-    histogram: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.histogram = np.zeros(self.vocab_size, dtype=np.int64)
-        self._writer = IndexedWriter(self.folder / self.name, token_dtype(self.vocab_size))
+    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
+        super().__init__(folder / name, token_dtype(vocab_size))
+        self.histogram = np.zeros(vocab_size, dtype=np.int64)
 
     def add(self, tokens: np.ndarray) -> None:
-        self._writer.add(tokens)
-        self.documents += 1
-        self.tokens += int(tokens.size)
-        self.histogram += np.bincount(tokens, minlength=self.vocab_size)
+        super().add(tokens)
+        self.histogram += np.bincount(tokens, minlength=self.histogram.size)
 
-    def close(self) -> dict[str, int]:
-        self._writer.close()
-        return {"documents": self.documents, "tokens": self.tokens}
+    def counts(self) -> dict[str, int]:
+        return {"documents": len(self.lengths), "tokens": sum(self.lengths)}
 
 
 def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:

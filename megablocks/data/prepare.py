@@ -211,7 +211,9 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
             else:
                 writers["valid" if document.key in plan.valid else "train"].add(document.tokens)
             advance(sizes[document.key])
-    splits = {name: writer.close() for name, writer in writers.items()}
+    for writer in writers.values():
+        writer.close()
+    splits = {name: writer.counts() for name, writer in writers.items()}
     for name, counts in splits.items():
         if not counts["tokens"]:
             raise DataError(f"{name}.bin: no tokens: all documents of this split are empty or no text")

@@ -12,7 +12,7 @@ A new activation is an entry here and its value and derivative in `activation_tr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,40 +32,25 @@ class Formula(NamedTuple):
     backward: Callable[[Tensor, Tensor, str], Tensor]
 
 
-def _gelu(z: Tensor, approximate: str) -> Tensor:
-    import torch
+def _torch() -> Any:
+    import torch  # here, so that a config reads the names without it
 
-    return torch.nn.functional.gelu(z, approximate=approximate)
-
-
-def _gelu_backward(grad: Tensor, z: Tensor, approximate: str) -> Tensor:
-    import torch
-
-    return torch.ops.aten.gelu_backward(grad, z, approximate=approximate)
-
-
-def _silu(z: Tensor, approximate: str) -> Tensor:
-    import torch
-
-    return torch.nn.functional.silu(z)
-
-
-def _silu_backward(grad: Tensor, z: Tensor, approximate: str) -> Tensor:
-    import torch
-
-    return torch.ops.aten.silu_backward(grad, z)
-
-
-def _relu_backward(grad: Tensor, z: Tensor, approximate: str) -> Tensor:
-    import torch
-
-    return torch.ops.aten.threshold_backward(grad, z, 0)
+    return torch
 
 
 UNARY = {
-    "gelu": Formula(_gelu, _gelu_backward),
-    "silu": Formula(_silu, _silu_backward),
-    "relu": Formula(lambda z, approximate: z.relu(), _relu_backward),
+    "gelu": Formula(
+        lambda z, approximate: _torch().nn.functional.gelu(z, approximate=approximate),
+        lambda grad, z, approximate: _torch().ops.aten.gelu_backward(grad, z, approximate=approximate),
+    ),
+    "silu": Formula(
+        lambda z, approximate: _torch().nn.functional.silu(z),
+        lambda grad, z, approximate: _torch().ops.aten.silu_backward(grad, z),
+    ),
+    "relu": Formula(
+        lambda z, approximate: z.relu(),
+        lambda grad, z, approximate: _torch().ops.aten.threshold_backward(grad, z, 0),
+    ),
     # doubling is exact, so this rounds once
     "relu2": Formula(lambda z, approximate: z.relu().square(), lambda grad, z, approximate: grad * (2 * z.relu())),
 }

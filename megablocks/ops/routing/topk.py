@@ -199,13 +199,10 @@ def router_ref(
     losses = losses_ref(logits, padding_mask, load, options)
     return RouterOutput(
         weight=(weight * options.scaling).flatten(),
-        balance=losses.balance,
-        z=losses.z,
-        sums=losses.sums,
         expert=expert,
         token=token.unsqueeze(1).expand(num_tokens, top_k).flatten(),
         load=load,
-        stats=losses.stats,
+        **losses._asdict(),
     )
 
 

@@ -33,20 +33,10 @@ def _room(blocks: Blocks, like: Tensor) -> Tensor:
     return torch.empty(blocks.row_indices.shape[0], size, size, dtype=like.dtype, device=like.device)
 
 
-def sdd_activate(
-    a: Tensor, b: Tensor, bias: Tensor | None, blocks: Blocks, activation: Activation
-) -> tuple[Tensor, Tensor]:
-    """Values (n, B, B) of a · b + bias at the used blocks, and of their activation."""
-    act = _room(blocks, a)
-    epilogue = Epilogue("activate", activation.name, activation.approximate == "none", bias=bias, act=act)
-    return sdd_values(a, b, blocks, epilogue), act
-
-
 @custom_op("megablocks::sparse_sdd_slope", fake=lambda a, b, pre, blocks, activation: _room(blocks, a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
-    epilogue = Epilogue("slope", activation.name, activation.approximate == "none", pre=pre)
-    return sdd_values(a, b, blocks, epilogue)
+    return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
 
 
 @custom_op("megablocks::sparse_mlp")
@@ -56,8 +46,8 @@ def sparse_mlp_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
-        pre, act = sdd_activate(x, w1, bias, blocks, activation)
-        gate = x.new_empty(0)
+        act, gate = _room(blocks, x), x.new_empty(0)
+        pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)
         gate = _add_bias(sdd_values(x, v1, blocks), gate_bias, blocks)

@@ -128,8 +128,7 @@ def binned_gather(x: Tensor, indices: Tensor, bins: Tensor, bin_size: int, top_k
 
 
 def binned_scatter(x: Tensor, indices: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
-    """`scatter` from bins: x (E, C, H) → (T, H); pairs beyond their bin count as 0. Differentiable in x and weights.
-    """
+    """`scatter` from bins: x (E, C, H) → (T, H); pairs beyond their bin count as 0. Differentiable in x and weights."""
     _check(indices, None, weights)
     if x.dim() != 3 or x.shape[0] != bins.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (E, C, H) with E={bins.shape[0]}, as bins")
