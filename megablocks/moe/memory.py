@@ -9,15 +9,11 @@ from megablocks.config import MoEConfig
 from megablocks.kinds import IMPLS
 
 
-def expert_row_bytes(config: MoEConfig, itemsize: int) -> int:
-    """Bytes that a row of an expert takes in forward: itself, its pre-activations, its activation and its output."""
-    widths = 2 if config.is_gated else 1
-    return itemsize * (2 * config.hidden_size + (widths + 1) * config.ffn_hidden_size)
-
-
 def out_of_memory(config: MoEConfig, x: Tensor, rows: int, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
     """`error`, raised while x (T, H) went through a layer as `rows` rows of its experts, in words that help."""
-    need = rows * expert_row_bytes(config, x.element_size()) / 2**30
+    # a row in forward: itself and its output, its one or two pre-activations and its activation
+    values = 2 * config.hidden_size + (2 + config.is_gated) * config.ffn_hidden_size
+    need = rows * values * x.element_size() / 2**30
     have = "unknown"
     if x.is_cuda:
         free, total = (size / 2**30 for size in torch.cuda.mem_get_info(x.device))

@@ -15,59 +15,40 @@ import sys
 from types import ModuleType
 from typing import Any
 
-_PUBLIC = {
-    "Routing": "megablocks.ops.routing.dispatch",
-    "Dispatch": "megablocks.ops.routing.dispatch",
-    "build_dispatch": "megablocks.ops.routing.dispatch",
-    "make_routing": "megablocks.ops.routing.dispatch",
-    "check_routing": "megablocks.ops.routing.dispatch",
-    "route_topk": "megablocks.ops.routing.topk",
-    "route_rounded": "megablocks.ops.routing.rounding",
-    "RouterOptions": "megablocks.ops.routing.topk",
-    "apply_capacity": "megablocks.ops.routing.capacity",
-    "capacity_of": "megablocks.ops.routing.capacity",
-    "Activation": "megablocks.ops.activation_table",
-    "activate": "megablocks.ops.activation",
-    "linear_cross_entropy": "megablocks.ops.linear_cross_entropy",
-    "combine": "megablocks.ops.permute.rows",
-    "pad_dispatch": "megablocks.ops.routing.dispatch",
-    "grouped_mm": "megablocks.ops.grouped.grouped_mm",
-    "gathered_mm": "megablocks.ops.grouped.gathered_mm",
-    "gathered_mm_gated": "megablocks.ops.grouped.gathered_mm",
-    "add_expert_bias": "megablocks.ops.grouped.bias",
-    "ExpertParameters": "megablocks.ops.fused.mlp",
-    "MainGrads": "megablocks.ops.fused.mlp",
-    "fused_mlp": "megablocks.ops.fused.mlp",
-    "activate_and_project": "megablocks.ops.fused.down",
-    "flatten_sort_count": "megablocks.ops.scattered.parallel_linear",
-    "parallel_linear": "megablocks.ops.scattered.parallel_linear",
-    "gathered_linear": "megablocks.ops.scattered.dispatched",
-    "linear_combine": "megablocks.ops.scattered.dispatched",
-    "quantize": "megablocks.ops.quant.quant",
-    "dequantize": "megablocks.ops.quant.quant",
-}
+# module → its public names
+_NAMES = {
+    "routing.dispatch": ("Routing", "Dispatch", "build_dispatch", "make_routing", "check_routing", "pad_dispatch"),
+    "routing.topk": ("route_topk", "RouterOptions"),
+    "routing.rounding": ("route_rounded",),
+    "routing.capacity": ("apply_capacity", "capacity_of"),
+    "activation_table": ("Activation",),
+    "activation": ("activate",),
+    "linear_cross_entropy": ("linear_cross_entropy",),
+    "permute.rows": ("combine",),
+    "grouped.grouped_mm": ("grouped_mm",),
+    "grouped.gathered_mm": ("gathered_mm", "gathered_mm_gated"),
+    "grouped.bias": ("add_expert_bias",),
+    "fused.mlp": ("ExpertParameters", "MainGrads", "fused_mlp"),
+    "fused.down": ("activate_and_project",),
+    "scattered.parallel_linear": ("flatten_sort_count", "parallel_linear"),
+    "scattered.dispatched": ("gathered_linear", "linear_combine"),
+    "quant.quant": ("quantize", "dequantize"),
+    # the functions of megablocks 0.10
+    "upstream.movement": (
+        "gather", "scatter", "padded_gather", "padded_scatter", "binned_gather", "binned_scatter",
+    ),
+    "upstream.bookkeeping": (
+        "sort", "histogram", "exclusive_cumsum", "inclusive_cumsum", "round_up", "repeat", "sum", "replicate",
+        "topology",
+    ),
+}  # fmt: skip
+_PUBLIC = {name: f"megablocks.ops.{module}" for module, names in _NAMES.items() for name in names}
 
-# The functions of megablocks 0.10, by the module that held them there.
-_OF_0_10 = {
-    "binned_gather": ("binned_gather",),
-    "binned_scatter": ("binned_scatter",),
-    "cumsum": ("exclusive_cumsum", "inclusive_cumsum"),
-    "gather": ("gather",),
-    "histogram": ("histogram",),
-    "padded_gather": ("padded_gather",),
-    "padded_scatter": ("padded_scatter",),
-    "repeat": ("repeat",),
-    "replicate": ("replicate",),
-    "round_up": ("round_up",),
-    "scatter": ("scatter",),
-    "sort": ("sort",),
-    "sum": ("sum",),
-    "topology": ("topology",),
+# 0.10 has a module of its own for each of its functions, but one for both cumulative sums.
+_OF_0_10: dict[str, tuple[str, ...]] = {
+    name: (name,) for name in (*_NAMES["upstream.movement"], *_NAMES["upstream.bookkeeping"])
 }
-for _functions in _OF_0_10.values():
-    for _name in _functions:
-        _moves = _name.endswith(("gather", "scatter"))
-        _PUBLIC[_name] = f"megablocks.ops.upstream.{'movement' if _moves else 'bookkeeping'}"
+_OF_0_10["cumsum"] = _OF_0_10.pop("exclusive_cumsum") + _OF_0_10.pop("inclusive_cumsum")
 
 __all__ = [*_PUBLIC]
 

@@ -40,7 +40,7 @@ def activation_backward_ref(
     return d_pre.to(pre.dtype), d_gate.to(gate.dtype)
 
 
-@custom_op("megablocks::activation", fake=lambda pre, *_: torch.empty(pre.shape, dtype=pre.dtype, device=pre.device))
+@custom_op("megablocks::activation", fake=lambda a: torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device))
 def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
     if pre.is_cuda and runs_triton(pre):
         from megablocks.ops.activation_triton import activation_launch
@@ -49,7 +49,12 @@ def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> T
     return activation_ref(pre, gate, activation).contiguous()
 
 
-@custom_op("megablocks::activation_backward")
+def _fake_activation_backward(a: Any) -> tuple[Tensor, Tensor]:
+    d_pre = torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device)
+    return d_pre, a.pre.new_empty(0) if a.gate is None else torch.empty_like(d_pre)
+
+
+@custom_op("megablocks::activation_backward", fake=_fake_activation_backward)
 def activation_backward_op(
     grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
@@ -61,12 +66,6 @@ def activation_backward_op(
     else:
         d_pre, d_gate = activation_backward_ref(grad, pre, gate, activation)
     return d_pre.contiguous(), pre.new_empty(0) if d_gate is None else d_gate.contiguous()
-
-
-@activation_backward_op.register_fake
-def _(grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation) -> tuple[Tensor, Tensor]:
-    d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
-    return d_pre, pre.new_empty(0) if gate is None else torch.empty_like(d_pre)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

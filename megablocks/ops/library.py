@@ -21,6 +21,7 @@ import inspect
 import typing
 from collections.abc import Callable, Iterable
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -57,6 +58,7 @@ class _Signature:
     def __init__(self, implementation: Callable[..., Any]) -> None:
         signature = inspect.signature(implementation, eval_str=True)
         parameters = list(signature.parameters.values())
+        self.names = list(signature.parameters)
         self.kinds = [p.annotation if hasattr(p.annotation, "_fields") else None for p in parameters]
         self.defaults = [p.default for p in parameters]
         self.has_fields = any(self.kinds)
@@ -220,11 +222,11 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def custom_op(
-    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[..., Any] | None = None
+    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[[Any], Any] | None = None
 ) -> Callable[[Callable[..., Any]], Op]:
     """`torch.library.custom_op` with the additions that this file's docstring lists.
 
-    fake: unset results of the right shapes, for `Op.register_fake`.
+    fake: gives unset results of the right shapes, from one object that has the implementation's parameters by name.
     """
 
     def register(implementation: Callable[..., Any]) -> Op:
@@ -238,7 +240,7 @@ def custom_op(
         schema = torch.library.infer_schema(of_schema, mutates_args=mutates_args)
         op = Op(torch.library.custom_op(name, of_schema, mutates_args=mutates_args, schema=schema), implementation)
         if fake is not None:
-            op.register_fake(fake)
+            op.register_fake(lambda *args: fake(SimpleNamespace(**dict(zip(signature.names, args, strict=True)))))
         return op
 
     return register

@@ -21,7 +21,7 @@ from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.quant.quant import OFF, pack, unpack
 
 
-@custom_op("megablocks::activate_and_project", fake=lambda pre, gate, w2, *_: pre.new_empty(pre.shape[0], w2.shape[2]))
+@custom_op("megablocks::activate_and_project", fake=lambda a: a.pre.new_empty(a.pre.shape[0], a.w2.shape[2]))
 def activate_and_project_op(
     pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, num_bits: int = OFF
 ) -> Tensor:

@@ -177,7 +177,12 @@ def _up_kernels(
     return up_triton
 
 
-@custom_op("megablocks::fused_up")
+def _fake_fused_up(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    pre = a.x.new_empty(a.dispatch.num_rows, a.w1.shape[1])
+    return pre, a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre), torch.empty_like(pre)
+
+
+@custom_op("megablocks::fused_up", fake=_fake_fused_up)
 def fused_up_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
@@ -196,16 +201,12 @@ def fused_up_op(
     return pre, _or_empty(gate, x), act
 
 
-@fused_up_op.register_fake
-def _(
-    x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
-    activation: Activation,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pre = x.new_empty(dispatch.num_rows, w1.shape[1])
-    return pre, x.new_empty(0) if v1 is None else torch.empty_like(pre), torch.empty_like(pre)
+def _fake_down_gradient(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d_gate = a.pre.new_empty(0) if a.gate is None else torch.empty_like(a.pre)
+    return torch.empty_like(a.pre), d_gate, torch.empty_like(a.pre), torch.empty_like(a.weight)
 
 
-@custom_op("megablocks::down_gradient")
+@custom_op("megablocks::down_gradient", fake=_fake_down_gradient)
 def down_gradient_op(
     dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -227,15 +228,12 @@ def down_gradient_op(
     return d_pre, _or_empty(d_gate, pre), scaled, d_weight
 
 
-@down_gradient_op.register_fake
-def _(
-    dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_gate = pre.new_empty(0) if gate is None else torch.empty_like(pre)
-    return torch.empty_like(pre), d_gate, torch.empty_like(pre), torch.empty_like(weight)
+def _fake_fused_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    pre = a.x.new_empty(0 if a.options.recompute else (a.dispatch.num_rows, a.parameters.w1.shape[1]))
+    return a.x.new_empty(a.x.shape), pre, a.x.new_empty(0) if a.parameters.v1 is None else torch.empty_like(pre)
 
 
-@custom_op("megablocks::fused_mlp")
+@custom_op("megablocks::fused_mlp", fake=_fake_fused_mlp)
 def fused_mlp_op(
     x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
     options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
@@ -252,15 +250,6 @@ def fused_mlp_op(
         rows = rows if b2 is None else add_expert_bias_op(rows, b2, dispatch.expert_offsets)
         y = rows if options.in_order else combine_op(rows, weight, dispatch)
     return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))
-
-
-@fused_mlp_op.register_fake
-def _(
-    x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
-    options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    pre = x.new_empty(0 if options.recompute else (dispatch.num_rows, parameters.w1.shape[1]))
-    return x.new_empty(x.shape), pre, x.new_empty(0) if parameters.v1 is None else torch.empty_like(pre)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -38,7 +38,7 @@ def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-@custom_op("megablocks::add_expert_bias", fake=lambda rows, *_: rows.new_empty(rows.shape))
+@custom_op("megablocks::add_expert_bias", fake=lambda a: a.rows.new_empty(a.rows.shape))
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import add_expert_bias_launch
@@ -49,8 +49,8 @@ def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op(
     "megablocks::expert_sum",
-    fake=lambda rows, offsets: rows.new_empty(
-        offsets.shape[0] - 1, rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32)
+    fake=lambda a: a.rows.new_empty(
+        a.offsets.shape[0] - 1, a.rows.shape[1], dtype=torch.promote_types(a.rows.dtype, torch.float32)
     ),
 )
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:

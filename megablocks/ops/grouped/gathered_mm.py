@@ -45,7 +45,7 @@ def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Ten
     return total.to(x.dtype)
 
 
-@custom_op("megablocks::grouped_mm_sum", fake=lambda x, w, *_: x.new_empty(x.shape[0], w.shape[2]))
+@custom_op("megablocks::grouped_mm_sum", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
 def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, v, offsets)
@@ -56,7 +56,7 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
 
 @custom_op(
     "megablocks::gathered_mm_dw",
-    fake=lambda dy, x, dispatch: x.new_empty(dispatch.num_experts, dy.shape[1], x.shape[1]),
+    fake=lambda a: a.x.new_empty(a.dispatch.num_experts, a.dy.shape[1], a.x.shape[1]),
 )
 def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
@@ -69,19 +69,18 @@ def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
 
 
-@custom_op("megablocks::gathered_mm_dw_gated")
+def _fake_gathered_mm_dw_gated(a: Any) -> tuple[Tensor, Tensor]:
+    shape = a.dispatch.num_experts, a.dy.shape[1], a.x.shape[1]
+    return a.x.new_empty(shape), a.x.new_empty(shape)
+
+
+@custom_op("megablocks::gathered_mm_dw_gated", fake=_fake_gathered_mm_dw_gated)
 def gathered_mm_dw_gated_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
     """gathered_mm_dw_op of dy and of dy2 (R, N)."""
     d, offsets = dispatch, dispatch.expert_offsets
     if d.num_rows > 0 and (hopper := hopper_ragged_k(x)) and hopper.supports_gated(dy, dy2, x, offsets):
         return hopper.ragged_k_gated(dy, dy2, x, offsets, d.gather)
     return gathered_mm_dw_op(dy, x, d), gathered_mm_dw_op(dy2, x, d)
-
-
-@gathered_mm_dw_gated_op.register_fake
-def _(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    shape = dispatch.num_experts, dy.shape[1], x.shape[1]
-    return x.new_empty(shape), x.new_empty(shape)
 
 
 @custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
@@ -114,7 +113,12 @@ def gathered_mm_dw_gated_add_op(
     gathered_mm_dw_add_op(total2, dy2, x, d)
 
 
-@custom_op("megablocks::gathered_mm")
+def _fake_gathered_mm(a: Any) -> tuple[Tensor, Tensor]:
+    y = a.x.new_empty(a.dispatch.num_rows, a.w.shape[2])
+    return y, a.x.new_empty(0) if a.v is None else torch.empty_like(y)
+
+
+@custom_op("megablocks::gathered_mm", fake=_fake_gathered_mm)
 def gathered_mm_op(
     x: Tensor, w: Tensor, v: Tensor | None, dispatch: Dispatch, num_bits: int = OFF
 ) -> tuple[Tensor, Tensor]:
@@ -129,12 +133,6 @@ def gathered_mm_op(
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
         products = [grouped_mm_op.implementation(rows, t, offsets) for t in weights]
     return products[0], x.new_empty(0) if v is None else products[1]
-
-
-@gathered_mm_op.register_fake
-def _(x: Tensor, w: Tensor, v: Tensor | None, dispatch: Dispatch, num_bits: int = OFF) -> tuple[Tensor, Tensor]:
-    y = x.new_empty(dispatch.num_rows, w.shape[2])
-    return y, x.new_empty(0) if v is None else torch.empty_like(y)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

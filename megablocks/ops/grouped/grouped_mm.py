@@ -130,7 +130,7 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
 
 
-@custom_op("megablocks::grouped_mm", fake=lambda x, w, offsets: x.new_empty(x.shape[0], w.shape[2]))
+@custom_op("megablocks::grouped_mm", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
         return grouped_mm_ref(x, w, offsets)
@@ -145,7 +145,7 @@ def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op(
     "megablocks::grouped_mm_dw",
-    fake=lambda x, dy, offsets: x.new_empty(offsets.shape[0] - 1, x.shape[1], dy.shape[1]),
+    fake=lambda a: a.x.new_empty(a.offsets.shape[0] - 1, a.x.shape[1], a.dy.shape[1]),
 )
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:

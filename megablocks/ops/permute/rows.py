@@ -33,7 +33,7 @@ def gather_ref(x: Tensor, dispatch: Dispatch) -> Tensor:
     return torch.where((token >= 0).unsqueeze(1), x.index_select(0, token.clamp(min=0)), 0)
 
 
-@custom_op("megablocks::gather", fake=lambda x, dispatch: x.new_empty(dispatch.num_rows, x.shape[1]))
+@custom_op("megablocks::gather", fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.x.shape[1]))
 def gather_op(x: Tensor, dispatch: Dispatch) -> Tensor:
     if x.is_cuda and runs_triton(x):
         from megablocks.ops.permute.permute_triton import expand_launch
@@ -120,10 +120,7 @@ def combine_backward_ref(
     return d_rows, weight.new_zeros(num_pairs + 1).scatter_(0, target.long(), dots)[:num_pairs]
 
 
-@custom_op(
-    "megablocks::combine",
-    fake=lambda rows, weight, dispatch, num_bits: rows.new_empty(dispatch.num_tokens, rows.shape[1]),
-)
+@custom_op("megablocks::combine", fake=lambda a: a.rows.new_empty(a.dispatch.num_tokens, a.rows.shape[1]))
 def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits: int = OFF) -> Tensor:
     if rows.is_cuda and runs_triton(rows):
         from megablocks.ops.permute.permute_triton import combine_launch
@@ -134,9 +131,9 @@ def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits
 
 @custom_op(
     "megablocks::combine_backward",
-    fake=lambda dy, rows, weight, dispatch: (
-        dy.new_empty(dispatch.num_rows, dy.shape[1]),
-        weight.new_empty(0 if rows is None else weight.shape[0]),
+    fake=lambda a: (
+        a.dy.new_empty(a.dispatch.num_rows, a.dy.shape[1]),
+        a.weight.new_empty(0 if a.rows is None else a.weight.shape[0]),
     ),
 )
 def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ saved, and `unpack` in its backward.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,7 +134,13 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 
-@custom_op("megablocks::quantize")
+def _fake_quantize(a: Any) -> tuple[Tensor, Tensor]:
+    rows, width = a.x.shape
+    codes = a.x.new_empty(rows, _codes_width(a.num_bits, width), dtype=torch.uint8)
+    return codes, a.x.new_empty(rows, -(-width // GROUP[a.num_bits]), dtype=torch.int16)
+
+
+@custom_op("megablocks::quantize", fake=_fake_quantize)
 def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
         from megablocks.ops.quant.quant_triton import quantize_launch
@@ -143,17 +149,7 @@ def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     return quantize_ref(x, num_bits)
 
 
-@quantize_op.register_fake
-def _(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    rows, width = x.shape
-    codes = x.new_empty(rows, _codes_width(num_bits, width), dtype=torch.uint8)
-    return codes, x.new_empty(rows, -(-width // GROUP[num_bits]), dtype=torch.int16)
-
-
-@custom_op(
-    "megablocks::dequantize",
-    fake=lambda codes, scales, num_bits, width, dtype: codes.new_empty(codes.shape[0], width, dtype=dtype),
-)
+@custom_op("megablocks::dequantize", fake=lambda a: a.codes.new_empty(a.codes.shape[0], a.width, dtype=a.dtype))
 def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
     if runs_triton(codes) and dtype != torch.float64:
         from megablocks.ops.quant.quant_triton import dequantize_launch

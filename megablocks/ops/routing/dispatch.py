@@ -18,7 +18,7 @@ expert_offsets[e] <= p < expert_offsets[e+1]. Rows p >= V are unused; kernels ne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
     return counts.scatter_add_(0, key, torch.ones_like(key))[:num_experts].clone()
 
 
-@custom_op("megablocks::count_valid", fake=lambda expert, num_experts: expert.new_empty(num_experts, dtype=torch.int64))
+@custom_op("megablocks::count_valid", fake=lambda a: a.expert.new_empty(a.num_experts, dtype=torch.int64))
 def count_valid(expert: Tensor, num_experts: int) -> Tensor:
     """Pairs of each expert: (R,) integer → (E,) int64. Ids outside [0, E) are not counted."""
     if runs_triton(expert) and expert.shape[0]:
@@ -190,7 +190,15 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
     return expert_offsets, token_offsets, gather.int(), scatter.int(), pair.int()
 
 
-@custom_op("megablocks::build_dispatch")
+def _fake_build_dispatch(a: Any) -> _Indices:
+    def make(length: int) -> Tensor:
+        return torch.empty(length, dtype=torch.int32, device=a.expert.device)
+
+    num_pairs = a.expert.shape[0]
+    return make(a.num_experts + 1), make(a.num_tokens + 1), make(num_pairs), make(num_pairs), make(num_pairs)
+
+
+@custom_op("megablocks::build_dispatch", fake=_fake_build_dispatch)
 def build_dispatch_op(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
 ) -> _Indices:
@@ -199,15 +207,6 @@ def build_dispatch_op(
 
         return dispatch_launch(token, expert, num_tokens, num_experts, top_k)
     return build_dispatch_ref(token, expert, num_tokens, num_experts)
-
-
-@build_dispatch_op.register_fake
-def _(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None) -> _Indices:
-    def make(length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.int32, device=expert.device)
-
-    num_pairs = expert.shape[0]
-    return make(num_experts + 1), make(num_tokens + 1), make(num_pairs), make(num_pairs), make(num_pairs)
 
 
 def build_dispatch(routing: Routing) -> Dispatch:
@@ -308,7 +307,16 @@ def pad_indices_ref(
     return token_offsets.int(), padded_gather.int(), padded_scatter.int(), padded_pair.int()
 
 
-@custom_op("megablocks::pad_indices")
+def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    num_pairs = a.rows.pair.shape[0]
+    lengths = num_pairs // a.rows.top_k + 1 if a.rows.gather is None else 0, a.num_rows, num_pairs, a.num_rows
+    token_offsets, gather, scatter, pair = (
+        torch.empty(length, dtype=torch.int32, device=a.rows.pair.device) for length in lengths
+    )
+    return token_offsets, gather, scatter, pair
+
+
+@custom_op("megablocks::pad_indices", fake=_fake_pad_indices)
 def pad_indices_op(
     rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -317,18 +325,6 @@ def pad_indices_op(
 
         return pad_launch(rows, padded_ends, capacity, num_rows)
     return pad_indices_ref(rows, padded_ends, capacity, num_rows)
-
-
-@pad_indices_op.register_fake
-def _(
-    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_pairs = rows.pair.shape[0]
-    lengths = num_pairs // rows.top_k + 1 if rows.gather is None else 0, num_rows, num_pairs, num_rows
-    token_offsets, gather, scatter, pair = (
-        torch.empty(length, dtype=torch.int32, device=rows.pair.device) for length in lengths
-    )
-    return token_offsets, gather, scatter, pair
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:

@@ -204,7 +204,18 @@ def rounded_router_ref(
     )
 
 
-@custom_op("megablocks::rounded_router")
+def _fake_rounded_router(a: Any) -> RoundedOutput:
+    (num_tokens, num_experts), top = a.logits.shape, empty_output(a.logits, a.rounding.num_pairs)
+    return RoundedOutput(
+        *top,
+        rounded=torch.empty_like(top.load),
+        dropped=top.load.new_empty(()),
+        flags=a.logits.new_empty(num_experts, num_tokens, dtype=torch.int8),
+        ends=a.logits.new_empty(num_tokens, dtype=torch.int32),
+    )
+
+
+@custom_op("megablocks::rounded_router", fake=_fake_rounded_router)
 def rounded_router_op(
     logits: Tensor,
     bias: Tensor | None,
@@ -218,25 +229,6 @@ def rounded_router_op(
 
         return rounded_route_launch(logits, bias, padding_mask, draw, rounding, options)
     return rounded_router_ref(logits, bias, padding_mask, draw, rounding, options)
-
-
-@rounded_router_op.register_fake
-def _(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rounding: Rounding,
-    options: RouterOptions,
-) -> RoundedOutput:
-    (num_tokens, num_experts), top = logits.shape, empty_output(logits, rounding.num_pairs)
-    return RoundedOutput(
-        *top,
-        rounded=torch.empty_like(top.load),
-        dropped=top.load.new_empty(()),
-        flags=logits.new_empty(num_experts, num_tokens, dtype=torch.int8),
-        ends=logits.new_empty(num_tokens, dtype=torch.int32),
-    )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -284,10 +284,7 @@ def kernels_take(values: Tensor, num_experts: int, options: RouterOptions) -> bo
     return fits and runs_triton(values) and options.norm_p in (0, 1, 2) and not options.num_groups
 
 
-@custom_op(
-    "megablocks::router",
-    fake=lambda logits, bias, padding_mask, options: empty_output(logits, logits.shape[0] * options.top_k),
-)
+@custom_op("megablocks::router", fake=lambda a: empty_output(a.logits, a.logits.shape[0] * a.options.top_k))
 def router_op(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
     if kernels_take(logits, logits.shape[1], options):
         from megablocks.ops.routing.topk_triton import route_launch
@@ -317,7 +314,7 @@ def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
 
 @custom_op(
     "megablocks::router_backward",
-    fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    fake=lambda a: torch.empty_like(a.logits, memory_format=torch.contiguous_format),
 )
 def router_backward_op(
     logits: Tensor,
@@ -335,9 +332,7 @@ def router_backward_op(
 
 @custom_op(
     "megablocks::router_weight_backward",
-    fake=lambda weight, expert, d_weight, num_experts, dtype, options: weight.new_empty(
-        weight.shape[0] // options.top_k, num_experts, dtype=dtype
-    ),
+    fake=lambda a: a.weight.new_empty(a.weight.shape[0] // a.options.top_k, a.num_experts, dtype=a.dtype),
 )
 def router_weight_backward_op(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions

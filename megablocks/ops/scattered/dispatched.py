@@ -84,7 +84,13 @@ def scattered_mm_dw_ref(
     return dw, sums if with_sums else None
 
 
-@custom_op("megablocks::scattered_mm")
+def _fake_scattered_mm(a: Any) -> tuple[Tensor, Tensor]:
+    num_rows, acc = a.rows.count(a.x), torch.promote_types(a.x.dtype, torch.float32)
+    dots = a.x.new_empty(0) if a.other is None else a.x.new_empty(num_rows, dtype=acc)
+    return a.x.new_empty(num_rows, a.w.shape[2]), dots
+
+
+@custom_op("megablocks::scattered_mm", fake=_fake_scattered_mm)
 def scattered_mm_op(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
     rows: Rows, zero_tail: bool,
@@ -103,17 +109,13 @@ def scattered_mm_op(
     return y, x.new_empty(0) if dots is None else dots
 
 
-@scattered_mm_op.register_fake
-def _(
-    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
-    rows: Rows, zero_tail: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    num_rows = rows.count(x)
-    dots = x.new_empty(0) if other is None else x.new_empty(num_rows, dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(num_rows, w.shape[2]), dots
+def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor]:
+    dw = a.rows.empty_dw(a.a, a.b, a.transposed)
+    sums = a.a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.a.dtype, torch.float32))
+    return dw, sums if a.with_sums else a.a.new_empty(0)
 
 
-@custom_op("megablocks::scattered_mm_dw")
+@custom_op("megablocks::scattered_mm_dw", fake=_fake_scattered_mm_dw)
 def scattered_mm_dw_op(
     a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
 ) -> tuple[Tensor, Tensor]:
@@ -128,16 +130,7 @@ def scattered_mm_dw_op(
     return dw, a.new_empty(0) if sums is None else sums
 
 
-@scattered_mm_dw_op.register_fake
-def _(
-    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
-) -> tuple[Tensor, Tensor]:
-    dw = rows.empty_dw(a, b, transposed)
-    sums = a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.dtype, torch.float32))
-    return dw, sums if with_sums else a.new_empty(0)
-
-
-@custom_op("megablocks::gathered_linear", fake=lambda x, w, bias, dispatch: x.new_empty(dispatch.num_rows, w.shape[2]))
+@custom_op("megablocks::gathered_linear", fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.w.shape[2]))
 def gathered_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
     rows = Rows(dispatch.expert_offsets[1:], in_index=dispatch.gather)
     return scattered_mm_op.implementation(x, w, bias, None, None, None, rows, False)[0]
@@ -188,10 +181,7 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
 _IDENTITY = Activation("")
 
 
-@custom_op(
-    "megablocks::linear_combine",
-    fake=lambda pre, gate, w, bias, weight, dispatch, activation: pre.new_empty(dispatch.num_tokens, w.shape[2]),
-)
+@custom_op("megablocks::linear_combine", fake=lambda a: a.pre.new_empty(a.dispatch.num_tokens, a.w.shape[2]))
 def linear_combine_op(
     pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
     activation: Activation,

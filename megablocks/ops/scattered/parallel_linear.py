@@ -53,7 +53,7 @@ def _sum_of(rows: Tensor, fan: int) -> Tensor:
 
 @custom_op(
     "megablocks::parallel_linear",
-    fake=lambda x, w, bias, weight, rows: x.new_empty(rows.count(x) // rows.out_fan, w.shape[2]),
+    fake=lambda a: a.x.new_empty(a.rows.count(a.x) // a.rows.out_fan, a.w.shape[2]),
 )
 def parallel_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, rows: Rows) -> Tensor:
     """x (T, in) or (L, in), w (E, in, out), bias (E, out), weight (L,) → (L / rows.out_fan, out)."""

@@ -366,8 +366,8 @@ def _round_up(size: int) -> int:
 
 @custom_op(
     "megablocks::sparse_topology",
-    fake=lambda expert_offsets, blocks_per_row, block_rows, block_size: expert_offsets.new_empty(
-        packed_size(sizes_of(expert_offsets.shape[0] - 1, blocks_per_row, block_rows))
+    fake=lambda a: a.expert_offsets.new_empty(
+        packed_size(sizes_of(a.expert_offsets.shape[0] - 1, a.blocks_per_row, a.block_rows))
     ),
 )
 def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:

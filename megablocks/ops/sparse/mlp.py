@@ -33,13 +33,20 @@ def _room(blocks: Blocks, like: Tensor) -> Tensor:
     return torch.empty(blocks.row_indices.shape[0], size, size, dtype=like.dtype, device=like.device)
 
 
-@custom_op("megablocks::sparse_sdd_slope", fake=lambda a, b, pre, blocks, activation: _room(blocks, a))
+@custom_op("megablocks::sparse_sdd_slope", fake=lambda a: _room(a.blocks, a.a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
     return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
 
 
-@custom_op("megablocks::sparse_mlp")
+def _fake_sparse_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    pre = _room(a.blocks, a.x)
+    gate = a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre)
+    act = a.x.new_empty(0) if a.recompute else torch.empty_like(pre)
+    return a.x.new_empty(a.x.shape[0], a.w2.shape[1]), pre, gate, act
+
+
+@custom_op("megablocks::sparse_mlp", fake=_fake_sparse_mlp)
 def sparse_mlp_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, bias: Tensor | None, gate_bias: Tensor | None,
     blocks: Blocks, activation: Activation, recompute: bool, input_bits: int, pre_bits: int,
@@ -62,17 +69,6 @@ def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
         return values
     by_block = bias.to(values.dtype).view(-1, 1, blocks.block_size)
     return values.add_(by_block.index_select(0, blocks.column_indices.clamp(min=0)))
-
-
-@sparse_mlp_op.register_fake
-def _(
-    x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, bias: Tensor | None, gate_bias: Tensor | None,
-    blocks: Blocks, activation: Activation, recompute: bool, input_bits: int, pre_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    pre = _room(blocks, x)
-    gate = x.new_empty(0) if v1 is None else torch.empty_like(pre)
-    act = x.new_empty(0) if recompute else torch.empty_like(pre)
-    return x.new_empty(x.shape[0], w2.shape[1]), pre, gate, act
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

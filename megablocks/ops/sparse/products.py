@@ -109,7 +109,7 @@ def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) 
 
 @custom_op(
     "megablocks::sparse_sdd",
-    fake=lambda a, b, blocks: a.new_empty(blocks.row_indices.shape[0], blocks.block_size, blocks.block_size),
+    fake=lambda a: a.a.new_empty(a.blocks.row_indices.shape[0], a.blocks.block_size, a.blocks.block_size),
 )
 def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
     return sdd_values(a, b, blocks)
@@ -117,9 +117,7 @@ def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
 
 @custom_op(
     "megablocks::sparse_spmm",
-    fake=lambda data, dense, blocks, sparse_left, by_column: data.new_empty(
-        _spmm_shape(dense, blocks, sparse_left, by_column)
-    ),
+    fake=lambda a: a.data.new_empty(_spmm_shape(a.dense, a.blocks, a.sparse_left, a.by_column)),
 )
 def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> Tensor:
     """S·D, or Sᵀ·D by_column; without sparse_left D·Sᵀ, or D·S by_column."""
