@@ -49,6 +49,14 @@ def check_flags(config: Any) -> None:
             refuse(field.name, getattr(config, field.name), "must be True or False")
 
 
+def check_integers(config: Any, *names: str) -> None:
+    """Refuse a field of these names that holds no integer of at least 1."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            refuse(name, value, "must be an integer >= 1")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MoEConfig:
     """What one mixture-of-experts layer computes.
@@ -148,11 +156,9 @@ class MoEConfig:
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "ffn_hidden_size", "num_experts", "top_k"):
-            self._check_int(name)
-        for name in ("shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k"):
-            if getattr(self, name) is not None:
-                self._check_int(name)
+        check_integers(self, "hidden_size", "ffn_hidden_size", "num_experts", "top_k")
+        optional = "shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k"
+        check_integers(self, *(name for name in optional if getattr(self, name) is not None))
         if self.top_k > self.num_experts:
             refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
         for name, choices in (
@@ -193,11 +199,6 @@ class MoEConfig:
         if self.shared_expert_gate and self.shared_expert_hidden_size is None:
             refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
         check_width(self.mlp_impl, self.ffn_hidden_size)
-
-    def _check_int(self, name: str) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            refuse(name, value, "must be an integer >= 1")
 
     def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
         value = getattr(self, name)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megablocks.config import ConfigError, MoEConfig, check_flags, refuse
+from megablocks.config import ConfigError, MoEConfig, check_flags, check_integers, refuse
 from megablocks.kinds import QUANTIZED
 from megablocks.ops.activation_table import Activation
 
@@ -128,19 +128,13 @@ class Arguments:
 
     def validate(self) -> None:
         """Check every field; a field set after construction is checked by calling this again."""
-        for name in ("num_layers", "pipeline_model_parallel_size"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                refuse(name, value, "must be an integer >= 1")
+        check_integers(self, "num_layers", "pipeline_model_parallel_size")
         stage = self.num_layers_per_virtual_pipeline_stage
         if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 1):
             refuse("num_layers_per_virtual_pipeline_stage", stage, "must be an integer >= 1, or None")
-        if self.num_layers % self.pipeline_model_parallel_size:
-            refuse(
-                "pipeline_model_parallel_size",
-                self.pipeline_model_parallel_size,
-                f"must divide num_layers={self.num_layers}",
-            )
+        stages = self.pipeline_model_parallel_size
+        if self.num_layers % stages:
+            refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")
         check_flags(self)
         if self.fp16 and self.bf16:
             refuse("bf16", True, "needs fp16=False (fp16 is True by default): a layer has one dtype")

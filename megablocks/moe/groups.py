@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -65,16 +66,11 @@ def new_expert_groups(expert_parallel_size: int) -> tuple[ProcessGroup, ProcessG
     world, rank = dist.get_world_size(), dist.get_rank()
     if expert_parallel_size < 1 or world % expert_parallel_size:
         raise ValueError(f"expert_parallel_size={expert_parallel_size}: must divide the world size {world}")
-    expert_group = data_group = None
-    for start in range(0, world, expert_parallel_size):
-        ranks = range(start, start + expert_parallel_size)
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            expert_group = group
-    for start in range(expert_parallel_size):
-        ranks = range(start, world, expert_parallel_size)
-        group = dist.new_group(list(ranks))
-        if rank in ranks:
-            data_group = group
-    assert expert_group is not None and data_group is not None
-    return expert_group, data_group
+
+    def make(groups: Iterable[range]) -> ProcessGroup:
+        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
+        return next(group for ranks, group in made.items() if rank in ranks)
+
+    size = expert_parallel_size
+    experts = make(range(start, start + size) for start in range(0, world, size))
+    return experts, make(range(start, world, size) for start in range(size))
