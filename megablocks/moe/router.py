@@ -23,17 +23,15 @@ from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import ROUTERS, load
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
-from megablocks.ops.routing.rounding import RoundedOutput, route_rounded
+from megablocks.ops.routing.rounding import route_rounded
 from megablocks.ops.routing.topk import (
-    RouterLosses,
-    RouterOptions,
-    RouterOutput,
     balance_loss,
     losses_ref,
     route_topk,
     router_scores,
     wide_logits,
 )
+from megablocks.ops.routing.values import RoundedOutput, RouterLosses, RouterOptions, RouterOutput
 
 
 class Router(nn.Module):

@@ -18,7 +18,8 @@ from typing import Any
 # module → its public names
 _NAMES = {
     "routing.dispatch": ("Routing", "Dispatch", "build_dispatch", "make_routing", "check_routing", "pad_dispatch"),
-    "routing.topk": ("route_topk", "RouterOptions"),
+    "routing.topk": ("route_topk",),
+    "routing.values": ("RouterOptions",),
     "routing.rounding": ("route_rounded",),
     "routing.capacity": ("apply_capacity", "capacity_of"),
     "activation_table": ("Activation",),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, quick
-from megablocks.ops.routing.dispatch import Unpadded
+from megablocks.ops.permute import Unpadded
 
 _BLOCK = 256
 

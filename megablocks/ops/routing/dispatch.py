@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.permute import Unpadded
 
 
 def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
@@ -222,22 +223,6 @@ def build_dispatch(routing: Routing) -> Dispatch:
     return Dispatch(
         *build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts, routing.top_k)
     )
-
-
-class Unpadded(NamedTuple):
-    """Rows sorted by expert, without padding.
-
-    ends: (E,) int32, where each expert's rows end.
-    pair: (R,) int32, the pair of each row.
-    gather, scatter: (R,) int32 of the Dispatch, or None where every pair is valid.
-    top_k: without gather and scatter: pairs of each token.
-    """
-
-    ends: Tensor
-    pair: Tensor
-    gather: Tensor | None
-    scatter: Tensor | None
-    top_k: int = 1
 
 
 class Rows(NamedTuple):

@@ -26,59 +26,27 @@ weight (rounding_triton.py).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Generator, Tensor
 
 from megablocks.ops.library import custom_op
 from megablocks.ops.routing.topk import (
-    RouterGradients,
-    RouterOptions,
-    RouterSaved,
     check_router,
     empty_output,
     gradient_of_logits,
+    has_losses,
     kernels_take,
     router_ref,
     router_scores,
     save_for_logits,
     wide_logits,
 )
+from megablocks.ops.routing.values import RoundedOutput, Rounding, RouterGradients, RouterOptions, RouterSaved
 
 STOCHASTIC = ("stochastic_frequency", "stochastic_score")  # the rules that draw
 ROUNDINGS = ("nearest", *STOCHASTIC, "balanced", "up", "down")
-
-
-class Rounding(NamedTuple):
-    """rule: one of `ROUNDINGS`.    tile: rows.    num_pairs: R."""
-
-    rule: str
-    tile: int
-    num_pairs: int
-
-
-class RoundedOutput(NamedTuple):
-    """What a router with token rounding gives for T tokens: the fields of `RouterOutput` for R pairs, and
-
-    expert: (R,), -1 behind the last pair.    load: (E,) before rounding.
-    rounded: (E,) int64 loads as computed.    dropped: () int64 choices that rounding down left out.
-    flags: (E, T) int8, 1 for a pair that is computed + 2 for one that the top-k chose.
-    ends: (T,) int32 pairs up to and with each token's.
-    """
-
-    weight: Tensor
-    balance: Tensor
-    z: Tensor
-    sums: Tensor
-    expert: Tensor
-    token: Tensor
-    load: Tensor
-    stats: Tensor
-    rounded: Tensor
-    dropped: Tensor
-    flags: Tensor
-    ends: Tensor
 
 
 def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
@@ -234,7 +202,7 @@ def rounded_router_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     logits, _, padding_mask, _, _, options = inputs
     out = RoundedOutput(*output)
-    if not options.has_losses:
+    if not has_losses(options):
         ctx.mark_non_differentiable(out.balance, out.z, out.sums)
     save_for_logits(ctx, logits, padding_mask, RouterSaved(None, out.load, out.stats, out.flags, out.ends), options)
 

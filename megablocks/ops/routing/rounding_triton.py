@@ -24,9 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.rounding import RoundedOutput, Rounding
-from megablocks.ops.routing.topk import RouterOptions
 from megablocks.ops.routing.topk_triton import CHOSEN, KEPT, PADDING_KEY, load_flags, score_launch
+from megablocks.ops.routing.values import RoundedOutput, Rounding, RouterOptions
 
 _BLOCK = 4096  # keys that a program of 16 warps looks at together
 

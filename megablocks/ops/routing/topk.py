@@ -19,98 +19,17 @@ for sigmoid, groups and bias; Switch Transformer (arXiv 2101.03961) for balance;
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
 from megablocks.ops.routing.dispatch import count_valid_ref
+from megablocks.ops.routing.values import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
 
 _MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # what a kernel's tile in registers holds
 _TINY = 1e-20  # keeps 0/0 out where all scores of a token underflowed; far below float32's resolution
-
-
-class RouterOptions(NamedTuple):
-    """What a router computes.
-
-    top_k: K.
-    sigmoid: scores are the sigmoids of the logits, else their softmax.
-    after: weights are the softmax of the chosen logits alone. Not with sigmoid.
-    norm_p: a token's weights are divided by their p-norm; 0 for no norm.
-    scaling: factor on the weights, last.
-    balance_weight, z_weight: factors on the losses. Where both are 0, only the weights are differentiable.
-    num_groups, group_top_k: a token chooses among the experts of its best `group_top_k` of `num_groups` groups of
-        neighboring experts; 0 for no groups.
-    """
-
-    top_k: int
-    sigmoid: bool = False
-    after: bool = False
-    norm_p: float = 0.0
-    scaling: float = 1.0
-    balance_weight: float = 0.0
-    z_weight: float = 0.0
-    num_groups: int = 0
-    group_top_k: int = 0
-
-    @property
-    def has_losses(self) -> bool:
-        return self.balance_weight != 0 or self.z_weight != 0
-
-    @property
-    def saves_weights(self) -> bool:
-        """Whether backward needs the T·K weights alone, not the T·E logits.
-
-        The gradient of a softmax over the chosen logits follows from its values; that of every other logit is 0.
-        """
-        return self.after and not self.norm_p and self.scaling != 0 and not self.has_losses
-
-
-class RouterOutput(NamedTuple):
-    """What a router gives for T tokens.
-
-    weight (T·K,), balance (), z (), sums (E,): float32 (float64 for float64 logits), differentiable.
-    expert, token: (T·K,) int32.    load: (E,) int64.
-    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are no padding, and 0, the ids out of range.
-    """
-
-    weight: Tensor
-    balance: Tensor
-    z: Tensor
-    sums: Tensor
-    expert: Tensor
-    token: Tensor
-    load: Tensor
-    stats: Tensor
-
-
-class RouterLosses(NamedTuple):
-    """The fields of these names of a `RouterOutput`."""
-
-    balance: Tensor
-    z: Tensor
-    sums: Tensor
-    stats: Tensor
-
-
-class RouterSaved(NamedTuple):
-    """What backward reads beside the logits: of the forward's results, expert, or flags and ends of token rounding."""
-
-    expert: Tensor | None
-    load: Tensor
-    stats: Tensor
-    flags: Tensor | None = None
-    ends: Tensor | None = None
-
-
-class RouterGradients(NamedTuple):
-    """The gradients of a router's results; None for 0."""
-
-    d_weight: Tensor | None
-    d_balance: Tensor | None = None
-    d_z: Tensor | None = None
-    d_sums: Tensor | None = None
 
 
 def lowest_first_topk(values: Tensor, k: int) -> Tensor:
@@ -344,6 +263,19 @@ def router_weight_backward_op(
     return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)
 
 
+def has_losses(options: RouterOptions) -> bool:
+    """Whether a loss has a weight, so that the losses are differentiable."""
+    return options.balance_weight != 0 or options.z_weight != 0
+
+
+def _saves_weights(options: RouterOptions) -> bool:
+    """Whether backward needs the T·K weights alone, not the T·E logits.
+
+    The gradient of a softmax over the chosen logits follows from its values; that of every other logit is 0.
+    """
+    return options.after and not options.norm_p and options.scaling != 0 and not has_losses(options)
+
+
 def save_for_logits(
     ctx: Any, logits: Tensor, padding_mask: Tensor | None, saved: RouterSaved, options: RouterOptions
 ) -> None:
@@ -365,9 +297,9 @@ def gradient_of_logits(ctx: Any, grads: RouterGradients) -> Tensor | None:
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     logits, _, padding_mask, options = inputs
     out = RouterOutput(*output)
-    if not options.has_losses:
+    if not has_losses(options):
         ctx.mark_non_differentiable(out.balance, out.z, out.sums)
-    if options.saves_weights:
+    if _saves_weights(options):
         ctx.options, ctx.like = options, (logits.shape[1], logits.dtype)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(out.weight, out.expert)
@@ -377,7 +309,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     weight, options = grads[0], ctx.options
-    if not options.saves_weights:
+    if not _saves_weights(options):
         return gradient_of_logits(ctx, RouterGradients(*grads[:4])), None, None, None
     d_logits = None if weight is None else router_weight_backward_op(*ctx.saved_tensors, weight, *ctx.like, options)
     return d_logits, None, None, None

@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.topk import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
+from megablocks.ops.routing.values import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096

@@ -1,0 +1,106 @@
+"""What the routers' ops take and give: topk.py, rounding.py and their kernels share these."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class RouterOptions(NamedTuple):
+    """What a router computes.
+
+    top_k: K.
+    sigmoid: scores are the sigmoids of the logits, else their softmax.
+    after: weights are the softmax of the chosen logits alone. Not with sigmoid.
+    norm_p: a token's weights are divided by their p-norm; 0 for no norm.
+    scaling: factor on the weights, last.
+    balance_weight, z_weight: factors on the losses. Where both are 0, only the weights are differentiable.
+    num_groups, group_top_k: a token chooses among the experts of its best `group_top_k` of `num_groups` groups of
+        neighboring experts; 0 for no groups.
+    """
+
+    top_k: int
+    sigmoid: bool = False
+    after: bool = False
+    norm_p: float = 0.0
+    scaling: float = 1.0
+    balance_weight: float = 0.0
+    z_weight: float = 0.0
+    num_groups: int = 0
+    group_top_k: int = 0
+
+
+class RouterOutput(NamedTuple):
+    """What a router gives for T tokens.
+
+    weight (T·K,), balance (), z (), sums (E,): float32 (float64 for float64 logits), differentiable.
+    expert, token: (T·K,) int32.    load: (E,) int64.
+    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are no padding, and 0, the ids out of range.
+    """
+
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    expert: Tensor
+    token: Tensor
+    load: Tensor
+    stats: Tensor
+
+
+class RouterLosses(NamedTuple):
+    """The fields of these names of a `RouterOutput`."""
+
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    stats: Tensor
+
+
+class RouterSaved(NamedTuple):
+    """What backward reads beside the logits: of the forward's results, expert, or flags and ends of token rounding."""
+
+    expert: Tensor | None
+    load: Tensor
+    stats: Tensor
+    flags: Tensor | None = None
+    ends: Tensor | None = None
+
+
+class RouterGradients(NamedTuple):
+    """The gradients of a router's results; None for 0."""
+
+    d_weight: Tensor | None
+    d_balance: Tensor | None = None
+    d_z: Tensor | None = None
+    d_sums: Tensor | None = None
+
+
+class Rounding(NamedTuple):
+    """rule: one of `ROUNDINGS`.    tile: rows.    num_pairs: R."""
+
+    rule: str
+    tile: int
+    num_pairs: int
+
+
+class RoundedOutput(NamedTuple):
+    """What a router with token rounding gives for T tokens: the fields of `RouterOutput` for R pairs, and
+
+    expert: (R,), -1 behind the last pair.    load: (E,) before rounding.
+    rounded: (E,) int64 loads as computed.    dropped: () int64 choices that rounding down left out.
+    flags: (E, T) int8, 1 for a pair that is computed + 2 for one that the top-k chose.
+    ends: (T,) int32 pairs up to and with each token's.
+    """
+
+    weight: Tensor
+    balance: Tensor
+    z: Tensor
+    sums: Tensor
+    expert: Tensor
+    token: Tensor
+    load: Tensor
+    stats: Tensor
+    rounded: Tensor
+    dropped: Tensor
+    flags: Tensor
+    ends: Tensor
