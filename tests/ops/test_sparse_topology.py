@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.sparse import from_coordinates, max_block_rows, topology
-from megablocks.ops.sparse.kernels import topology_launch
-from megablocks.ops.sparse.matrix import sizes_of, topology_ref, unpack
+from megablocks.ops.sparse.matrix import sizes_of, topology_launch, topology_ref, unpack
 
 COUNTS = {
     "even": [128, 128, 128],

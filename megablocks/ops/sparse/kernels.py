@@ -19,10 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
+from megablocks.ops.launch import cdiv, interpreted, quick
 
 from .epilogue import NONE, Epilogue
-from .matrix import packed_size, sizes_of, unpack
 
 
 @triton.jit
@@ -201,19 +200,6 @@ def _store_work(at, line, first, last, mask):
     tl.store(at + 1, first, mask=mask)
     tl.store(at + 2, last, mask=mask)
     tl.store(at + 3, 0, mask=mask)
-
-
-def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    """As `topology_op`; one launch."""
-    experts = expert_offsets.shape[0] - 1
-    sizes = sizes_of(experts, blocks_per_row, block_rows)
-    packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=expert_offsets.device)
-    _topology_kernel[(block_rows + experts,)](
-        expert_offsets, *unpack(packed, sizes), block_rows,
-        E=experts, F=blocks_per_row, B=block_size,
-        E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
-    )  # fmt: skip
-    return packed
 
 
 def _settings(t: Tensor, block_size: int) -> dict[str, Any]:

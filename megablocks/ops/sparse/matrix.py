@@ -364,6 +364,23 @@ def _round_up(size: int) -> int:
     return -(-size // 4) * 4
 
 
+def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
+    """As `topology_op`; one launch."""
+    from megablocks.ops.launch import next_power_of_2
+
+    from .kernels import _topology_kernel
+
+    experts = expert_offsets.shape[0] - 1
+    sizes = sizes_of(experts, blocks_per_row, block_rows)
+    packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=expert_offsets.device)
+    _topology_kernel[(block_rows + experts,)](
+        expert_offsets, *unpack(packed, sizes), block_rows,
+        E=experts, F=blocks_per_row, B=block_size,
+        E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
+    )  # fmt: skip
+    return packed
+
+
 @custom_op(
     "megablocks::sparse_topology",
     fake=lambda a: a.expert_offsets.new_empty(
@@ -373,8 +390,6 @@ def _round_up(size: int) -> int:
 def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
     """topology_ref's results in one allocation; see `unpack`."""
     if expert_offsets.is_cuda:
-        from .kernels import topology_launch
-
         return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
     parts = topology_ref(expert_offsets, blocks_per_row, block_rows, block_size)
     return torch.cat([F.pad(part.reshape(-1), (0, -part.numel() % 4)) for part in parts])
