@@ -61,7 +61,8 @@ class _Signature:
         self.names = list(signature.parameters)
         self.kinds = [p.annotation if hasattr(p.annotation, "_fields") else None for p in parameters]
         self.defaults = [p.default for p in parameters]
-        self.has_fields = any(self.kinds)
+        # Where the NamedTuples stand, and their lengths: the last one first, which moves none of the others.
+        self.places = [(i, len(kind._fields)) for i, kind in enumerate(self.kinds) if kind is not None][::-1]
         flat: list[inspect.Parameter] = []
         for parameter, kind in zip(parameters, self.kinds, strict=True):
             hints = {parameter.name: parameter.annotation} if kind is None else typing.get_type_hints(kind)
@@ -75,13 +76,11 @@ class _Signature:
 
     def flat(self, args: Iterable[Any]) -> tuple[Any, ...]:
         """Nested arguments, or their gradients, by field. None for a NamedTuple gives None for each field."""
-        flat: list[Any] = []
-        for value, kind in zip(args, self.kinds, strict=True):
-            if kind is None:
-                flat.append(value)
-            else:
-                # tuple(): torch.compile of torch 2.11 cannot add a NamedTuple to a list
-                flat += (None,) * len(kind._fields) if value is None else tuple(value)
+        flat = [*args]
+        for place, fields in self.places:
+            value = flat[place]
+            # tuple(): torch.compile of torch 2.11 cannot add a NamedTuple to a list
+            flat[place : place + 1] = (None,) * fields if value is None else tuple(value)
         return tuple(flat)
 
     def nested(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -148,7 +147,7 @@ class Op:
     def __call__(self, *args: Any) -> Any:
         signature = self._signature
         args = (*args, *signature.defaults[len(args) :])
-        flat = signature.flat(args) if signature.has_fields else args
+        flat = signature.flat(args) if signature.places else args
         first, needs_gradient, direct = None, False, _DIRECT and not torch.compiler.is_compiling()
         if direct and forward_ad._current_level >= 0:
             _refuse_tangents(self.definition, flat)
