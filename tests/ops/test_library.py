@@ -32,6 +32,7 @@ from megablocks.ops.grouped.gathered_mm import (
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.linear_cross_entropy import cross_entropy_gradient_op, cross_entropy_sums_op
+from megablocks.ops.norm import norm_backward_op, norm_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.routing.capacity import apply_capacity
@@ -237,6 +238,8 @@ def _samples():
             cross_entropy_gradient_op,
             (const(T, H), torch.arange(T), const(T), torch.rand(T) + 1, const(T)),
         ),
+        "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
+        "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),
