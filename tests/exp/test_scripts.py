@@ -397,8 +397,8 @@ def held(data: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], li
     (tmp_path / "status").write_text("0")
     environment = {**os.environ, "PYTHON": str(ranks), "DATA_PREFIX": str(data), "NGPU": "1"}
     command = ["bash", str(SMOKE), str(tmp_path / "run"), "3"]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    launcher = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    options = {"stderr": subprocess.PIPE, "text": True, "start_new_session": True, "preexec_fn": heed_signals}
+    launcher = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, **options)
     try:
         _wait_for(tmp_path / "started", launcher)
         yield launcher, command, environment
@@ -406,6 +406,12 @@ def held(data: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], li
         with contextlib.suppress(ProcessLookupError):
             os.killpg(launcher.pid, signal.SIGKILL)
         launcher.communicate()
+
+
+def heed_signals() -> None:
+    """Within a new process: a background job of a shell ignores signals, and bash can trap none that it ignores."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _wait_for(path: Path, launcher: subprocess.Popen[str]) -> None:

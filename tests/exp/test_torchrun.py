@@ -31,6 +31,12 @@ print("saved", flush=True)
 """
 
 
+def heed_signals() -> None:
+    """Within a new process: a background job of a shell ignores signals, and bash can trap none that it ignores."""
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Starts a command in a session of its own with its output in the file `log`; kills it on leaving."""
@@ -40,7 +46,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
         with open(tmp_path / "log", "ab") as log:
-            started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, start_new_session=True))
+            options = {"start_new_session": True, "preexec_fn": heed_signals}
+            started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, **options))
         return started[-1]
 
     yield run
