@@ -84,7 +84,7 @@ class Case:
     def gradients(self, name: str) -> Callable[[], tuple[Any, ...]]:
         import torch
 
-        from megablocks.ops.linear_cross_entropy import KEEP_BYTES, linear_cross_entropy
+        from megablocks.ops.loss import KEEP_BYTES, linear_cross_entropy
 
         x, weight, labels = self.x, self.weight, self.labels
 
@@ -134,8 +134,8 @@ def kernels(words: int, rounds: int) -> dict[str, float]:
     """µs of the two kernels on a chunk of logits."""
     import torch
 
-    from megablocks.ops.linear_cross_entropy import CHUNK_BYTES
-    from megablocks.ops.linear_cross_entropy_triton import gradient_launch, sums_launch
+    from megablocks.ops.loss import CHUNK_BYTES
+    from megablocks.ops.loss_triton import gradient_launch, sums_launch
 
     rows = CHUNK_BYTES // (2 * words)
     logits = torch.randn(rows, words, device="cuda", dtype=torch.bfloat16)

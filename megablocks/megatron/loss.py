@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
-from megablocks.ops.linear_cross_entropy import linear_cross_entropy
+from megablocks.ops.loss import linear_cross_entropy
 
 _NEEDS_LOGITS: dict[str, tuple[tuple[Any, ...], str]] = {
     "cross_entropy_loss_fusion": ((False,), "it asks for Megatron's own fused cross entropy"),

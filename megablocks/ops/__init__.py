@@ -24,7 +24,7 @@ _NAMES = {
     "routing.capacity": ("apply_capacity", "capacity_of"),
     "activation_table": ("Activation",),
     "activation": ("activate",),
-    "linear_cross_entropy": ("linear_cross_entropy",),
+    "loss": ("linear_cross_entropy",),
     "permute.rows": ("combine",),
     "grouped.grouped_mm": ("grouped_mm",),
     "grouped.gathered_mm": ("gathered_mm", "gathered_mm_gated"),

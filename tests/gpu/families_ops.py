@@ -112,7 +112,7 @@ def activation(device: torch.device) -> Step:
 
 @family
 def linear_cross_entropy(device: torch.device) -> Step:
-    from megablocks.ops.linear_cross_entropy import linear_cross_entropy
+    from megablocks.ops.loss import linear_cross_entropy
 
     inputs = [[draws(device, dtype)(T, H), draws(device, dtype)(5001, H)] for dtype in (torch.bfloat16, torch.float32)]
     labels = torch.arange(-1, T - 1, device=device) * 31
@@ -123,6 +123,23 @@ def linear_cross_entropy(device: torch.device) -> Step:
             for keep_bytes in (0, 2**30):
                 loss = linear_cross_entropy(x, weight, labels, keep_bytes=keep_bytes, chunk_bytes=2**20)
                 out += with_gradients(loss, [x, weight])
+        return out
+
+    return step
+
+
+@family
+def norm(device: torch.device) -> Step:
+    from megablocks.ops.norm import norm
+
+    inputs = [[draws(device, dtype)(T, H), *(draws(device, dtype)(H) for _ in range(2))]
+              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+
+    def step() -> list[Tensor]:
+        out = []
+        for x, weight, bias in inputs:
+            out += with_gradients(norm(x, weight, bias, eps=1e-5), [x, weight, bias])
+            out += with_gradients(norm(x, weight, None, eps=1e-5, zero_centered=True), [x, weight])
         return out
 
     return step

@@ -157,9 +157,9 @@ def activation() -> None:
         activation_backward_launch(z, z, gate, one)
 
 
-@family("linear_cross_entropy_triton", "_sums_kernel", "_gradient_kernel")
+@family("loss_triton", "_sums_kernel", "_gradient_kernel")
 def linear_cross_entropy() -> None:
-    from megablocks.ops.linear_cross_entropy_triton import gradient_launch, sums_launch
+    from megablocks.ops.loss_triton import gradient_launch, sums_launch
 
     for dtype, words in product(EVERY, (101, 32768)):
         logits, labels = torch.zeros(8, words, dtype=dtype), torch.zeros(8, dtype=torch.int64)

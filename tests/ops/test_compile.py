@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,12 @@ def test_every_kernel_of_the_package_is_in_a_family() -> None:
     assert set(ARCHITECTURES) == set(SHARED_BYTES)
     covered = [kernel for one in FAMILIES.values() for kernel in one.kernels]
     assert len(covered) == len(set(covered)) and set(covered) == kernels_of_the_package()
+
+
+def test_the_families_for_hopper_are_those_that_ci_compiles_with_other_releases() -> None:
+    script = (Path(__file__).parents[2] / "scripts/compile_releases.sh").read_text()
+    (names,) = re.findall(r"^families=\((.*)\)$", script, re.MULTILINE)
+    assert set(names.split()) == {name for name, one in FAMILIES.items() if one.architectures == (90,)}
 
 
 def test_one_family_compiles_for_the_architecture_with_the_least_shared_memory(tmp_path: Path) -> None:

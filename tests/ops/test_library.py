@@ -31,7 +31,7 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
 from megablocks.ops.library import Op, _device_of
-from megablocks.ops.linear_cross_entropy import cross_entropy_gradient_op, cross_entropy_sums_op
+from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
 from megablocks.ops.norm import norm_backward_op, norm_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op

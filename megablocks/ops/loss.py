@@ -65,7 +65,7 @@ def cross_entropy_gradient_ref(logits: Tensor, labels: Tensor, maximum: Tensor, 
 @custom_op("megablocks::cross_entropy_sums")
 def cross_entropy_sums_op(logits: Tensor, labels: Tensor) -> Tensor:
     if runs_triton(logits):
-        from megablocks.ops.linear_cross_entropy_triton import sums_launch
+        from megablocks.ops.loss_triton import sums_launch
 
         return sums_launch(logits, labels)
     return cross_entropy_sums_ref(logits, labels)
@@ -81,7 +81,7 @@ def _(logits: Tensor, labels: Tensor) -> Tensor:
 def cross_entropy_gradient_op(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
     """Write the gradient of the logits in their place."""
     if runs_triton(logits):
-        from megablocks.ops.linear_cross_entropy_triton import gradient_launch
+        from megablocks.ops.loss_triton import gradient_launch
 
         gradient_launch(logits, labels, maximum, total, grad)
     else:

@@ -9,12 +9,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from megablocks.ops.linear_cross_entropy import (
+from megablocks.ops.loss import (
     cross_entropy_gradient_ref,
     cross_entropy_sums_ref,
     linear_cross_entropy,
 )
-from megablocks.ops.linear_cross_entropy_triton import gradient_launch, sums_launch
+from megablocks.ops.loss_triton import gradient_launch, sums_launch
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.tolerances import assert_as_exact_as, max_error
 
