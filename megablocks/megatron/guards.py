@@ -95,6 +95,8 @@ class Guards:
         DistributedSignalHandler.signals_received = functools.partialmethod(_signals, received)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_training and torch.cuda.is_available():
+            print_rank_0("first step: compiling kernels, 10 to 20 s unless Triton's and torch's caches hold them")
         self.is_training = True
         return original(*args, **kwargs)
 
