@@ -66,8 +66,10 @@ class DriverSettings:
         "project to the vocabulary and compute the loss in one op, in chunks of tokens, without float32 logits; off "
         "without a GPU",
     )
-    fused_loss_kept_gib: float = option(
-        4.0, "GiB of that op's logits that stay in memory for backward, which computes all others again"
+    fused_loss_kept_gib: float | None = option(
+        None,
+        "GiB of that op's logits that stay in memory for backward, which computes all others again; unset: a tenth of "
+        "the GPU's memory",
     )
 
     def __post_init__(self) -> None:
@@ -77,7 +79,7 @@ class DriverSettings:
             raise ConfigError(f"loss_spike_window={self.loss_spike_window}: must be >= 4")
         if not self.hang_timeout >= 0:
             raise ConfigError(f"hang_timeout={self.hang_timeout}: must be >= 0 seconds")
-        if not self.fused_loss_kept_gib >= 0:
+        if self.fused_loss_kept_gib is not None and not self.fused_loss_kept_gib >= 0:
             raise ConfigError(f"fused_loss_kept_gib={self.fused_loss_kept_gib}: must be >= 0")
 
 

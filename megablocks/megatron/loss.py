@@ -34,12 +34,15 @@ _NEEDS_LOGITS: dict[str, tuple[tuple[Any, ...], str]] = {
 """Fields of TransformerConfig: the values that the fused loss takes, and why it takes no other."""
 
 
-def loss_arguments(kept_gib: float) -> dict[str, Any]:
+def loss_arguments(kept_gib: float | None) -> dict[str, Any]:
     """What `forward` of a GPTModel gets for the fused loss, by name.
 
     Args:
-        kept_gib: GiB of logits that stay in memory for backward.
+        kept_gib: GiB of logits that stay in memory for backward; None: a tenth of the GPU's memory.
     """
+    if kept_gib is None:
+        cuda = torch.cuda.is_available()
+        kept_gib = torch.cuda.get_device_properties().total_memory / 2**30 / 10 if cuda else 0.0
     return {"output_processor": fused_loss, "output_processor_context": kept_gib}
 
 
