@@ -1,0 +1,52 @@
+"""Hugging Face transformers: our kernels compute the experts of its models. Only this folder imports transformers.
+
+    import megablocks.hf
+    megablocks.hf.register()
+    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="megablocks")
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.version import Version
+
+NAME = "megablocks"
+"""What `experts_implementation` must be."""
+OLDEST = "5.17"
+"""The first release of transformers with whose experts these functions were tested."""
+
+__all__ = ["NAME", "OLDEST", "check_transformers", "register"]
+
+
+def check_transformers() -> None:
+    """Refuse an environment whose transformers has no seam for the experts.
+
+    Raises:
+        ImportError: transformers is missing, or older than `OLDEST`.
+    """
+    fix = f"pip install --upgrade 'transformers>={OLDEST}'"
+    try:
+        found = version("transformers")
+    except PackageNotFoundError:
+        raise ImportError(f"transformers is not installed, and megablocks.hf needs it: {fix}") from None
+    if Version(found) < Version(OLDEST):
+        raise ImportError(f"transformers {found} is installed, and megablocks.hf needs {OLDEST} or newer: {fix}")
+
+
+def register() -> None:
+    """Let models of transformers name `experts_implementation="megablocks"`. A second call changes nothing.
+
+    It covers every class that transformers decorates with `use_experts_implementation`. Other implementations stay as
+    they are, and a model uses ours only where it is named: in `from_pretrained`, `from_config` or
+    `model.set_experts_implementation("megablocks")`.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+    """
+    check_transformers()
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    from megablocks.hf.experts import experts_forward
+
+    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -1,0 +1,262 @@
+"""The experts of a transformers model, computed by our products: what `experts_implementation="megablocks"` calls.
+
+    h[p] = x[token of p] · up[e] + up_bias[e]           e = expert of pair p; up holds both halves of a gated MLP
+    y[t] = Σ over t's pairs of weight · norm(gate(h[p]) · down[e] + down_bias[e])
+
+Legend: T tokens, H hidden, K top-k, R = T·K pairs, E experts, I expert width, N = 2·I where gated, else I.
+
+transformers says by attributes of the module how its parameters lie:
+
+    has_gate               gate_up_proj with both halves, else up_proj
+    is_transposed          (E, H, N) and (E, I, H), else (E, N, H) and (E, H, I)
+    is_concatenated        gate before up, else their columns alternate
+    has_bias               …_proj_bias (E, N) and (E, H)
+    has_post_expert_norm   post_expert_norm is applied to each pair's output
+
+What stands between the products is the model's own: `_apply_gate`, or `act_fn` without a gate. Where it is
+transformers' default with an activation of our table, our kernel replaces it, or the whole MLP is one op. A family
+with a gate of its own, such as the clamped ones of gpt-oss and DeepSeek-V4, is computed with that gate.
+
+Weights are read where they lie; nothing is copied. Ids outside [0, E) are skipped. There is no host synchronization.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2CLS, ACT2FN
+from transformers.integrations.moe import _default_apply_gate
+
+from megablocks.moe.impls import choose_impl, runs_on_hopper
+from megablocks.ops.activation import activate
+from megablocks.ops.activation_table import GATED, Activation
+from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
+from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.gathered_mm import gathered_mm
+from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.library import under_autocast
+from megablocks.ops.permute.rows import combine
+from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
+
+FEW_PAIRS = 16
+"""Up to so many pairs are computed without sorting where no gradient is wanted: two tokens of top-8."""
+
+_PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
+_GATED = {unary: gated for gated, unary in GATED.items()}
+
+
+class _Call(NamedTuple):
+    """One call of an experts module.
+
+    module: it; its gate, activation and norm are called, its attributes say how the parameters lie.
+    x: (T, H), in the parameters' dtype.
+    ids: (T, K) integer; ids outside [0, E) are skipped.
+    weight: (T, K) floating.
+    up, down: the parameters as they lie.
+    up_bias, down_bias: (E, N) and (E, H), or None.
+    activation: what our kernels apply between the products; None where the module's own code does.
+    """
+
+    module: Any
+    x: Tensor
+    ids: Tensor
+    weight: Tensor
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+    activation: Activation | None
+
+    def as_factor(self, w: Tensor) -> Tensor:
+        """A parameter as the right factor of a product: (E, H, N) or (E, I, H), a view."""
+        return w if self.module.is_transposed else w.transpose(1, 2)
+
+
+@functools.cache
+def _activations() -> dict[Any, Activation]:
+    """Our activation for each function and class of transformers that computes the same."""
+    by_name = {
+        "silu": Activation("silu"),
+        "swish": Activation("silu"),
+        "gelu": Activation("gelu", "none"),
+        "gelu_new": Activation("gelu", "tanh"),
+        "gelu_pytorch_tanh": Activation("gelu", "tanh"),
+        "relu": Activation("relu"),
+        "relu2": Activation("relu2"),
+    }
+    # A name with arguments, such as gelu_10, has a class that does more than its name says.
+    plain = {type(ACT2FN[name]): act for name, act in by_name.items() if isinstance(ACT2CLS.get(name), type)}
+    return {**plain, F.silu: Activation("silu"), F.gelu: Activation("gelu", "none"), F.relu: Activation("relu")}
+
+
+def activation_of(module: Any) -> Activation | None:
+    """The activation of our table that stands between the products of `module`, or None where there is none."""
+    act = getattr(module, "act_fn", None)
+    known = _activations().get(act if callable(act) and not isinstance(act, nn.Module) else type(act))
+    if known is None or not module.has_gate:
+        return known
+    own = type(module)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(module)
+    return None if own or known.name not in _GATED else Activation(_GATED[known.name], known.approximate)
+
+
+def _halves(call: _Call, h: Tensor) -> tuple[Tensor, Tensor]:
+    """The two halves (R, I) of h (R, 2·I): what the activation is applied to, and its factor."""
+    if call.module.is_concatenated:
+        pre, gate = h.chunk(2, dim=-1)
+        return pre, gate
+    return h[:, ::2], h[:, 1::2]
+
+
+def _between(call: _Call, h: Tensor) -> Tensor:
+    """h (R, N) → (R, I): the gate or the activation."""
+    module, activation = call.module, call.activation
+    if not module.has_gate:
+        return module.act_fn(h) if activation is None else activate(h, None, activation)
+    if activation is not None:
+        return activate(*_halves(call, h), activation)
+    if not module.is_concatenated and type(module)._apply_gate is _default_apply_gate:
+        pre, gate = _halves(call, h)  # the default gate would cut h in the middle
+        return module.act_fn(pre) * gate
+    return module._apply_gate(h)
+
+
+def _without_unused(rows: Tensor, dispatch: Dispatch, compute: Callable[[Tensor], Tensor]) -> Tensor:
+    """compute(rows) with 0 in the unused rows of its argument, its result and their gradients.
+
+    Those rows are unspecified. Our ops never read them, but a parameter of the model would sum their gradients.
+    """
+    used = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) < dispatch.expert_offsets[-1]
+    return torch.where(used, compute(torch.where(used, rows, 0)), 0)
+
+
+def _own_parameters(module: nn.Module) -> Iterator[str]:
+    """Names of parameters which the model's own gate or activation may use."""
+    known = {f"{name}{end}" for name in _PARAMETERS for end in ("", "_bias")}
+    return (
+        name
+        for name, _ in module.named_parameters()
+        if name not in known and name.split(".")[0] not in ("parametrizations", "post_expert_norm")
+    )
+
+
+def _dispatch(call: _Call) -> Dispatch:
+    (num_tokens, top_k), num_experts = call.ids.shape, call.up.shape[0]
+    token = torch.arange(num_tokens, dtype=torch.int32, device=call.ids.device)
+    token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
+    expert, weight = call.ids.flatten().int(), call.weight.flatten()
+    return build_dispatch(Routing(token, expert, weight, num_tokens, num_experts, top_k))
+
+
+def grouped(call: _Call) -> Tensor:
+    """One grouped product for both halves, the gate, one grouped product down, and the weighted sum."""
+    module, dispatch = call.module, _dispatch(call)
+    offsets = dispatch.expert_offsets
+    h = gathered_mm(call.x, call.as_factor(call.up), dispatch)
+    if call.up_bias is not None:
+        h = add_expert_bias(h, call.up_bias, offsets)
+    between = functools.partial(_between, call)
+    masked = call.activation is None and any(_own_parameters(module))
+    act = _without_unused(h, dispatch, between) if masked else between(h)
+    rows = grouped_mm(act.to(call.x.dtype), call.as_factor(call.down), offsets)
+    if call.down_bias is not None:
+        rows = add_expert_bias(rows, call.down_bias, offsets)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = _without_unused(rows, dispatch, module.post_expert_norm)
+    return combine(rows, call.weight.flatten(), dispatch)
+
+
+def fused(call: _Call) -> Tensor:
+    """The whole MLP in one op, which saves no rows (R, H) for backward."""
+    up, down = call.as_factor(call.up).transpose(1, 2), call.as_factor(call.down)  # (E, N, H) and (E, I, H)
+    gated, bias = call.module.has_gate, call.up_bias
+    # chunk, because the gradient of its two results is one cat
+    w1, v1 = up.chunk(2, dim=1) if gated else (up, None)
+    b1, c1 = bias.chunk(2, dim=1) if gated and bias is not None else (bias, None)
+    parameters = ExpertParameters(w1, v1, down, b1, c1, call.down_bias)
+    assert call.activation is not None
+    return fused_mlp(call.x, call.weight.flatten(), _dispatch(call), parameters, call.activation)
+
+
+def few(call: _Call) -> Tensor:
+    """A product a pair with a copy of its expert's weights: no sorting, nothing for backward."""
+    module, (num_tokens, top_k), experts = call.module, call.ids.shape, call.up.shape[0]
+    used = ((call.ids >= 0) & (call.ids < experts)).view(-1, 1)
+    ids = call.ids.flatten().clamp(0, experts - 1)
+
+    def linear(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        out = torch.bmm(rows.unsqueeze(1), call.as_factor(w.index_select(0, ids))).squeeze(1)
+        return out if bias is None else out + bias.index_select(0, ids).to(out.dtype)
+
+    h = linear(call.x.repeat_interleave(top_k, dim=0), call.up, call.up_bias)
+    rows = linear(_between(call, h).to(call.x.dtype), call.down, call.down_bias)
+    if getattr(module, "has_post_expert_norm", False):
+        rows = module.post_expert_norm(rows)
+    acc = torch.promote_types(rows.dtype, torch.float32)
+    rows = torch.where(used, rows.to(acc) * call.weight.reshape(-1, 1).to(acc), 0)
+    return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
+
+
+WAYS: dict[str, Callable[[_Call], Tensor]] = {"few": few, "fused": fused, "grouped": grouped}
+"""How a call is computed. All give the same values."""
+
+
+def choose_way(call: _Call) -> str:
+    """A key of `WAYS`, by sizes, dtype and device alone."""
+    x, module = call.x, call.module
+    tensors = (x, call.weight, call.up, call.down, call.up_bias, call.down_bias)
+    if call.ids.numel() <= FEW_PAIRS and not (
+        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    ):
+        return "few"
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    if call.activation is None or has_norm or module.is_transposed or not module.is_concatenated:
+        return "grouped"
+    return choose_impl(
+        on_hopper=runs_on_hopper(x.device),
+        dtype=x.dtype,
+        biased=call.up_bias is not None,
+        saves_less=False,
+        num_experts=call.up.shape[0],
+        hidden_size=x.shape[1],
+        ffn_hidden_size=call.as_factor(call.down).shape[1],
+    )
+
+
+def _call(module: Any, x: Tensor, ids: Tensor, weight: Tensor) -> _Call:
+    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
+    # Each is read once: where PEFT adds its factors to a parameter, a read computes the sum.
+    up, down = (getattr(module, name) for name in names)
+    up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names)
+    for name, w in zip(names, (up, down), strict=True):
+        if not w.is_floating_point() or w.dtype.itemsize < 2:
+            raise ValueError(
+                f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
+                "float16, float32 and float64; load the model without quantization"
+            )
+    x, up, down = under_autocast(x, up, down)
+    return _Call(module, x.to(up.dtype), ids, weight, up, down, up_bias, down_bias, activation_of(module))
+
+
+def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The weighted sum of each token's experts, in place of the `forward` of a decorated experts class.
+
+    Args:
+        self: the experts module of transformers.
+        hidden_states: (T, H) floating; cast to the weights' dtype where it differs, as transformers does.
+        top_k_index: (T, K) integer ids; those outside [0, E) are skipped.
+        top_k_weights: (T, K) floating.
+
+    Returns:
+        (T, H) in the dtype of hidden_states. Differentiable in hidden_states, top_k_weights and the parameters; for a
+        frozen parameter no gradient is computed.
+
+    Raises:
+        ValueError: weights in a quantized dtype.
+    """
+    call = _call(self, hidden_states, top_k_index, top_k_weights)
+    return WAYS[choose_way(call)](call).to(hidden_states.dtype)
