@@ -32,13 +32,12 @@ from torch import Tensor, nn
 from transformers.activations import ACT2CLS, ACT2FN
 from transformers.integrations.moe import _default_apply_gate
 
+from megablocks.hf.weights import Weight, read_weight
 from megablocks.moe.impls import choose_impl, runs_on_hopper
 from megablocks.ops.activation import activate
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
-from megablocks.ops.grouped.gathered_mm import gathered_mm
-from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
@@ -57,7 +56,7 @@ class _Call(NamedTuple):
     x: (T, H), in the parameters' dtype.
     ids: (T, K) integer; ids outside [0, E) are skipped.
     weight: (T, K) floating.
-    up, down: the parameters as they lie.
+    up, down: (E, H, N) and (E, I, H).
     up_bias, down_bias: (E, N) and (E, H), or None.
     activation: what our kernels apply between the products; None where the module's own code does.
     """
@@ -66,15 +65,11 @@ class _Call(NamedTuple):
     x: Tensor
     ids: Tensor
     weight: Tensor
-    up: Tensor
-    down: Tensor
+    up: Weight
+    down: Weight
     up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation | None
-
-    def as_factor(self, w: Tensor) -> Tensor:
-        """A parameter as the right factor of a product: (E, H, N) or (E, I, H), a view."""
-        return w if self.module.is_transposed else w.transpose(1, 2)
 
 
 @functools.cache
@@ -145,7 +140,7 @@ def _own_parameters(module: nn.Module) -> Iterator[str]:
 
 
 def _dispatch(call: _Call) -> Dispatch:
-    (num_tokens, top_k), num_experts = call.ids.shape, call.up.shape[0]
+    (num_tokens, top_k), num_experts = call.ids.shape, call.up.w.shape[0]
     token = torch.arange(num_tokens, dtype=torch.int32, device=call.ids.device)
     token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
     expert, weight = call.ids.flatten().int(), call.weight.flatten()
@@ -156,13 +151,13 @@ def grouped(call: _Call) -> Tensor:
     """One grouped product for both halves, the gate, one grouped product down, and the weighted sum."""
     module, dispatch = call.module, _dispatch(call)
     offsets = dispatch.expert_offsets
-    h = gathered_mm(call.x, call.as_factor(call.up), dispatch)
+    h = call.up.gathered(call.x, dispatch)
     if call.up_bias is not None:
         h = add_expert_bias(h, call.up_bias, offsets)
     between = functools.partial(_between, call)
     masked = call.activation is None and any(_own_parameters(module))
     act = _without_unused(h, dispatch, between) if masked else between(h)
-    rows = grouped_mm(act.to(call.x.dtype), call.as_factor(call.down), offsets)
+    rows = call.down.sorted(act.to(call.x.dtype), offsets)
     if call.down_bias is not None:
         rows = add_expert_bias(rows, call.down_bias, offsets)
     if getattr(module, "has_post_expert_norm", False):
@@ -172,24 +167,23 @@ def grouped(call: _Call) -> Tensor:
 
 def fused(call: _Call) -> Tensor:
     """The whole MLP in one op, which saves no rows (R, H) for backward."""
-    up, down = call.as_factor(call.up).transpose(1, 2), call.as_factor(call.down)  # (E, N, H) and (E, I, H)
-    gated, bias = call.module.has_gate, call.up_bias
+    up, gated, bias = call.up.w.transpose(1, 2), call.module.has_gate, call.up_bias
     # chunk, because the gradient of its two results is one cat
     w1, v1 = up.chunk(2, dim=1) if gated else (up, None)
     b1, c1 = bias.chunk(2, dim=1) if gated and bias is not None else (bias, None)
-    parameters = ExpertParameters(w1, v1, down, b1, c1, call.down_bias)
+    parameters = ExpertParameters(w1, v1, call.down.w, b1, c1, call.down_bias)
     assert call.activation is not None
     return fused_mlp(call.x, call.weight.flatten(), _dispatch(call), parameters, call.activation)
 
 
 def few(call: _Call) -> Tensor:
     """A product a pair with a copy of its expert's weights: no sorting, nothing for backward."""
-    module, (num_tokens, top_k), experts = call.module, call.ids.shape, call.up.shape[0]
+    module, (num_tokens, top_k), experts = call.module, call.ids.shape, call.up.w.shape[0]
     used = ((call.ids >= 0) & (call.ids < experts)).view(-1, 1)
     ids = call.ids.flatten().clamp(0, experts - 1)
 
-    def linear(rows: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
-        out = torch.bmm(rows.unsqueeze(1), call.as_factor(w.index_select(0, ids))).squeeze(1)
+    def linear(rows: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
+        out = weight.each(rows, ids)
         return out if bias is None else out + bias.index_select(0, ids).to(out.dtype)
 
     h = linear(call.x.repeat_interleave(top_k, dim=0), call.up, call.up_bias)
@@ -201,6 +195,12 @@ def few(call: _Call) -> Tensor:
     return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
 
 
+def _needs_gradient(call: _Call) -> bool:
+    tensors = (call.x, call.weight, call.up_bias, call.down_bias)
+    wanted = call.up.needs_gradient or call.down.needs_gradient
+    return torch.is_grad_enabled() and (wanted or any(t is not None and t.requires_grad for t in tensors))
+
+
 WAYS: dict[str, Callable[[_Call], Tensor]] = {"few": few, "fused": fused, "grouped": grouped}
 """How a call is computed. All give the same values."""
 
@@ -208,38 +208,28 @@ WAYS: dict[str, Callable[[_Call], Tensor]] = {"few": few, "fused": fused, "group
 def choose_way(call: _Call) -> str:
     """A key of `WAYS`, by sizes, dtype and device alone."""
     x, module = call.x, call.module
-    tensors = (x, call.weight, call.up, call.down, call.up_bias, call.down_bias)
-    if call.ids.numel() <= FEW_PAIRS and not (
-        torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    ):
+    if call.ids.numel() <= FEW_PAIRS and not _needs_gradient(call):
         return "few"
-    has_norm = getattr(module, "has_post_expert_norm", False)
-    if call.activation is None or has_norm or module.is_transposed or not module.is_concatenated:
+    has_norm, has_lora = getattr(module, "has_post_expert_norm", False), call.up.a is not None or call.down.a is not None
+    if call.activation is None or has_norm or has_lora or module.is_transposed or not module.is_concatenated:
         return "grouped"
     return choose_impl(
         on_hopper=runs_on_hopper(x.device),
         dtype=x.dtype,
         biased=call.up_bias is not None,
         saves_less=False,
-        num_experts=call.up.shape[0],
+        num_experts=call.up.w.shape[0],
         hidden_size=x.shape[1],
-        ffn_hidden_size=call.as_factor(call.down).shape[1],
+        ffn_hidden_size=call.down.w.shape[1],
     )
 
 
 def _call(module: Any, x: Tensor, ids: Tensor, weight: Tensor) -> _Call:
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-    # Each is read once: where PEFT adds its factors to a parameter, a read computes the sum.
-    up, down = (getattr(module, name) for name in names)
+    up, down = (read_weight(module, name) for name in names)
     up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names)
-    for name, w in zip(names, (up, down), strict=True):
-        if not w.is_floating_point() or w.dtype.itemsize < 2:
-            raise ValueError(
-                f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
-                "float16, float32 and float64; load the model without quantization"
-            )
-    x, up, down = under_autocast(x, up, down)
-    return _Call(module, x.to(up.dtype), ids, weight, up, down, up_bias, down_bias, activation_of(module))
+    (x,) = under_autocast(x)
+    return _Call(module, x.to(up.w.dtype), ids, weight, up, down, up_bias, down_bias, activation_of(module))
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

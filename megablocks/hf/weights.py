@@ -1,0 +1,101 @@
+"""The weights of an experts module as right factors of products, with LoRA's factors apart where PEFT keeps them.
+
+    y[p] = x[p] · w[e] + (x[p] · a[e]) · b[e]        b includes LoRA's scaling
+
+PEFT's `target_parameters` makes a parameter read as W + scaling · lhs · rhs. A product with that sum would compute the
+full dW, although W is frozen, to get the gradients of the two factors. With the factors apart the gradients are theirs
+alone: R rows times the rank. What else may stand behind a parameter is read as torch gives it: correct, and not faster.
+
+Legend: R rows, E experts, K inner size, N outer size, r rank.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.grouped.gathered_mm import gathered_mm
+from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.library import under_autocast
+from megablocks.ops.routing.dispatch import Dispatch
+
+
+class Weight(NamedTuple):
+    """One matrix an expert.
+
+    w: (E, K, N), a view of the parameter.
+    a, b: (E, K, r) and (E, r, N), or None.
+    """
+
+    w: Tensor
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    @property
+    def needs_gradient(self) -> bool:
+        return any(t is not None and t.requires_grad for t in self)
+
+    def gathered(self, x: Tensor, dispatch: Dispatch) -> Tensor:
+        """x (T, K) → (R, N), as `gathered_mm`."""
+        y = gathered_mm(x, self.w, dispatch)
+        if self.a is None or self.b is None:
+            return y
+        return y + grouped_mm(gathered_mm(x, self.a, dispatch), self.b, dispatch.expert_offsets)
+
+    def sorted(self, rows: Tensor, offsets: Tensor) -> Tensor:
+        """rows (R, K) → (R, N), as `grouped_mm`."""
+        y = grouped_mm(rows, self.w, offsets)
+        if self.a is None or self.b is None:
+            return y
+        return y + grouped_mm(grouped_mm(rows, self.a, offsets), self.b, offsets)
+
+    def each(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """rows (R, K), each with a copy of the weights of its expert ids (R,) → (R, N)."""
+        rows = rows.unsqueeze(1)
+        y = torch.bmm(rows, _pick(self.w, ids))
+        if self.a is not None and self.b is not None:
+            y = y + torch.bmm(torch.bmm(rows, _pick(self.a, ids)), _pick(self.b, ids))
+        return y.squeeze(1)
+
+
+def _pick(w: Tensor, ids: Tensor) -> Tensor:
+    """w[ids], copied in the order in which w lies."""
+    if w.stride(1) == 1 and w.stride(2) != 1:
+        return w.transpose(1, 2).index_select(0, ids).transpose(1, 2)
+    return w.index_select(0, ids)
+
+
+def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:
+    """(W, lhs, rhs, scaling) where one LoRA adapter of PEFT stands behind the parameter, else None."""
+    layer = sys.modules.get("peft.tuners.lora.layer")
+    proxy = getattr(layer, "_LoraFactorsProxy", None)
+    chain = getattr(module, "parametrizations", {})
+    if proxy is None or name not in chain or len(chain[name]) != 1 or type(chain[name][0]) is not proxy:
+        return None
+    lora = chain[name][0]
+    return chain[name].original, lora.lhs, lora.rhs, lora.scaling
+
+
+def read_weight(module: Any, name: str) -> Weight:
+    """The parameter `name` of an experts module, under autocast in its dtype. Each is read once a call: see above.
+
+    Raises:
+        ValueError: weights in a quantized dtype.
+    """
+    factors = _lora_factors(module, name)
+    w = getattr(module, name) if factors is None else factors[0]
+    if not w.is_floating_point() or w.dtype.itemsize < 2:
+        raise ValueError(
+            f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
+            "float16, float32 and float64; load the model without quantization"
+        )
+    if factors is None:
+        (w,) = under_autocast(w)
+        return Weight(w if module.is_transposed else w.transpose(1, 2))
+    w, lhs, rhs = under_autocast(*factors[:3])
+    if module.is_transposed:
+        return Weight(w, lhs, rhs * factors[3])
+    return Weight(w.transpose(1, 2), rhs.transpose(1, 2), lhs.transpose(1, 2) * factors[3])
