@@ -1,8 +1,8 @@
 """Hugging Face transformers: our kernels compute the experts of its models. Only this folder imports transformers.
 
-    import megablocks.hf
-    megablocks.hf.register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="megablocks")
+import megablocks.hf
+megablocks.hf.register()
+model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="megablocks")
 """
 
 from __future__ import annotations

@@ -72,31 +72,37 @@ class _Call(NamedTuple):
     activation: Activation | None
 
 
-@functools.cache
-def _activations() -> dict[Any, Activation]:
-    """Our activation for each function and class of transformers that computes the same."""
-    by_name = {
-        "silu": Activation("silu"),
-        "swish": Activation("silu"),
-        "gelu": Activation("gelu", "none"),
-        "gelu_new": Activation("gelu", "tanh"),
-        "gelu_pytorch_tanh": Activation("gelu", "tanh"),
-        "relu": Activation("relu"),
-        "relu2": Activation("relu2"),
-    }
-    # A name with arguments, such as gelu_10, has a class that does more than its name says.
-    plain = {type(ACT2FN[name]): act for name, act in by_name.items() if isinstance(ACT2CLS.get(name), type)}
-    return {**plain, F.silu: Activation("silu"), F.gelu: Activation("gelu", "none"), F.relu: Activation("relu")}
+_BY_NAME = {
+    "silu": Activation("silu"),
+    "swish": Activation("silu"),
+    "gelu": Activation("gelu", "none"),
+    "gelu_new": Activation("gelu", "tanh"),
+    "gelu_pytorch_tanh": Activation("gelu", "tanh"),
+    "relu": Activation("relu"),
+    "relu2": Activation("relu2"),
+}
+_ACTIVATIONS: dict[Any, Activation] = {
+    # a name with arguments, such as gelu_10, has a class that does more than its name says
+    **{type(ACT2FN[name]): act for name, act in _BY_NAME.items() if isinstance(ACT2CLS.get(name), type)},
+    F.silu: Activation("silu"),
+    F.gelu: Activation("gelu", "none"),
+    F.relu: Activation("relu"),
+}
+"""Our activation for each class and function of transformers that computes the same."""
+
+
+def _has_own_gate(module: Any) -> bool:
+    return type(module)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(module)
 
 
 def activation_of(module: Any) -> Activation | None:
     """The activation of our table that stands between the products of `module`, or None where there is none."""
     act = getattr(module, "act_fn", None)
-    known = _activations().get(act if callable(act) and not isinstance(act, nn.Module) else type(act))
+    known = _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
     if known is None or not module.has_gate:
         return known
-    own = type(module)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(module)
-    return None if own or known.name not in _GATED else Activation(_GATED[known.name], known.approximate)
+    replaceable = known.name in _GATED and not _has_own_gate(module)
+    return Activation(_GATED[known.name], known.approximate) if replaceable else None
 
 
 def _halves(call: _Call, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,7 +120,7 @@ def _between(call: _Call, h: Tensor) -> Tensor:
         return module.act_fn(h) if activation is None else activate(h, None, activation)
     if activation is not None:
         return activate(*_halves(call, h), activation)
-    if not module.is_concatenated and type(module)._apply_gate is _default_apply_gate:
+    if not module.is_concatenated and not _has_own_gate(module):
         pre, gate = _halves(call, h)  # the default gate would cut h in the middle
         return module.act_fn(pre) * gate
     return module._apply_gate(h)
@@ -210,7 +216,10 @@ def choose_way(call: _Call) -> str:
     x, module = call.x, call.module
     if call.ids.numel() <= FEW_PAIRS and not _needs_gradient(call):
         return "few"
-    has_norm, has_lora = getattr(module, "has_post_expert_norm", False), call.up.a is not None or call.down.a is not None
+    has_norm, has_lora = (
+        getattr(module, "has_post_expert_norm", False),
+        call.up.a is not None or call.down.a is not None,
+    )
     if call.activation is None or has_norm or has_lora or module.is_transposed or not module.is_concatenated:
         return "grouped"
     return choose_impl(

@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megablocks.hf import OLDEST
+from megablocks.testing.tolerances import assert_as_exact_as
 
 pytest.importorskip("transformers", minversion=OLDEST)
 
@@ -52,6 +54,9 @@ def _decorated() -> Iterator[tuple[str, str]]:
                 yield f"transformers.models.{path.parent.name}.{path.stem}", node.name
 
 
+MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
+GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+MIXTRAL_AND_NEMOTRON = [MIXTRAL, ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts")]
 CLASSES = [pytest.param(*names, id=names[1]) for names in _decorated()]
 
 
@@ -122,19 +127,15 @@ def test_transformers_has_decorated_classes() -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("sentinels", [False, True], ids=["", "sentinels"])
 @pytest.mark.parametrize(("module", "name"), CLASSES)
-def test_H1_values_and_gradients_equal_the_models_own(module: str, name: str, sentinels: bool) -> None:
-    experts = _make(module, name)
-    inputs = _inputs(sentinels=sentinels)
+def test_H1_values_and_gradients_equal_the_models_own(module: str, name: str) -> None:
+    experts, inputs = _make(module, name), _inputs()
     expected = _eager(experts, *inputs)
     for way in _ways(experts):
         _assert_equal(_ours(experts, way, *inputs), expected)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [param for param in CLASSES if str(param.id).startswith(CLAMPED)]
-)
+@pytest.mark.parametrize(("module", "name"), [p for p in CLASSES if str(p.id).startswith(CLAMPED)])
 def test_H1_a_clamp_is_never_dropped(module: str, name: str) -> None:
     experts, inputs = _make(module, name), _inputs()
     y = _ours(experts, "grouped", *inputs)["y"]
@@ -142,3 +143,128 @@ def test_H1_a_clamp_is_never_dropped(module: str, name: str) -> None:
         if hasattr(experts, limit):
             setattr(experts, limit, 1e9)
     assert (y - _ours(experts, "grouped", *inputs)["y"]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "gelu_10", "mish"])
+@pytest.mark.parametrize(("module", "name"), MIXTRAL_AND_NEMOTRON)
+def test_H1_every_activation(module: str, name: str, act: str) -> None:
+    experts, inputs = _make(module, name, hidden_act=act, mlp_hidden_act=act), _inputs()
+    ways, gated = _ways(experts), name == "MixtralExperts"
+    known = act not in ("gelu_10", "mish") and not (gated and act == "relu2")
+    assert ("fused" in ways) == known
+    expected = _eager(experts, *inputs)
+    for way in ways:
+        _assert_equal(_ours(experts, way, *inputs), expected)
+
+
+def test_H1_an_instance_with_a_gate_of_its_own() -> None:
+    experts, inputs = _make(*MIXTRAL), _inputs()
+    plain = _ours(experts, "grouped", *inputs)["y"]
+    experts._apply_gate = lambda h: h.chunk(2, dim=-1)[1].clamp(max=0.1)
+    assert _ways(experts) == ["few", "grouped"]
+    few, grouped = (_ours(experts, way, *inputs) for way in ("few", "grouped"))
+    _assert_equal(few, grouped)
+    assert not torch.allclose(plain, grouped["y"], atol=0.1)
+
+
+def test_H1_alternating_halves_without_a_gate_of_their_own() -> None:
+    experts, inputs = _make(*MIXTRAL), _inputs()
+    expected = _eager(experts, *inputs)
+    alternate = torch.arange(2 * I).view(2, I).t().flatten()
+    with torch.no_grad():
+        experts.gate_up_proj.copy_(experts.gate_up_proj[:, alternate])
+    experts.is_concatenated = False
+    for act_fn in (experts.act_fn, nn.SiLU(), lambda z: z * torch.sigmoid(z)):
+        del experts.act_fn
+        experts.act_fn = act_fn
+        for way in ("few", "grouped"):
+            actual = _ours(experts, way, *inputs)
+            actual["gate_up_proj"] = actual["gate_up_proj"][:, alternate.argsort()]
+            _assert_equal(actual, expected)
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize(("module", "name"), CLASSES)
+def test_H2_ids_outside_are_skipped(module: str, name: str) -> None:
+    experts, inputs = _make(module, name), _inputs(sentinels=True)
+    expected = _eager(experts, *inputs)
+    assert not expected["y"][0].any() and not expected["x"][0].any()
+    for way in _ways(experts):
+        actual = _ours(experts, way, *inputs)
+        _assert_equal(actual, expected)
+        assert not actual["weight"][inputs[1] == E].any()
+
+
+@pytest.mark.usefixtures("poison")
+@pytest.mark.parametrize("way", ours.WAYS)
+def test_H2_nothing_but_ids_outside_and_no_token(way: str) -> None:
+    experts = _make(*MIXTRAL)
+    x, ids, weight = _inputs()
+    for tokens, chosen in ((T, torch.full_like(ids, -1)), (0, ids[:0])):
+        results = _ours(experts, way, x[:tokens], chosen, weight[:tokens])
+        assert results["y"].shape == (tokens, H)
+        assert not any(value.any() for value in results.values())
+
+
+def test_the_way_follows_the_gradient_and_the_number_of_pairs() -> None:
+    experts = _make(*MIXTRAL)
+
+    def way(tokens: int) -> str:
+        return ours.choose_way(ours._call(experts, *_inputs(tokens)))
+
+    few = ours.FEW_PAIRS // K
+    assert way(few) == "grouped"
+    with torch.no_grad():
+        assert [way(few), way(few + 1)] == ["few", "grouped"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("module", "name"), [MIXTRAL, GPT_OSS])
+def test_H1_half_types_are_as_exact_as_the_models_own(module: str, name: str, dtype: torch.dtype) -> None:
+    experts = _make(module, name)
+    with torch.no_grad():
+        for tensor in experts.parameters():
+            tensor.copy_(tensor.to(dtype))
+    inputs = [t.to(dtype).float() if t.is_floating_point() else t for t in _inputs()]
+    truth = _eager(experts.double(), *(t.double() if t.is_floating_point() else t for t in inputs))
+    experts.to(dtype)
+    plain = _eager(experts, inputs[0].to(dtype), *inputs[1:])
+    for way in _ways(experts):
+        actual = _ours(experts, way, inputs[0].to(dtype), *inputs[1:])
+        for key, value in actual.items():
+            assert value.dtype == plain[key].dtype
+            assert_as_exact_as(value, plain[key], truth[key], 2.5)
+
+
+def test_H1_autocast_and_other_dtypes_of_the_input() -> None:
+    experts = _make(*MIXTRAL)
+    x, ids, weight = _inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        y = ours.experts_forward(experts, x, ids, weight)
+        y.sum().backward()
+    assert y.dtype == torch.float32 and experts.down_proj.grad.dtype == torch.float32
+    expected = _eager(experts, x, ids, weight)["y"]
+    torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+    y = ours.experts_forward(experts.bfloat16(), x, ids, weight)  # as after a norm in float32
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y, expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["", "few"])
+@pytest.mark.parametrize(("module", "name"), [MIXTRAL, GPT_OSS])
+def test_N9_compiles_in_one_graph(module: str, name: str, few: bool) -> None:
+    experts = _make(module, name).requires_grad_(not few)
+    inputs = [t.detach().requires_grad_(t.is_floating_point() and not few) for t in _inputs(5 if few else T)]
+    compiled = torch.compile(ours.experts_forward, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(experts, *inputs), ours.experts_forward(experts, *inputs))
+
+
+@pytest.mark.parametrize("way", ours.WAYS)
+@pytest.mark.parametrize(("module", "name"), [*MIXTRAL_AND_NEMOTRON, GPT_OSS])
+def test_no_host_synchronization(module: str, name: str, way: str) -> None:
+    """A fake tensor has no values, so whatever reads one on the host raises."""
+    with FakeTensorMode():
+        experts = _make(module, name)
+        if way in _ways(experts):
+            inputs = torch.randn(T, H), torch.zeros(T, K, dtype=torch.int64), torch.rand(T, K)
+            assert _ours(experts, way, *inputs)["x"].shape == (T, H)

@@ -27,7 +27,9 @@ class _Delta(nn.Module):
 
     def __init__(self, w: Tensor, rank: int = 2) -> None:
         super().__init__()
-        self.b, self.a = (nn.Parameter(torch.randn(s) * 0.1) for s in ((*w.shape[:2], rank), (w.shape[0], rank, w.shape[2])))
+        self.b, self.a = (
+            nn.Parameter(torch.randn(s) * 0.1) for s in ((*w.shape[:2], rank), (w.shape[0], rank, w.shape[2]))
+        )
 
     def forward(self, w: Tensor) -> Tensor:
         return w + self.b @ self.a
@@ -44,7 +46,7 @@ def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_H2_an_unknown_parametrization_gets_its_gradients(name: str) -> None:
+def test_H3_an_unknown_parametrization_gets_its_gradients(name: str) -> None:
     model = _model(name).requires_grad_(False)
     for experts in _experts(model):
         for parameter in ("gate_up_proj", "down_proj"):
@@ -74,7 +76,7 @@ def _matrix_gradients(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_H2_frozen_experts_cost_no_weight_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_N5_frozen_experts_cost_no_weight_gradient(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = _model(name)
     shapes = _matrix_gradients(monkeypatch)
     _step(model, "megablocks")
@@ -88,7 +90,7 @@ def test_H2_frozen_experts_cost_no_weight_gradient(name: str, monkeypatch: pytes
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_H2_peft_factors_enter_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_H3_peft_factors_enter_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft", minversion="0.21")
     rank = 3
     parameters = [f"{place}.{p}" for place in ("mlp.experts",) for p in ("gate_up_proj", "down_proj")]
@@ -111,7 +113,7 @@ def test_H2_peft_factors_enter_the_products(name: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_H2_a_lora_fine_tune_lowers_the_loss_as_pefts_own(name: str) -> None:
+def test_H3_a_lora_fine_tune_lowers_the_loss_as_pefts_own(name: str) -> None:
     peft = pytest.importorskip("peft", minversion="0.21")
     parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     torch.manual_seed(1)
