@@ -109,6 +109,8 @@ BREACHES = {
     "data": "import megablocks.layers",
     "testing": "import megatron.core",
     "megatron": "import megablocks.testing",
+    "hf": "import megablocks.megatron",
+    "moe/remote": "import transformers",
     "new_folder": "",
 }
 
@@ -118,7 +120,7 @@ def test_import_rules_turn_red_when_broken(folder: str, tmp_path: Path) -> None:
     """A skeleton with every folder of the house passes; with one forbidden import it fails."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     package = tmp_path / "megablocks"
-    house = "ops moe layers checkpoint monitor data megatron testing"
+    house = "ops moe layers checkpoint monitor data megatron hf testing"
     for name in ("", *house.split()):
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
@@ -127,6 +129,8 @@ def test_import_rules_turn_red_when_broken(folder: str, tmp_path: Path) -> None:
     (package / "config.py").write_text("import megablocks.ops.activation_table\n")
     (package / "kinds.py").touch()
     (package / "megatron" / "specs.py").write_text("import megatron.core\nimport megablocks.layers\n")
+    (package / "hf" / "__init__.py").write_text("import transformers\n")
+    (package / "hf" / "experts.py").write_text("import transformers\nimport megablocks.moe\nimport megablocks.ops\n")
     (package / "layers" / "dmoe.py").write_text("import megablocks.moe\nimport megablocks.ops\n")
     lint = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
     environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from megablocks.hf import OLDEST
 transformers = pytest.importorskip("transformers", minversion=OLDEST)
 
 import megablocks.ops.grouped.gathered_mm as products  # noqa: E402
+from megablocks.hf import experts as experts_module  # noqa: E402
 from megablocks.hf import weights as ours  # noqa: E402
 
 from .test_models import _model, _step, _tokens  # noqa: E402
@@ -87,6 +90,38 @@ def test_N5_frozen_experts_cost_no_weight_gradient(name: str, monkeypatch: pytes
     expected = _step(model, "eager")
     _assert_close(_step(model, "megablocks"), expected)
     assert shapes == []
+
+
+class _LoraFactorsProxy(nn.Module):
+    """As PEFT 0.21 has it."""
+
+    def __init__(self, w: Tensor, scaling: float) -> None:
+        super().__init__()
+        self.lhs = nn.Parameter(torch.randn(*w.shape[:2], 3) * 0.2)
+        self.rhs = nn.Parameter(torch.randn(w.shape[0], 3, w.shape[2]) * 0.2)
+        self.scaling = scaling
+
+    def forward(self, w: Tensor) -> Tensor:
+        return torch.baddbmm(w, self.lhs, self.rhs, alpha=self.scaling)
+
+
+@pytest.mark.parametrize("way", ["grouped", "few"])
+@pytest.mark.parametrize("name", NAMES)
+def test_H3_factors_kept_apart_enter_the_products(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ModuleType("layer")
+    layer._LoraFactorsProxy = _LoraFactorsProxy  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", layer)
+    monkeypatch.setattr(experts_module, "choose_way", lambda _: way)
+    model = _model(name).requires_grad_(False)
+    for experts in _experts(model):
+        for parameter in ("gate_up_proj", "down_proj"):
+            proxy = _LoraFactorsProxy(getattr(experts, parameter), scaling=0.7)
+            parametrize.register_parametrization(experts, parameter, proxy)
+    expected = _step(model, "eager")
+    shapes = _matrix_gradients(monkeypatch)
+    _assert_close(_step(model, "megablocks"), expected)
+    assert sum(".lhs" in key for key in expected) == 4
+    assert len(shapes) == (8 if way == "grouped" else 0) and all(3 in shape for shape in shapes), shapes
 
 
 @pytest.mark.parametrize("name", NAMES)
