@@ -8,6 +8,7 @@ model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="megab
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 
 from packaging.version import Version
 
@@ -39,7 +40,8 @@ def register() -> None:
 
     It covers every class that transformers decorates with `use_experts_implementation`. Other implementations stay as
     they are, and a model uses ours only where it is named: in `from_pretrained`, `from_config` or
-    `model.set_experts_implementation("megablocks")`.
+    `model.set_experts_implementation("megablocks")`. Where transformers has a seam for expert parallelism (5.23),
+    `DistributedConfig(ep_implementation="megablocks")` takes our exchange of tokens.
 
     Raises:
         ImportError: transformers is missing or too old.
@@ -50,3 +52,9 @@ def register() -> None:
     from megablocks.hf.experts import experts_forward
 
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
+    if find_spec("transformers.distributed.expert_parallel") is not None:  # from 5.23 on
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        from megablocks.hf.expert_parallel import ExpertParallel
+
+        EPImplementationInterface.register(NAME, ExpertParallel)

@@ -54,8 +54,6 @@ class _Call(NamedTuple):
 
     module: it; its gate, activation and norm are called, its attributes say how the parameters lie.
     x: (T, H), in the parameters' dtype.
-    ids: (T, K) integer; ids outside [0, E) are skipped.
-    weight: (T, K) floating.
     up, down: (E, H, N) and (E, I, H).
     up_bias, down_bias: (E, N) and (E, H), or None.
     activation: what our kernels apply between the products; None where the module's own code does.
@@ -63,8 +61,6 @@ class _Call(NamedTuple):
 
     module: Any
     x: Tensor
-    ids: Tensor
-    weight: Tensor
     up: Weight
     down: Weight
     up_bias: Tensor | None
@@ -145,18 +141,17 @@ def _own_parameters(module: nn.Module) -> Iterator[str]:
     )
 
 
-def _dispatch(call: _Call) -> Dispatch:
-    (num_tokens, top_k), num_experts = call.ids.shape, call.up.w.shape[0]
-    token = torch.arange(num_tokens, dtype=torch.int32, device=call.ids.device)
+def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
+    """ids (T, K) integer, weight (T, K) → the Routing, without the counts that nobody reads here."""
+    num_tokens, top_k = ids.shape
+    token = torch.arange(num_tokens, dtype=torch.int32, device=ids.device)
     token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
-    expert, weight = call.ids.flatten().int(), call.weight.flatten()
-    return build_dispatch(Routing(token, expert, weight, num_tokens, num_experts, top_k))
+    return Routing(token, ids.flatten().int(), weight.flatten(), num_tokens, num_experts, top_k)
 
 
-def grouped(call: _Call) -> Tensor:
+def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     """One grouped product for both halves, the gate, one grouped product down, and the weighted sum."""
-    module, dispatch = call.module, _dispatch(call)
-    offsets = dispatch.expert_offsets
+    module, offsets = call.module, dispatch.expert_offsets
     h = call.up.gathered(call.x, dispatch)
     if call.up_bias is not None:
         h = add_expert_bias(h, call.up_bias, offsets)
@@ -168,10 +163,10 @@ def grouped(call: _Call) -> Tensor:
         rows = add_expert_bias(rows, call.down_bias, offsets)
     if getattr(module, "has_post_expert_norm", False):
         rows = _without_unused(rows, dispatch, module.post_expert_norm)
-    return combine(rows, call.weight.flatten(), dispatch)
+    return combine(rows, weight, dispatch)
 
 
-def fused(call: _Call) -> Tensor:
+def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     """The whole MLP in one op, which saves no rows (R, H) for backward."""
     up, gated, bias = call.up.w.transpose(1, 2), call.module.has_gate, call.up_bias
     # chunk, because the gradient of its two results is one cat
@@ -179,14 +174,14 @@ def fused(call: _Call) -> Tensor:
     b1, c1 = bias.chunk(2, dim=1) if gated and bias is not None else (bias, None)
     parameters = ExpertParameters(w1, v1, call.down.w, b1, c1, call.down_bias)
     assert call.activation is not None
-    return fused_mlp(call.x, call.weight.flatten(), _dispatch(call), parameters, call.activation)
+    return fused_mlp(call.x, weight, dispatch, parameters, call.activation)
 
 
-def few(call: _Call) -> Tensor:
-    """A product a pair with a copy of its expert's weights: no sorting, nothing for backward."""
-    module, (num_tokens, top_k), experts = call.module, call.ids.shape, call.up.w.shape[0]
-    used = ((call.ids >= 0) & (call.ids < experts)).view(-1, 1)
-    ids = call.ids.flatten().clamp(0, experts - 1)
+def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
+    """ids, weights (T, K): a product a pair with a copy of its expert's weights; no sorting."""
+    module, (num_tokens, top_k), experts = call.module, ids.shape, call.up.w.shape[0]
+    used = ((ids >= 0) & (ids < experts)).view(-1, 1)
+    ids = ids.flatten().clamp(0, experts - 1)
 
     def linear(rows: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         out = weight.each(rows, ids)
@@ -197,25 +192,17 @@ def few(call: _Call) -> Tensor:
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     acc = torch.promote_types(rows.dtype, torch.float32)
-    rows = torch.where(used, rows.to(acc) * call.weight.reshape(-1, 1).to(acc), 0)
+    rows = torch.where(used, rows.to(acc) * weights.reshape(-1, 1).to(acc), 0)
     return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
 
 
-def _needs_gradient(call: _Call) -> bool:
-    tensors = (call.x, call.weight, call.up_bias, call.down_bias)
-    wanted = call.up.needs_gradient or call.down.needs_gradient
-    return torch.is_grad_enabled() and (wanted or any(t is not None and t.requires_grad for t in tensors))
-
-
-WAYS: dict[str, Callable[[_Call], Tensor]] = {"few": few, "fused": fused, "grouped": grouped}
-"""How a call is computed. All give the same values."""
+WAYS: dict[str, Callable[[_Call, Dispatch, Tensor | None], Tensor]] = {"fused": fused, "grouped": grouped}
+"""How sorted pairs are computed, from a call, its Dispatch and the weights (R,). Both give the same values."""
 
 
 def choose_way(call: _Call) -> str:
     """A key of `WAYS`, by sizes, dtype and device alone."""
     x, module = call.x, call.module
-    if call.ids.numel() <= FEW_PAIRS and not _needs_gradient(call):
-        return "few"
     has_norm, has_lora = (
         getattr(module, "has_post_expert_norm", False),
         call.up.a is not None or call.down.a is not None,
@@ -233,12 +220,26 @@ def choose_way(call: _Call) -> str:
     )
 
 
-def _call(module: Any, x: Tensor, ids: Tensor, weight: Tensor) -> _Call:
+def needs_gradient(call: _Call, weights: Tensor) -> bool:
+    """Whether autograd would save anything of this call."""
+    tensors = (call.x, weights, call.up_bias, call.down_bias)
+    wanted = call.up.needs_gradient or call.down.needs_gradient
+    return torch.is_grad_enabled() and (wanted or any(t is not None and t.requires_grad for t in tensors))
+
+
+def read_call(module: Any, x: Tensor) -> _Call:
+    """The parameters of `module` and x (T, H), in one dtype."""
     names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
     up, down = (read_weight(module, name) for name in names)
     up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names)
     (x,) = under_autocast(x)
-    return _Call(module, x.to(up.w.dtype), ids, weight, up, down, up_bias, down_bias, activation_of(module))
+    return _Call(module, x.to(up.w.dtype), up, down, up_bias, down_bias, activation_of(module))
+
+
+def compute_rows(module: Any, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+    """x (T, H), dispatch over the module's experts, weight (R,) or None for ones → (T, H) in x's dtype."""
+    call = read_call(module, x)
+    return WAYS[choose_way(call)](call, dispatch, weight).to(x.dtype)
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -257,5 +258,8 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     Raises:
         ValueError: weights in a quantized dtype.
     """
-    call = _call(self, hidden_states, top_k_index, top_k_weights)
-    return WAYS[choose_way(call)](call).to(hidden_states.dtype)
+    call = read_call(self, hidden_states)
+    if top_k_index.numel() <= FEW_PAIRS and not needs_gradient(call, top_k_weights):
+        return few(call, top_k_index, top_k_weights).to(hidden_states.dtype)
+    routing = routing_of(top_k_index, top_k_weights, call.up.w.shape[0])
+    return WAYS[choose_way(call)](call, build_dispatch(routing), routing.weight).to(hidden_states.dtype)

@@ -54,6 +54,7 @@ def _decorated() -> Iterator[tuple[str, str]]:
                 yield f"transformers.models.{path.parent.name}.{path.stem}", node.name
 
 
+WAYS = ("few", *ours.WAYS)
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 MIXTRAL_AND_NEMOTRON = [MIXTRAL, ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts")]
@@ -102,8 +103,12 @@ def _eager(module: nn.Module, x: Tensor, index: Tensor, weight: Tensor) -> Resul
 
 
 def _ours(module: nn.Module, way: str, x: Tensor, index: Tensor, weight: Tensor) -> Results:
-    def compute(*inputs: Tensor) -> Tensor:
-        return ours.WAYS[way](ours._call(module, *inputs)).to(x.dtype)
+    def compute(x: Tensor, ids: Tensor, weight: Tensor) -> Tensor:
+        call = ours.read_call(module, x)
+        if way == "few":
+            return ours.few(call, ids, weight).to(x.dtype)
+        routing = ours.routing_of(ids, weight, E)
+        return ours.WAYS[way](call, ours.build_dispatch(routing), routing.weight).to(x.dtype)
 
     return _results(module, compute, x, index, weight)
 
@@ -117,7 +122,7 @@ def _assert_equal(actual: Results, expected: Results) -> None:
 def _ways(module: nn.Module) -> list[str]:
     """The ways that can compute `module`."""
     plain = ours.activation_of(module) is not None and not getattr(module, "has_post_expert_norm", False)
-    return [way for way in ours.WAYS if way != "fused" or plain]
+    return [way for way in WAYS if way != "fused" or plain]
 
 
 def test_transformers_has_decorated_classes() -> None:
@@ -196,7 +201,7 @@ def test_H2_ids_outside_are_skipped(module: str, name: str) -> None:
 
 
 @pytest.mark.usefixtures("poison")
-@pytest.mark.parametrize("way", ours.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_H2_nothing_but_ids_outside_and_no_token(way: str) -> None:
     experts = _make(*MIXTRAL)
     x, ids, weight = _inputs()
@@ -206,16 +211,16 @@ def test_H2_nothing_but_ids_outside_and_no_token(way: str) -> None:
         assert not any(value.any() for value in results.values())
 
 
-def test_the_way_follows_the_gradient_and_the_number_of_pairs() -> None:
-    experts = _make(*MIXTRAL)
-
-    def way(tokens: int) -> str:
-        return ours.choose_way(ours._call(experts, *_inputs(tokens)))
-
-    few = ours.FEW_PAIRS // K
-    assert way(few) == "grouped"
-    with torch.no_grad():
-        assert [way(few), way(few + 1)] == ["few", "grouped"]
+def test_the_way_follows_the_gradient_and_the_number_of_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    experts, calls = _make(*MIXTRAL), []
+    few = ours.few
+    monkeypatch.setattr(ours, "few", lambda call, ids, weights: calls.append(len(ids)) or few(call, ids, weights))
+    fits = ours.FEW_PAIRS // K
+    for tokens in (fits, fits + 1):
+        ours.experts_forward(experts, *_inputs(tokens))
+        with torch.no_grad():
+            ours.experts_forward(experts, *_inputs(tokens))
+    assert calls == [fits]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -259,7 +264,7 @@ def test_N9_compiles_in_one_graph(module: str, name: str, few: bool) -> None:
     torch.testing.assert_close(compiled(experts, *inputs), ours.experts_forward(experts, *inputs))
 
 
-@pytest.mark.parametrize("way", ours.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("module", "name"), [*MIXTRAL_AND_NEMOTRON, GPT_OSS])
 def test_no_host_synchronization(module: str, name: str, way: str) -> None:
     """A fake tensor has no values, so whatever reads one on the host raises."""

@@ -45,8 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _model(name: str) -> Any:
-    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name]})
+def _model(name: str, **changed: Any) -> Any:
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name], **changed})
     torch.manual_seed(0)
     model = getattr(transformers, f"{name}ForCausalLM")(config)
     for parameter in model.parameters():
