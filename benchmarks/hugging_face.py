@@ -1,0 +1,180 @@
+"""A transformers model of Qwen3-30B-A3B's shape: our experts beside those of transformers.
+
+    python benchmarks/hugging_face.py [--layers N] [--tokens N] [--rounds N] [--toy]
+
+Four layers, bf16, without the output head: hidden 2048, 128 experts of width 768, top-8. The cases:
+
+  train    forward and backward, every parameter trained
+  frozen   the same with frozen experts
+  lora     the same with PEFT's LoRA of rank 16 on the experts alone, where peft is installed
+  decode   forward without a gradient at 1, 2, 4, 8 and 64 tokens
+
+The arms are transformers' grouped_mm, batched_mm (decode) and sonicmoe where it loads; ours as it chooses, and each of
+its ways by itself. First each arm's experts are compared with float32. Prints medians in milliseconds, the speed beside
+grouped_mm (decode: beside the faster of transformers' own) and the peak memory of a step. --toy runs small on a CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from statistics import median
+from typing import Any
+
+from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
+
+THEIRS = ("grouped_mm", "batched_mm", "sonicmoe")
+WAYS = ("fused", "grouped", "few")
+OURS = ("megablocks", *(f"megablocks_{way}" for way in WAYS))
+DECODE = (1, 2, 4, 8, 64)
+SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+TOY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
+
+
+def make_model(layers: int, toy: bool) -> Any:
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeModel
+
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+    if toy:
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = Qwen3MoeConfig(
+        **(TOY if toy else SIZES), **heads, num_hidden_layers=layers, vocab_size=1024, norm_topk_prob=True
+    )
+    torch.manual_seed(0)
+    with torch.device("cuda" if on_gpu() else "cpu"):
+        return Qwen3MoeModel(config).to(torch.bfloat16)
+
+
+def register() -> None:
+    """Ours, and each of its ways under a name of its own."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    import megablocks.hf
+    from megablocks.hf import experts
+
+    megablocks.hf.register()
+
+    def one_way(way: str, module: Any, x: Any, ids: Any, weights: Any) -> Any:
+        call = experts.read_call(module, x)
+        if way == "few":
+            return experts.few(call, ids, weights)
+        routing = experts.routing_of(ids, weights, call.up.w.shape[0])
+        return experts.WAYS[way](call, experts.build_dispatch(routing), routing.weight)
+
+    for way in WAYS:
+        ALL_EXPERTS_FUNCTIONS.register(f"megablocks_{way}", partial(one_way, way))
+
+
+def check(model: Any, gate: Gate) -> None:
+    """The first layer's experts of each arm against the loop over experts in float32."""
+    import copy
+
+    import torch
+
+    experts = model.layers[0].mlp.experts
+    config, device = model.config, experts.down_proj.device
+    x = torch.randn(256, config.hidden_size, device=device)
+    scores, ids = torch.rand(256, config.num_experts, device=device).topk(config.num_experts_per_tok)
+    truth = copy.deepcopy(experts).float()
+    truth.config = copy.deepcopy(config)
+    truth.config._experts_implementation = "eager"
+    want = truth(x.bfloat16().float(), ids, scores)
+    for arm in (*THEIRS, *OURS):
+        try:
+            model.set_experts_implementation(arm)
+            with torch.no_grad():
+                error = relative_error(experts(x.bfloat16(), ids, scores.bfloat16()), want)
+        except Exception as e:  # a peer that does not load is left out
+            gate.take({"bad": arm, "why": f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"})
+            continue
+        good = error <= TOLERANCE
+        gate.take({"good": arm, "error": error} if good else {"bad": arm, "why": f"relative error {error:.1e}"})
+
+
+def step_of(model: Any, arm: str, tokens: Any, train: bool) -> Callable[[], Any]:
+    import torch
+
+    def step() -> None:
+        model.set_experts_implementation(arm)
+        if not train:
+            with torch.no_grad():
+                model(tokens, use_cache=False)
+            return
+        model.zero_grad(set_to_none=True)
+        model(tokens, use_cache=False).last_hidden_state.float().square().mean().backward()
+
+    return step
+
+
+def report(name: str, runs: dict[str, Callable[[], Any]], rounds: int, calls: int, bases: tuple[str, ...]) -> None:
+    import torch
+
+    peaks = {}
+    for arm, run in runs.items():
+        run()
+        if on_gpu():
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            peaks[arm] = f"{torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB"
+    times = interleave({arm: partial(milliseconds, run, calls) for arm, run in runs.items()}, rounds, warm_up=2)
+    base = min((arm for arm in bases if arm in times), key=lambda arm: median(times[arm]))
+    for arm, measured in times.items():
+        beside = f"{speed(times, arm, base):6.2f} x {base}"
+        print(f"{name:12} {arm:20} {median(measured):9.3f} ms {beside:20} {peaks.get(arm, '')}".rstrip())
+
+
+def lora_of(model: Any) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return get_peft_model(model, LoraConfig(r=16, target_modules=[], target_parameters=names)).get_base_model()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=16384)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--toy", action="store_true", help="small sizes, on a CPU too; its times mean nothing")
+    options = parser.parse_args()
+    tokens = min(options.tokens, 64) if options.toy else options.tokens
+    print(f"{options.layers} layers, {tokens} tokens, {TOY if options.toy else SIZES}")
+    if dry_run():
+        return 0
+    need_gpu(options.toy)
+    import torch
+
+    register()
+    model = make_model(options.layers, options.toy)
+    device, rows = model.device, max(1, tokens // 4096)
+    gate = Gate(ours=lambda arm: arm in OURS)
+    check(model, gate)
+    gate.report()
+    if not gate.green:
+        return 1
+    arms = [arm for arm in (*THEIRS, *OURS) if arm in gate.errors]
+    for count in DECODE:
+        ids = torch.randint(1024, (count, 1), device=device)
+        report(f"decode {count}", {a: step_of(model, a, ids, False) for a in arms}, options.rounds, 5, THEIRS)
+    ids = torch.randint(1024, (rows, tokens // rows), device=device)
+    arms = [arm for arm in arms if arm not in ("batched_mm", "megablocks_few")]
+    runs = {arm: step_of(model, arm, ids, True) for arm in arms}
+    report("train", runs, options.rounds, 1, ("grouped_mm",))
+    for layer in model.layers:
+        layer.mlp.experts.requires_grad_(False)
+    report("frozen", runs, options.rounds, 1, ("grouped_mm",))
+    try:
+        tuned = lora_of(model)
+    except ImportError:
+        print("lora: peft is not installed")
+        return 0
+    arms = [arm for arm in arms if arm != "megablocks_fused"]  # it reads no factors
+    runs = {arm: step_of(tuned, arm, ids, True) for arm in arms}
+    report("lora", runs, options.rounds, 1, ("grouped_mm",))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
