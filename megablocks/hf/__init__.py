@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
+
+if TYPE_CHECKING:
+    from megablocks.hf.replace import Replaced
 
 NAME = "megablocks"
 """What `experts_implementation` must be."""
 OLDEST = "5.17"
 """The first release of transformers with whose experts these functions were tested."""
 
-__all__ = ["NAME", "OLDEST", "check_transformers", "register"]
+__all__ = ["NAME", "OLDEST", "check_transformers", "register", "replace_moe"]
 
 
 def check_transformers() -> None:
@@ -58,3 +62,25 @@ def register() -> None:
         from megablocks.hf.expert_parallel import ExpertParallel
 
         EPImplementationInterface.register(NAME, ExpertParallel)
+
+
+def replace_moe(model: Any) -> Replaced:
+    """Let our products compute every experts module of `model` that transformers decorates, and say which those are.
+
+    `model.set_experts_implementation` does the same for a model of transformers. This also takes any other
+    `torch.nn.Module` that holds such experts: remote code, wrappers, a part of a model.
+
+    Args:
+        model: any `torch.nn.Module`.
+
+    Returns:
+        What was replaced and what was left alone, with the reasons; its `undo()` restores the model.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        ValueError: the model holds no experts that can be replaced.
+    """
+    register()
+    from megablocks.hf.replace import replace
+
+    return replace(model)

@@ -203,10 +203,8 @@ WAYS: dict[str, Callable[[_Call, Dispatch, Tensor | None], Tensor]] = {"fused": 
 def choose_way(call: _Call) -> str:
     """A key of `WAYS`, by sizes, dtype and device alone."""
     x, module = call.x, call.module
-    has_norm, has_lora = (
-        getattr(module, "has_post_expert_norm", False),
-        call.up.a is not None or call.down.a is not None,
-    )
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    has_lora = call.up.a is not None or call.down.a is not None
     if call.activation is None or has_norm or has_lora or module.is_transposed or not module.is_concatenated:
         return "grouped"
     return choose_impl(

@@ -79,6 +79,15 @@ def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float
     return chain[name].original, lora.lhs, lora.rhs, lora.scaling
 
 
+def check_weight(module: Any, name: str, w: Tensor) -> None:
+    """Refuse a weight in a quantized dtype with a ValueError that names it."""
+    if not w.is_floating_point() or w.dtype.itemsize < 2:
+        raise ValueError(
+            f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
+            "float16, float32 and float64; load the model without quantization"
+        )
+
+
 def read_weight(module: Any, name: str) -> Weight:
     """The parameter `name` of an experts module, under autocast in its dtype. Each is read once a call: see above.
 
@@ -87,11 +96,7 @@ def read_weight(module: Any, name: str) -> Weight:
     """
     factors = _lora_factors(module, name)
     w = getattr(module, name) if factors is None else factors[0]
-    if not w.is_floating_point() or w.dtype.itemsize < 2:
-        raise ValueError(
-            f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
-            "float16, float32 and float64; load the model without quantization"
-        )
+    check_weight(module, name, w)
     if factors is None:
         (w,) = under_autocast(w)
         return Weight(w if module.is_transposed else w.transpose(1, 2))

@@ -1,0 +1,53 @@
+"""One call replaces the experts of a module, says which, and can be undone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import megablocks.hf
+
+pytest.importorskip("transformers", minversion=megablocks.hf.OLDEST)
+
+from .test_models import _model, _tokens  # noqa: E402
+
+
+class _Wrapper(nn.Module):
+    """Not a model of transformers, so it has no set_experts_implementation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = _model("Mixtral"), _model("Qwen3Moe")
+        self.experts = nn.ModuleList([nn.Linear(2, 2)])
+
+
+def test_it_says_what_it_replaced_and_what_it_left() -> None:
+    model = _Wrapper()
+    for part in (model.first, model.second):
+        part.set_experts_implementation("eager")  # the default refuses sizes like these
+    before = [m.config._experts_implementation for m in (model.first, model.second)]
+    expected = model.second(_tokens()).logits
+    done = megablocks.hf.replace_moe(model)
+    names = [f"{place}.model.layers.{i}.mlp.experts" for place in ("first", "second") for i in (0, 1)]
+    assert done.names == names
+    assert done.left == {"experts": "ModuleList is not decorated with transformers' use_experts_implementation"}
+    assert all(name in repr(done) for name in (*names, "ModuleList"))
+    assert [m.config._experts_implementation for m in (model.first, model.second)] == [megablocks.hf.NAME] * 2
+    torch.testing.assert_close(model.second(_tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+    for _ in range(2):
+        done.undo()
+        assert [m.config._experts_implementation for m in (model.first, model.second)] == before
+
+
+def test_nothing_to_replace_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="^Linear: no experts can be replaced: it holds no experts$"):
+        megablocks.hf.replace_moe(nn.Linear(2, 2))
+    model = _model("Mixtral").requires_grad_(False)
+    before = model.config._experts_implementation
+    for layer in model.model.layers:
+        weight = layer.mlp.experts.gate_up_proj
+        layer.mlp.experts.gate_up_proj = nn.Parameter(weight.to(torch.float8_e5m2), requires_grad=False)
+    with pytest.raises(ValueError, match=r"layers.1.mlp.experts: MixtralExperts.gate_up_proj is torch.float8_e5m2"):
+        megablocks.hf.replace_moe(model)
+    assert model.config._experts_implementation == before
