@@ -31,7 +31,8 @@ PACKAGES = (
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-def _version(package: str) -> str:
+def version(package: str) -> str:
+    """Of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -66,7 +67,7 @@ def env_report(argv: Sequence[str] | None = None) -> str:
     command = shlex.join(sys.orig_argv if argv is None else argv)
     lines = [f"command: {command}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
     lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
-    lines += [f"{package}: {_version(package)}" for package in PACKAGES]
+    lines += [f"{package}: {version(package)}" for package in PACKAGES]
     lines += _devices()
     lines += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return "\n".join(lines) + "\n"

@@ -181,7 +181,7 @@ class FusedAdam(torch.optim.Adam):
                 if copy is not None and copy.data_ptr() == p.data_ptr():
                     copy = None  # the distributed optimizer's float32 shards are the model's own memory
                 tensors = p, p.grad, state["exp_avg"], state["exp_avg_sq"]
-                if _fits(tensors, copy):
+                if fits(tensors, copy):
                     device = p.device
                     items.append(_item(tensors, copy, row))
                 else:
@@ -227,7 +227,7 @@ class FusedAdam(torch.optim.Adam):
         self.launch()
 
 
-def _fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
+def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
     return (
         runs_triton(tensors[0])
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)

@@ -47,14 +47,14 @@ def norm_backward_ref(
     return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), dy.sum(0)
 
 
-def _kernels_take(x: Tensor) -> bool:
+def kernels_take(x: Tensor) -> bool:
     return runs_triton(x) and x.shape[1] <= _MAX_HIDDEN
 
 
 @custom_op("megablocks::norm")
 def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and r of `norm_ref`; g = weight + offset."""
-    if _kernels_take(x):
+    if kernels_take(x):
         from megablocks.ops.norm_triton import norm_launch
 
         return norm_launch(x, weight, bias, eps, offset)
@@ -73,7 +73,7 @@ def norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dg and dbias of `norm_backward_ref`."""
-    if _kernels_take(x):
+    if kernels_take(x):
         from megablocks.ops.norm_triton import norm_backward_launch
 
         return norm_backward_launch(dy, x, weight, mean, rstd, offset)

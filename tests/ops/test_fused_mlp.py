@@ -289,8 +289,8 @@ def test_the_up_kernel_is_given_what_it_takes_only(monkeypatch):
         (None, None, None, True), (None, bias, None, True), (w, None, None, True), (w, bias, bias, True),
         (w, bias, None, False), (w, None, bias, False), (strided, None, None, False),
     ):  # fmt: skip
-        assert (mlp._up_kernels(x, w, v1, b1, c1, d) is not None) == taken
-    assert mlp._up_kernels(x, strided, None, None, None, d) is None
+        assert (mlp.up_kernels(x, w, v1, b1, c1, d) is not None) == taken
+    assert mlp.up_kernels(x, strided, None, None, None, d) is None
 
 
 def test_R8_the_down_gradient_kernel_is_given_what_it_takes_only():

@@ -158,7 +158,7 @@ def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0) if t is None else t
 
 
-def _up_kernels(
+def up_kernels(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch
 ) -> ModuleType | None:
     """The module of the kernel that takes these, None where other ops compute pre, gate and act."""
@@ -190,7 +190,7 @@ def fused_up_op(
     """pre, gate (empty unless gated) and act; not differentiable by itself."""
     if not x.is_cuda:
         pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, dispatch, activation)
-    elif kernels := _up_kernels(x, w1, v1, b1, c1, dispatch):
+    elif kernels := up_kernels(x, w1, v1, b1, c1, dispatch):
         b1, c1 = (None if t is None else t.contiguous() for t in (b1, c1))
         pre, gate, act = kernels.up(x, w1, v1, b1, c1, dispatch, activation)
     else:

@@ -84,7 +84,7 @@ def _strided(t: Tensor) -> Tensor:
     return t if 1 in t.stride() and min(t.stride()) > 0 else t.contiguous()
 
 
-def _hopper(t: Tensor) -> ModuleType | None:
+def hopper_kernels(t: Tensor) -> ModuleType | None:
     """The module of Hopper's kernels, if `t` may go there."""
     if not t.is_cuda or not runs_hopper(t):
         return None
@@ -100,7 +100,7 @@ def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) 
             return sdd_ref(a, b, blocks, epilogue)
     a, b = _strided(a), _strided(b)
     where = blocks.row_indices, blocks.column_indices, blocks.offsets
-    if (hopper := _hopper(a)) and hopper.supports(blocks.block_size, a, b):
+    if (hopper := hopper_kernels(a)) and hopper.supports(blocks.block_size, a, b):
         return hopper.sdd(a, b, *where, blocks.run, epilogue)
     from . import kernels
 
@@ -129,7 +129,7 @@ def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_c
         return data.new_zeros(_spmm_shape(dense, blocks, sparse_left, by_column))
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0
-    if aligned and (hopper := _hopper(data)) and hopper.supports(blocks.block_size, data, dense):
+    if aligned and (hopper := hopper_kernels(data)) and hopper.supports(blocks.block_size, data, dense):
         tile = hopper.choose_spmm(blocks.column_work.shape[0], sparse_left, by_column)
         return hopper.spmm(data, dense, *blocks.lines(by_column), sparse_left, tile=tile)
     from . import kernels
