@@ -88,17 +88,38 @@ PEAK_TB_PER_SECOND = (
 name which one they have, such as GH200, are left out."""
 
 
-def _rate(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
-    """The entry of a device; None if the name is unknown, because no figure is better than a wrong figure.
+MEMORY_GIB = (
+    ("GB200", 184.0),
+    ("B200", 178.0),
+    ("H200", 139.8),
+    ("H100 NVL", 93.0),
+    ("H100", 79.1),
+    ("A100 80GB", 79.1),
+    ("A100 40GB", 39.4),
+    ("L40S", 44.4),
+    ("A40", 44.4),
+    ("V100 32GB", 31.7),
+)
+"""Memory in GiB, as CUDA gives it to programs, in the same form."""
 
-    A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the device, so it counts as unknown.
+
+def figure(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
+    """The entry of a device in one of these tables; None if the name is unknown.
+
+    No figure is better than a wrong one. A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the
+    device, so it counts as unknown.
     """
     if " MIG " in f" {device_name} ":
         return None
     for part, rate in table:
         if all(re.search(rf"\b{word}\b", device_name) for word in part.split()):
-            return rate * 1e12
+            return rate
     return None
+
+
+def _rate(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
+    found = figure(table, device_name)
+    return None if found is None else found * 1e12
 
 
 def peak_flops(device_name: str) -> float | None:
