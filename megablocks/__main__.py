@@ -1,0 +1,8 @@
+"""`python -m megablocks COMMAND`: see megablocks.tool."""
+
+import sys
+
+from megablocks.tool.commands import main
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,62 @@
+"""A driver's command line, parsed and validated for GPUs that this machine need not have."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+
+from megablocks.config import ConfigError
+
+_UNSAID = ("--lr", "1e-4", "--train-iters", "1000")
+"""What the driver must know and a plan need not."""
+
+
+@contextlib.contextmanager
+def _as_rank_0_of(gpus: int) -> Iterator[None]:
+    """The environment of a process that a launcher has started, and nothing of it afterwards."""
+    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8))}
+    before = dict(os.environ)
+    os.environ.update(ranks)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
+    """The validated arguments of `megablocks.megatron.pretrain_gpt` on rank 0 of a run on this many GPUs.
+
+    Nothing is started, read or written, except the manifest of `--data-prefix`.
+
+    Raises:
+        ConfigError: a flag is refused; the line is the driver's.
+    """
+    if {"-h", "--help"} & set(argv):
+        raise ConfigError("--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help")
+    with warnings.catch_warnings(), _as_rank_0_of(gpus), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")  # of packages that are missing here
+        return _parsed(argv, gpus)
+
+
+def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
+    from megatron.training.arguments import add_megatron_arguments, validate_args
+
+    from megablocks.megatron import arguments, failures
+
+    parsed: list[argparse.Namespace] = []
+    try:
+        theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+        args = arguments.add_arguments(theirs, parsed).parse_args([*_UNSAID, *argv])
+        args.rank, args.world_size = 0, gpus
+        args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+        if "(no GPU)" in str(args.megablocks_automatic.get(arguments.PREFIX + "fused_loss")):
+            args.megablocks_fused_loss = True  # off on this machine only
+        validate_args(args, {})
+    except (Exception, SystemExit) as error:
+        raise ConfigError(failures.explain(error, parsed[0] if parsed else None)) from error
+    return args

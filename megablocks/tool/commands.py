@@ -1,0 +1,77 @@
+"""The commands of `python -m megablocks`, and what calls them. Nothing here loads torch; a command may.
+
+Exit codes: 0 all right; 1 a check failed, or the model does not fit; 2 bad arguments, in one line on stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from megablocks.config import ConfigError
+from megablocks.kinds import load
+
+PROGRAM = "python -m megablocks"
+
+
+class Command(NamedTuple):
+    """run: "module:function", called with the arguments behind the command's name; returns the exit code."""
+
+    run: str
+    summary: str
+
+
+COMMANDS = {
+    "env": Command("megablocks.tool.env:main", "versions, GPUs, and which kernel each op takes here and why"),
+    "doctor": Command("megablocks.tool.doctor:main", "run every kernel family and compare it with float64"),
+    "plan": Command("megablocks.tool.plan:main", "memory and step time of a model before you rent GPUs"),
+    "verify": Command("megablocks.tool.verify:main", "check a prepared data set or a checkpoint, byte by byte"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened."""
+
+    def __init__(self, command: str, **options: Any) -> None:
+        super().__init__(
+            prog=f"{PROGRAM} {command}",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **options,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join([f"usage: {PROGRAM} COMMAND [--help | ARGUMENTS]", "", *lines])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that argv names. Returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if words else 2
+    name, *arguments = words
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        meant = f", did you mean {near[0]}?" if near else ""
+        print(f"megablocks: {name}: no such command{meant}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        run: Callable[[list[str]], int] = load(COMMANDS[name].run)
+        return run(arguments)
+    except ConfigError as error:
+        print(f"megablocks {name}: {error}", file=sys.stderr)
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("megablocks"):
+            raise
+        print(f"megablocks {name}: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
+    return 2

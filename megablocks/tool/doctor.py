@@ -1,0 +1,163 @@
+"""`doctor`: run every kernel family on this machine's GPU, compare it with float64, and time its products.
+
+Each family of `env` computes small odd sizes, forward and gradients, in bfloat16. On a Hopper GPU the plain Triton
+kernels run too, as with MEGABLOCKS_HOPPER=0. The products are then timed at a shape whose speed is known.
+Without a GPU the reference code is compared, in float32. Exit code 0: all right. 1: a family failed; the line names it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from megablocks.monitor.flops import figure, peak_flops
+from megablocks.ops.hopper import is_available, switched_on
+from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
+from megablocks.tool.commands import Parser
+
+EXPECTED_TFLOPS: dict[str, tuple[tuple[str, float], ...]] = {"up": (("H200", 626.0),), "down": (("H200", 545.0),)}
+"""Of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0" and "down S0"."""
+SLOW = 0.8
+"""The share of the expected rate below which a product counts as slow. Power limits move it by 5 to 10 %."""
+PRODUCT = {"tokens": 40960, "hidden": 768, "width": 256, "experts": 128, "top_k": 8}
+"""The shape S0 of benchmarks/notes/README.md: 0.9 GB of memory."""
+
+
+@contextlib.contextmanager
+def _without_hopper() -> Iterator[None]:
+    before = os.environ.get("MEGABLOCKS_HOPPER")
+    os.environ["MEGABLOCKS_HOPPER"] = "0"
+    try:
+        yield
+    finally:
+        del os.environ["MEGABLOCKS_HOPPER"]
+        if before is not None:
+            os.environ["MEGABLOCKS_HOPPER"] = before
+
+
+def check(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """A family's verdict: the worst error and its limit, or the exception, and the seconds that it took."""
+    started = time.perf_counter()
+    try:
+        found = errors(case, device, dtype)
+    except Exception as error:  # a kernel that does not compile or launch is a finding, not a crash
+        line = (str(error).strip().splitlines() or [""])[0]
+        return {"ok": False, "problem": f"{type(error).__name__}: {line}", "seconds": time.perf_counter() - started}
+    only_exact = set(case.exact) == set(case.inputs)
+    limit = case.limit or (EXACT_LIMIT if only_exact else LIMITS[dtype])
+    worst = max(found, key=lambda name: found[name])
+    ok = found[worst] <= limit
+    verdict: dict[str, Any] = {"ok": ok, "worst": worst, "error": found[worst], "limit": limit}
+    if not ok:
+        verdict["problem"] = f"{worst}: relative error {found[worst]:.2g}, allowed {limit:.2g}"
+    return {**verdict, "seconds": time.perf_counter() - started}
+
+
+def families(device: torch.device) -> dict[str, dict[str, Any]]:
+    """The verdict of every family; "NAME without Hopper" where the device has both kinds of kernels."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = {name: check(case, device, dtype) for name, case in CASES.items()}
+    if device.type == "cuda" and is_available(device.index or 0) and switched_on():
+        with _without_hopper():
+            found |= {f"{name} without Hopper": check(CASES[name], device, dtype)
+                      for name in ("fused", "grouped", "sparse")}  # fmt: skip
+    return found
+
+
+def _timed(run: Callable[[], Any], device: torch.device) -> float:
+    """Median seconds of a call, after three that compile and warm up."""
+    samples = []
+    for number in range(13):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(device)
+        if number >= 3:
+            samples.append(start.elapsed_time(end) / 1e3)
+    return median(samples)
+
+
+def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
+    """TFLOP/s of the grouped products, their share of the chip, and what was expected."""
+    from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
+    from megablocks.ops.grouped.grouped_mm import grouped_mm
+    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+    tokens, hidden, width, experts, top_k = PRODUCT.values()
+    ids = torch.arange(tokens * top_k, device=device).remainder(experts).view(tokens, top_k)
+    dispatch = build_dispatch(make_routing(ids, torch.ones(tokens, top_k, device=device), experts))
+    x, act = (torch.randn(rows, columns, device=device, dtype=torch.bfloat16) / columns**0.5
+              for rows, columns in ((tokens, hidden), (tokens * top_k, width)))  # fmt: skip
+    w1, v1, w2 = torch.randn(3, experts, width, hidden, device=device, dtype=torch.bfloat16).unbind()
+    one = 2.0 * tokens * top_k * width * hidden
+    runs: dict[str, tuple[float, Callable[[], Any]]] = {
+        "up": (2 * one, lambda: gathered_mm_gated(x, w1.transpose(1, 2), v1.transpose(1, 2), dispatch)),
+        "down": (one, lambda: grouped_mm(act, w2, dispatch.expert_offsets)),
+    }
+    name = torch.cuda.get_device_name(device)
+    peak = peak_flops(name)
+    found: dict[str, dict[str, Any]] = {}
+    with torch.no_grad():
+        for product, (flops, run) in runs.items():
+            rate = flops / _timed(run, device)
+            expected = figure(EXPECTED_TFLOPS[product], name)
+            ok = expected is None or rate >= SLOW * expected * 1e12
+            found[product] = {
+                "ok": ok,
+                "tflops": rate / 1e12,
+                "share_of_chip": None if peak is None else rate / peak,
+                "expected_tflops": expected,
+            }
+            if not ok:
+                found[product]["problem"] = f"slow: {rate / 1e12:.0f} TFLOP/s, expected {expected:.0f} on {name}"
+    return found
+
+
+def report(speed: bool = True) -> dict[str, Any]:
+    """Everything that `doctor` prints."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
+        "families": families(device),
+        "speeds": speeds(device) if on_gpu and speed else {},
+        "needs_a_gpu": [] if on_gpu else ["every Triton and Gluon kernel", "bfloat16", "speed"],
+    }
+    found["ok"] = all(one["ok"] for part in ("families", "speeds") for one in found[part].values())
+    return found
+
+
+def text_of(found: dict[str, Any]) -> str:
+    lines = [f"device: {found['device']}"]
+    for name, one in found["families"].items():
+        said = f"{one['worst']}: {one['error']:.1e} of {one['limit']:.0e}" if one["ok"] else one["problem"]
+        lines.append(f"{'ok' if one['ok'] else 'FAILED':<8}{name:<24}{one['seconds']:>6.1f} s  {said}")
+    for name, one in found["speeds"].items():
+        share = "" if one["share_of_chip"] is None else f", {one['share_of_chip']:.0%} of the chip"
+        expected = "" if one["expected_tflops"] is None else f", expected {one['expected_tflops']:.0f}"
+        lines.append(f"{'ok' if one['ok'] else 'SLOW':<8}{name:<24}{one['tflops']:>6.0f} TFLOP/s{share}{expected}")
+    if found["needs_a_gpu"]:
+        lines.append(f"only the reference code ran; not checked without a GPU: {', '.join(found['needs_a_gpu'])}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser("doctor", description=__doc__)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--no-speed", action="store_true", help="do not time the products")
+    options = parser.parse_args(argv)
+    found = report(speed=not options.no_speed)
+    print(json.dumps(found, indent=1) if options.json else text_of(found))
+    for name, one in (found["families"] | found["speeds"]).items():
+        if not one["ok"]:
+            print(f"megablocks doctor: {name}: {one['problem']}", file=sys.stderr)
+    return 0 if found["ok"] else 1

@@ -1,0 +1,231 @@
+"""Parameters of a model, and the bytes that they and a training step take on one GPU, part by part.
+
+A part's bytes are counted from the shapes of what the code keeps for backward: docs/saving_memory.md for the experts,
+Megatron's layers for the rest. The one thing that is not counted but assumed is what lies outside of torch's tensors.
+
+Legend: t tokens of a micro-batch on a tensor-parallel group, s those of a rank's part of the sequence, R rows of the
+experts on a rank, H hidden, I expert width, V vocabulary, e bytes of an element.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import NamedTuple
+
+from megablocks.kinds import IMPLS
+from megablocks.tool.model import Model
+
+GIB = 2**30
+ERROR_BAR = 0.10
+"""Of the peak on one GPU. benchmarks/results/h200/training_step.json holds it: the largest miss there is 2 %."""
+ERROR_BAR_LAYOUT = 0.20
+"""Of the peak on several GPUs, which nothing was measured for."""
+OPTIMIZER_BYTES = {True: 12, False: 8}
+"""A parameter's two moments, and its float32 copy if the model is in 16 bits."""
+SAVED_BYTES = {-1: None, 8: 1.031, 4: 0.625}
+"""A quantized value with its share of the scales; None: as it is."""
+BLOCK = 128  # of the block-sparse products, to whose multiples "sparse" pads each expert's rows
+LOSS_CHUNK = 2**29  # bytes of logits that the fused loss computes at once: ops.loss.CHUNK_BYTES
+CONTEXT_GIB = 0.6  # CUDA's context and the libraries' workspaces. Assumed
+NCCL_GIB = 1.0  # buffers of the communicators. Assumed
+FRAGMENTS = 0.03  # of the peak, between the blocks of torch's allocator. Assumed
+
+
+class Parameters(NamedTuple):
+    """Numbers of parameters, without those that a token does not meet in `active`."""
+
+    total: int
+    active: int
+    dense_per_gpu: int
+    experts_per_gpu: int
+
+    @property
+    def per_gpu(self) -> int:
+        return self.dense_per_gpu + self.experts_per_gpu
+
+
+def _layer_parts(m: Model) -> tuple[int, int, int]:
+    """Parameters of a layer's attention and norms, of a dense MLP, and of one expert."""
+    s = m.shape
+    hidden, products = m.hidden_size, 3 if m.swiglu else 2
+    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or 0) * s.head_dim
+    attention = hidden * (2 * query + 2 * key)
+    norms = 2 * hidden * (2 if m.normalization == "LayerNorm" else 1)
+    mlp = products * hidden * s.ffn_hidden_size
+    if m.add_bias_linear:
+        attention += query + 2 * key + hidden
+        mlp += (products - 1) * s.ffn_hidden_size + hidden
+    return attention + norms, mlp, products * hidden * s.moe_ffn_hidden_size
+
+
+def parameters(m: Model) -> Parameters:
+    """Of the model and of a rank of its fullest pipeline stage."""
+    attention, mlp, expert = _layer_parts(m)
+    s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
+    moe = s.num_moe_layers
+    shared = (3 if m.swiglu else 2) * m.hidden_size * s.shared_expert_hidden_size
+    router = m.hidden_size * s.num_experts
+    words = m.hidden_size * m.vocab_size
+    places = m.hidden_size * m.seq_length if m.position_embedding_type == "learned_absolute" else 0
+    dense = m.num_layers * attention + (m.num_layers - moe) * mlp + moe * (shared + router)
+    matrices = dense + words * (2 if m.untie_embeddings_and_output_weights else 1)
+    experts = moe * s.num_experts * expert
+    ends = words if pp > 1 or not m.untie_embeddings_and_output_weights else 2 * words
+    return Parameters(
+        total=matrices + places + experts,
+        active=matrices + places + moe * s.top_k * expert,
+        dense_per_gpu=math.ceil(dense / pp / tp + ends / tp + places),
+        experts_per_gpu=experts // (pp * m.expert_model_parallel_size * m.etp),
+    )
+
+
+class Rows(NamedTuple):
+    """Tokens and rows on a rank, for a micro-batch."""
+
+    group: float  # t
+    rank: float  # s
+    expert: float  # R, with even load
+    padded: float  # R and the padding of implementations that pad
+
+
+def rows(m: Model) -> Rows:
+    group = m.micro_batch_size * m.seq_length / m.context_parallel_size
+    rank = group / m.tensor_model_parallel_size if m.sequence_parallel else group
+    expert = group / m.tensor_model_parallel_size * m.etp * m.moe_router_topk
+    pads = bool(m.num_experts) and IMPLS[m.impl].pads
+    return Rows(group, rank, expert, expert + pads * BLOCK * m.num_experts / m.expert_model_parallel_size)
+
+
+def layer_activations(m: Model) -> dict[str, float]:
+    """Bytes that backward needs of one layer, averaged over layers with and without experts."""
+    n, s, e, tp = rows(m), m.shape, m.element_bytes, m.tensor_model_parallel_size
+    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or 0) * s.head_dim
+    input_ = n.rank * m.hidden_size * e
+    if m.recompute_granularity == "full":
+        return {"layer inputs": input_}
+    # The projections' input; queries, keys and values; the output, and the softmax's sums in float32.
+    wide = 2 * query + 2 * key
+    if m.position_embedding_type == "rope":
+        wide += query + key  # turned copies: the projection's output stays, because the values are a part of it
+    if key != query:
+        wide += 2 * query  # keys and values, repeated for each head of a group
+    attention = input_ + n.group * (wide * e + 4 * s.num_attention_heads) / tp
+    # Both norms save their input, and its mean and scale in float32.
+    parts = {"attention": attention, "norms": 2 * input_ + 2 * n.rank * 8}
+    if m.hidden_dropout:
+        parts["dropout masks"] = 2 * n.rank * m.hidden_size
+    share = s.num_moe_layers / s.num_layers
+    gated = 2 if m.swiglu else 1
+    if share < 1:
+        parts["dense MLP"] = (1 - share) * (input_ + n.group * (gated + 1) * s.ffn_hidden_size * e / tp)
+    if share:
+        width = s.shared_expert_hidden_size
+        # Logits and probabilities in float32; five indices and a weight a pair.
+        parts["router"] = share * n.rank * (8 * s.num_experts + 24 * s.top_k)
+        parts["experts"] = share * (expert_activations(m) + n.group * (gated + 1) * width * e / tp)
+    return parts
+
+
+def expert_activations(m: Model) -> float:
+    """Bytes that the experts of one layer keep, by the table of implementations."""
+    n, s, e = rows(m), m.shape, m.element_bytes
+    impl, width = IMPLS[m.impl], s.moe_ffn_hidden_size / m.etp
+    pre_bytes = SAVED_BYTES[m.quantize_rematerialize_num_bits] or e
+    sizes = {
+        "tokens": n.rank * m.hidden_size * e,
+        "rows": n.padded * m.hidden_size * e,
+        "pre": n.padded * width * (2 if m.swiglu else 1) * pre_bytes,
+        "activation": n.padded * width * e,
+        "output": n.padded * m.hidden_size * e,
+    }
+    kept = set(impl.keeps)
+    if m.recompute_activation or m.quantize_rematerialize_num_bits != -1:
+        kept.discard("activation")
+    if m.recompute_activation and impl.recomputes_pre:
+        kept.discard("pre")
+    if m.expert_model_parallel_size * m.etp > 1:
+        kept |= {"rows", "output"}  # rows of other ranks arrive as copies, and outputs come back for the weights
+    return sum(sizes[name] for name in kept)
+
+
+def _backward_of_a_layer(m: Model) -> float:
+    """Bytes of the temporary tensors in a layer's backward: gradients of the widest products' rows and of its input."""
+    n, s, e = rows(m), m.shape, m.element_bytes
+    gated = 2 if m.swiglu else 1
+    dense = n.group * (gated + 1) * s.ffn_hidden_size / m.tensor_model_parallel_size
+    experts = n.padded * ((gated + 1) * s.moe_ffn_hidden_size / m.etp + m.hidden_size) if s.num_moe_layers else 0
+    again = 0.0
+    if m.recompute_granularity == "full":
+        again = sum(layer_activations(dataclasses.replace(m, recompute_granularity=None)).values())
+    return (max(dense, experts) + 2 * n.rank * m.hidden_size) * e + again
+
+
+def _loss(m: Model) -> tuple[float, float]:
+    """Bytes of logits that stay until backward, and those of the loss's temporary tensors."""
+    n, e, tp = rows(m), m.element_bytes, m.tensor_model_parallel_size
+    logits = n.group * m.vocab_size * e / tp
+    gradient = 2 * n.group * m.hidden_size * e
+    if m.fused_loss:
+        return min(logits, m.fused_loss_kept_gib * GIB), min(logits, LOSS_CHUNK) + gradient
+    return logits + logits / e * 4, logits / e * 4 + gradient
+
+
+class Memory(NamedTuple):
+    """Bytes on the fullest GPU. peak: the most that torch has allocated. needed: with what lies outside of tensors."""
+
+    parts: dict[str, float]
+    outside: dict[str, float]
+    error_bar: float
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def needed(self) -> float:
+        return self.peak + sum(self.outside.values())
+
+
+def _activations(m: Model, last: bool) -> dict[str, float]:
+    """Of the first or the last pipeline stage. The first holds the most micro-batches, the last the logits."""
+    n, pp = rows(m), m.pipeline_model_parallel_size
+    held = 1 if last else min(pp, m.micro_batches)
+    layers = m.num_layers // pp
+    parts = {f"activations: {name}": held * layers * size for name, size in layer_activations(m).items()}
+    kept, temporary = 0.0, _backward_of_a_layer(m)
+    if last:
+        parts["activations: last norm"] = 2 * n.rank * m.hidden_size * m.element_bytes
+        kept, of_loss = _loss(m)
+        # The logits are freed before the layers' backward begins, so only the larger of both needs room.
+        temporary = max(of_loss, temporary - kept)
+        parts["loss: kept logits"] = kept
+    if (last and pp == 1) or not last:
+        mask = n.rank * m.hidden_size * (1 if m.hidden_dropout else 0)
+        parts["activations: embedding"] = held * mask
+    parts["temporary tensors"] = temporary
+    if m.tensor_model_parallel_size > 1:
+        parts["communication: gathered sequence"] = 2 * n.group * m.hidden_size * m.element_bytes
+    if m.expert_model_parallel_size > 1:
+        parts["communication: rows sent and received"] = 2 * n.expert * m.hidden_size * m.element_bytes
+    return {name: size for name, size in parts.items() if size}
+
+
+def _total(parts: dict[str, float]) -> float:
+    return sum(parts.values())
+
+
+def memory(m: Model) -> Memory:
+    """What the fullest GPU holds at the fullest moment: the end of forward, or the first backward behind it."""
+    p, e = parameters(m), m.element_bytes
+    shards = (m.data_parallel_size * m.context_parallel_size, m.expert_data_parallel_size)
+    dense, experts = shards if m.use_distributed_optimizer else (1, 1)
+    state = OPTIMIZER_BYTES[m.bf16] * (p.dense_per_gpu / dense + p.experts_per_gpu / experts)
+    parts: dict[str, float] = {"weights": e * p.per_gpu, "main gradients": 4 * p.per_gpu, "optimizer state": state}
+    stages: list[dict[str, float]] = [_activations(m, last) for last in {m.pipeline_model_parallel_size == 1, True}]
+    fullest: dict[str, float] = max(stages, key=_total)
+    parts |= fullest
+    outside = {"allocator's gaps": FRAGMENTS * sum(parts.values()), "CUDA context": CONTEXT_GIB * GIB}
+    if m.gpus > 1:
+        outside["NCCL buffers"] = NCCL_GIB * GIB
+    return Memory(parts, outside, ERROR_BAR if m.gpus == 1 else ERROR_BAR_LAYOUT)

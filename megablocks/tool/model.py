@@ -1,0 +1,244 @@
+"""A model, its layout over GPUs and its batch: what `plan` needs to know, and nothing that it computes.
+
+Names, meanings and defaults are those of the driver's arguments (Megatron's and `--megablocks-*`), so that a driver's
+command line and `plan`'s own flags fill the same fields.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
+from megablocks.kinds import MLP_IMPLS
+from megablocks.monitor.flops import GPTShape
+from megablocks.tool.commands import Parser
+
+PREFIX = "megablocks_"
+VOCABULARY = 50257
+"""Of GPT-2, if no vocabulary is given."""
+
+
+def option(default: Any, text: str, choices: Sequence[Any] | None = None) -> Any:
+    """A field of which `plan` makes a flag. A default of ... must be given."""
+    given = {} if default is ... else {"default": default}
+    return field(**given, metadata={"help": text, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """One training run, on paper. Fields that are None at first are filled by their rule in `__post_init__`."""
+
+    num_layers: int = option(..., "Transformer layers")
+    hidden_size: int = option(..., "H")
+    num_attention_heads: int = option(..., "attention heads")
+    seq_length: int = option(..., "tokens of a sequence")
+    micro_batch_size: int = option(..., "sequences of a micro-batch on a data-parallel rank")
+    global_batch_size: int | None = option(None, "sequences of a step; unset: one micro-batch on each rank")
+    vocab_size: int = option(VOCABULARY, "rows of the embedding, padding included")
+    kv_channels: int | None = option(None, "width of a head; unset: H / heads")
+    num_query_groups: int | None = option(None, "heads of keys and values; unset: as many as attention heads")
+    ffn_hidden_size: int | None = option(None, "width of dense layers; unset: 4·H, gated 8/3·H")
+    num_experts: int = option(0, "experts of a layer; 0: a dense model")
+    moe_router_topk: int = option(1, "experts of a token")
+    moe_ffn_hidden_size: int | None = option(None, "width of an expert; unset: as dense layers")
+    moe_shared_expert_intermediate_size: int = option(0, "width of the shared expert; 0: none")
+    num_moe_layers: int | None = option(None, "layers with experts; unset: all of a model with experts")
+    swiglu: bool = option(False, "gated activation: two up-projections")
+    normalization: str = option("LayerNorm", "kind of norm", ("LayerNorm", "RMSNorm"))
+    position_embedding_type: str = option(
+        "learned_absolute", "positions", ("learned_absolute", "rope", "none", "yarn", "mrope", "relative")
+    )
+    add_bias_linear: bool = option(False, "biases in dense products")
+    untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
+    hidden_dropout: float = option(0.1, "dropout behind attention and MLP; its masks take memory")
+    bf16: bool = option(True, "16-bit weights and activations (float16 counts the same); off: all float32")
+    tensor_model_parallel_size: int = option(1, "TP")
+    pipeline_model_parallel_size: int = option(1, "PP")
+    expert_model_parallel_size: int = option(1, "EP")
+    expert_tensor_parallel_size: int | None = option(None, "TP of experts; unset: as TP")
+    context_parallel_size: int = option(1, "CP")
+    sequence_parallel: bool = option(False, "norms and dropout on a part of the sequence for each TP rank")
+    use_distributed_optimizer: bool = option(False, "optimizer state is spread over the data-parallel ranks")
+    recompute_granularity: str | None = option(None, "full: keep only each layer's input", ("selective", "full"))
+    mlp_impl: str = option("auto", "how the experts are computed", MLP_IMPLS)
+    recompute_activation: bool = option(False, "recompute the experts' activation in backward")
+    quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS)
+    fused_loss: bool = option(True, "projection and loss in one op, without float32 logits")
+    fused_loss_kept_gib: float = option(4.0, "GiB of logits that it keeps for backward")
+    gpus: int = option(1, "GPUs of the run")
+    gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "gpus"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be >= 1")
+        if self.num_experts and not 1 <= self.moe_router_topk <= self.num_experts:
+            raise ConfigError(f"moe_router_topk={self.moe_router_topk}: must be 1 to num_experts={self.num_experts}")
+        if self.mlp_impl == "reference":
+            raise ConfigError("mlp_impl='reference': is for tests; nothing is known about its time")
+        width = 4 * self.hidden_size
+        rules = {
+            "kv_channels": self.hidden_size // self.num_attention_heads,
+            "num_query_groups": self.num_attention_heads,
+            "ffn_hidden_size": width * 2 // 3 // 64 * 64 if self.swiglu else width,
+            "num_moe_layers": self.num_layers if self.num_experts else 0,
+            "expert_tensor_parallel_size": self.tensor_model_parallel_size,
+        }
+        for name, value in rules.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.moe_ffn_hidden_size is None:
+            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        self._check_layout()
+        if self.global_batch_size is None:
+            object.__setattr__(self, "global_batch_size", self.micro_batch_size * self.data_parallel_size)
+        share = self.micro_batch_size * self.data_parallel_size
+        if self.global_batch_size % share:  # type: ignore[operator]
+            raise ConfigError(
+                f"global_batch_size={self.global_batch_size}: must be a multiple of micro_batch_size="
+                f"{self.micro_batch_size} times the {self.data_parallel_size} data-parallel ranks"
+            )
+
+    def _check_layout(self) -> None:
+        ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        if self.gpus % ranks:
+            raise ConfigError(f"gpus={self.gpus}: must be a multiple of TP · PP · CP = {ranks}")
+        if self.num_layers % self.pipeline_model_parallel_size:
+            stages = self.pipeline_model_parallel_size
+            raise ConfigError(f"pipeline_model_parallel_size={stages}: must divide num_layers={self.num_layers}")
+        ranks = self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size
+        if self.num_experts and (self.gpus % ranks or self.num_experts % self.expert_model_parallel_size):
+            raise ConfigError(
+                f"expert_model_parallel_size={self.expert_model_parallel_size}: must divide num_experts="
+                f"{self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
+            )
+
+    @property
+    def etp(self) -> int:
+        return self.expert_tensor_parallel_size or 1
+
+    @property
+    def data_parallel_size(self) -> int:
+        model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+        return self.gpus // model
+
+    @property
+    def expert_data_parallel_size(self) -> int:
+        return self.gpus // (self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size)
+
+    @property
+    def micro_batches(self) -> int:
+        assert self.global_batch_size is not None
+        return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, over all ranks."""
+        assert self.global_batch_size is not None
+        return self.global_batch_size * self.seq_length
+
+    @property
+    def element_bytes(self) -> int:
+        return 2 if self.bf16 else 4
+
+    @property
+    def shape(self) -> GPTShape:
+        """The sizes that decide the model's FLOPs."""
+        return GPTShape(
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            seq_length=self.seq_length,
+            vocab_size=self.vocab_size,
+            num_attention_heads=self.num_attention_heads,
+            head_dim=self.kv_channels or 0,
+            num_query_groups=self.num_query_groups,
+            ffn_hidden_size=self.ffn_hidden_size or 0,
+            gated=self.swiglu,
+            num_moe_layers=self.num_moe_layers or 0,
+            num_experts=self.num_experts,
+            top_k=self.moe_router_topk,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size or 0,
+            shared_expert_hidden_size=self.moe_shared_expert_intermediate_size,
+        )
+
+    @property
+    def impl(self) -> str:
+        """mlp_impl, or what "auto" means on this GPU: the choice of the layer itself."""
+        if self.mlp_impl != "auto":
+            return self.mlp_impl
+        import torch
+
+        from megablocks.moe.impls import choose_impl
+
+        return choose_impl(
+            on_hopper=any(name in self.gpu for name in ("H100", "H200", "H800", "H20")),
+            dtype=torch.bfloat16 if self.bf16 else torch.float32,
+            biased=False,
+            saves_less=self.recompute_activation or self.quantize_rematerialize_num_bits != -1,
+            num_experts=self.num_experts // self.expert_model_parallel_size,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=(self.moe_ffn_hidden_size or 0) // self.etp,
+        )
+
+
+def add_flags(parser: Parser) -> None:
+    """A flag for each field of `Model`. All default to None: `Model` has the defaults."""
+    kinds = {"int": int, "float": float}
+    for one in dataclasses.fields(Model):
+        kind, default = str(one.type).split(" ")[0], one.default
+        unset = default is dataclasses.MISSING or default is None
+        text = one.metadata["help"] + ("" if unset else f" (default: {default})")
+        flag = "--" + one.name.replace("_", "-")
+        if kind == "bool":
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        else:
+            parser.add_argument(flag, type=kinds.get(kind, str), choices=one.metadata["choices"], help=text)
+
+
+def from_flags(options: argparse.Namespace) -> Model:
+    """Raises ConfigError for a flag that is missing or wrong."""
+    given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Model)}
+    for one in dataclasses.fields(Model):
+        if one.default is dataclasses.MISSING and given[one.name] is None:
+            flag = "--" + one.name.replace("_", "-")
+            raise ConfigError(f"{flag} is missing; give it, or a driver's command line behind --")
+    return Model(**{name: value for name, value in given.items() if value is not None})
+
+
+def from_driver(args: argparse.Namespace, gpu: str) -> Model:
+    """From the validated arguments of a driver's command line.
+
+    Raises:
+        ConfigError: another layer than ours, or one with a capacity.
+    """
+    layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
+    if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
+        name = f"capacity_factor={factor}" if factor is not None else f"layer={layer!r}"
+        raise ConfigError(f"megablocks_{name}: only dropless layers of ours are planned")
+    values: dict[str, Any] = {}
+    for one in dataclasses.fields(Model):
+        dest = one.name if hasattr(args, one.name) else PREFIX + one.name
+        if getattr(args, dest, None) is not None:
+            values[one.name] = getattr(args, dest)
+    if not args.group_query_attention:
+        values.pop("num_query_groups", None)
+    every, frequency = args.num_layers, args.moe_layer_freq
+    flags = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(every)]
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    words = args.padded_vocab_size or math.ceil((args.vocab_size or VOCABULARY) / multiple) * multiple
+    return Model(
+        **{
+            **values,
+            "gpu": gpu,
+            "gpus": args.world_size,
+            "vocab_size": words,
+            "bf16": args.bf16 or args.fp16,
+            "swiglu": args.swiglu or args.quick_geglu,
+            "num_moe_layers": sum(map(bool, flags)) if args.num_experts else 0,
+        }
+    )

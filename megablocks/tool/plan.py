@@ -1,0 +1,181 @@
+"""`plan`: memory and step time of a model at a layout, before you rent the GPUs.
+
+    python -m megablocks plan --gpus 8 -- DRIVER FLAGS
+    python -m megablocks plan --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 …
+
+Behind -- stands a command line of the driver, megablocks.megatron.pretrain_gpt, read by the driver's own parser;
+--gpus, --gpu and --json stand before it. The other flags are those of the driver too, without Megatron.
+Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megablocks.config import ConfigError
+from megablocks.monitor.flops import MEMORY_GIB, figure
+from megablocks.tool.commands import Parser
+from megablocks.tool.memory import GIB, Memory, memory, parameters
+from megablocks.tool.model import Model, add_flags, from_driver, from_flags
+from megablocks.tool.step_time import StepTime, step_time
+
+_OF_THE_MACHINE = ("gpus", "gpu")
+
+
+def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
+    """The model and the options of a command line. Raises ConfigError."""
+    words = list(argv)
+    cut = words.index("--") if "--" in words else None
+    parser = Parser("plan", description=__doc__)
+    add_flags(parser)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(words[:cut])
+    if cut is None:
+        return from_flags(options), options
+    given = [f.name for f in dataclasses.fields(Model) if getattr(options, f.name) is not None]
+    for name in given:
+        if name not in _OF_THE_MACHINE:
+            raise ConfigError(f"--{name.replace('_', '-')}: give it behind --, with the driver's flags")
+    from megablocks.megatron.pretrain_gpt import missing
+
+    if (problem := missing()) is not None:
+        raise ConfigError(problem)
+    from megablocks.megatron.planned import parse
+
+    args = parse(words[cut + 1 :], options.gpus or 1)
+    return from_driver(args, options.gpu or Model.gpu), options
+
+
+def changes(m: Model) -> Iterator[tuple[str, Model]]:
+    """What a user may change to save memory, the cheapest first."""
+
+    def with_(**values: Any) -> Model | None:
+        try:
+            return dataclasses.replace(m, **values)
+        except ConfigError:
+            return None
+
+    smaller = [size for size in range(m.micro_batch_size - 1, 0, -1) if m.micro_batch_size % size == 0]
+    found: list[tuple[str, Model | None]] = []
+    if not m.fused_loss:
+        found.append(("--megablocks-fused-loss", with_(fused_loss=True)))
+    if m.data_parallel_size > 1 and not m.use_distributed_optimizer:
+        found.append(("--use-distributed-optimizer", with_(use_distributed_optimizer=True)))
+    if m.num_experts and m.impl != "fused":
+        found.append(("--megablocks-mlp-impl fused", with_(mlp_impl="fused")))
+    found += [(f"--micro-batch-size {size}", with_(micro_batch_size=size)) for size in smaller]
+    if m.num_experts:
+        found.append(
+            ("--megablocks-mlp-impl fused --megablocks-recompute-activation",
+             with_(mlp_impl="fused", recompute_activation=True))
+        )  # fmt: skip
+        ranks = [ep for ep in range(m.expert_model_parallel_size + 1, m.gpus + 1) if m.gpus % ep == 0]
+        found += [(f"--expert-model-parallel-size {ep}", with_(expert_model_parallel_size=ep)) for ep in ranks]
+    found.append(("--recompute-granularity full", with_(recompute_granularity="full")))
+    for gpus in (2 * m.gpus, 4 * m.gpus, 8 * m.gpus):
+        values: dict[str, Any] = {"gpus": gpus, "global_batch_size": None, "use_distributed_optimizer": True}
+        flags = f"{gpus} GPUs with --use-distributed-optimizer"
+        if m.num_experts:
+            values["expert_model_parallel_size"] = m.expert_model_parallel_size * gpus // m.gpus
+            flags += f" --expert-model-parallel-size {values['expert_model_parallel_size']}"
+        found.append((flags, with_(**values)))
+    return ((text, one) for text, one in found if one is not None)
+
+
+def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
+    """Whether the model fits into `capacity` GiB: yes, maybe (within the error bar), no or unknown; and a line."""
+    need = found.needed / GIB
+    if capacity is None:
+        return "unknown", f"needs {need:.1f} GiB a GPU; the memory of {m.gpu} is unknown here"
+    bar = found.error_bar * found.peak / GIB
+    if need + bar <= capacity:
+        return "yes", f"fits: {need:.1f} of {capacity:.1f} GiB, error bar included"
+    fits, said = ("maybe", "may not fit") if need <= capacity else ("no", "does not fit")
+    for text, other in changes(m):
+        after = memory(other)
+        if (after.needed + after.error_bar * after.peak) / GIB <= capacity:
+            return fits, f"{said}: {need:.1f} of {capacity:.1f} GiB; {text} needs {after.needed / GIB:.1f}"
+    return fits, f"{said}: {need:.1f} of {capacity:.1f} GiB; spread it over more GPUs, by --tensor-model-parallel-size"
+
+
+def report(m: Model) -> dict[str, Any]:
+    """Everything that `plan` prints, in GiB and ms."""
+    p, found, time = parameters(m), memory(m), step_time(m)
+    capacity = figure(MEMORY_GIB, m.gpu)
+    fits, line = verdict(m, found, capacity)
+    return {
+        "model": dataclasses.asdict(m),
+        "mlp_impl": m.impl if m.num_experts else None,
+        "parameters": {"total": p.total, "active": p.active, "per_gpu": p.per_gpu},
+        "memory": {
+            "parts": {name: size / GIB for name, size in found.parts.items()},
+            "peak": found.peak / GIB,
+            "outside_of_tensors": {name: size / GIB for name, size in found.outside.items()},
+            "needed": found.needed / GIB,
+            "available": capacity,
+            "error_bar": found.error_bar,
+        },
+        "step": None if time is None else _step(time),
+        "fits": fits,
+        "verdict": line,
+    }
+
+
+def _step(time: StepTime) -> dict[str, Any]:
+    return {
+        "parts": time.parts,
+        "ms": time.milliseconds,
+        "tokens_per_second": time.tokens_per_second,
+        "mfu": time.mfu,
+        "error_bar": time.error_bar,
+    }
+
+
+def _rows(values: dict[str, float], digits: int) -> list[str]:
+    return [f"  {name:<50}{value:>10.{digits}f}" for name, value in values.items()]
+
+
+def text_of(found: dict[str, Any]) -> str:
+    m, p, mem, step = found["model"], found["parameters"], found["memory"], found["step"]
+    layout = ", ".join(
+        f"{short} {m[name]}"
+        for short, name in (("TP", "tensor_model_parallel_size"), ("PP", "pipeline_model_parallel_size"),
+                            ("EP", "expert_model_parallel_size"))
+    )  # fmt: skip
+    impl = f", mlp_impl {found['mlp_impl']}" if found["mlp_impl"] else ""
+    lines = [
+        f"{m['gpus']} x {m['gpu']}: {layout}; micro-batch {m['micro_batch_size']}, global batch "
+        f"{m['global_batch_size']}, vocabulary {m['vocab_size']:,}{impl}",
+        f"parameters: {p['total']:,}; active for a token: {p['active']:,}; on a GPU: {p['per_gpu']:,}",
+        "",
+        f"{'memory of a GPU':<52}{'GiB':>10}",
+        *_rows(mem["parts"], 2),
+        f"{'peak of tensors':<52}{mem['peak']:>10.2f}  ± {mem['error_bar']:.0%}",
+        *_rows(mem["outside_of_tensors"], 2),
+        f"{'needed':<52}{mem['needed']:>10.2f}",
+        "",
+    ]
+    if step is None:
+        lines.append("step time: unknown for this GPU or for float32")
+    else:
+        share = "unknown" if step["mfu"] is None else f"{step['mfu']:.1%}"
+        lines += [f"{'a step':<52}{'ms':>10}", *_rows(step["parts"], 1)]
+        lines += [f"{'together':<52}{step['ms']:>10.1f}  ± {step['error_bar']:.0%}"]
+        lines += [f"tokens/s: {step['tokens_per_second']:,.0f}; MFU: {share}"]
+    if m["gpus"] > 1:
+        lines.append("several GPUs: by formula, not measured; no communication is hidden behind other work")
+    return "\n".join([*lines, "", found["verdict"]])
+
+
+def main(argv: Sequence[str]) -> int:
+    m, options = model_of(argv)
+    found = report(m)
+    if options.json:
+        print(json.dumps(found, indent=1))
+    else:
+        print(text_of(found))
+    return 1 if found["fits"] == "no" else 0

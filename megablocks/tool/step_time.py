@@ -1,0 +1,130 @@
+"""The time of a training step: each part's bound (`monitor.bounds`) times how far the part was from it when measured.
+
+On several GPUs the formulas of communication come on top. Nothing was measured there: their error bar is a guess.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megablocks.monitor.bounds import RunSizes, bounds
+from megablocks.monitor.flops import mfu, peak_bandwidth
+from megablocks.tool.memory import parameters, rows
+from megablocks.tool.model import Model
+
+TIMES_BOUND = {
+    "experts": 2.20,
+    "routing": 1.56,
+    "attention": 5.43,
+    "dense products": 1.36,
+    "norms": 1.69,
+    "embedding and loss": 1.36,
+    "elementwise": 2.67,
+    "optimizer": 1.19,
+    "gradients": 1.39,
+}
+"""Measured time over bound. Source: the profile in benchmarks/notes/training_step.md, dMoE-Small with micro-batches of
+128 on an H200. That profile has another loss, so the fused loss counts as a dense product, and its passes below."""
+IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
+"""The experts' time beside "fused": geometric mean of README.md's three shapes."""
+IDLE_MS = 12.0
+"""Of a step, mostly the host's work around the optimizer. With the next it is what is left of six measured steps."""
+IDLE_LAYER_MS = 0.25
+"""Of each layer in each micro-batch: gaps between launches, and copies."""
+LOSS_PASSES = 3
+"""Passes over the logits by kernels other than the products. Source: benchmarks/notes/loss.md."""
+PLAIN_LOSS_PASSES = 26
+"""Megatron's loss in float32, counted in the bytes of bfloat16. Source: the same."""
+COPY_RATE = 0.9
+"""Of the peak bandwidth that a kernel that only moves bytes reaches: 4.3 of 4.8 TB/s on an H200."""
+LINK_GB, NETWORK_GB, HOST_GPUS = 450.0, 50.0, 8
+"""GB/s in one direction: a GPU's NVLink of an H100 or H200 host, and one 400 Gbit/s adapter a GPU. Data sheets."""
+LINK_SHARE = 0.6
+"""Of these rates that NCCL reaches. Assumed."""
+ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
+"""Of the time on one H200, which the six measured steps hold, and elsewhere, which is a guess."""
+
+
+class StepTime(NamedTuple):
+    """parts: milliseconds of a step. mfu: None for an unknown GPU."""
+
+    parts: dict[str, float]
+    tokens_per_second: float
+    mfu: float | None
+    error_bar: float
+
+    @property
+    def milliseconds(self) -> float:
+        return sum(self.parts.values())
+
+
+def run_sizes(m: Model) -> RunSizes:
+    """The sizes from which the bounds are computed."""
+    p = parameters(m)
+    return RunSizes(
+        shape=m.shape,
+        tokens=m.tokens,
+        micro_batches=m.micro_batches,
+        parameters=p.per_gpu,
+        expert_parameters=p.experts_per_gpu,
+        device=m.gpu,
+        world_size=m.gpus,
+        model_shards=m.tensor_model_parallel_size * m.pipeline_model_parallel_size,
+        optimizer_shards=m.data_parallel_size if m.use_distributed_optimizer else 1,
+        element_bytes=m.element_bytes,
+        rotary=m.position_embedding_type == "rope",
+    )
+
+
+def _communication(m: Model) -> dict[str, float]:
+    """Milliseconds a step, nothing of it hidden behind other work."""
+    p, n, e = parameters(m), rows(m), m.element_bytes
+    tp, ep, dp, pp = (m.tensor_model_parallel_size, m.expert_model_parallel_size, m.data_parallel_size,
+                      m.pipeline_model_parallel_size)  # fmt: skip
+
+    def ms(sent: float, ranks: int) -> float:
+        """For bytes that each of `ranks` ranks would send if it sent to itself too."""
+        rate = LINK_GB if ranks <= HOST_GPUS else NETWORK_GB
+        return 1e3 * sent * (ranks - 1) / ranks / (rate * LINK_SHARE * 1e9)
+
+    hidden = n.group * m.hidden_size * e  # of a micro-batch
+    layers, moe = m.num_layers / pp, m.shape.num_moe_layers / pp
+    pairs = n.expert * m.hidden_size * e
+    gradients = ms(2 * 4 * p.dense_per_gpu, dp) + ms(2 * 4 * p.experts_per_gpu, m.expert_data_parallel_size)
+    return {
+        "gradients over data-parallel ranks": gradients,
+        "all-to-all of the experts": m.micro_batches * moe * 4 * ms(pairs, ep),
+        "tensor parallelism": m.micro_batches * layers * 8 * ms(hidden, tp),
+    }
+
+
+def step_time(m: Model) -> StepTime | None:
+    """None where the bounds are unknown: another GPU than those of `monitor.flops`, or float32."""
+    run = run_sizes(m)
+    least, bandwidth = bounds(run), peak_bandwidth(m.gpu)
+    if not least or bandwidth is None:
+        return None
+    parts = {part: TIMES_BOUND[part] * bound.least for part, bound in least.items()}
+    if "experts" in parts:
+        parts["experts"] *= IMPL_TIMES[m.impl]
+        if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
+            gated = 2 if m.swiglu else 1
+            parts["experts"] *= 1 + gated / (gated + 1) / 3
+    n = rows(m)
+    logits = n.group * m.vocab_size * m.element_bytes / m.tensor_model_parallel_size
+    again = max(0.0, 1 - m.fused_loss_kept_gib * 2**30 / logits) if m.fused_loss else 0.0
+    passes = LOSS_PASSES if m.fused_loss else PLAIN_LOSS_PASSES
+    moved = m.micro_batches * logits * passes / m.pipeline_model_parallel_size
+    parts["embedding and loss"] *= 1 + again / 3  # a fourth product for the logits that were not kept
+    parts["embedding and loss"] += 1e3 * moved / (COPY_RATE * bandwidth)
+    if m.recompute_granularity == "full":
+        for part in ("experts", "routing", "attention", "dense products", "norms", "elementwise"):
+            parts[part] = parts.get(part, 0.0) * 4 / 3
+    parts["idle and copies"] = IDLE_MS + IDLE_LAYER_MS * m.num_layers / m.pipeline_model_parallel_size * m.micro_batches
+    parts |= {f"communication: {name}": ms for name, ms in _communication(m).items() if ms}
+    stages = m.pipeline_model_parallel_size
+    if stages > 1:
+        parts["communication: pipeline bubble"] = sum(parts.values()) * (stages - 1) / m.micro_batches
+    rate = m.tokens / sum(parts.values()) * 1e3
+    measured = m.gpus == 1 and "H200" in m.gpu and m.recompute_granularity is None
+    return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), ERROR_BAR if measured else ERROR_BAR_LAYOUT)

@@ -1,0 +1,83 @@
+"""`python -m megablocks`: help, bad commands, and what is loaded before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megablocks.tool import commands
+from megablocks.tool.commands import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def _python(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
+
+
+def test_without_a_command_it_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"  {name} " in text and command.summary in text for name, command in COMMANDS.items())
+    assert main([]) == 2 and capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["evn"], "megablocks: evn: no such command, did you mean env?; one of env, doctor, plan, verify"),
+        (["sing"], "megablocks: sing: no such command; one of env, doctor, plan, verify"),
+        (["env", "--jso"], "megablocks env: unrecognized arguments: --jso"),
+        (["verify"], "megablocks verify: the following arguments are required: folder"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    out = capsys.readouterr()
+    assert out.out == "" and out.err == said + "\n"
+
+
+def test_a_package_that_is_missing_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lacks(path: str) -> object:
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr(commands, "load", lacks)
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().err == "megablocks doctor: torch is not installed: pip install torch\n"
+
+
+def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_path: Path) -> None:
+    done = _python("-X", "importtime", "-m", "megablocks")
+    assert done.returncode == 2 and "doctor" in done.stdout
+    assert not any(line.endswith(("| torch", "| numpy")) for line in done.stderr.splitlines())
+    code = "import sys; from megablocks.tool.commands import main; code = main(['verify', sys.argv[1]]); "
+    code += "assert 'torch' not in sys.modules; sys.exit(code)"
+    done = _python("-c", code, str(tmp_path))
+    assert done.returncode == 2 and "holds neither manifest.json nor iter_* folders" in done.stderr
+
+
+PAGE = re.sub(r"\\\n\s+", "", (ROOT / "docs/tool.md").read_text())
+EXAMPLES = re.findall(r"(?m)^    python -m megablocks (.+)$", PAGE)
+
+
+@pytest.mark.parametrize("command", [one for one in EXAMPLES if not one.startswith("verify")])
+def test_the_pages_commands_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    if " -- " in command:
+        pytest.importorskip("megatron.training")
+    assert main(shlex.split(command)) in (0, 1)  # a GPU in use may be slow, and a model may not fit
+    assert capsys.readouterr().out
+
+
+def test_the_page_shows_every_command() -> None:
+    assert {one.split()[0] for one in EXAMPLES} == set(COMMANDS)
