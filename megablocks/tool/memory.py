@@ -121,8 +121,8 @@ def layer_activations(m: Model) -> dict[str, float]:
         parts["dense MLP"] = (1 - share) * (input_ + n.group * (gated + 1) * s.ffn_hidden_size * e / tp)
     if share:
         width = s.shared_expert_hidden_size
-        # Logits and probabilities in float32; five indices and a weight a pair.
-        parts["router"] = share * n.rank * (8 * s.num_experts + 24 * s.top_k)
+        # Logits in float32; five indices and a weight a pair.
+        parts["router"] = share * n.rank * (4 * s.num_experts + 24 * s.top_k)
         parts["experts"] = share * (expert_activations(m) + n.group * (gated + 1) * width * e / tp)
     return parts
 

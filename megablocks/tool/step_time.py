@@ -25,11 +25,14 @@ TIMES_BOUND = {
 }
 """Measured time over bound. Source: the profile in benchmarks/notes/training_step.md, dMoE-Small with micro-batches of
 128 on an H200. That profile has another loss, so the fused loss counts as a dense product, and its passes below."""
+EXPERTS_TIMES_BYTES = 1.48
+"""The same for experts that memory limits, whose factor above is that of their arithmetic. Source: README.md's layer
+of Medium, forward and backward: 1.15 ms, for 3.7 GB."""
 IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
 """The experts' time beside "fused": geometric mean of README.md's three shapes."""
-IDLE_MS = 12.0
+IDLE_MS = 11.0
 """Of a step, mostly the host's work around the optimizer. With the next it is what is left of six measured steps."""
-IDLE_LAYER_MS = 0.25
+IDLE_LAYER_MS = 0.4
 """Of each layer in each micro-batch: gaps between launches, and copies."""
 LOSS_PASSES = 3
 """Passes over the logits by kernels other than the products. Source: benchmarks/notes/loss.md."""
@@ -106,6 +109,8 @@ def step_time(m: Model) -> StepTime | None:
         return None
     parts = {part: TIMES_BOUND[part] * bound.least for part, bound in least.items()}
     if "experts" in parts:
+        experts = least["experts"]
+        parts["experts"] = max(TIMES_BOUND["experts"] * experts.arithmetic, EXPERTS_TIMES_BYTES * experts.bytes)
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             gated = 2 if m.swiglu else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -68,6 +69,17 @@ def test_time_is_within_its_error_bar(name: str) -> None:
     assert found.milliseconds == pytest.approx(MEASURED[name]["ms"], rel=found.error_bar)
     assert found.tokens_per_second == pytest.approx(ROWS[name].tokens / found.milliseconds * 1e3)
     assert found.mfu == pytest.approx(MEASURED[name]["mfu"], rel=0.25)
+
+
+def test_the_pages_table_is_what_is_planned_and_measured() -> None:
+    rows = re.findall(r"(?m)^\| (.+) \| \d+ \| (.+), (.+) \| (\d+), (\d+) \|$", (ROOT / "docs/tool.md").read_text())
+    assert len(rows) == len(ROWS)
+    for (_, *said), (name, m) in zip(rows, ROWS.items(), strict=True):
+        time, arm = step_time.step_time(m), MEASURED[name]
+        assert time is not None
+        found = memory.memory(m).peak / memory.GIB, arm["peak_gib"], time.milliseconds, arm["ms"]
+        assert [f"{found[0]:.1f}", f"{found[1]:.1f}"] == said[:2], name
+        assert list(map(float, said[2:])) == pytest.approx(found[2:], abs=0.6), name
 
 
 def _driver_flags(script: str, flags: str, tmp_path: Path, world: int = 1) -> list[str]:
@@ -187,6 +199,31 @@ def test_what_the_experts_keep_is_the_table_of_the_page(impl: str) -> None:
     left_out = width if impl == "fused" else width * page[2]
     assert again == by_hand - 2 * padded * left_out
     MoEConfig(hidden_size=8, ffn_hidden_size=64, num_experts=2, mlp_impl=impl, recompute_activation=True)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "row"), [((65536, 512, 2048, 64, 1, False), "XS"), ((24576, 1536, 256, 128, 8, True), "24576, 1536;")]
+)
+def test_what_a_layer_keeps_is_what_was_measured(sizes: tuple[int, int, int, int, int, bool], row: str) -> None:
+    """The MiB of docs/saving_memory.md, which took no part in any choice here."""
+    tokens, hidden, width, experts, top_k, gated = sizes
+    page = (ROOT / "docs/saving_memory.md").read_text().split("Measured, MiB held")[1]
+    m = Model(
+        num_layers=1, hidden_size=hidden, num_attention_heads=8, seq_length=tokens, micro_batch_size=1,
+        num_experts=experts, moe_router_topk=top_k, moe_ffn_hidden_size=width, swiglu=gated,
+    )  # fmt: skip
+    compared = 0
+    for line in page.splitlines():
+        if not line.startswith(f"| {row}"):
+            continue
+        _, shape, *measured, _ = line.split("|")
+        for impl, mib in zip(("fused", "scatter", "grouped", "sparse"), measured, strict=True):
+            one = _with(m, mlp_impl=impl, recompute_activation="recompute" in shape)
+            parts = memory.layer_activations(one)
+            # A small constant: rows of indices, and the blocks of the allocator.
+            assert (parts["experts"] + parts["router"]) / 2**20 == pytest.approx(float(mib), rel=0.03, abs=12)
+            compared += 1
+    assert compared == (8 if row == "XS" else 4)
 
 
 def test_what_saves_memory_saves_it() -> None:
