@@ -19,10 +19,13 @@ from megablocks.tool.commands import Parser
 
 def verify_checkpoints(folder: Path) -> list[str]:
     """One line for each checkpoint in or at `folder`. Raises CheckpointError, which names the first bad file."""
-    steps = atomic.iterations(folder)
+    folders = [atomic.folder_of(folder, step) for step in atomic.iterations(folder)] or [folder]
+    markers = {one: atomic.read_marker(one) for one in folders}
     done = []
-    for one in [atomic.folder_of(folder, step) for step in steps] or [folder]:
-        files = atomic.read_marker(one)
+    for one, files in markers.items():
+        if files is None and any(markers.values()):
+            done.append(f"{one.name}: an unfinished save, which a resumed run ignores")
+            continue
         if files is None:
             raise atomic.CheckpointError(
                 f"{one / atomic.MARKER}: missing; the save did not finish, or another program saved; nothing to compare"

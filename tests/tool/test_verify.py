@@ -43,6 +43,9 @@ def test_a_torn_checkpoint_is_no_success(tmp_path: Path, capsys: pytest.CaptureF
     (_checkpoint(tmp_path, 20) / atomic.MARKER).unlink()
     assert main(["verify", str(tmp_path / "iter_0000020")]) == 1
     assert "complete.json: missing; the save did not finish" in capsys.readouterr().err
+    _checkpoint(tmp_path, 40)
+    assert main(["verify", str(tmp_path)]) == 0
+    assert "iter_0000020: an unfinished save, which a resumed run ignores\n" in capsys.readouterr().out
 
 
 def test_a_data_set_passes_and_an_edited_one_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
