@@ -61,9 +61,7 @@ def _experts(impl: str) -> Case:
         from megablocks.moe.impls import ExpertCall
         from megablocks.ops.fused.mlp import ExpertParameters
 
-        config = MoEConfig(
-            hidden_size=H, ffn_hidden_size=I, num_experts=E, top_k=K, activation="swiglu", mlp_impl=impl
-        )
+        config = MoEConfig(hidden_size=H, ffn_hidden_size=I, num_experts=E, top_k=K, activation="swiglu", mlp_impl=impl)
         call = ExpertCall(ExpertParameters(w1, v1, w2), x, _dispatch(weight), weight.flatten(), config)
         return [load(IMPLS[impl].function)(call)]
 

@@ -167,7 +167,7 @@ def _loss(m: Model) -> tuple[float, float]:
     logits = n.group * m.vocab_size * e / tp
     gradient = 2 * n.group * m.hidden_size * e
     if m.fused_loss:
-        return min(logits, m.fused_loss_kept_gib * GIB), min(logits, LOSS_CHUNK) + gradient
+        return min(logits, m.kept_logits), min(logits, LOSS_CHUNK) + gradient
     return logits + logits / e * 4, logits / e * 4 + gradient
 
 

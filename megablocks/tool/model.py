@@ -15,7 +15,7 @@ from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
 from megablocks.kinds import MLP_IMPLS
-from megablocks.monitor.flops import GPTShape
+from megablocks.monitor.flops import MEMORY_GIB, GPTShape, figure
 from megablocks.tool.commands import Parser
 
 PREFIX = "megablocks_"
@@ -69,7 +69,9 @@ class Model:
     recompute_activation: bool = option(False, "recompute the experts' activation in backward")
     quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS)
     fused_loss: bool = option(True, "projection and loss in one op, without float32 logits")
-    fused_loss_kept_gib: float = option(4.0, "GiB of logits that it keeps for backward")
+    fused_loss_kept_gib: float | None = option(
+        None, "GiB of logits that it keeps for backward; unset: a tenth of the GPU's memory"
+    )
     gpus: int = option(1, "GPUs of the run")
     gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
 
@@ -88,6 +90,7 @@ class Model:
             "ffn_hidden_size": width * 2 // 3 // 64 * 64 if self.swiglu else width,
             "num_moe_layers": self.num_layers if self.num_experts else 0,
             "expert_tensor_parallel_size": self.tensor_model_parallel_size,
+            "fused_loss_kept_gib": (figure(MEMORY_GIB, self.gpu) or 0.0) / 10,
         }
         for name, value in rules.items():
             if getattr(self, name) is None:
@@ -117,6 +120,11 @@ class Model:
                 f"expert_model_parallel_size={self.expert_model_parallel_size}: must divide num_experts="
                 f"{self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
             )
+
+    @property
+    def kept_logits(self) -> float:
+        """Bytes of logits that the fused loss keeps at most."""
+        return (self.fused_loss_kept_gib or 0.0) * 2**30
 
     @property
     def etp(self) -> int:

@@ -117,7 +117,7 @@ def step_time(m: Model) -> StepTime | None:
             parts["experts"] *= 1 + gated / (gated + 1) / 3
     n = rows(m)
     logits = n.group * m.vocab_size * m.element_bytes / m.tensor_model_parallel_size
-    again = max(0.0, 1 - m.fused_loss_kept_gib * 2**30 / logits) if m.fused_loss else 0.0
+    again = max(0.0, 1 - m.kept_logits / logits) if m.fused_loss else 0.0
     passes = LOSS_PASSES if m.fused_loss else PLAIN_LOSS_PASSES
     moved = m.micro_batches * logits * passes / m.pipeline_model_parallel_size
     parts["embedding and loss"] *= 1 + again / 3  # a fourth product for the logits that were not kept

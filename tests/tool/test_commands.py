@@ -38,9 +38,7 @@ def test_without_a_command_it_lists_all(capsys: pytest.CaptureFixture[str]) -> N
         (["verify"], "megablocks verify: the following arguments are required: folder"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(
-    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_one_line_and_exit_code_2(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(words) == 2
     out = capsys.readouterr()
     assert out.out == "" and out.err == said + "\n"
