@@ -133,11 +133,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="find_micro_batch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path, help="folder for micro_batch.json and the logs")
-    out, command = parser.parse_args(words[:cut]).out, words[cut + 1 :]
+    parser.add_argument("--size", type=int, help="try this size alone")
+    options, command = parser.parse_args(words[:cut]), words[cut + 1 :]
+    out: Path = options.out
     try:
         if not command:
             raise ConfigError(f"command is missing: give a script of exp/ after --, such as {EXAMPLE}")
-        sizes = divisors(share_of(_printed(out, command)))
+        sizes = divisors(share := share_of(_printed(out, command)))
+        if options.size is not None and options.size not in sizes:
+            raise ConfigError(f"--size {options.size}: must divide {share}, a rank's share of --global-batch-size")
+        sizes = sizes if options.size is None else [options.size]
         if os.environ.get("DRY_RUN") == "1":
             for size in reversed(sizes):
                 flags = _environment(size)["FLAGS"]
@@ -151,7 +156,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = {"micro_batch_size": chosen and chosen.micro_batch_size, "trials": [asdict(trial) for trial in trials]}
     write_atomically(out / "micro_batch.json", json.dumps(found, indent=1) + "\n")
     if chosen is None:
-        print("find_micro_batch: not even --micro-batch-size 1 fits; spread the model or recompute", file=sys.stderr)
+        print(f"find_micro_batch: not even --micro-batch-size {sizes[0]} fits; spread the model or recompute",
+              file=sys.stderr)  # fmt: skip
         return 1
     peak = "" if chosen.peak_memory_gib is None else f", peak memory {chosen.peak_memory_gib:.1f} GiB"
     print(f"--micro-batch-size {chosen.micro_batch_size} fits{peak}; add it to FLAGS ({out}/micro_batch.json)")

@@ -9,7 +9,7 @@ from typing import Any
 from megablocks.monitor.history import History, write_atomically
 
 
-def _figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -18,7 +18,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     data = io.BytesIO()
     figure.savefig(data, format="png")
     write_atomically(path, data.getvalue())
@@ -26,7 +26,7 @@ def _save(figure: Any, path: Path) -> None:
 
 def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = None) -> None:
     """Train and validation loss (nats per token) over iterations, and the unigram entropy as a baseline."""
-    figure = _figure(7, 4.5)
+    figure = new_figure(7, 4.5)
     axes = figure.add_subplot()
     axes.plot(*history.series("train_loss"), color="tab:blue", linewidth=1.2, label="train")
     iterations, losses = history.series("validation_loss")
@@ -39,12 +39,12 @@ def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = N
     axes.set(xlabel="iteration", ylabel="loss (nats per token)")
     axes.grid(alpha=0.3)
     axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
     """Train losses (nats per token) of several runs over iterations, and below the differences to the first run."""
-    figure = _figure(7, 6.5)
+    figure = new_figure(7, 6.5)
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     (first, base), *_ = runs.items()
     reference = dict(zip(*base.series("train_loss"), strict=True))
@@ -59,7 +59,7 @@ def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
     for axes in (losses, apart):
         axes.grid(alpha=0.3)
         axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers: list[int]) -> None:
@@ -71,7 +71,7 @@ def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers:
 
     experts = len(tokens[0])
     shares = [[count * experts / max(sum(row), 1.0) for count in row] for row in tokens]
-    figure = _figure(max(5.0, min(14.0, 0.35 * experts + 2.5)), max(2.5, min(12.0, 0.35 * len(layers) + 1.8)))
+    figure = new_figure(max(5.0, min(14.0, 0.35 * experts + 2.5)), max(2.5, min(12.0, 0.35 * len(layers) + 1.8)))
     axes = figure.add_subplot()
     highest = max(2.0, min(4.0, max(max(row) for row in shares)))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=highest)
@@ -80,7 +80,7 @@ def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_yticks(range(len(layers)), [str(number) for number in layers])
     figure.colorbar(image, ax=axes, label="tokens over the layer's mean")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_parts(rows: list[tuple[str, float, float, float]], path: Path, *, title: str) -> None:
@@ -88,7 +88,7 @@ def plot_parts(rows: list[tuple[str, float, float, float]], path: Path, *, title
 
     rows: (part, measured, arithmetic, bytes), in ms; the bounds are 0 where there are none.
     """
-    figure = _figure(8, 1.2 + 0.42 * len(rows))
+    figure = new_figure(8, 1.2 + 0.42 * len(rows))
     axes = figure.add_subplot()
     parts, measured, arithmetic, moved = zip(*rows, strict=True)
     places = range(len(rows))
@@ -103,4 +103,4 @@ def plot_parts(rows: list[tuple[str, float, float, float]], path: Path, *, title
     axes.set(xlabel="ms a step", title=title)
     axes.grid(alpha=0.3, axis="x")
     axes.legend()
-    _save(figure, path)
+    save_figure(figure, path)

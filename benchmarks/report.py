@@ -1,0 +1,298 @@
+"""Writes RESULTS.md from the records of exp/paper/compare.sh, and from nothing else.
+
+    python benchmarks/report.py OUT… [--out RESULTS.md]
+
+OUT is a folder of a comparison, or its record.json; several are one report, a section each. The pictures are those
+beside each record. Without --out the report lies beside the first record. A record that is incomplete, or whose runs
+differ in GPU, versions, commit, steps or batch, is refused in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from megablocks.config import ConfigError
+from megablocks.files import write_durably
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS
+from megablocks.monitor.paper_plots import PICTURES
+from megablocks.monitor.paper_results import Span, Summary, capacity_front, read_record, summarize
+
+DAY_S = 86400
+
+
+class Published(NamedTuple):
+    """Figures of arXiv 2211.15841, None where it has none: 8 A100-80GB, 10B tokens of the Pile.
+
+    tutel_dynamic: step time of Tutel padded to the fullest expert over dMoE's. tutel_best: time of Tutel's best capacity
+    factor to the same loss over dMoE's. dense: the dense model's time to the same loss over dMoE's. gain: loss below the
+    dense model's by arm. curve: (days, loss) at the end of training, by arm.
+    """
+
+    tutel_dynamic: float
+    tutel_best: float
+    dense: tuple[float, float]
+    gain: Mapping[str, float]
+    curve: Mapping[str, tuple[float, float]]
+
+
+PUBLISHED = {
+    "xs": Published(1.38, 1.38, (1.8, 2.4), {}, {}),
+    "small": Published(
+        2.0, 1.37, (1.8, 2.4), {"tutel-1": 0.15, "capacity-1": 0.15, "dmoe": 0.26},
+        {"dense": (0.86, 2.20), "tutel-1": (0.53, 2.23), "tutel-1.5": (0.60, 2.18), "tutel-2": (0.67, 2.16),
+         "dmoe": (0.57, 2.16)},
+    ),
+}  # fmt: skip
+"""By model. The toy has none."""
+
+
+def span(value: Span | None, form: str, scale: float = 1.0) -> str:
+    """The mean, and the smallest and largest value if they differ."""
+    if value is None:
+        return "not reached"
+    mean = f"{value.mean / scale:{form}}"
+    return mean if value.low == value.high else f"{mean} ({value.low / scale:{form}} to {value.high / scale:{form}})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _or_dash(value: float | None, form: str) -> str:
+    return "–" if value is None else f"{value:{form}}"
+
+
+# ---- one section each: (record, summaries) → text
+
+
+def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    settings, run = record["settings"], record["runs"][0]
+    model, where = MODELS[settings["model"]], run["environment"]
+    tokens = run["curve"]["tokens"][-1]
+    rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
+    rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
+    seeds = max(one.seeds for one in summaries.values())
+    dtype = "every arm trains in bf16"
+    text = [
+        f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
+        f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
+        f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
+        f"Each run trains on {tokens / 1e6:,.4g}M tokens in {run['steps']:,} steps of {run['batch']} sequences of "
+        f"{model.sequence} tokens; {dtype} with Adam, the same data order, and the same seeds for data and "
+        f"initialization ({seeds} a quality figure at most). Learning rate: {rate}, cosine decay to a tenth over the "
+        "run. Text: the data set with fingerprint "
+        f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
+        "load of the experts is that of the routers as they train.",
+        "Each number is computed from `record.json` beside this report: a line a run, with its command, environment, "
+        "losses, speeds, drops and loads. The command of the comparison:",
+    ]
+    names = ("budget", "seeds", "rates", "batch", "micro_batch", "ngpu", "flags")
+    values = " ".join(f'{name.upper()}="{settings[name]}"' for name in names if settings[name] not in (0, ""))
+    return "\n\n".join(text) + f"\n\n    {values} ARMS={','.join(settings['arms'])} bash exp/paper/compare.sh OUT {settings['model']}"
+
+
+def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    published = PUBLISHED.get(record["settings"]["model"])
+    gains = published.gain if published else {}
+    rows = [
+        [one.label, span(one.loss, ".4f"), "–" if one.arm == BASE else f"{one.gap:+.4f}",
+         f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
+         "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
+        for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
+    ]  # fmt: skip
+    head = ["arm", "validation loss", "below dense", "paper", "seeds", "pairs dropped", "load, fullest/mean", "learning rate"]
+    return table(head, rows) + "\n\n" + "\n".join(orders(summaries)) + "\n\n" + _picture("loss_tokens", "Loss against tokens")
+
+
+def orders(summaries: dict[str, Summary]) -> list[str]:
+    """A sentence for each neighboring pair of the paper's order: whether it holds, beyond the seeds' spread, and why not."""
+    order = [arm for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
+    lines = []
+    for better, worse in zip(order, order[1:], strict=False):
+        a, b = summaries[better], summaries[worse]
+        apart = b.loss.mean - a.loss.mean
+        if a.loss.high < b.loss.low and min(a.seeds, b.seeds) > 1:
+            verdict = "which is beyond the spread of the seeds."
+        elif apart > 0:
+            verdict = "which one seed does not tell from chance." if min(a.seeds, b.seeds) == 1 else "within the seeds' spread."
+        else:
+            verdict = "so the paper's order does not hold here."
+        why = ""
+        if a.loss.high >= b.loss.low and a.dropped is not None and b.dropped is not None:
+            why = f" They drop {a.dropped:.2%} and {b.dropped:.2%} of the pairs."
+        lines.append(f"- {a.label} is {abs(apart):.4f} {'below' if apart > 0 else 'above'} {b.label}, {verdict}{why}")
+    return lines
+
+
+def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    base = summaries[BASE].time_s.mean
+    rows = [
+        [one.label, span(one.to_base_s, ".1f", 60), "–" if one.to_base_s is None else f"{base / one.to_base_s.mean:.2f}",
+         span(one.time_s, ".1f", 60), f"{one.tokens_per_second:,.0f}"]
+        for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
+    ]  # fmt: skip
+    head = ["arm", "minutes to the dense loss", "times sooner", "minutes in all", "tokens/s"]
+    text = (
+        f"The target is the dense arm's final loss, {summaries[BASE].loss.mean:.4f}, reached after {base / 60:.1f} minutes. "
+        "Between evaluations the time is interpolated linearly."
+    )
+    pictures = _picture("loss_time", "Loss against time") + "\n\n" + _picture("time_to_dense_loss", "Time to the dense loss")
+    return "\n\n".join([text, table(head, rows), pictures])
+
+
+def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    ours = summaries.get("dmoe")
+    rows = [
+        [one.label, f"{one.step_ms:.1f}", f"{one.step_ms / ours.step_ms:.2f}" if ours else "–",
+         f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"), ARMS[one.arm].note or "–"]
+        for one in summaries.values()
+    ]  # fmt: skip
+    head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "note"]
+    points, front = capacity_front(summaries)
+    text = "The micro-batch is the largest that fits, found by trials of three steps."
+    if record["settings"]["micro_batch"]:
+        text = "The micro-batch was given."
+    best = ", ".join(ARMS[arm].label for arm in front)
+    tail = f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""
+    pictures = [_picture(name, title) for name, title in
+                (("step", "Step time and memory"), ("pareto", "Loss and time by capacity factor"),
+                 ("drops_and_load", "Dropped pairs and load over tokens"))]  # fmt: skip
+    return "\n\n".join([text, table(head, rows), tail, *pictures])
+
+
+def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    published = PUBLISHED.get(record["settings"]["model"])
+    if published is None:
+        return "The paper has no model of this size; these figures only show that the comparison works."
+    dmoe, base = summaries.get("dmoe"), summaries[BASE]
+    rows = []
+    if dmoe is not None:
+        low, high = published.dense
+        ratio = None if dmoe.to_base_s is None else base.time_s.mean / dmoe.to_base_s.mean
+        rows.append(["dense over dMoE, time to the dense loss", _or_dash(ratio, ".2f"), f"{low} to {high}"])
+        if "tutel-0" in summaries:
+            ratio = summaries["tutel-0"].step_ms / dmoe.step_ms
+            rows.append(["Tutel padded over dMoE, step time", f"{ratio:.2f}", f"{published.tutel_dynamic}"])
+        best = best_tutel(summaries)
+        if best is not None and dmoe.to_base_s is not None and best.to_base_s is not None:
+            ratio = best.to_base_s.mean / dmoe.to_base_s.mean
+            rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}",
+                         f"{published.tutel_best} (Tutel's best factor, at equal loss)"])  # fmt: skip
+    rows += [
+        [f"{one.label}: loss below dense", f"{one.gap:.3f}", f"{published.gain[one.arm]}"]
+        for one in summaries.values() if one.arm in published.gain
+    ]  # fmt: skip
+    rows += [
+        [f"{summaries[arm].label}: final loss, minutes",
+         f"{summaries[arm].loss.mean:.2f}, {summaries[arm].time_s.mean / 60:.1f}", f"{loss}, {days * DAY_S / 60:.0f}"]
+        for arm, (days, loss) in published.curve.items() if arm in summaries
+    ]  # fmt: skip
+    return table(["figure", "here", "paper"], rows) + "\n\n" + "\n".join(f"- {line}" for line in differences(record, summaries))
+
+
+def best_tutel(summaries: dict[str, Summary]) -> Summary | None:
+    """The arm of Tutel's own layer that drops and reaches the dense loss first."""
+    those = [one for arm, one in summaries.items() if arm.startswith("tutel-") and arm != "tutel-0" and one.to_base_s]
+    return min(those, key=lambda one: one.to_base_s.mean if one.to_base_s else 0.0, default=None)
+
+
+def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[str]:
+    """What in the data differs from the paper's set-up, and which way it moves a ratio. Nothing that was not recorded."""
+    run, base, dmoe = record["runs"][0], summaries[BASE], summaries.get("dmoe")
+    tokens = run["curve"]["tokens"][-1]
+    lines = [
+        f"The paper trains on 10B tokens of the Pile, this run on {tokens / 1e6:,.4g}M of another text, "
+        f"{10e9 / tokens:,.0f} times fewer: losses do not compare, differences between arms only in their order.",
+        f"The paper's GPUs are eight A100-80GB, these {record['settings']['ngpu']} × {run['environment']['gpu']}.",
+    ]
+    if dmoe is not None:
+        lines.append(
+            f"dMoE takes {dmoe.step_ms / base.step_ms:.2f} times the dense step's time here; the ratio of the times to a "
+            "loss is that of the tokens that they need over this."
+        )
+        if "tutel-0" in summaries and dmoe.load is not None:
+            lines.append(f"Tutel's padding follows the load: the fullest expert has {dmoe.load:.2f} times the mean of dMoE's.")
+    for arm in ("capacity-1", "tutel-1"):
+        if (one := summaries.get(arm)) is not None and one.dropped is not None:
+            lines.append(f"{one.label} drops {one.dropped:.1%} of the pairs here; the paper states no rate.")
+    return lines
+
+
+def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    run = record["runs"][0]
+    lines = [
+        f"One kind of GPU ({run['environment']['gpu']}), one text, one budget; the schedule ends with the budget, so a loss "
+        "in mid-run is not that of a run that ends there.",
+    ]
+    if single := [one.label for one in summaries.values() if one.seeds == 1]:
+        lines.append(f"One seed, so no spread: {', '.join(single)}.")
+    if record["settings"]["rates"] != "tuned":
+        lines.append("The learning rates are not tuned for each arm.")
+    lines += [f"{ARMS[arm].label}: not run: {why}." for arm, why in record["not_run"].items()]
+    lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if ARMS[one.arm].note]
+    lines.append("Skewed loads that no router makes are in `benchmarks/layers.py`, not here.")
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def commands(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
+    """The first seed's command of each arm; the record has all."""
+    first = {arm: next(run for run in record["runs"] if run["arm"] == arm) for arm in summaries}
+    return "\n\n".join(f"{summaries[arm].label}:\n\n    {run['launch']}" for arm, run in first.items())
+
+
+def _picture(name: str, title: str) -> str:
+    assert name in PICTURES
+    return f"![{title}]({{folder}}{name}.png)"
+
+
+SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Summary]], str]] = {
+    "Set-up": setup,
+    "Quality at equal tokens": quality,
+    "Time to the dense model's loss": time,
+    "Step time and memory": speed,
+    "Beside the paper": beside_paper,
+    "Limits": limits,
+    "Commands": commands,
+}
+
+
+def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
+    """RESULTS.md of (record, folder of its pictures relative to the report)."""
+    parts = ["# Dropless against dropping, padding and dense models", "Written by `benchmarks/report.py`; do not edit."]
+    for record, folder in records:
+        summaries = summarize(record)
+        title = MODELS[record["settings"]["model"]].title
+        for name, section in SECTIONS.items():
+            parts += [f"## {title}: {name[0].lower()}{name[1:]}", section(record, summaries).replace("{folder}", folder)]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("records", nargs="+", type=Path, metavar="OUT")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args(argv)
+    try:
+        folders = [path if path.is_dir() else path.parent for path in options.records]
+        out = options.out or folders[0] / "RESULTS.md"
+        there = [os.path.relpath(folder.resolve(), out.resolve().parent) for folder in folders]
+        records = [(read_record(path), "" if at == "." else f"{at}/") for path, at in zip(options.records, there, strict=True)]
+        text = report(records)
+    except (ConfigError, OSError) as error:
+        print(f"report: {error}", file=sys.stderr)
+        return 2
+    write_durably(out, text)
+    print(f"report: wrote {out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

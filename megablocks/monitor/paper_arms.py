@@ -1,0 +1,306 @@
+"""What a comparison of `exp/paper` trains: its models, its arms, and the settings that all arms share.
+
+An arm is a script of exp/ and what it is started with. Every arm of a comparison gets the same seeds, batch, precision,
+number of steps and schedule of the learning rate, so they see the same tokens in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+from megablocks.config import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FIRST_SEED = 1234
+TRIED_RATES = (3e-4, 6e-4, 1.2e-3)
+"""Learning rates that RATES=tuned tries, for every arm alike."""
+TUNING_SHARE = 0.1
+"""The part of the budget that a run of the tuning gets."""
+_UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "min": 60.0}
+
+
+class Model(NamedTuple):
+    """size: of the published scripts' names. rate: tokens/s of dMoE on one H200, for a first estimate of the time."""
+
+    title: str
+    size: str
+    layers: int
+    hidden: int
+    rate: float
+    experts: int = 64
+    sequence: int = 1024
+    flags: str = ""
+
+
+_TOY = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 2 --seq-length 64 --max-position-embeddings 64 "
+    "--make-vocab-size-divisible-by 8"
+)
+MODELS = {
+    "xs": Model("XS", "46m", 6, 512, 1.18e6),
+    "small": Model("Small", "125m", 12, 768, 445e3),
+    "toy": Model("toy", "46m", 2, 64, 1e4, experts=8, sequence=64, flags=_TOY),
+}
+
+
+class Arm(NamedTuple):
+    """One method.
+
+    label: its name in tables and pictures. group: what ARMS may name. script: below exp/, with {size}.
+    positional: after EXP_DIR and STEPS. flags: of the driver. Both may hold {experts} and the fine-grained model's
+        {fine_experts} and {fine_width}, which give a token as many active parameters as the dense model has.
+    top_k: pairs (token, expert) a token and layer; 0 for a dense model. seeds: at most so many.
+    published: learning rate and its end in the published script. needs: a package without which the arm is not run.
+    log: a line that the log must hold, so that no other layer stands in for this one.
+    note: what a reader of its figures must know.
+    """
+
+    label: str
+    group: str
+    script: str
+    positional: str = ""
+    flags: str = ""
+    top_k: int = 1
+    seeds: int = 99
+    published: tuple[str, str] = ("6e-4", "6e-5")
+    needs: str = ""
+    log: str = ""
+    note: str = ""
+
+
+_DMOE, _TUTEL = "dmoe/dmoe_{size}_8gpu.sh", "tutel/tutel_{size}_8gpu.sh"
+_FACTORS = ("1", "1.5", "2", "0")
+_FP16 = ("1.5e-4", "1e-5")
+_NO_PADDING = "drops tokens and computes no padding"
+
+
+def _capacity(factor: str, rule: str = "megablocks") -> Arm:
+    # exp/dmoe with a capacity factor is exp/moe in bf16; exp/moe has the published fp16, which no flag takes back.
+    flags = f"--moe-capacity-factor {factor}"
+    label, group = f"ours, capacity {factor}", "paper"
+    if rule == "tutel":
+        flags, label, group = f"{flags} --megablocks-capacity-rule tutel", f"{label}, Tutel's rule", "rules"
+    note = "capacity 0 drops nothing, so here it is dMoE again" if factor == "0" else _NO_PADDING
+    return Arm(label, group, _DMOE, "{experts}", flags, published=_FP16, seeds=1 if factor == "0" else 99, note=note)
+
+
+def _tutel(factor: str) -> Arm:
+    label = f"Tutel, capacity {factor}" if factor != "0" else "Tutel, dynamic capacity (0)"
+    note = "pads every expert to the fullest one" if factor == "0" else "drops tokens and computes the padding"
+    return Arm(label, "tutel", _TUTEL, f"{{experts}} {factor}", needs="tutel",
+               log="mixture-of-experts layer: Tutel's own", note=note)  # fmt: skip
+
+
+_FINE = "--moe-ffn-hidden-size {fine_width}"
+ARMS = {
+    "dense": Arm("dense", "paper", "gpt2/gpt2_{size}_8gpu.sh", top_k=0),
+    "dmoe": Arm("dMoE", "paper", _DMOE, "{experts}"),
+    **{f"capacity-{factor}": _capacity(factor) for factor in _FACTORS},
+    **{f"tutel-{factor}": _tutel(factor) for factor in _FACTORS},
+    **{f"capacity-{factor}-tutel-rule": _capacity(factor, "tutel") for factor in _FACTORS},
+    "megatron": Arm("Megatron's own layer", "variants", _DMOE, "{experts}", "--megablocks-layer megatron",
+                    note="dropless, without Transformer Engine"),
+    "rounding": Arm("token rounding", "variants", _DMOE, "{experts}", "--megablocks-token-rounding nearest",
+                    note="evaluated with plain top-k"),
+    "expert-choice": Arm("expert choice", "variants", _DMOE, "{experts} 1 0", "--megablocks-router-type expert_choice",
+                         note="its router sees later tokens of the text, so its loss is no causal model's"),
+    "fine": Arm("fine-grained, top-8", "variants", _DMOE, "{fine_experts} 8", _FINE, top_k=8),
+    "fine-shared": Arm("fine-grained, top-7 and a shared expert", "variants", _DMOE, "{fine_experts} 7",
+                       f"{_FINE} --moe-shared-expert-intermediate-size {{fine_width}}", top_k=7),
+    "dmoe-uniform": Arm("dMoE, uniform load", "load", _DMOE, "{experts}", "--megablocks-uniform-assignment", seeds=1,
+                        note="experts in turn, without the router: its step time counts, its loss does not"),
+}  # fmt: skip
+BASE = "dense"
+"""The arm whose final loss the others' times are measured to."""
+GROUPS = tuple(dict.fromkeys(arm.group for arm in ARMS.values()))
+
+
+def amount(name: str, text: str) -> tuple[float, bool]:
+    """(tokens, False) or (seconds, True) of "100M", "10B", "300k", "5000" or "10min". Raises ConfigError."""
+    unit = next((unit for unit in sorted(_UNITS, key=len, reverse=True) if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * _UNITS.get(unit, 1.0)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e15:
+        raise ConfigError(f"{name}={text}: must be tokens or minutes, such as 100M, 10B or 10min")
+    return value, unit == "min"
+
+
+def _chosen(text: str) -> tuple[str, ...]:
+    """The arms that ARMS names: arms and groups, separated by commas, in the order of the table."""
+    words = set(text.split(","))
+    if unknown := sorted(words - {"all", *ARMS, *GROUPS}):
+        raise ConfigError(f"ARMS={text}: {unknown[0]!r} must be all, {', '.join(GROUPS)}, or one of {', '.join(ARMS)}")
+    names = tuple(name for name, arm in ARMS.items() if words & {"all", name, arm.group})
+    if BASE not in names or len(names) < 2:
+        raise ConfigError(f"ARMS={text}: must hold {BASE} and another arm, for losses are compared with {BASE}'s")
+    return names
+
+
+def _whole(name: str, text: str, low: int = 1) -> int:
+    if not text.isdecimal() or not low <= int(text) <= 10**6:
+        raise ConfigError(f"{name}={text}: must be a whole number from {low} to {10**6}")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What decides a comparison's results. A folder holds runs of one such set only.
+
+    arms, seeds: those of the comparison. rates: a learning rate of all arms, "published" or "tuned". batch: sequences
+    a step, 0 for the default by budget. micro_batch: 0 for the largest that fits. data: the set's fingerprint.
+    """
+
+    model: str
+    budget: str
+    arms: tuple[str, ...]
+    seeds: int
+    rates: str
+    batch: int
+    micro_batch: int
+    save_every: str
+    ngpu: int
+    flags: str
+    data: str
+    commit: str
+
+    @classmethod
+    def from_environment(cls, model: str, environ: Mapping[str, str], *, data: str, commit: str) -> Settings:
+        """Raises ConfigError, one line with the variable, its value and what is allowed."""
+        if model not in MODELS:
+            raise ConfigError(f"MODEL={model}: must be one of {', '.join(MODELS)}")
+        get = environ.get
+        rates, save_every, budget = get("RATES") or "6e-4", get("SAVE_EVERY") or "500M", get("BUDGET") or "10min"
+        amount("BUDGET", budget)
+        if save_every != "0" and amount("SAVE_EVERY", save_every)[1]:
+            raise ConfigError(f"SAVE_EVERY={save_every}: must be tokens, such as 500M, or 0 for never")
+        if rates not in ("published", "tuned"):
+            try:
+                good = 0 < float(rates) < 1
+            except ValueError:
+                good = False
+            if not good:
+                raise ConfigError(f"RATES={rates}: must be published, tuned, or one learning rate below 1 for all arms")
+        return cls(
+            model=model,
+            budget=budget,
+            arms=_chosen(get("ARMS") or "paper,tutel"),
+            seeds=_whole("SEEDS", get("SEEDS") or "1"),
+            rates=rates,
+            batch=_whole("BATCH", get("BATCH") or "0", 0),
+            micro_batch=_whole("MICRO_BATCH", get("MICRO_BATCH") or "0", 0),
+            save_every=save_every,
+            ngpu=_whole("NGPU", get("NGPU") or "1"),
+            flags=get("FLAGS") or "",
+            data=data,
+            commit=commit,
+        )
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> Settings:
+        known = {name: values[name] for name in (field.name for field in fields(cls))}
+        return cls(**{**known, "arms": tuple(known["arms"])})  # type: ignore[arg-type]
+
+    def to_dict(self) -> dict[str, object]:
+        return {**asdict(self), "arms": list(self.arms)}
+
+    def refuse_change(self, before: Settings, folder: Path) -> None:
+        """Raises ConfigError with the first setting in which `folder`, started with `before`, differs."""
+        for name, was in before.to_dict().items():
+            if (now := self.to_dict()[name]) != was:
+                name = {"data": "DATA_PREFIX's data", "commit": "the code's commit"}.get(name, name.upper())
+                now, was = (",".join(one) if isinstance(one, list) else one for one in (now, was))
+                raise ConfigError(f"{name}={now}: {folder} was started with {was}; use that, or another folder")
+
+    def seeds_of(self, arm: str) -> range:
+        return range(FIRST_SEED, FIRST_SEED + min(self.seeds, ARMS[arm].seeds))
+
+
+class Schedule(NamedTuple):
+    """Steps of a run and what it does how often; the last step is logged and evaluated."""
+
+    steps: int
+    batch: int
+    log_interval: int
+    eval_interval: int
+    eval_iters: int
+    save_interval: int
+
+    @classmethod
+    def of(cls, settings: Settings, tokens: float, valid_tokens: int) -> Schedule:
+        """At least `tokens` tokens a run, and 20 evaluations (4 of a run below 100 steps)."""
+        sequence = MODELS[settings.model].sequence
+        batch = settings.batch or next((size for size in (512, 256) if tokens >= 600 * size * sequence), 128)
+        points, unit = (20, 5) if tokens >= 100 * batch * sequence else (4, 1)
+        every = unit * max(1, -(-int(tokens) // (batch * sequence * points * unit)))
+        steps = every * points
+        # An evaluation reads about a hundredth of the training's tokens, and no more than there are.
+        iters = max(1, min(steps // 100, valid_tokens // (batch * sequence), 100))
+        save = 0 if settings.save_every == "0" else int(amount("SAVE_EVERY", settings.save_every)[0])
+        return cls(steps, batch, every // unit, every, iters, save // (batch * sequence) if save else 0)
+
+    @property
+    def flags(self) -> str:
+        # A run that would not save before its end does not save at all: started again it is the same run.
+        saves = 0 < self.save_interval < self.steps
+        save = f"--save-interval {self.save_interval}" if saves else "--save="
+        return (
+            f"--global-batch-size {self.batch} --log-interval {self.log_interval} --eval-interval {self.eval_interval} "
+            f"--eval-iters {self.eval_iters} --log-memory-interval {self.eval_interval} {save}"
+        )
+
+
+def rates_of(settings: Settings, arm: str, tuned: float | None = None) -> tuple[str, str]:
+    """The learning rate of an arm and its end. tuned: what RATES=tuned found."""
+    if tuned is None and settings.rates == "published":
+        return ARMS[arm].published
+    rate = float(settings.rates) if tuned is None else tuned
+    return f"{rate:g}", f"{rate / 10:g}"
+
+
+class Launch(NamedTuple):
+    """A start of a script of exp/: its command, and the variables that it adds to the environment."""
+
+    command: list[str]
+    variables: dict[str, str]
+
+    def __str__(self) -> str:
+        words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]
+        return " ".join([*words, shlex.join(self.command)])
+
+
+def launch_of(
+    settings: Settings,
+    arm: str,
+    schedule: Schedule,
+    folder: Path,
+    *,
+    seed: int = FIRST_SEED,
+    rate: tuple[str, str] | None = None,
+    micro_batch: int | None = None,
+) -> Launch:
+    """The run of an arm in `folder`. Without a micro-batch the script's own stands, as the search for it needs."""
+    model, one = MODELS[settings.model], ARMS[arm]
+    words = {
+        "size": model.size,
+        "experts": model.experts,
+        "fine_experts": 2 * model.experts,
+        "fine_width": 4 * model.hidden // 8,
+    }
+    lr, least = rate or rates_of(settings, arm, TRIED_RATES[1] if settings.rates == "tuned" else None)
+    flags = [model.flags, one.flags.format(**words), schedule.flags, f"--seed {seed} --lr {lr} --min-lr {least}"]
+    if micro_batch is not None:
+        flags.append(f"--micro-batch-size {micro_batch}")
+    script = ROOT / "exp" / one.script.format(**words)
+    command = ["bash", str(script), str(folder), str(schedule.steps), *one.positional.format(**words).split()]
+    return Launch(command, {"NGPU": str(settings.ngpu), "FLAGS": " ".join(filter(None, [*flags, settings.flags]))})
+
+
+def is_dry_run() -> bool:
+    return os.environ.get("DRY_RUN") == "1"

@@ -1,0 +1,181 @@
+"""Pictures of a comparison, from its record: loss, time to the dense loss, Pareto front, step time, drops and load."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS
+from megablocks.monitor.paper_results import Summary, capacity_front, drop_shares, summarize
+from megablocks.monitor.plots import new_figure, save_figure
+
+_FAMILIES = (("tutel-", "^", ":"), ("capacity-", "s", "--"), ("", "o", "-"))
+"""Beginning of an arm's name: its marker and its line."""
+
+
+def _style(arm: str) -> tuple[str, str, str]:
+    """Color, marker and line of an arm, the same in every picture: the color is its place in the table of arms."""
+    if arm == BASE:
+        return "black", "o", "-"
+    if arm == "dmoe":
+        return "tab:blue", "o", "-"
+    from matplotlib import colormaps
+
+    family = next((start, marker, line) for start, marker, line in _FAMILIES if arm.startswith(start))
+    siblings = [name for name in ARMS if name.startswith(family[0]) and name not in (BASE, "dmoe")]
+    maps = {"tutel-": "autumn", "capacity-": "summer", "": "cool"}
+    place = siblings.index(arm) / max(1, len(siblings) - 1)
+    return colormaps[maps[family[0]]](0.85 * place), family[1], family[2]  # type: ignore[return-value]
+
+
+def title_of(record: dict[str, Any]) -> str:
+    run = record["runs"][0]
+    model, tokens = MODELS[record["settings"]["model"]], run["curve"]["tokens"][-1]
+    environment = run["environment"]
+    return (
+        f"{model.title}, {tokens / 1e6:,.3g}M tokens, {record['settings']['ngpu']} × {environment['gpu']}, "
+        f"torch {environment['torch']}, commit {environment['commit'][:7]}"
+    )
+
+
+def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: float) -> None:
+    figure = new_figure(8, 5.5)
+    axes = figure.add_subplot()
+    named: set[str] = set()
+    for run in record["runs"]:
+        arm, validation = run["arm"], run["validation"]
+        color, marker, line = _style(arm)
+        text = None if arm in named else ARMS[arm].label
+        named.add(arm)
+        points = [value / scale for value in validation[column]]
+        axes.plot(points, validation["loss"], color=color, marker=marker, linestyle=line, markersize=3, linewidth=1.2,
+                  alpha=0.9 if text else 0.4, label=text)  # fmt: skip
+    target = summarize(record)[BASE].loss.mean
+    axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
+    ends = [run["validation"]["loss"] for run in record["runs"]]
+    # The first evaluations are far above all others and would flatten the rest.
+    axes.set_ylim(min(map(min, ends)) - 0.05, max(losses[min(len(losses) - 1, len(losses) // 5)] for losses in ends) + 0.05)
+    axes.set(xlabel=label, ylabel="validation loss (nats per token)", title=title_of(record))
+    axes.title.set_fontsize(9)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+def plot_loss_against_time(record: dict[str, Any], path: Path) -> None:
+    _losses(record, path, "seconds", "minutes of training, without compilation and evaluation", 60)
+
+
+def plot_loss_against_tokens(record: dict[str, Any], path: Path) -> None:
+    _losses(record, path, "tokens", "million tokens", 1e6)
+
+
+def _bars(axes: Any, rows: list[tuple[Summary, float | None, str]], xlabel: str) -> None:
+    """Horizontal bars with a text each; None draws the text alone."""
+    for at, (one, value, text) in enumerate(rows):
+        axes.barh(at, value or 0, color=_style(one.arm)[0], height=0.65)
+        axes.text(value or 0, at, f" {text}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [one.label for one, _, _ in rows], fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.25)
+    axes.set_xlim(left=0)
+    axes.set_xlabel(xlabel)
+    axes.grid(alpha=0.3, axis="x")
+
+
+def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
+    summaries = list(summarize(record).values())
+    base = next(one for one in summaries if one.arm == BASE).time_s.mean
+    rows: list[tuple[Summary, float | None, str]] = []
+    for one in summaries:
+        if one.to_base_s is None:
+            rows.append((one, None, "not reached"))
+        else:
+            rows.append((one, one.to_base_s.mean / 60, f"{base / one.to_base_s.mean:.2f}×"))
+    figure = new_figure(8, 1.2 + 0.36 * len(rows))
+    axes = figure.add_subplot()
+    _bars(axes, rows, "minutes of training to the dense arm's final loss (× sooner than dense)")
+    axes.set_title(title_of(record), fontsize=9)
+    save_figure(figure, path)
+
+
+def plot_pareto(record: dict[str, Any], path: Path) -> None:
+    summaries = summarize(record)
+    points, front = capacity_front(summaries)
+    figure = new_figure(7, 5)
+    axes = figure.add_subplot()
+    for arm, (time, loss) in points.items():
+        color, marker, _ = _style(arm)
+        low, high = summaries[arm].loss.low, summaries[arm].loss.high
+        axes.errorbar(time / 60, loss, [[loss - low], [high - loss]], color=color, marker=marker, markersize=7, capsize=3)
+        axes.annotate(ARMS[arm].label, (time / 60, loss), xytext=(7, 4), textcoords="offset points", fontsize=8)
+    axes.plot([points[arm][0] / 60 for arm in front], [points[arm][1] for arm in front], color="0.6", zorder=0,
+              label="front: no arm is both sooner done and better")  # fmt: skip
+    axes.set(xlabel="minutes of training", ylabel="final validation loss (nats per token)")
+    axes.set_title(title_of(record), fontsize=9)
+    axes.margins(0.25)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+def plot_step(record: dict[str, Any], path: Path) -> None:
+    summaries = list(summarize(record).values())
+    figure = new_figure(11, 1.2 + 0.36 * len(summaries))
+    left, right = figure.subplots(1, 2, sharey=True)
+    _bars(left, [(one, one.step_ms, f"{one.step_ms:.1f}") for one in summaries], "ms a step")
+    memory = [(one, one.peak_gib, "unknown" if one.peak_gib is None else f"{one.peak_gib:.1f}") for one in summaries]
+    _bars(right, memory, "peak memory, GiB")
+    if left.yaxis_inverted() is False:
+        left.invert_yaxis()  # both share the axis, so two inversions would cancel
+    figure.suptitle(title_of(record), fontsize=9)
+    save_figure(figure, path)
+
+
+def plot_drops_and_load(record: dict[str, Any], path: Path) -> None:
+    """The share of dropped pairs and the fullest expert's load over tokens, one line an arm: the mean of its seeds."""
+    figure = new_figure(8, 7)
+    drops, loads = figure.subplots(2, 1, sharex=True)
+    for arm in dict.fromkeys(run["arm"] for run in record["runs"]):
+        runs = [run for run in record["runs"] if run["arm"] == arm]
+        color, _, line = _style(arm)
+        how = {"color": color, "linestyle": line, "linewidth": 1.2, "label": ARMS[arm].label}
+        shares = [drop_shares(run) for run in runs]
+        if any(any(values) for _, values in shares):
+            means = [100 * statistics.fmean(those) for those in zip(*(values for _, values in shares), strict=True)]
+            drops.plot([tokens / 1e6 for tokens in shares[0][0]], means, **how)
+        curve = runs[0]["curve"]
+        if any(value is not None for value in curve["expert_load_max_over_mean"]):
+            values = [[run["curve"]["expert_load_max_over_mean"][at] for run in runs] for at in range(len(curve["tokens"]))]
+            points = [(tokens / 1e6, statistics.fmean(those)) for tokens, those in zip(curve["tokens"], values, strict=True)
+                      if None not in those]  # fmt: skip
+            loads.plot(*zip(*points, strict=True), **how)
+    drops.set(ylabel="dropped pairs, %", title=title_of(record))
+    drops.title.set_fontsize(9)
+    loads.set(xlabel="million tokens", ylabel="fullest expert's load over the mean")
+    for axes in (drops, loads):
+        axes.grid(alpha=0.3)
+        if axes.lines:
+            axes.legend(fontsize=8)
+    save_figure(figure, path)
+
+
+PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
+    "loss_time": plot_loss_against_time,
+    "loss_tokens": plot_loss_against_tokens,
+    "time_to_dense_loss": plot_time_to_dense_loss,
+    "pareto": plot_pareto,
+    "step": plot_step,
+    "drops_and_load": plot_drops_and_load,
+}
+"""File name without .png: the function that draws it."""
+
+
+def draw(record: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw every picture into `folder`. Returns the files."""
+    paths = [folder / f"{name}.png" for name in PICTURES]
+    for path, plot in zip(paths, PICTURES.values(), strict=True):
+        plot(record, path)
+    return paths

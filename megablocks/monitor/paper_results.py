@@ -1,0 +1,275 @@
+"""The results of a comparison: one record of all its runs, and what is computed from it.
+
+`record_of` reads run folders; `summarize` reads the record alone, so tables and pictures can be made anywhere. Times are
+those of training: without evaluation and saves, which Megatron's clock leaves out, and without the first log interval of
+each process, which compiles kernels and counts at the median speed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megablocks.config import ConfigError
+from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings
+
+FORMAT = 1
+SAME = ("gpu", "torch", "torch CUDA", "triton", "megatron-core", "commit")
+"""What all runs of a record must share."""
+_LEFT_OUT = 0.1
+"""The first part of a run's log intervals that its step time leaves out."""
+_START = "[before the start of training step]"
+_CURVE = ("tokens", "train_loss", "tokens_per_second", "expert_load_max_over_mean", "empty_experts", "tokens_dropped")
+
+
+class Span(NamedTuple):
+    """Mean, smallest and largest value over the seeds."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Span:
+        return cls(statistics.fmean(values), min(values), max(values))
+
+
+class Summary(NamedTuple):
+    """An arm's figures. time_s: of a whole run. to_base_s: until the dense arm's final loss; None: a seed misses it.
+
+    dropped: share of all pairs. load: fullest expert over the mean, in the last quarter. gap: loss below the dense arm's.
+    """
+
+    arm: str
+    label: str
+    seeds: int
+    loss: Span
+    gap: float
+    step_ms: float
+    tokens_per_second: float
+    peak_gib: float | None
+    time_s: Span
+    to_base_s: Span | None
+    dropped: float | None
+    load: float | None
+    micro_batch: int | None
+    learning_rate: float
+
+
+def first_intervals(log: str) -> set[int]:
+    """Iterations of the first line that each process of a run logged."""
+    starts: set[int] = set()
+    fresh = False
+    for line in log.splitlines():
+        if _START in line:
+            fresh = True
+        elif fresh and "elapsed time per iteration" in line and (at := re.search(r"\biteration\s+(\d+)", line)):
+            starts.add(int(at.group(1)))
+            fresh = False
+    return starts
+
+
+def train_seconds(history: History, first: set[int]) -> dict[int, float]:
+    """Seconds of training until each logged iteration. The intervals that end at `first` count at the median speed."""
+    at, rates = history.series("tokens_per_second")
+    steady = [rate for i, rate in zip(at, rates, strict=True) if i not in first] or rates
+    usual = statistics.median(steady)
+    seconds, out, before = 0.0, {}, 0.0
+    for i, rate in zip(at, rates, strict=True):
+        tokens = history.rows[i]["tokens"]
+        seconds += (tokens - before) / (usual if i in first else rate)
+        out[i], before = seconds, tokens
+    return out
+
+
+def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """y at x, linear between the points (ascending xs) and from (0, 0) to the first one."""
+    points = [(0.0, 0.0), *zip(xs, ys, strict=True)]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        if x <= x1:
+            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+    return points[-1][1]
+
+
+def time_to_loss(seconds: Sequence[float], losses: Sequence[float], target: float) -> float | None:
+    """When the loss first reaches `target`, linear between evaluations; None if it never does."""
+    if losses and losses[0] <= target:
+        return seconds[0]
+    for (t0, l0), (t1, l1) in itertools.pairwise(zip(seconds, losses, strict=True)):
+        if l1 <= target:
+            return t0 + (t1 - t0) * (l0 - target) / (l0 - l1)
+    return None
+
+
+def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
+    """Names of the points (cost, loss) that no other point beats in both, by cost."""
+    best, front = float("inf"), []
+    for name, (_, loss) in sorted(points.items(), key=lambda item: item[1]):
+        if loss < best:
+            best, front = loss, [*front, name]
+    return front
+
+
+# ---- from folders to a record
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    values = dict(line.split(": ", 1) for line in (folder / "env.txt").read_text().splitlines() if ": " in line)
+    values["gpu"] = values.get("GPU 0", "none (CPU)").split(",")[0]
+    return {name: values.get(name, "unknown") for name in ("gpu", *SAME, "python", "tutel", "transformer-engine", "apex", "command")}
+
+
+def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
+    """The record of one finished run. Raises ConfigError if the folder holds none."""
+    if not (folder / "done.json").is_file():
+        raise ConfigError(f"{folder}: is no finished run; start the comparison again with the same command")
+    facts = json.loads((folder / "done.json").read_text())
+    history = History(folder / "loss.csv", LOSS_COLUMNS)
+    history.load(up_to=sys.maxsize)
+    log = (folder / "train.log").read_text(errors="replace")
+    first = first_intervals(log)
+    seconds = train_seconds(history, first)
+    at = list(seconds)
+    counted = [i for i in at if i not in first and i > _LEFT_OUT * facts["steps"]] or at
+    rate = statistics.median(history.rows[i]["tokens_per_second"] for i in counted)
+    model = MODELS[settings.model]
+    evaluated, losses = history.series("validation_loss")
+    passed = [between(at, list(seconds.values()), i) for i in evaluated]
+    environment = _environment(folder)
+    if environment["commit"] == "unknown":
+        environment["commit"] = settings.commit
+    peaks = [float(mib) / 1024 for mib in re.findall(r"max allocated: ([\d.]+)", log)]
+    return {
+        **facts,
+        "environment": environment,
+        "tokens_per_second": rate,
+        "step_ms": 1e3 * facts["batch"] * model.sequence / rate,
+        "peak_gib": max(peaks) if any(peaks) else None,
+        "pairs_a_token": ARMS[facts["arm"]].top_k * model.layers,
+        "validation": {
+            "iteration": evaluated,
+            "tokens": [i * facts["batch"] * model.sequence for i in evaluated],
+            "seconds": [round(value, 3) for value in passed],
+            "loss": losses,
+        },
+        "curve": {
+            "iteration": at,
+            "seconds": [round(value, 3) for value in seconds.values()],
+            **{name: [history.rows[i].get(name) for i in at] for name in _CURVE},
+        },
+    }
+
+
+def record_of(out: Path, settings: Settings, not_run: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
+    """The record of a comparison. Raises ConfigError for a run that is not finished."""
+    arms = [arm for arm in settings.arms if arm not in not_run and arm not in failed]
+    runs = [run_of(out / "runs" / arm / str(seed), settings) for arm in arms for seed in settings.seeds_of(arm)]
+    return {"format": FORMAT, "settings": settings.to_dict(), "not_run": not_run, "failed": failed, "runs": runs}
+
+
+def dump(record: dict[str, Any]) -> str:
+    """The record as JSON with one run a line, so that a diff shows which run changed."""
+    head = json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1)
+    lines = ",\n".join(json.dumps(run) for run in record["runs"])
+    return f'{head[:-2]},\n "runs": [\n{lines}\n]\n}}\n'
+
+
+# ---- from a record to figures
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The record in `path`, or in the folder `path`. Raises ConfigError unless it is complete and unmixed."""
+    path = path / "record.json" if path.is_dir() else path
+    try:
+        record = json.loads(path.read_text())
+    except (OSError, ValueError):
+        raise ConfigError(f"{path}: holds no record of a comparison; run exp/paper/compare.sh") from None
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise ConfigError(f"{path}: is no record of format {FORMAT}; run exp/paper/compare.sh")
+    check(record, path)
+    return record
+
+
+def check(record: dict[str, Any], path: Path) -> None:
+    """Raises ConfigError if runs are missing or if they differ in what must be equal."""
+    settings, again = Settings.from_dict(record["settings"]), "start exp/paper/compare.sh again with the same settings"
+    for arm, why in record["failed"].items():
+        raise ConfigError(f"{path}: {arm} failed ({why}); {again}")
+    there = {(run["arm"], run["seed"]): run for run in record["runs"]}
+    for arm in settings.arms:
+        for seed in settings.seeds_of(arm):
+            if arm not in record["not_run"] and (arm, seed) not in there:
+                raise ConfigError(f"{path}: {arm}, seed {seed}, is missing; {again}")
+    first = record["runs"][0]
+    for run in record["runs"]:
+        values = [("steps", run["steps"], first["steps"]), ("batch", run["batch"], first["batch"])]
+        values += [(name, run["environment"][name], first["environment"][name]) for name in SAME]
+        for name, value, other in values:
+            if value != other:
+                raise ConfigError(
+                    f"{path}: {run['arm']}, seed {run['seed']}, has {name}={value}, {first['arm']} has {other}; "
+                    "make all runs of a comparison with the same code and machine"
+                )
+
+
+def drop_shares(run: dict[str, Any]) -> tuple[list[int], list[float]]:
+    """Tokens, and the share of the pairs (token, expert) that each log interval dropped. Empty for a dense model."""
+    curve, pairs = run["curve"], run["pairs_a_token"]
+    points = [(tokens, dropped) for tokens, dropped in zip(curve["tokens"], curve["tokens_dropped"], strict=True)
+              if pairs and dropped is not None]  # fmt: skip
+    steps = itertools.pairwise([(0, 0), *points])
+    return [int(tokens) for tokens, _ in points], [(d1 - d0) / ((t1 - t0) * pairs) for (t0, d0), (t1, d1) in steps]
+
+
+def summarize(record: dict[str, Any]) -> dict[str, Summary]:
+    """Every arm's figures, in the order of the table of arms."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for run in record["runs"]:
+        runs.setdefault(run["arm"], []).append(run)
+    target = statistics.fmean(run["validation"]["loss"][-1] for run in runs[BASE])
+    out = {}
+    for arm, those in runs.items():
+        losses = Span.of([run["validation"]["loss"][-1] for run in those])
+        times = [time_to_loss(run["validation"]["seconds"], run["validation"]["loss"], target) for run in those]
+        whole = Span.of([run["curve"]["seconds"][-1] for run in those])
+        reached = Span.of([time for time in times if time is not None]) if None not in times else None
+        drops = [run["curve"]["tokens_dropped"][-1] for run in those]
+        counted = [run["pairs_a_token"] * run["curve"]["tokens"][-1] for run in those]
+        loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
+        peaks = [run["peak_gib"] for run in those if run["peak_gib"] is not None]
+        out[arm] = Summary(
+            arm=arm,
+            label=ARMS[arm].label,
+            seeds=len(those),
+            loss=losses,
+            gap=target - losses.mean,
+            step_ms=statistics.median(run["step_ms"] for run in those),
+            tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
+            peak_gib=max(peaks) if peaks else None,
+            time_s=whole,
+            to_base_s=whole if arm == BASE else reached,
+            dropped=sum(drops) / sum(counted) if counted[0] and None not in drops else None,
+            load=statistics.fmean(loads) if loads else None,
+            micro_batch=those[0]["micro_batch"],
+            learning_rate=those[0]["learning_rate"],
+        )
+    return out
+
+
+def _last_quarter(values: Sequence[float | None]) -> list[float]:
+    known = [value for value in values if value is not None]
+    return known[-max(1, len(known) // 4) :] if known else []
+
+
+def capacity_front(summaries: dict[str, Summary]) -> tuple[dict[str, tuple[float, float]], list[str]]:
+    """(seconds of a whole run, final loss) of dMoE and of every arm with a capacity, and the front's names."""
+    points = {arm: (one.time_s.mean, one.loss.mean) for arm, one in summaries.items()
+              if arm == "dmoe" or arm.startswith(("capacity-", "tutel-"))}  # fmt: skip
+    return points, pareto(points)
