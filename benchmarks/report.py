@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, count, time_unit
 from megablocks.monitor.paper_plots import PICTURES
 from megablocks.monitor.paper_results import Span, Summary, capacity_front, read_record, summarize
 
@@ -30,9 +30,9 @@ DAY_S = 86400
 class Published(NamedTuple):
     """Figures of arXiv 2211.15841, None where it has none: 8 A100-80GB, 10B tokens of the Pile.
 
-    tutel_dynamic: step time of Tutel padded to the fullest expert over dMoE's. tutel_best: time of Tutel's best capacity
-    factor to the same loss over dMoE's. dense: the dense model's time to the same loss over dMoE's. gain: loss below the
-    dense model's by arm. curve: (days, loss) at the end of training, by arm.
+    tutel_dynamic: step time of Tutel padded to the fullest expert over dMoE's. tutel_best: time of Tutel's best
+    capacity factor to the same loss over dMoE's. dense: the dense model's time to the same loss over dMoE's. gain: loss
+    below the dense model's by arm. curve: (days, loss) at the end of training, by arm.
     """
 
     tutel_dynamic: float
@@ -80,13 +80,12 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     seeds = max(one.seeds for one in summaries.values())
-    dtype = "every arm trains in bf16"
     text = [
         f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
-        f"Each run trains on {tokens / 1e6:,.4g}M tokens in {run['steps']:,} steps of {run['batch']} sequences of "
-        f"{model.sequence} tokens; {dtype} with Adam, the same data order, and the same seeds for data and "
+        f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
+        f"{model.sequence} tokens; every arm trains in bf16 with Adam, the same data order, and the same seeds of data and "
         f"initialization ({seeds} a quality figure at most). Learning rate: {rate}, cosine decay to a tenth over the "
         "run. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
@@ -94,9 +93,16 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "Each number is computed from `record.json` beside this report: a line a run, with its command, environment, "
         "losses, speeds, drops and loads. The command of the comparison:",
     ]
+    if record["tuning"]:
+        tried = "; ".join(f"{ARMS[arm].label}: {', '.join(f'{rate} → {loss:.4f}' for rate, loss in losses.items())}"
+                          for arm, losses in record["tuning"].items())  # fmt: skip
+        text.insert(-1, f"Validation losses of the tuning, each on a tenth of the tokens: {tried}.")
     names = ("budget", "seeds", "rates", "batch", "micro_batch", "ngpu", "flags")
     values = " ".join(f'{name.upper()}="{settings[name]}"' for name in names if settings[name] not in (0, ""))
-    return "\n\n".join(text) + f"\n\n    {values} ARMS={','.join(settings['arms'])} bash exp/paper/compare.sh OUT {settings['model']}"
+    return (
+        "\n\n".join(text)
+        + f"\n\n    {values} ARMS={','.join(settings['arms'])} bash exp/paper/compare.sh OUT {settings['model']}"
+    )
 
 
 def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
@@ -108,12 +114,27 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
          "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
         for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
     ]  # fmt: skip
-    head = ["arm", "validation loss", "below dense", "paper", "seeds", "pairs dropped", "load, fullest/mean", "learning rate"]
-    return table(head, rows) + "\n\n" + "\n".join(orders(summaries)) + "\n\n" + _picture("loss_tokens", "Loss against tokens")
+    head = [
+        "arm",
+        "validation loss",
+        "below dense",
+        "paper",
+        "seeds",
+        "pairs dropped",
+        "load, fullest/mean",
+        "learning rate",
+    ]
+    return (
+        table(head, rows)
+        + "\n\n"
+        + "\n".join(orders(summaries))
+        + "\n\n"
+        + _picture("loss_tokens", "Loss against tokens")
+    )
 
 
 def orders(summaries: dict[str, Summary]) -> list[str]:
-    """A sentence for each neighboring pair of the paper's order: whether it holds, beyond the seeds' spread, and why not."""
+    """A sentence for each neighboring pair of the paper's order: whether it holds beyond the seeds' spread, or why not."""
     order = [arm for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
     lines = []
     for better, worse in zip(order, order[1:], strict=False):
@@ -122,29 +143,40 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
         if a.loss.high < b.loss.low and min(a.seeds, b.seeds) > 1:
             verdict = "which is beyond the spread of the seeds."
         elif apart > 0:
-            verdict = "which one seed does not tell from chance." if min(a.seeds, b.seeds) == 1 else "within the seeds' spread."
+            verdict = (
+                "which one seed does not tell from chance."
+                if min(a.seeds, b.seeds) == 1
+                else "within the seeds' spread."
+            )
         else:
             verdict = "so the paper's order does not hold here."
         why = ""
-        if a.loss.high >= b.loss.low and a.dropped is not None and b.dropped is not None:
-            why = f" They drop {a.dropped:.2%} and {b.dropped:.2%} of the pairs."
+        if a.loss.high >= b.loss.low:
+            drops = [f"{one.label} drops {one.dropped:.2%} of the pairs" for one in (a, b) if one.dropped is not None]
+            half = b.half_loss - a.half_loss
+            why = f" {'; '.join(drops)}. At half of the tokens {a.label} was {abs(half):.4f} "
+            why += f"{'below' if half > 0 else 'above'}."
         lines.append(f"- {a.label} is {abs(apart):.4f} {'below' if apart > 0 else 'above'} {b.label}, {verdict}{why}")
     return lines
 
 
 def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     base = summaries[BASE].time_s.mean
+    scale, unit = time_unit(max(one.time_s.high for one in summaries.values()))
     rows = [
-        [one.label, span(one.to_base_s, ".1f", 60), "–" if one.to_base_s is None else f"{base / one.to_base_s.mean:.2f}",
-         span(one.time_s, ".1f", 60), f"{one.tokens_per_second:,.0f}"]
+        [one.label, span(one.to_base_s, ".2f", scale),
+         "–" if one.to_base_s is None else f"{base / one.to_base_s.mean:.2f}",
+         span(one.time_s, ".2f", scale), f"{one.tokens_per_second:,.0f}"]
         for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
     ]  # fmt: skip
-    head = ["arm", "minutes to the dense loss", "times sooner", "minutes in all", "tokens/s"]
+    head = ["arm", f"{unit} to the dense loss", "times sooner", f"{unit} in all", "tokens/s"]
     text = (
-        f"The target is the dense arm's final loss, {summaries[BASE].loss.mean:.4f}, reached after {base / 60:.1f} minutes. "
+        f"The target is the dense arm's final loss, {summaries[BASE].loss.mean:.4f}, after {base / scale:.2f} {unit}. "
         "Between evaluations the time is interpolated linearly."
     )
-    pictures = _picture("loss_time", "Loss against time") + "\n\n" + _picture("time_to_dense_loss", "Time to the dense loss")
+    pictures = (
+        _picture("loss_time", "Loss against time") + "\n\n" + _picture("time_to_dense_loss", "Time to the dense loss")
+    )
     return "\n\n".join([text, table(head, rows), pictures])
 
 
@@ -152,7 +184,8 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     ours = summaries.get("dmoe")
     rows = [
         [one.label, f"{one.step_ms:.1f}", f"{one.step_ms / ours.step_ms:.2f}" if ours else "–",
-         f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"), ARMS[one.arm].note or "–"]
+         f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"),
+         ARMS[one.arm].note or "–"]
         for one in summaries.values()
     ]  # fmt: skip
     head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "note"]
@@ -161,7 +194,9 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     if record["settings"]["micro_batch"]:
         text = "The micro-batch was given."
     best = ", ".join(ARMS[arm].label for arm in front)
-    tail = f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""
+    tail = (
+        f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""
+    )
     pictures = [_picture(name, title) for name, title in
                 (("step", "Step time and memory"), ("pareto", "Loss and time by capacity factor"),
                  ("drops_and_load", "Dropped pairs and load over tokens"))]  # fmt: skip
@@ -195,7 +230,11 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
          f"{summaries[arm].loss.mean:.2f}, {summaries[arm].time_s.mean / 60:.1f}", f"{loss}, {days * DAY_S / 60:.0f}"]
         for arm, (days, loss) in published.curve.items() if arm in summaries
     ]  # fmt: skip
-    return table(["figure", "here", "paper"], rows) + "\n\n" + "\n".join(f"- {line}" for line in differences(record, summaries))
+    return (
+        table(["figure", "here", "paper"], rows)
+        + "\n\n"
+        + "\n".join(f"- {line}" for line in differences(record, summaries))
+    )
 
 
 def best_tutel(summaries: dict[str, Summary]) -> Summary | None:
@@ -205,21 +244,23 @@ def best_tutel(summaries: dict[str, Summary]) -> Summary | None:
 
 
 def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[str]:
-    """What in the data differs from the paper's set-up, and which way it moves a ratio. Nothing that was not recorded."""
+    """What in the data differs from the paper's set-up, and what moves a ratio. Nothing that was not recorded."""
     run, base, dmoe = record["runs"][0], summaries[BASE], summaries.get("dmoe")
     tokens = run["curve"]["tokens"][-1]
     lines = [
-        f"The paper trains on 10B tokens of the Pile, this run on {tokens / 1e6:,.4g}M of another text, "
+        f"The paper trains on 10B tokens of the Pile, this run on {count(tokens)} of another text, "
         f"{10e9 / tokens:,.0f} times fewer: losses do not compare, differences between arms only in their order.",
         f"The paper's GPUs are eight A100-80GB, these {record['settings']['ngpu']} × {run['environment']['gpu']}.",
     ]
     if dmoe is not None:
         lines.append(
-            f"dMoE takes {dmoe.step_ms / base.step_ms:.2f} times the dense step's time here; the ratio of the times to a "
-            "loss is that of the tokens that they need over this."
+            f"dMoE takes {dmoe.step_ms / base.step_ms:.2f} times the dense step's time here; the ratio of the times to "
+            "a loss is that of the tokens that they need over this."
         )
         if "tutel-0" in summaries and dmoe.load is not None:
-            lines.append(f"Tutel's padding follows the load: the fullest expert has {dmoe.load:.2f} times the mean of dMoE's.")
+            lines.append(
+                f"Tutel's padding follows the load: the fullest expert has {dmoe.load:.2f} times the mean of dMoE's."
+            )
     for arm in ("capacity-1", "tutel-1"):
         if (one := summaries.get(arm)) is not None and one.dropped is not None:
             lines.append(f"{one.label} drops {one.dropped:.1%} of the pairs here; the paper states no rate.")
@@ -229,8 +270,8 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
 def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     run = record["runs"][0]
     lines = [
-        f"One kind of GPU ({run['environment']['gpu']}), one text, one budget; the schedule ends with the budget, so a loss "
-        "in mid-run is not that of a run that ends there.",
+        f"One kind of machine ({run['environment']['gpu']}), one text, one budget; the schedule ends with the budget, so a "
+        "loss in mid-run is not that of a run that ends there.",
     ]
     if single := [one.label for one in summaries.values() if one.seeds == 1]:
         lines.append(f"One seed, so no spread: {', '.join(single)}.")
@@ -271,7 +312,10 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
         summaries = summarize(record)
         title = MODELS[record["settings"]["model"]].title
         for name, section in SECTIONS.items():
-            parts += [f"## {title}: {name[0].lower()}{name[1:]}", section(record, summaries).replace("{folder}", folder)]
+            parts += [
+                f"## {title}: {name[0].lower()}{name[1:]}",
+                section(record, summaries).replace("{folder}", folder),
+            ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -284,7 +328,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = [path if path.is_dir() else path.parent for path in options.records]
         out = options.out or folders[0] / "RESULTS.md"
         there = [os.path.relpath(folder.resolve(), out.resolve().parent) for folder in folders]
-        records = [(read_record(path), "" if at == "." else f"{at}/") for path, at in zip(options.records, there, strict=True)]
+        records = [
+            (read_record(path), "" if at == "." else f"{at}/") for path, at in zip(options.records, there, strict=True)
+        ]
         text = report(records)
     except (ConfigError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)

@@ -82,7 +82,7 @@ _NO_PADDING = "drops tokens and computes no padding"
 def _capacity(factor: str, rule: str = "megablocks") -> Arm:
     # exp/dmoe with a capacity factor is exp/moe in bf16; exp/moe has the published fp16, which no flag takes back.
     flags = f"--moe-capacity-factor {factor}"
-    label, group = f"ours, capacity {factor}", "paper"
+    label, group = f"ours, capacity {factor}", "rules" if factor == "0" else "paper"
     if rule == "tutel":
         flags, label, group = f"{flags} --megablocks-capacity-rule tutel", f"{label}, Tutel's rule", "rules"
     note = "capacity 0 drops nothing, so here it is dMoE again" if factor == "0" else _NO_PADDING
@@ -300,6 +300,17 @@ def launch_of(
     script = ROOT / "exp" / one.script.format(**words)
     command = ["bash", str(script), str(folder), str(schedule.steps), *one.positional.format(**words).split()]
     return Launch(command, {"NGPU": str(settings.ngpu), "FLAGS": " ".join(filter(None, [*flags, settings.flags]))})
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """The unit in which a time of this size reads well: its seconds and its name."""
+    return (1.0, "s") if seconds < 120 else (60.0, "min") if seconds < 7200 else (3600.0, "h")
+
+
+def count(tokens: float) -> str:
+    """A number of tokens, such as 104.9M."""
+    scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if tokens >= s), (1e3, "k"))
+    return f"{tokens / scale:.4g}{unit}"
 
 
 def is_dry_run() -> bool:

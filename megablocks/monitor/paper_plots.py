@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, count, time_unit
 from megablocks.monitor.paper_results import Summary, capacity_front, drop_shares, summarize
 from megablocks.monitor.plots import new_figure, save_figure
 
@@ -32,10 +32,10 @@ def _style(arm: str) -> tuple[str, str, str]:
 
 def title_of(record: dict[str, Any]) -> str:
     run = record["runs"][0]
-    model, tokens = MODELS[record["settings"]["model"]], run["curve"]["tokens"][-1]
-    environment = run["environment"]
+    model, environment = MODELS[record["settings"]["model"]], run["environment"]
     return (
-        f"{model.title}, {tokens / 1e6:,.3g}M tokens, {record['settings']['ngpu']} × {environment['gpu']}, "
+        f"{model.title}, {count(run['curve']['tokens'][-1])} tokens, "
+        f"{record['settings']['ngpu']} × {environment['gpu']}, "
         f"torch {environment['torch']}, commit {environment['commit'][:7]}"
     )
 
@@ -54,9 +54,9 @@ def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: 
                   alpha=0.9 if text else 0.4, label=text)  # fmt: skip
     target = summarize(record)[BASE].loss.mean
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-    ends = [run["validation"]["loss"] for run in record["runs"]]
+    curves = [run["validation"]["loss"] for run in record["runs"]]
     # The first evaluations are far above all others and would flatten the rest.
-    axes.set_ylim(min(map(min, ends)) - 0.05, max(losses[min(len(losses) - 1, len(losses) // 5)] for losses in ends) + 0.05)
+    axes.set_ylim(min(map(min, curves)) - 0.05, max(losses[len(losses) // 5] for losses in curves) + 0.05)
     axes.set(xlabel=label, ylabel="validation loss (nats per token)", title=title_of(record))
     axes.title.set_fontsize(9)
     axes.grid(alpha=0.3)
@@ -64,8 +64,13 @@ def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: 
     save_figure(figure, path)
 
 
+def _unit(record: dict[str, Any]) -> tuple[float, str]:
+    return time_unit(max(run["curve"]["seconds"][-1] for run in record["runs"]))
+
+
 def plot_loss_against_time(record: dict[str, Any], path: Path) -> None:
-    _losses(record, path, "seconds", "minutes of training, without compilation and evaluation", 60)
+    scale, unit = _unit(record)
+    _losses(record, path, "seconds", f"{unit} of training, without compilation and evaluation", scale)
 
 
 def plot_loss_against_tokens(record: dict[str, Any], path: Path) -> None:
@@ -78,7 +83,7 @@ def _bars(axes: Any, rows: list[tuple[Summary, float | None, str]], xlabel: str)
         axes.barh(at, value or 0, color=_style(one.arm)[0], height=0.65)
         axes.text(value or 0, at, f" {text}", va="center", fontsize=8)
     axes.set_yticks(range(len(rows)), [one.label for one, _, _ in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.25)
     axes.set_xlim(left=0)
     axes.set_xlabel(xlabel)
@@ -88,15 +93,16 @@ def _bars(axes: Any, rows: list[tuple[Summary, float | None, str]], xlabel: str)
 def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
     summaries = list(summarize(record).values())
     base = next(one for one in summaries if one.arm == BASE).time_s.mean
+    scale, unit = _unit(record)
     rows: list[tuple[Summary, float | None, str]] = []
     for one in summaries:
         if one.to_base_s is None:
             rows.append((one, None, "not reached"))
         else:
-            rows.append((one, one.to_base_s.mean / 60, f"{base / one.to_base_s.mean:.2f}×"))
+            rows.append((one, one.to_base_s.mean / scale, f"{base / one.to_base_s.mean:.2f}×"))
     figure = new_figure(8, 1.2 + 0.36 * len(rows))
     axes = figure.add_subplot()
-    _bars(axes, rows, "minutes of training to the dense arm's final loss (× sooner than dense)")
+    _bars(axes, rows, f"{unit} of training to the dense arm's final loss (× sooner than dense)")
     axes.set_title(title_of(record), fontsize=9)
     save_figure(figure, path)
 
@@ -104,16 +110,17 @@ def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
 def plot_pareto(record: dict[str, Any], path: Path) -> None:
     summaries = summarize(record)
     points, front = capacity_front(summaries)
+    scale, unit = _unit(record)
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
     for arm, (time, loss) in points.items():
         color, marker, _ = _style(arm)
         low, high = summaries[arm].loss.low, summaries[arm].loss.high
-        axes.errorbar(time / 60, loss, [[loss - low], [high - loss]], color=color, marker=marker, markersize=7, capsize=3)
-        axes.annotate(ARMS[arm].label, (time / 60, loss), xytext=(7, 4), textcoords="offset points", fontsize=8)
-    axes.plot([points[arm][0] / 60 for arm in front], [points[arm][1] for arm in front], color="0.6", zorder=0,
+        axes.errorbar(time / scale, loss, [[loss - low], [high - loss]], color=color, marker=marker, capsize=3)
+        axes.annotate(ARMS[arm].label, (time / scale, loss), xytext=(7, 4), textcoords="offset points", fontsize=8)
+    axes.plot([points[arm][0] / scale for arm in front], [points[arm][1] for arm in front], color="0.6", zorder=0,
               label="front: no arm is both sooner done and better")  # fmt: skip
-    axes.set(xlabel="minutes of training", ylabel="final validation loss (nats per token)")
+    axes.set(xlabel=f"{unit} of training", ylabel="final validation loss (nats per token)")
     axes.set_title(title_of(record), fontsize=9)
     axes.margins(0.25)
     axes.grid(alpha=0.3)
@@ -128,8 +135,6 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
     _bars(left, [(one, one.step_ms, f"{one.step_ms:.1f}") for one in summaries], "ms a step")
     memory = [(one, one.peak_gib, "unknown" if one.peak_gib is None else f"{one.peak_gib:.1f}") for one in summaries]
     _bars(right, memory, "peak memory, GiB")
-    if left.yaxis_inverted() is False:
-        left.invert_yaxis()  # both share the axis, so two inversions would cancel
     figure.suptitle(title_of(record), fontsize=9)
     save_figure(figure, path)
 
@@ -148,10 +153,9 @@ def plot_drops_and_load(record: dict[str, Any], path: Path) -> None:
             drops.plot([tokens / 1e6 for tokens in shares[0][0]], means, **how)
         curve = runs[0]["curve"]
         if any(value is not None for value in curve["expert_load_max_over_mean"]):
-            values = [[run["curve"]["expert_load_max_over_mean"][at] for run in runs] for at in range(len(curve["tokens"]))]
-            points = [(tokens / 1e6, statistics.fmean(those)) for tokens, those in zip(curve["tokens"], values, strict=True)
-                      if None not in those]  # fmt: skip
-            loads.plot(*zip(*points, strict=True), **how)
+            seeds = zip(*(run["curve"]["expert_load_max_over_mean"] for run in runs), strict=True)
+            means = [statistics.fmean(those) for those in seeds]
+            loads.plot([tokens / 1e6 for tokens in curve["tokens"]], means, **how)
     drops.set(ylabel="dropped pairs, %", title=title_of(record))
     drops.title.set_fontsize(9)
     loads.set(xlabel="million tokens", ylabel="fullest expert's load over the mean")

@@ -1,8 +1,8 @@
 """The results of a comparison: one record of all its runs, and what is computed from it.
 
-`record_of` reads run folders; `summarize` reads the record alone, so tables and pictures can be made anywhere. Times are
-those of training: without evaluation and saves, which Megatron's clock leaves out, and without the first log interval of
-each process, which compiles kernels and counts at the median speed.
+`record_of` reads run folders; `summarize` reads the record alone, so tables and pictures can be made anywhere. Times
+are those of training: Megatron's clock leaves out evaluations and saves, and the first log interval of each process,
+which compiles kernels, counts at the median speed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
 from megablocks.monitor.history import LOSS_COLUMNS, History
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, ROOT, Settings
 
 FORMAT = 1
 SAME = ("gpu", "torch", "torch CUDA", "triton", "megatron-core", "commit")
@@ -44,13 +44,15 @@ class Span(NamedTuple):
 class Summary(NamedTuple):
     """An arm's figures. time_s: of a whole run. to_base_s: until the dense arm's final loss; None: a seed misses it.
 
-    dropped: share of all pairs. load: fullest expert over the mean, in the last quarter. gap: loss below the dense arm's.
+    half_loss: mean loss at the evaluation in the middle. gap: loss below the dense arm's. dropped: share of all pairs.
+    load: of the fullest expert over the mean, in the last quarter.
     """
 
     arm: str
     label: str
     seeds: int
     loss: Span
+    half_loss: float
     gap: float
     step_ms: float
     tokens_per_second: float
@@ -110,7 +112,8 @@ def time_to_loss(seconds: Sequence[float], losses: Sequence[float], target: floa
 
 def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
     """Names of the points (cost, loss) that no other point beats in both, by cost."""
-    best, front = float("inf"), []
+    best = float("inf")
+    front: list[str] = []
     for name, (_, loss) in sorted(points.items(), key=lambda item: item[1]):
         if loss < best:
             best, front = loss, [*front, name]
@@ -122,8 +125,8 @@ def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
 
 def _environment(folder: Path) -> dict[str, str]:
     values = dict(line.split(": ", 1) for line in (folder / "env.txt").read_text().splitlines() if ": " in line)
-    values["gpu"] = values.get("GPU 0", "none (CPU)").split(",")[0]
-    return {name: values.get(name, "unknown") for name in ("gpu", *SAME, "python", "tutel", "transformer-engine", "apex", "command")}
+    values["gpu"] = values.get("GPU 0", "CPU").split(",")[0]
+    return {name: values.get(name, "unknown") for name in (*SAME, "python", "tutel", "transformer-engine", "apex")}
 
 
 def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
@@ -148,6 +151,10 @@ def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
     peaks = [float(mib) / 1024 for mib in re.findall(r"max allocated: ([\d.]+)", log)]
     return {
         **facts,
+        # What matters of the paths is the same on every machine.
+        "launch": facts["launch"]
+        .replace(f"{ROOT}/", "")
+        .replace(str(folder), f"OUT/runs/{facts['arm']}/{facts['seed']}"),
         "environment": environment,
         "tokens_per_second": rate,
         "step_ms": 1e3 * facts["batch"] * model.sequence / rate,
@@ -171,7 +178,21 @@ def record_of(out: Path, settings: Settings, not_run: dict[str, str], failed: di
     """The record of a comparison. Raises ConfigError for a run that is not finished."""
     arms = [arm for arm in settings.arms if arm not in not_run and arm not in failed]
     runs = [run_of(out / "runs" / arm / str(seed), settings) for arm in arms for seed in settings.seeds_of(arm)]
-    return {"format": FORMAT, "settings": settings.to_dict(), "not_run": not_run, "failed": failed, "runs": runs}
+    return {
+        "format": FORMAT, "settings": settings.to_dict(), "not_run": not_run, "failed": failed,
+        "tuning": {arm: _tried(out / "tuning" / arm) for arm in arms if (out / "tuning" / arm).is_dir()},
+        "runs": runs,
+    }  # fmt: skip
+
+
+def _tried(folder: Path) -> dict[str, float]:
+    """Final validation loss by learning rate."""
+    out = {}
+    for run in sorted(folder.iterdir(), key=lambda path: float(path.name)):
+        history = History(run / "loss.csv", LOSS_COLUMNS)
+        history.load(up_to=sys.maxsize)
+        out[run.name] = history.series("validation_loss")[1][-1]
+    return out
 
 
 def dump(record: dict[str, Any]) -> str:
@@ -249,6 +270,9 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             label=ARMS[arm].label,
             seeds=len(those),
             loss=losses,
+            half_loss=statistics.fmean(
+                run["validation"]["loss"][(len(run["validation"]["loss"]) - 1) // 2] for run in those
+            ),
             gap=target - losses.mean,
             step_ms=statistics.median(run["step_ms"] for run in those),
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),

@@ -45,6 +45,7 @@ from megablocks.monitor.paper_arms import (
     is_dry_run,
     launch_of,
     rates_of,
+    time_unit,
 )
 
 START_S = 25.0
@@ -91,7 +92,8 @@ class Comparison:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"OUT={self.out}: is in use by a comparison or by its last run; wait until it ends") from None
+            why = "is in use by a comparison or by its last run; wait until it ends"
+            raise ConfigError(f"OUT={self.out}: {why}") from None
         if not path.is_file():
             write_durably(path, json.dumps(self.settings.to_dict(), indent=1) + "\n")
 
@@ -134,9 +136,9 @@ class Comparison:
         return launch._replace(command=[*command, *rest[1:]])
 
     def found(self, arm: str) -> dict[str, Any]:
-        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH there may be no file."""
+        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH it may not have run."""
         path = self.out / "micro_batch" / arm / "micro_batch.json"
-        given = {"micro_batch_size": self.settings.micro_batch or None, "trials": []}
+        given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch or None, "trials": []}
         return json.loads(path.read_text()) if path.is_file() else given
 
     def find_micro_batches(self, schedule: Schedule, rates: bool) -> None:
@@ -261,8 +263,8 @@ class Comparison:
             arm, seed = waiting[0]
             folder = self.out / "runs" / arm / str(seed)
             is_new, began = not (folder / "done.json").is_file(), time.time()
-            left = sum(self._estimate(a, tokens) for a, s in waiting if not (self.out / "runs" / a / str(s) / "done.json").is_file())
-            number = len(plan) - len(waiting) + 1
+            open_ones = [a for a, s in waiting if not (self.out / "runs" / a / str(s) / "done.json").is_file()]
+            left, number = sum(self._estimate(one, tokens) for one in open_ones), len(plan) - len(waiting) + 1
             if is_new:
                 _say(f"run {number} of {len(plan)}: {arm}, seed {seed}: about {_span(self._estimate(arm, tokens))}; "
                      f"about {_span(left)} left")  # fmt: skip
@@ -274,11 +276,11 @@ class Comparison:
                 history = self.run(arm, folder, schedule, seed=seed, rate=rate)
             except Failed as error:
                 if self._lower_micro_batch(arm, str(error)):
+                    plan = self.plan()
                     waiting = list(plan)
-                    continue
-                self._give_up(arm, f"seed {seed} failed: {error}")
-                waiting = [pair for pair in waiting if pair[0] != arm]
-                plan = [pair for pair in plan if pair[0] != arm or pair not in waiting]
+                else:
+                    self._give_up(arm, f"seed {seed} failed: {error}")
+                    waiting = [pair for pair in waiting if pair[0] != arm]
                 continue
             waiting.pop(0)
             if is_new:
@@ -295,7 +297,8 @@ class Comparison:
         smaller = [one for one in divisors(size) if one < size]
         if not _OUT_OF_MEMORY.search(why) or not smaller or self.settings.micro_batch:
             return False
-        found |= {"micro_batch_size": smaller[-1], "out_of_memory_in_training": [*found.get("out_of_memory_in_training", []), size]}
+        known = found.get("out_of_memory_in_training", [])
+        found |= {"micro_batch_size": smaller[-1], "out_of_memory_in_training": [*known, size]}
         write_durably(self.out / "micro_batch" / arm / "micro_batch.json", json.dumps(found, indent=1) + "\n")
         for kind in ("runs", "tuning"):
             shutil.rmtree(self.out / kind / arm, ignore_errors=True)
@@ -326,7 +329,8 @@ class Comparison:
 
 
 def _span(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+    scale, unit = time_unit(seconds)
+    return f"{seconds / scale:.{1 if unit == 'h' else 0}f} {unit}"
 
 
 def _say(text: str) -> None:
@@ -350,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: all arms are recorded. 1: an arm failed. 2: a bad setting. 130: stopped by a signal."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not 1 <= len(words) <= 2 or words[0].startswith("-"):
-        print("usage: bash exp/paper/compare.sh OUT [MODEL]; docs/comparing_methods.md has the settings", file=sys.stderr)
+        print("usage: bash exp/paper/compare.sh OUT [MODEL]     (docs/comparing_methods.md)", file=sys.stderr)
         return 2
     out, model = Path(words[0]).resolve(), words[1] if len(words) > 1 else "xs"
     began = time.time()
