@@ -85,7 +85,7 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
-        f"{model.sequence} tokens; every arm trains in bf16 with Adam, the same data order, and the same seeds of data and "
+        f"{model.sequence} tokens; all arms train in bf16 with Adam, one order of data, and the same seeds of data and "
         f"initialization ({seeds} a quality figure at most). Learning rate: {rate}, cosine decay to a tenth over the "
         "run. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
@@ -112,7 +112,7 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         [one.label, span(one.loss, ".4f"), "–" if one.arm == BASE else f"{one.gap:+.4f}",
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
          "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
-        for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
+        for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = [
         "arm",
@@ -134,7 +134,7 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 
 
 def orders(summaries: dict[str, Summary]) -> list[str]:
-    """A sentence for each neighboring pair of the paper's order: whether it holds beyond the seeds' spread, or why not."""
+    """A sentence for each neighboring pair of the paper's order: does it hold beyond the seeds' spread, and why not."""
     order = [arm for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
     lines = []
     for better, worse in zip(order, order[1:], strict=False):
@@ -167,7 +167,7 @@ def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         [one.label, span(one.to_base_s, ".2f", scale),
          "–" if one.to_base_s is None else f"{base / one.to_base_s.mean:.2f}",
          span(one.time_s, ".2f", scale), f"{one.tokens_per_second:,.0f}"]
-        for one in summaries.values() if "loss does not" not in ARMS[one.arm].note
+        for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = ["arm", f"{unit} to the dense loss", "times sooner", f"{unit} in all", "tokens/s"]
     text = (
@@ -270,7 +270,7 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
 def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     run = record["runs"][0]
     lines = [
-        f"One kind of machine ({run['environment']['gpu']}), one text, one budget; the schedule ends with the budget, so a "
+        f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The schedule ends with it, so a "
         "loss in mid-run is not that of a run that ends there.",
     ]
     if single := [one.label for one in summaries.values() if one.seeds == 1]:

@@ -55,9 +55,9 @@ class Arm(NamedTuple):
     positional: after EXP_DIR and STEPS. flags: of the driver. Both may hold {experts} and the fine-grained model's
         {fine_experts} and {fine_width}, which give a token as many active parameters as the dense model has.
     top_k: pairs (token, expert) a token and layer; 0 for a dense model. seeds: at most so many.
-    published: learning rate and its end in the published script. needs: a package without which the arm is not run.
     log: a line that the log must hold, so that no other layer stands in for this one.
-    note: what a reader of its figures must know.
+    published: learning rate and its end in the published script. needs: a package without which the arm is not run.
+    has_quality: whether its loss may be compared. note: what a reader of its figures must know.
     """
 
     label: str
@@ -69,6 +69,7 @@ class Arm(NamedTuple):
     seeds: int = 99
     published: tuple[str, str] = ("6e-4", "6e-5")
     needs: str = ""
+    has_quality: bool = True
     log: str = ""
     note: str = ""
 
@@ -113,7 +114,7 @@ ARMS = {
     "fine-shared": Arm("fine-grained, top-7 and a shared expert", "variants", _DMOE, "{fine_experts} 7",
                        f"{_FINE} --moe-shared-expert-intermediate-size {{fine_width}}", top_k=7),
     "dmoe-uniform": Arm("dMoE, uniform load", "load", _DMOE, "{experts}", "--megablocks-uniform-assignment", seeds=1,
-                        note="experts in turn, without the router: its step time counts, its loss does not"),
+                        has_quality=False, note="experts in turn, without the router: its step time counts, its loss does not"),
 }  # fmt: skip
 BASE = "dense"
 """The arm whose final loss the others' times are measured to."""

@@ -136,7 +136,7 @@ class Comparison:
         return launch._replace(command=[*command, *rest[1:]])
 
     def found(self, arm: str) -> dict[str, Any]:
-        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH it may not have run."""
+        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH it may be absent."""
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch or None, "trials": []}
         return json.loads(path.read_text()) if path.is_file() else given

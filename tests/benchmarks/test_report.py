@@ -1,0 +1,79 @@
+"""RESULTS.md from records alone: its figures, the paper's beside them, limits, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import report
+
+from megablocks.monitor.paper_results import Span, summarize
+from megablocks.testing.paper_runs import write_runs
+
+
+def _text(folder: Path, *arguments: str) -> str:
+    assert report.main([str(folder), *arguments]) == 0
+    return (folder / "RESULTS.md").read_text()
+
+
+def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
+    write_runs(tmp_path, model="small")
+    text = _text(tmp_path)
+    assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
+    assert "| dense | 4.0100 (4.0000 to 4.0200) | – | – | 2 | – | – | 0.0006 |" in text
+    assert "dMoE is 0.3000 below ours, capacity 1, which is beyond the spread of the seeds." in text
+    # 8 sequences of 1024 tokens at 1000 tokens/s are 8.192 s a step; dMoE's loss falls by 0.1 a step to 3.51.
+    whole, sooner = 20 * 8.192, (20 - 5) * 8.192
+    assert f"| dMoE | {sooner / 60:.2f}" in text and f"| dense | {whole / 60:.2f} | 1.00 |" in text
+    assert "| dense over dMoE, time to the dense loss | 1.33 | 1.8 to 2.4 |" in text
+    assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
+    assert "ours, capacity 1: drops tokens and computes no padding." in text
+
+
+def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:
+    for name in ("xs", "small"):
+        write_runs(tmp_path / name, model=name)
+    out = tmp_path / "RESULTS.md"
+    assert report.main([str(tmp_path / "xs"), str(tmp_path / "small/record.json"), "--out", str(out)]) == 0
+    text = out.read_text()
+    assert "## XS: quality at equal tokens" in text and "## Small: limits" in text
+    assert "](xs/loss_time.png)" in text and "](small/pareto.png)" in text
+
+
+def test_an_order_that_does_not_hold_is_said_with_what_the_runs_show(tmp_path: Path) -> None:
+    record = write_runs(tmp_path)
+    for run in record["runs"]:
+        if run["arm"] == "dmoe":
+            run["validation"]["loss"] = [loss + 1.0 for loss in run["validation"]["loss"]]
+    (line, _) = report.orders(summarize(record))
+    assert line.startswith("- dMoE is 0.7000 above ours, capacity 1, so the paper's order does not hold here.")
+    assert "ours, capacity 1 drops 10.00% of the pairs" in line and "At half of the tokens dMoE was 0.7000 above" in line
+
+
+def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, seeds=1)
+    record["settings"]["arms"].append("tutel-0")
+    record["not_run"] = {"tutel-0": "tutel is not installed"}
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = _text(tmp_path)
+    assert "One seed, so no spread: dense, dMoE, ours, capacity 1." in text
+    assert "Tutel, dynamic capacity (0): not run: tutel is not installed." in text
+    assert "which one seed does not tell from chance." in text
+
+
+def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = write_runs(tmp_path)
+    record["runs"][0]["environment"]["gpu"] = "NVIDIA H200"
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    for folder, said in ((tmp_path, "has gpu=CPU, dense has NVIDIA H200"), (tmp_path / "none", "holds no record")):
+        assert report.main([str(folder)]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("report: ") and said in error and error.count("\n") == 1
+    assert not (tmp_path / "RESULTS.md").exists()
+
+
+def test_spans() -> None:
+    assert report.span(Span(1.5, 1.0, 2.0), ".1f") == "1.5 (1.0 to 2.0)"
+    assert report.span(Span(60.0, 60.0, 60.0), ".1f", 60) == "1.0"
+    assert report.span(None, ".1f") == "not reached"

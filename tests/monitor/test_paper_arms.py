@@ -1,0 +1,145 @@
+"""The table of arms, budgets and schedules of a comparison, and the settings that it refuses."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megablocks.config import ConfigError
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, ROOT, Schedule, Settings, amount, launch_of, rates_of
+
+
+def _settings(model: str = "xs", **variables: str) -> Settings:
+    return Settings.from_environment(model, variables, data="d", commit="c")
+
+
+def _flags(arm: str, model: str = "xs") -> dict[str, str]:
+    """The flags of the launch; of repeated ones the last, as the driver reads them."""
+    settings = _settings(model, ARMS="all")
+    launch = launch_of(settings, arm, Schedule.of(settings, 1e8, 10**7), Path("run"), micro_batch=8)
+    words = launch.variables["FLAGS"].split()
+    return {a: b for a, b in zip(words, [*words[1:], "--"], strict=True) if a.startswith("--")}
+
+
+def test_every_arm_names_a_script_and_differs_from_the_others() -> None:
+    launches = set()
+    for model in MODELS:
+        settings = _settings(model, ARMS="all")
+        for arm in ARMS:
+            launch = launch_of(settings, arm, Schedule.of(settings, 1e8, 10**7), Path("run"))
+            assert Path(launch.command[1]).is_file(), arm
+            assert "{" not in str(launch), arm
+            launches.add((model, str(launch)))
+    assert len(launches) == len(MODELS) * len(ARMS)
+
+
+def test_arms_are_equal_in_everything_but_the_method() -> None:
+    method = {"--moe-capacity-factor", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"}
+    shared = {flag: value for flag, value in _flags(BASE).items()}
+    for arm in ARMS:
+        rest = {k: v for k, v in _flags(arm).items() if k not in method and not k.startswith("--megablocks-")}
+        assert rest == shared, arm
+    assert shared["--seed"] == "1234" and shared["--lr"] == "0.0006" and shared["--min-lr"] == "6e-05"
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_fine_grained_arms_have_the_active_parameters_of_the_dense_model(model: str) -> None:
+    dense = 4 * MODELS[model].hidden
+    assert int(_flags("fine", model)["--moe-ffn-hidden-size"]) * ARMS["fine"].top_k == dense
+    shared = _flags("fine-shared", model)
+    width, extra = (int(shared[f"--moe-{name}"]) for name in ("ffn-hidden-size", "shared-expert-intermediate-size"))
+    assert width * ARMS["fine-shared"].top_k + extra == dense
+
+
+def test_a_capacity_arm_is_the_published_script_in_bf16() -> None:
+    """exp/moe is exp/dmoe with a capacity factor, but for fp16 and its learning rate."""
+    dmoe, moe = (_body(ROOT / f"exp/{kind}/{kind}_46m_8gpu.sh") for kind in ("dmoe", "moe"))
+    differ = {"--moe-capacity-factor", "$CAPACITY_FACTOR", "--lr", "6e-4", "1.5e-4", "6e-5", "1e-5", "--bf16", "--fp16"}
+    assert set(dmoe) ^ set(moe) <= differ
+    assert ARMS["capacity-1"].published == ("1.5e-4", "1e-5")
+
+
+def _body(script: Path) -> list[str]:
+    return shlex.split(script.read_text().split("launch ")[1].replace("\\\n", " "))[1:]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("100M", (1e8, False)), ("10B", (1e10, False)), ("300k", (3e5, False)), ("5000", (5e3, False)),
+     ("10min", (600.0, True)), ("1.5min", (90.0, True))],
+)  # fmt: skip
+def test_budgets(text: str, value: tuple[float, bool]) -> None:
+    assert amount("BUDGET", text) == value
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "allowed"),
+    [
+        ("BUDGET", "10 hours", "tokens or minutes, such as 100M, 10B or 10min"),
+        ("BUDGET", "-5M", "tokens or minutes"),
+        ("BUDGET", "nanM", "tokens or minutes"),
+        ("ARMS", "dense,dmoe,tutle", "'tutle' must be all, paper,"),
+        ("ARMS", "dmoe", "must hold dense and another arm"),
+        ("SEEDS", "0", "a whole number from 1"),
+        ("SEEDS", "three", "a whole number from 1"),
+        ("RATES", "best", "published, tuned, or one learning rate"),
+        ("RATES", "2", "published, tuned, or one learning rate"),
+        ("SAVE_EVERY", "5min", "tokens, such as 500M, or 0"),
+        ("NGPU", "0", "a whole number from 1"),
+        ("BATCH", "x", "a whole number from 0"),
+    ],
+)
+def test_a_bad_setting_is_one_line(variable: str, value: str, allowed: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        _settings(**{variable: value})
+    said = str(refused.value)
+    assert said.startswith(f"{variable}={value}: ") and allowed in said and "\n" not in said
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="MODEL=huge: must be one of xs, small, toy"):
+        _settings("huge")
+
+
+@pytest.mark.parametrize(
+    ("budget", "batch", "steps"), [("100M", 128, 800), ("10B", 512, 19100), ("300M", 256, 1200), ("5M", 128, 40)]
+)
+def test_schedules(budget: str, batch: int, steps: int) -> None:
+    schedule = Schedule.of(_settings(), amount("BUDGET", budget)[0], 10**9)
+    assert (schedule.batch, schedule.steps) == (batch, steps)
+    assert schedule.steps * batch * 1024 >= amount("BUDGET", budget)[0]
+    # The last step is logged and evaluated.
+    assert schedule.steps % schedule.eval_interval == schedule.eval_interval % schedule.log_interval == 0
+
+
+def test_evaluations_read_no_more_than_there_is_and_short_runs_do_not_save() -> None:
+    few = Schedule.of(_settings(), 1e8, 3 * 128 * 1024 + 5)
+    assert few.eval_iters == 3 and "--save= " not in few.flags and few.flags.endswith("--save=")
+    long = Schedule.of(_settings(), 1e10, 10**9)
+    assert long.save_interval == 953 and "--save-interval 953" in long.flags
+    assert Schedule.of(_settings(SAVE_EVERY="0"), 1e10, 10**9).flags.endswith("--save=")
+
+
+def test_learning_rates() -> None:
+    assert rates_of(_settings(), "capacity-1") == ("0.0006", "6e-05")
+    assert rates_of(_settings(RATES="published"), "capacity-1") == ("1.5e-4", "1e-5")
+    assert rates_of(_settings(RATES="tuned"), "capacity-1", 3e-4) == ("0.0003", "3e-05")
+
+
+def test_a_changed_setting_is_refused(tmp_path: Path) -> None:
+    before = _settings(BUDGET="100M", SEEDS="3")
+    again = Settings.from_dict(before.to_dict())
+    assert again == before
+    again.refuse_change(before, tmp_path)
+    with pytest.raises(ConfigError, match=f"BUDGET=200M: {tmp_path} was started with 100M; use that, or another"):
+        _settings(BUDGET="200M", SEEDS="3").refuse_change(before, tmp_path)
+    with pytest.raises(ConfigError, match="ARMS=dense,dmoe: "):
+        _settings(BUDGET="100M", SEEDS="3", ARMS="dense,dmoe").refuse_change(before, tmp_path)
+
+
+def test_seeds_by_arm() -> None:
+    settings = _settings(SEEDS="3", ARMS="all")
+    assert list(settings.seeds_of("dmoe")) == [1234, 1235, 1236]
+    assert list(settings.seeds_of("capacity-0")) == [1234], "it is dMoE again"
