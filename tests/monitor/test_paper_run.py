@@ -1,0 +1,279 @@
+"""A comparison's runs: resumed and never repeated, stopped, refused, shared out by a budget in minutes."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from megablocks.config import ConfigError
+from megablocks.monitor import paper_run
+from megablocks.monitor.paper_arms import ROOT, Launch, Schedule, Settings
+from megablocks.monitor.paper_run import Comparison, Failed, Stopped
+from megablocks.testing import paper_runs
+
+VARIABLES = {"BUDGET": "10k", "ARMS": "dense,dmoe,capacity-1", "BATCH": "8", "MICRO_BATCH": "8"}
+
+
+def _comparison(out: Path, **variables: str) -> Comparison:
+    settings = Settings.from_environment("toy", {**VARIABLES, **variables}, data="0", commit="abc")
+    comparison = Comparison(out, settings, out, 10**6)
+    comparison.open()
+    os.close(comparison._lock)  # as at its end
+    return comparison
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Launches write a finished run at once instead of training; the list names them."""
+    calls: list[str] = []
+
+    def call(self: Comparison, launch: Launch) -> str:
+        folder = Path(launch.command[2])
+        arm, seed = folder.parent.name, int(folder.name) if folder.name.isdecimal() else 1234
+        calls.append(f"{arm} {folder.name}")
+        paper_runs.write_run(folder, arm, seed, self.settings, paper_runs.FINAL[arm])
+        (folder / "done.json").unlink()
+        (folder / "checkpoints").mkdir()
+        return ""
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    return calls
+
+
+def test_every_run_is_made_once_seed_by_seed(
+    tmp_path: Path, launches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    _comparison(tmp_path, SEEDS="2").train(10e3)
+    first = [f"{arm} {seed}" for seed in (1234, 1235) for arm in ("dense", "dmoe", "capacity-1")]
+    assert launches == first
+    assert "run 1 of 6: dense, seed 1234: about " in capsys.readouterr().out
+    assert not list(tmp_path.glob("runs/*/*/checkpoints"))
+    shutil.rmtree(tmp_path / "runs/dmoe/1235")
+    _comparison(tmp_path, SEEDS="2").train(10e3)
+    assert launches == [*first, "dmoe 1235"], "finished runs are not repeated"
+    assert "run 5 of 6: dmoe" in capsys.readouterr().out
+
+
+def test_a_run_without_a_checkpoint_starts_in_an_empty_folder(tmp_path: Path, launches: list[str]) -> None:
+    folder = tmp_path / "runs/dense/1234"
+    comparison = _comparison(tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "train.log").write_text("half a run")
+    schedule = Schedule.of(comparison.settings, 10e3, 10**6)
+    comparison.run("dense", folder, schedule, seed=1234, rate=("6e-4", "6e-5"))
+    assert "half a run" not in (folder / "train.log").read_text()
+    with pytest.raises(Failed, match="holds a run of another command"):
+        comparison.run("dense", folder, schedule, seed=1234, rate=("3e-4", "3e-5"))
+
+
+def test_a_run_that_ended_early_or_ran_another_layer_fails(tmp_path: Path, launches: list[str]) -> None:
+    comparison = _comparison(tmp_path)
+    schedule = Schedule.of(comparison.settings, 40e3, 10**6)
+    assert schedule.steps > paper_runs.STEPS
+    with pytest.raises(Failed, match=f"ended before step {schedule.steps}"):
+        comparison.run("dense", tmp_path / "runs/dense/1", schedule, seed=1, rate=("1", "1"))
+    schedule = Schedule.of(comparison.settings, 10e3, 10**6)
+    paper_runs.FINAL["tutel-1"] = 4.0
+    with pytest.raises(Failed, match="its log lacks .*Tutel's own.* another layer ran"):
+        comparison.run("tutel-1", tmp_path / "runs/tutel-1/1", schedule, seed=1, rate=("1", "1"))
+    del paper_runs.FINAL["tutel-1"]
+
+
+def test_tuning_takes_the_best_rate_of_every_arm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = {"dense": {}, "dmoe": {}, "capacity-1": {}}
+    best = {"dense": "0.0012", "dmoe": "0.0003", "capacity-1": "0.0006"}
+
+    def call(self: Comparison, launch: Launch) -> str:
+        folder = Path(launch.command[2])
+        arm, rate = folder.parent.name, launch.variables["FLAGS"].split("--lr ")[1].split()[0]
+        is_run = folder.parent.parent.name == "runs"
+        if is_run:
+            rates[arm] = rate
+        steps = int(launch.command[3])
+        monkeypatch.setattr(paper_runs, "STEPS", steps)
+        monkeypatch.setattr(paper_runs, "EVERY", steps // 4)
+        paper_runs.write_run(folder, arm, 1234, self.settings, 4.0 - (rate == best[arm]))
+        (folder / "done.json").unlink()
+        return ""
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    _comparison(tmp_path, RATES="tuned").train(10e3)
+    assert rates == best
+    assert {path.name for path in (tmp_path / "tuning/dmoe").iterdir()} == {"0.0003", "0.0006", "0.0012"}
+
+
+def test_an_arm_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list) -> None:
+    whole = Comparison._call
+
+    def call(self: Comparison, launch: Launch) -> str:
+        if "/dmoe/" in launch.command[2]:
+            raise Failed("dmoe.sh: failed: no disk")
+        return whole(self, launch)
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    comparison = _comparison(tmp_path, SEEDS="2")
+    comparison.train(10e3)
+    assert comparison.failed == {"dmoe": "seed 1234 failed: dmoe.sh: failed: no disk"}
+    assert launches == ["dense 1234", "capacity-1 1234", "dense 1235", "capacity-1 1235"]
+
+
+def test_out_of_memory_in_training_lowers_the_micro_batch_of_the_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str]
+) -> None:
+    whole = Comparison._call
+
+    def call(self: Comparison, launch: Launch) -> str:
+        if "/dmoe/1235" in launch.command[2] and "--micro-batch-size 8" in launch.variables["FLAGS"]:
+            raise Failed("dmoe.sh: failed: pretrain_gpt: rank 0: CUDA out of memory")
+        return whole(self, launch)
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    comparison = _comparison(tmp_path, SEEDS="2", MICRO_BATCH="0")
+    for arm in comparison.arms:
+        folder = tmp_path / "micro_batch" / arm
+        folder.mkdir(parents=True)
+        (folder / "micro_batch.json").write_text('{"micro_batch_size": 8, "trials": []}')
+    comparison.train(10e3)
+    found = comparison.found("dmoe")
+    assert (found["micro_batch_size"], found["out_of_memory_in_training"]) == (4, [8])
+    sizes = [json.loads((tmp_path / f"runs/dmoe/{seed}/done.json").read_text())["micro_batch"] for seed in (1234, 1235)]
+    assert sizes == [4, 4] and launches.count("dmoe 1234") == 2 and launches.count("dense 1234") == 1
+
+
+def test_minutes_are_shared_by_the_arms_rates_and_written_down(tmp_path: Path) -> None:
+    comparison = _comparison(tmp_path, BUDGET="10min", SEEDS="2", MICRO_BATCH="0")
+    for arm, rate in (("dense", 2000.0), ("dmoe", 1000.0), ("capacity-1", 1000.0)):
+        folder = tmp_path / "micro_batch" / arm
+        folder.mkdir(parents=True)
+        trials = [{"tokens_per_second": None}, {"tokens_per_second": rate}]
+        (folder / "micro_batch.json").write_text(json.dumps({"micro_batch_size": 8, "trials": trials}))
+    # Six runs with a start each; two seeds take 2/2000 + 2/1000 + 2/1000 s a token.
+    expected = (600 - 30 - 6 * paper_run.START_S) / 0.005
+    assert comparison.tokens(spent_s=30) == pytest.approx(expected)
+    assert comparison.tokens(spent_s=500) == pytest.approx(expected), "a resumed comparison keeps its number of tokens"
+
+
+def test_too_few_minutes_are_refused(tmp_path: Path) -> None:
+    comparison = _comparison(tmp_path, BUDGET="1min")
+    with pytest.raises(ConfigError, match="BUDGET=1min: leaves less than 20 steps to each of 3 runs; give at least 2min"):
+        comparison.tokens(spent_s=30)
+
+
+def test_arms_without_their_package_are_named_and_not_replaced(tmp_path: Path) -> None:
+    comparison = _comparison(tmp_path, ARMS="dense,dmoe,tutel")
+    assert comparison.arms == ["dense", "dmoe"]
+    assert set(comparison.not_run.values()) == {"tutel is not installed"} and len(comparison.not_run) == 4
+
+
+def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    _comparison(out)
+    with pytest.raises(ConfigError, match=r"SEEDS=2: .* was started with 1"):
+        _comparison(out, SEEDS="2")
+    with open(out / "lock") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(ConfigError, match="is in use by a comparison or by its last run"):
+            _comparison(out)
+    (tmp_path / "thesis.tex").write_text("precious")
+    with pytest.raises(ConfigError, match="is not empty and holds no comparison"):
+        _comparison(tmp_path)
+
+
+def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> None:
+    comparison = _comparison(tmp_path)
+    script = tmp_path / "run.sh"
+    script.write_text("trap 'echo saved; exit 0' TERM\ntouch started\nwhile :; do sleep 0.05; done\n")
+    pid = os.getpid()
+    waiter = f"import os,time,pathlib\nwhile not pathlib.Path('started').exists(): time.sleep(.05)\nos.kill({pid}, 10)"
+    before = signal.signal(signal.SIGUSR1, comparison.stop)
+    with subprocess.Popen([sys.executable, "-c", waiter], cwd=tmp_path):
+        try:
+            with pytest.raises(Stopped):
+                comparison._call(Launch(["bash", "-c", f"cd {tmp_path}; . ./run.sh"], {}))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert (tmp_path / "launch.log").read_text().endswith("saved\n")
+
+
+def test_a_failed_launch_says_its_last_line(tmp_path: Path) -> None:
+    with pytest.raises(Failed, match="^the reason$"):
+        _comparison(tmp_path)._call(Launch(["bash", "-c", "echo noise; echo the reason; exit 3"], {}))
+
+
+COMPARE = ["bash", str(ROOT / "exp/paper/compare.sh")]
+
+
+def _environment(**variables: str) -> dict[str, str]:
+    kept = {k: v for k, v in os.environ.items() if k not in ("DATA_PREFIX", "FLAGS", "NGPU", "DRY_RUN")}
+    return {**kept, "PYTHON": sys.executable, "MEGABLOCKS_COMMIT": "abc", "NGPU": "1", **VARIABLES, **variables}
+
+
+def test_bad_settings_are_one_line(tmp_path: Path) -> None:
+    cases = (
+        ({"SEEDS": "x"}, "paper: SEEDS=x: must be a whole number"),
+        ({"BUDGET": "soon"}, "paper: BUDGET=soon: must be tokens or minutes"),
+        ({"DATA_PREFIX": str(tmp_path)}, f"paper: DATA_PREFIX={tmp_path}: holds no manifest.json"),
+    )
+    for variables, said in cases:
+        dry = {} if "DATA_PREFIX" in variables else {"DRY_RUN": "1"}
+        command = [sys.executable, str(ROOT / "scripts/paper.py"), str(tmp_path / "out"), "toy"]
+        done = subprocess.run(command, env=_environment(**variables, **dry), capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.xdist_group("ranks")
+def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
+    """Stopped once in its first run, then completed, then started again: nothing is repeated and the record stays."""
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(tmp_path / "set")]
+    prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
+    subprocess.run(prepare, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    out, environment = tmp_path / "out", _environment(DATA_PREFIX=str(tmp_path / "set"))
+    command = [*COMPARE, str(out), "toy"]
+
+    first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    log = out / "runs/dense/1234/train.log"
+    while not log.exists() or "initializ" not in log.read_text():  # its ranks have started
+        assert first.poll() is None, first.communicate()
+        time.sleep(0.1)
+    first.send_signal(signal.SIGINT)
+    _, said = first.communicate(timeout=120)
+    assert (first.returncode, said.count("\n")) == (130, 1) and "the same command" in said
+    assert not list(out.glob("runs/*/*/done.json"))
+
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    record = json.loads((out / "record.json").read_text())
+    assert [run["arm"] for run in record["runs"]] == ["dense", "dmoe", "capacity-1"]
+    for run in record["runs"]:
+        assert run["curve"]["tokens"][-1] == 20 * 8 * 64 and run["steps"] == 20 == run["validation"]["iteration"][-1]
+        losses = run["validation"]["loss"]
+        assert losses[-1] < losses[0] and run["tokens_per_second"] > 0
+        assert paper_run_first_intervals(out, run) == {1}
+    assert record["runs"][2]["curve"]["tokens_dropped"][-1] > 0 == record["runs"][1]["curve"]["tokens_dropped"][-1]
+    text = (out / "RESULTS.md").read_text()
+    assert "| dMoE | " in text and all((out / name).exists() for name in ("pareto.png", "loss_time.png"))
+
+    logs = {path: path.stat().st_mtime_ns for path in out.glob("runs/*/*/train.log")}
+    again = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0 and "run 1 of" not in again.stdout
+    assert {path: path.stat().st_mtime_ns for path in logs} == logs
+    assert json.loads((out / "record.json").read_text()) == record and (out / "RESULTS.md").read_text() == text
+
+    changed = subprocess.run(command, env=environment | {"SEEDS": "2"}, capture_output=True, text=True)
+    assert changed.returncode == 2 and changed.stderr.startswith("paper: SEEDS=2: ")
+
+
+def paper_run_first_intervals(out: Path, run: dict) -> set[int]:
+    from megablocks.monitor.paper_results import first_intervals
+
+    return first_intervals((out / f"runs/{run['arm']}/{run['seed']}/train.log").read_text())
