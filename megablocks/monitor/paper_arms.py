@@ -114,7 +114,7 @@ ARMS = {
     "fine-shared": Arm("fine-grained, top-7 and a shared expert", "variants", _DMOE, "{fine_experts} 7",
                        f"{_FINE} --moe-shared-expert-intermediate-size {{fine_width}}", top_k=7),
     "dmoe-uniform": Arm("dMoE, uniform load", "load", _DMOE, "{experts}", "--megablocks-uniform-assignment", seeds=1,
-                        has_quality=False, note="experts in turn, without the router: its step time counts, its loss does not"),
+                        has_quality=False, note="experts in turn, without the router; only its step time counts"),
 }  # fmt: skip
 BASE = "dense"
 """The arm whose final loss the others' times are measured to."""
@@ -234,10 +234,16 @@ class Schedule(NamedTuple):
     save_interval: int
 
     @classmethod
-    def of(cls, settings: Settings, tokens: float, valid_tokens: int) -> Schedule:
-        """At least `tokens` tokens a run, and 20 evaluations (4 of a run below 100 steps)."""
-        sequence = MODELS[settings.model].sequence
-        batch = settings.batch or next((size for size in (512, 256) if tokens >= 600 * size * sequence), 128)
+    def of(cls, settings: Settings, tokens: float, valid_tokens: int, batch: int = 0) -> Schedule:
+        """At least `tokens` tokens a run, and 20 evaluations (4 of a run below 100 steps).
+
+        batch: that of the comparison, for the shorter runs of the tuning.
+        """
+        sequence, is_time = MODELS[settings.model].sequence, amount("BUDGET", settings.budget)[1]
+        # Micro-batches are searched before a budget in minutes becomes tokens, so its batch must not depend on them.
+        sizes = () if is_time else (512, 256)
+        by_budget = next((size for size in sizes if tokens >= 600 * size * sequence), 128)
+        batch = batch or settings.batch or by_budget
         points, unit = (20, 5) if tokens >= 100 * batch * sequence else (4, 1)
         every = unit * max(1, -(-int(tokens) // (batch * sequence * points * unit)))
         steps = every * points
@@ -270,6 +276,10 @@ class Launch(NamedTuple):
 
     command: list[str]
     variables: dict[str, str]
+
+    def portable(self, folder: Path) -> str:
+        """The launch without the paths of a machine: a folder may be carried to another one and go on there."""
+        return str(self).replace(f"{ROOT}/", "").replace(str(folder), "EXP_DIR")
 
     def __str__(self) -> str:
         words = [f"{name}={shlex.quote(value)}" for name, value in self.variables.items()]

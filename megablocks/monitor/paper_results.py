@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
 from megablocks.monitor.history import LOSS_COLUMNS, History
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, ROOT, Settings
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings
 
 FORMAT = 1
 SAME = ("gpu", "torch", "torch CUDA", "triton", "megatron-core", "commit")
@@ -151,10 +151,6 @@ def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
     peaks = [float(mib) / 1024 for mib in re.findall(r"max allocated: ([\d.]+)", log)]
     return {
         **facts,
-        # What matters of the paths is the same on every machine.
-        "launch": facts["launch"]
-        .replace(f"{ROOT}/", "")
-        .replace(str(folder), f"OUT/runs/{facts['arm']}/{facts['seed']}"),
         "environment": environment,
         "tokens_per_second": rate,
         "step_ms": 1e3 * facts["batch"] * model.sequence / rate,

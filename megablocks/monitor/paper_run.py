@@ -73,7 +73,7 @@ class Comparison:
         self.arms = [name for name in settings.arms if name not in self.not_run]
         self.failed: dict[str, str] = {}
         self._child: subprocess.Popen[bytes] | None = None
-        self._is_stopping = False
+        self._stops = 0
         self._lock = -1
         self._took: list[tuple[float, float]] = []  # of the runs of this process: estimated and real seconds
 
@@ -100,10 +100,10 @@ class Comparison:
     # ---- launches
 
     def stop(self, _number: int = 0, _frame: Any = None) -> None:
-        """Handler of signals: let the run save what it saves, and end."""
-        self._is_stopping = True
+        """Handler of signals: let the run save what it saves, and end. The third one kills it."""
+        self._stops += 1
         if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGTERM)
+            os.killpg(self._child.pid, signal.SIGTERM if self._stops < 3 else signal.SIGKILL)
 
     def _call(self, launch: Launch) -> str:
         """Start it, wait, and return what it printed. Raises Stopped, or Failed with its last line."""
@@ -115,11 +115,11 @@ class Comparison:
                 launch.command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True, pass_fds=(self._lock,),
             )  # fmt: skip
-            if self._is_stopping:
+            if self._stops:
                 self.stop()
             status = self._child.wait()
         text = log.read_text(errors="replace")
-        if self._is_stopping:
+        if self._stops:
             raise Stopped
         if status:
             lines = [line for line in text.splitlines() if line.strip()]
@@ -215,7 +215,7 @@ class Comparison:
         launch = launch_of(self.settings, arm, schedule, folder, seed=seed, rate=rate, micro_batch=size)
         done, history = folder / "done.json", History(folder / "loss.csv", LOSS_COLUMNS)
         if done.is_file():
-            if json.loads(done.read_text())["launch"] != str(launch):
+            if json.loads(done.read_text())["launch"] != launch.portable(folder):
                 raise Failed(f"{folder}: holds a run of another command; remove it or choose another OUT")
         else:
             if folder.is_dir() and not any(folder.glob("checkpoints/iter_*")):
@@ -230,7 +230,8 @@ class Comparison:
             for name in ("checkpoints", "data_cache", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             facts = {
-                "launch": str(launch), "arm": arm, "seed": seed, "steps": schedule.steps, "batch": schedule.batch,
+                "launch": launch.portable(folder), "arm": arm, "seed": seed, "steps": schedule.steps,
+                "batch": schedule.batch,
                 "micro_batch": size, "learning_rate": float(rate[0]), "wall_s": time.time() - began,
             }  # fmt: skip
             write_durably(done, json.dumps(facts, indent=1) + "\n")
@@ -238,9 +239,13 @@ class Comparison:
         history.load(up_to=sys.maxsize)
         return history
 
+    def _tuning_schedule(self, tokens: float) -> Schedule:
+        batch = Schedule.of(self.settings, tokens, self.valid_tokens).batch
+        return Schedule.of(self.settings, tokens * TUNING_SHARE, self.valid_tokens, batch)
+
     def tune(self, arm: str, tokens: float) -> float:
         """The learning rate of TRIED_RATES with the lowest validation loss of a tenth of the budget."""
-        schedule, losses = Schedule.of(self.settings, tokens * TUNING_SHARE, self.valid_tokens), {}
+        schedule, losses = self._tuning_schedule(tokens), {}
         for rate in TRIED_RATES:
             folder = self.out / "tuning" / arm / f"{rate:g}"
             seed = self.settings.seeds_of(arm)[0]
@@ -265,6 +270,9 @@ class Comparison:
             is_new, began = not (folder / "done.json").is_file(), time.time()
             open_ones = [a for a, s in waiting if not (self.out / "runs" / a / str(s) / "done.json").is_file()]
             left, number = sum(self._estimate(one, tokens) for one in open_ones), len(plan) - len(waiting) + 1
+            if self.settings.rates == "tuned":
+                untuned = set(open_ones) - set(tuned)
+                left += len(TRIED_RATES) * sum(self._estimate(one, tokens * TUNING_SHARE) for one in untuned)
             if is_new:
                 _say(f"run {number} of {len(plan)}: {arm}, seed {seed}: about {_span(self._estimate(arm, tokens))}; "
                      f"about {_span(left)} left")  # fmt: skip
@@ -318,7 +326,7 @@ class Comparison:
             print(self.search(arm, schedule))
         size = self.settings.micro_batch or None
         if self.settings.rates == "tuned":
-            shorter = Schedule.of(self.settings, value * TUNING_SHARE, self.valid_tokens)
+            shorter = self._tuning_schedule(value)
             for arm in self.arms:
                 for tried in TRIED_RATES:
                     rate, folder = rates_of(self.settings, arm, tried), self.out / "tuning" / arm / f"{tried:g}"

@@ -21,7 +21,7 @@ ENVIRONMENT = (
 
 
 def write_run(folder: Path, arm: str, seed: int, settings: Settings, final: float) -> None:
-    """A finished run at 1000 tokens/s, whose first step compiled; every tenth pair of an arm with a capacity dropped."""
+    """A finished run at 1000 tokens/s, whose first step compiled; every tenth pair of an arm with a capacity drops."""
     model, history = MODELS[settings.model], History(folder / "loss.csv", LOSS_COLUMNS)
     tokens_a_step = BATCH * model.sequence
     for i in (1, *range(EVERY, STEPS + 1, EVERY)):
@@ -36,8 +36,9 @@ def write_run(folder: Path, arm: str, seed: int, settings: Settings, final: floa
     history.save()
     schedule = Schedule(STEPS, BATCH, EVERY, EVERY, 1, 0)
     facts = {
-        "launch": str(launch_of(settings, arm, schedule, folder, seed=seed, micro_batch=8)),
-        "arm": arm, "seed": seed, "steps": STEPS, "batch": BATCH, "micro_batch": 8, "learning_rate": 6e-4, "wall_s": 1.0,
+        "launch": launch_of(settings, arm, schedule, folder, seed=seed, micro_batch=8).portable(folder),
+        "arm": arm, "seed": seed, "steps": STEPS, "batch": BATCH, "micro_batch": 8,
+        "learning_rate": 6e-4, "wall_s": 1.0,
     }  # fmt: skip
     log = "[before the start of training step] datetime: now\n iteration        1/      20 | elapsed time per iteration"
     write_durably(folder / "train.log", log + "\n")

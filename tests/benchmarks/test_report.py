@@ -48,7 +48,9 @@ def test_an_order_that_does_not_hold_is_said_with_what_the_runs_show(tmp_path: P
             run["validation"]["loss"] = [loss + 1.0 for loss in run["validation"]["loss"]]
     (line, _) = report.orders(summarize(record))
     assert line.startswith("- dMoE is 0.7000 above ours, capacity 1, so the paper's order does not hold here.")
-    assert "ours, capacity 1 drops 10.00% of the pairs" in line and "At half of the tokens dMoE was 0.7000 above" in line
+    assert (
+        "ours, capacity 1 drops 10.00% of the pairs" in line and "At half of the tokens dMoE was 0.7000 above" in line
+    )
 
 
 def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path) -> None:

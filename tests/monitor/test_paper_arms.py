@@ -107,17 +107,28 @@ def test_an_unknown_model_is_refused() -> None:
     ("budget", "batch", "steps"), [("100M", 128, 800), ("10B", 512, 19100), ("300M", 256, 1200), ("5M", 128, 40)]
 )
 def test_schedules(budget: str, batch: int, steps: int) -> None:
-    schedule = Schedule.of(_settings(), amount("BUDGET", budget)[0], 10**9)
+    schedule = Schedule.of(_settings(BUDGET=budget), amount("BUDGET", budget)[0], 10**9)
     assert (schedule.batch, schedule.steps) == (batch, steps)
     assert schedule.steps * batch * 1024 >= amount("BUDGET", budget)[0]
     # The last step is logged and evaluated.
     assert schedule.steps % schedule.eval_interval == schedule.eval_interval % schedule.log_interval == 0
 
 
+def test_the_batch_is_known_before_minutes_become_tokens_and_in_the_tuning() -> None:
+    assert Schedule.of(_settings(BUDGET="90min"), 1e10, 10**9).batch == 128
+    assert Schedule.of(_settings(BUDGET="10B"), 1e7, 10**9, batch=512).batch == 512
+
+
+def test_a_launch_is_written_without_the_paths_of_a_machine() -> None:
+    settings = _settings()
+    launch = launch_of(settings, "dmoe", Schedule.of(settings, 1e8, 10**7), Path("/far/out/runs/dmoe/1"))
+    assert launch.portable(Path("/far/out/runs/dmoe/1")).endswith(" bash exp/dmoe/dmoe_46m_8gpu.sh EXP_DIR 800 64")
+
+
 def test_evaluations_read_no_more_than_there_is_and_short_runs_do_not_save() -> None:
     few = Schedule.of(_settings(), 1e8, 3 * 128 * 1024 + 5)
     assert few.eval_iters == 3 and "--save= " not in few.flags and few.flags.endswith("--save=")
-    long = Schedule.of(_settings(), 1e10, 10**9)
+    long = Schedule.of(_settings(BUDGET="10B"), 1e10, 10**9)
     assert long.save_interval == 953 and "--save-interval 953" in long.flags
     assert Schedule.of(_settings(SAVE_EVERY="0"), 1e10, 10**9).flags.endswith("--save=")
 

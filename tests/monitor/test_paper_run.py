@@ -164,7 +164,9 @@ def test_minutes_are_shared_by_the_arms_rates_and_written_down(tmp_path: Path) -
 
 def test_too_few_minutes_are_refused(tmp_path: Path) -> None:
     comparison = _comparison(tmp_path, BUDGET="1min")
-    with pytest.raises(ConfigError, match="BUDGET=1min: leaves less than 20 steps to each of 3 runs; give at least 2min"):
+    with pytest.raises(
+        ConfigError, match="BUDGET=1min: leaves less than 20 steps to each of 3 runs; give at least 2min"
+    ):
         comparison.tokens(spent_s=30)
 
 
