@@ -273,6 +273,10 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The schedule ends with it, so a "
         "loss in mid-run is not that of a run that ends there.",
     ]
+    lines.append(
+        "Every evaluation reads other samples of the validation text, the same for all arms of a seed. Where they are "
+        "easy the loss of a mid-run dips, which moves a time to the dense loss."
+    )
     if single := [one.label for one in summaries.values() if one.seeds == 1]:
         lines.append(f"One seed, so no spread: {', '.join(single)}.")
     if record["settings"]["rates"] != "tuned":

@@ -247,8 +247,9 @@ class Schedule(NamedTuple):
         points, unit = (20, 5) if tokens >= 100 * batch * sequence else (4, 1)
         every = unit * max(1, -(-int(tokens) // (batch * sequence * points * unit)))
         steps = every * points
-        # An evaluation reads about a hundredth of the training's tokens, and no more than there are.
-        iters = max(1, min(steps // 100, valid_tokens // (batch * sequence), 100))
+        # As many tokens as the validation set has, for fewer make the loss jump from one evaluation to the next. All
+        # evaluations together read at most as many tokens as the training.
+        iters = max(1, min(steps // 20, valid_tokens // (batch * sequence), 100))
         save = 0 if settings.save_every == "0" else int(amount("SAVE_EVERY", settings.save_every)[0])
         return cls(steps, batch, every // unit, every, iters, save // (batch * sequence) if save else 0)
 
