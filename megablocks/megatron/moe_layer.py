@@ -21,9 +21,11 @@ from torch import Tensor
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
-from megablocks.moe.capacity import drop_beyond_capacity
-from megablocks.moe.dispatchers import make_dispatcher
+from megablocks.moe.capacity import drop_beyond_capacity, limit_to_capacity
+from megablocks.moe.dispatchers import ExpertCompute, make_dispatcher
+from megablocks.moe.impls import PaddedExperts
 from megablocks.moe.memory import out_of_memory
+from megablocks.ops.routing.dispatch import Routing
 
 
 class MegaBlocksMoELayer(MoELayer):
@@ -71,6 +73,7 @@ class MegaBlocksMoELayer(MoELayer):
             quantize_num_bits=settings_of(config).quantize_scatter_num_bits,
         )
         self.expert_load = ExpertLoad(config.num_moe_experts)
+        self.pads = settings_of(config).pad_to_capacity
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None, **_: Any
@@ -86,13 +89,21 @@ class MegaBlocksMoELayer(MoELayer):
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         core = self.experts.core
-        routing = drop_beyond_capacity(self.router(hidden_states, padding_mask), core.config, self.dispatch_group)
+        routing, experts = self._within_capacity(self.router(hidden_states, padding_mask))
         if self.training and torch.is_grad_enabled():  # once a step, also when the layer is recomputed
             self.expert_load.add(routing.metrics["tokens_per_expert"], routing.metrics.get("dropped", 0))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         try:
-            out = self.dispatcher.run(tokens, routing, core).view_as(hidden_states)
+            out = self.dispatcher.run(tokens, routing, experts).view_as(hidden_states)
         except torch.OutOfMemoryError as error:
-            config = core.config.replace(capacity_factor=None)  # the capacity pads nothing here
+            config = core.config if self.pads else core.config.replace(capacity_factor=None)
             raise out_of_memory(config, tokens, routing.num_pairs, error) from error
         return out if shared is None else out + shared
+
+    def _within_capacity(self, routing: Routing) -> tuple[Routing, ExpertCompute]:
+        """The routing without the pairs beyond the capacity, and the experts that compute its places or its rows."""
+        core = self.experts.core
+        if not self.pads:
+            return drop_beyond_capacity(routing, core.config, self.dispatch_group), core
+        kept, places = limit_to_capacity(routing, core.config, self.dispatch_group)
+        return kept, PaddedExperts(core.forward_padded, places, core.config.quantize_scatter_num_bits)

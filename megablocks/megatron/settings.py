@@ -28,8 +28,8 @@ _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "qua
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
 # The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
 _NOT_READ = {
-    "experts": (*_ROUTING, "capacity_factor", "quantize_scatter_num_bits"),
-    "megatron": (*_ROUTING, "capacity_factor", *_EXPERTS),
+    "experts": (*_ROUTING, "capacity_factor", "pad_to_capacity", "quantize_scatter_num_bits"),
+    "megatron": (*_ROUTING, "capacity_factor", "pad_to_capacity", *_EXPERTS),
     "tutel": (*_ROUTING, *_EXPERTS),
 }
 
@@ -75,6 +75,9 @@ class MegaBlocksSettings:
     capacity_rule: str = option(
         "megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES
     )
+    pad_to_capacity: bool = option(
+        False, "with a capacity, compute each expert's empty places too, as GShard and Tutel do; off: only drop tokens"
+    )
     uniform_assignment: bool = option(False, "give tokens to experts in turn, without the router, for benchmarks")
     recompute_activation: bool = option(False, "recompute the experts' activation in backward instead of saving it")
     quantize_inputs_num_bits: int = option(
@@ -117,6 +120,8 @@ class MegaBlocksSettings:
             if (value := getattr(self, name)) != defaults[name]:
                 allowed = f"must be {defaults[name]!r} with layer={self.layer!r}, which does not read it"
                 raise ConfigError(f"{name}={value!r}: {allowed}, or use layer='megablocks'")
+        if self.pad_to_capacity and self.capacity_factor is None:
+            raise ConfigError("pad_to_capacity=True: needs a capacity_factor; without one nothing is padded")
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
             raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
 

@@ -77,24 +77,23 @@ class Arm(NamedTuple):
 _DMOE, _TUTEL = "dmoe/dmoe_{size}_8gpu.sh", "tutel/tutel_{size}_8gpu.sh"
 _FACTORS = ("1", "1.5", "2", "0")
 _FP16 = ("1.5e-4", "1e-5")
-_NO_PADDING = "drops tokens and computes no padding"
+_PADS = {"0": "pads every expert to the fullest one"}
+_DROPS = "drops tokens and computes the padding"
 
 
 def _capacity(factor: str, rule: str = "megablocks") -> Arm:
     # exp/dmoe with a capacity factor is exp/moe in bf16; exp/moe has the published fp16, which no flag takes back.
-    flags = f"--moe-capacity-factor {factor}"
-    label, group = f"ours, capacity {factor}", "rules" if factor == "0" else "paper"
+    flags = f"--moe-capacity-factor {factor} --megablocks-pad-to-capacity"
+    label, group = f"ours, capacity {factor}", "paper"
     if rule == "tutel":
         flags, label, group = f"{flags} --megablocks-capacity-rule tutel", f"{label}, Tutel's rule", "rules"
-    note = "capacity 0 drops nothing, so here it is dMoE again" if factor == "0" else _NO_PADDING
-    return Arm(label, group, _DMOE, "{experts}", flags, published=_FP16, seeds=1 if factor == "0" else 99, note=note)
+    return Arm(label, group, _DMOE, "{experts}", flags, published=_FP16, note=_PADS.get(factor, _DROPS))
 
 
 def _tutel(factor: str) -> Arm:
     label = f"Tutel, capacity {factor}" if factor != "0" else "Tutel, dynamic capacity (0)"
-    note = "pads every expert to the fullest one" if factor == "0" else "drops tokens and computes the padding"
     return Arm(label, "tutel", _TUTEL, f"{{experts}} {factor}", needs="tutel",
-               log="mixture-of-experts layer: Tutel's own", note=note)  # fmt: skip
+               log="mixture-of-experts layer: Tutel's own", note=_PADS.get(factor, _DROPS))  # fmt: skip
 
 
 _FINE = "--moe-ffn-hidden-size {fine_width}"

@@ -29,6 +29,11 @@ LAYOUTS = {
     "capacity, tutel": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.75))),
     "capacity, tutel, capped": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", -0.75))),
     "capacity, tutel, fullest": BASE.but(settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.0))),
+    "padded, megablocks": BASE.but(settings=(("capacity_factor", 0.75), ("pad_to_capacity", True))),
+    "padded, megablocks, fullest": BASE.but(settings=(("capacity_factor", 0.0), ("pad_to_capacity", True))),
+    "padded, tutel": BASE.but(
+        settings=(("capacity_rule", "tutel"), ("capacity_factor", 0.75), ("pad_to_capacity", True))
+    ),
     "capacity, megatron": BASE.but(model=(("moe_expert_capacity_factor", 0.75),)),
     "layer tutel without the package": BASE.but(settings=(("layer", "tutel"),)),
     "our experts in megatron's layer": BASE.but(
@@ -176,3 +181,16 @@ def test_recomputed_activation_changes_nothing(runs: dict[str, Trained], name: s
 @pytest.mark.parametrize("name", harness.parameters(["bf16", "bf16 into main gradients"], SLOW))
 def test_bf16_follows_float32(runs: dict[str, Trained], name: str) -> None:
     assert runs[name].losses == pytest.approx(runs["dropless"].losses, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("padded", "ragged"),
+    [
+        ("padded, megablocks", "capacity, megablocks"),
+        ("padded, megablocks, fullest", "dropless"),
+        ("padded, tutel", "capacity, tutel"),
+    ],
+)
+def test_empty_places_that_are_computed_change_nothing(runs: dict[str, Trained], padded: str, ragged: str) -> None:
+    assert runs[padded].losses == pytest.approx(runs[ragged].losses, rel=1e-5)
+    assert torch.equal(_load(runs[padded]), _load(runs[ragged]))

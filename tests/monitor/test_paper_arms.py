@@ -153,4 +153,4 @@ def test_a_changed_setting_is_refused(tmp_path: Path) -> None:
 def test_seeds_by_arm() -> None:
     settings = _settings(SEEDS="3", ARMS="all")
     assert list(settings.seeds_of("dmoe")) == [1234, 1235, 1236]
-    assert list(settings.seeds_of("capacity-0")) == [1234], "it is dMoE again"
+    assert list(settings.seeds_of("dmoe-uniform")) == [1234], "only its step time counts"
