@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# Those of the driver; test_dmoe_spec.py has the one that starts Megatron-LM's own script, test_compare.py the one that
+# Those of the driver; test_dmoe_spec.py has the one that starts Megatron-LM's own script, test_paper.py the one that
 # starts these scripts.
 SCRIPTS = sorted(path for path in (ROOT / "exp").glob("*/*.sh") if path.parent.name not in ("megatron_lm", "paper"))
 IDS = [str(path.relative_to(ROOT / "exp")) for path in SCRIPTS]
