@@ -2,10 +2,11 @@
 
     python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--before CHECKOUT] [--out FILE]
 
-An arm is a script of exp/ with flags and a micro-batch size; every step has 131,072 tokens. Each round starts every arm
-once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the median of its rounds.
-"plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms, and gradients that are
-accumulated in the products. --before also starts the published scripts of another checkout, with their own defaults.
+An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
+262,144. Each round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's
+time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss,
+optimizer, norms, and gradients that are accumulated in the products. --before also starts the published scripts of
+another checkout, with their own defaults.
 
 The gate: the arms of one model have seen the same data, so their losses at the last step differ by at most 2 %.
 FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
@@ -45,6 +46,7 @@ class Arm(NamedTuple):
 
 ARMS = {
     "dmoe-small": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 128"),
+    "dmoe-small-64": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 64"),
     "dmoe-small-32": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 32"),
     "dmoe-small-plain": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
     "dmoe-small-megatron": Arm(
@@ -54,7 +56,7 @@ ARMS = {
     "dense-small-plain": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
     "dmoe-xs": Arm("dMoE-XS", "dmoe/dmoe_46m_8gpu.sh", "--micro-batch-size 128"),
     "dense-xs": Arm("dense XS", "gpt2/gpt2_46m_8gpu.sh", "--micro-batch-size 128"),
-    "dmoe-fine": Arm("fine-grained dMoE", "dmoe/dmoe_fine_1gpu.sh", "--global-batch-size 32 --micro-batch-size 32"),
+    "dmoe-fine": Arm("fine-grained dMoE", "dmoe/dmoe_fine_1gpu.sh", "--global-batch-size 64 --micro-batch-size 8"),
 }
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")

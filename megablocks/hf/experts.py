@@ -92,7 +92,7 @@ def _has_own_gate(module: Any) -> bool:
 
 
 def activation_of(module: Any) -> Activation | None:
-    """The activation of our table that stands between the products of `module`, or None where there is none."""
+    """The entry of our table for the activation between the products of `module`; None if it has none."""
     act = getattr(module, "act_fn", None)
     known = _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
     if known is None or not module.has_gate:

@@ -43,7 +43,9 @@ class DriverSettings:
 
     run_dir: str | None = option(None, "folder of loss.csv, loss.png, expert_load.* and env.txt; unset: --save")
     nonfinite_guard: bool = option(
-        True, "at a NaN or Inf, stop every rank before the optimizer step and name the layer that it came from"
+        True,
+        "at a NaN or Inf, stop every rank without that update and name the layer that it came from; with the fused "
+        "optimizer the host looks once a log interval",
     )
     loss_spike_factor: float = option(
         0.0, "skip the update of a step whose loss exceeds this many times the median of the past losses; 0: never"

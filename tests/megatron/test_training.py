@@ -87,6 +87,35 @@ def runs(request: pytest.FixtureRequest) -> dict[str, Trained]:
     return run_distributed_test(harness.train_all, 2, layouts)[0]
 
 
+def _computed_places(layouts: dict[str, Layout]) -> dict[str, set[tuple[int, ...]]]:
+    """The shapes (E_local, C, H) that the experts of each layout compute as padded bins in a step."""
+    from megablocks.moe.experts import Experts
+
+    found: dict[str, set[tuple[int, ...]]] = {}
+    original = Experts.forward_padded
+    for name, layout in layouts.items():
+        shapes = found[name] = set()
+
+        def record(self: Experts, bins: torch.Tensor, shapes: set[tuple[int, ...]] = shapes) -> torch.Tensor:
+            shapes.add(tuple(bins.shape))
+            return original(self, bins)
+
+        Experts.forward_padded = record  # type: ignore[method-assign]
+        try:
+            harness.train_all([(name, layout, 1)])
+        finally:
+            Experts.forward_padded = original  # type: ignore[method-assign]
+    return found
+
+
+def test_a_padded_capacity_computes_all_its_places() -> None:
+    """0.75 of 16 tokens' pairs, top-2, of each of two ranks, over four experts: 6 places a rank."""
+    names = ("padded, megablocks", "padded, tutel", "capacity, megablocks", "dropless")
+    for found in run_distributed_test(_computed_places, 2, {name: LAYOUTS[name] for name in names}):
+        assert found == {"padded, megablocks": {(2, 12, 32)}, "padded, tutel": {(2, 12, 32)},
+                         "capacity, megablocks": set(), "dropless": set()}  # fmt: skip
+
+
 def _load(run: Trained) -> torch.Tensor:
     assert run.load is not None
     return run.load

@@ -3,8 +3,8 @@
 Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times BLOCK >= E experts, in registers.
 
 1. route            P programs walk the tiles: ids and weights of each token; per program the sums of the scores, the
-                    load, the squared log-sum-exp and the counts of what is not finite and what is no padding. For token
-                    rounding it stores every pair's weight and key in place of each token's choices.
+                    load, the squared log-sum-exp, and how many tokens are not finite and how many are not padding.
+                    For token rounding it stores every pair's weight and key in place of each token's choices.
 2. finish           one program adds the P partial results in their order and computes both losses. No atomics.
 3. route backward   the gradient of the logits from those of weights, losses and sums; reads the logits again. For token
                     rounding it reads a pair's gradient where a flag says that the pair was kept.
