@@ -147,10 +147,10 @@ def mlp_gradient_ref(
 
 def _by_pair(values: Tensor, dispatch: Dispatch) -> Tensor:
     """values (R,) of the rows → of the pairs, 0 for an unused one."""
-    rows = values.shape[0]
-    unused = torch.arange(rows, device=values.device) >= dispatch.expert_offsets[-1]
-    target = torch.where(unused, rows, dispatch.pair).long()  # unused rows write to a spare place
-    return values.new_zeros(rows + 1).scatter_(0, target, values)[:rows].contiguous()
+    pairs = dispatch.num_pairs
+    unused = torch.arange(values.shape[0], device=values.device) >= dispatch.expert_offsets[-1]
+    target = torch.where(unused, pairs, dispatch.pair).long()  # unused rows write to a spare place
+    return values.new_zeros(pairs + 1).scatter_(0, target, values)[:pairs].contiguous()
 
 
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:

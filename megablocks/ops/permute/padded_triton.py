@@ -90,7 +90,7 @@ def pad_launch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `pad_indices_ref`; one launch."""
     ends, pair, gather, scatter, top_k = rows
-    num_pairs, num_experts, plain = pair.shape[0], ends.shape[0], gather is None
+    num_pairs, num_experts, plain = (pair if scatter is None else scatter).shape[0], ends.shape[0], gather is None
     num_tokens = num_pairs // top_k if plain else 0
     token_offsets = pair.new_empty(num_tokens + 1 if plain else 0)
     gather_out, pair_out, scatter_out = pair.new_empty(num_rows), pair.new_empty(num_rows), pair.new_empty(num_pairs)

@@ -75,7 +75,7 @@ class Routing:
 class Dispatch(NamedTuple):
     """Indices from tokens to rows sorted by expert and back, all int32, built once a layer.
 
-    N is the number of rows: R, or more where the rows are padded.
+    N is the number of rows: R, more where the rows are padded, less where the caller knows that V is below R.
 
     expert_offsets: (E+1,) rows [expert_offsets[e], expert_offsets[e+1]) belong to expert e; expert_offsets[E] = V.
         Where rows are padded, these ranges include the padding. Empty for bins of equal size.
@@ -264,7 +264,7 @@ def pad_indices_ref(
     padded_ends: (E,) where each expert's padded rows end; None for bins of `capacity`.
     """
     ends, pair, gather, scatter, top_k = rows
-    device, num_experts, num_pairs = ends.device, ends.shape[0], pair.shape[0]
+    device, num_experts, num_pairs = ends.device, ends.shape[0], (pair if scatter is None else scatter).shape[0]
     if padded_ends is None:
         padded_ends = torch.arange(1, num_experts + 1, device=device) * capacity
     ends, padded_ends = ends.long(), padded_ends.long()
@@ -281,7 +281,7 @@ def pad_indices_ref(
     inside = e.clamp(max=num_experts - 1)
     p = starts[inside] + q - padded_starts[inside]
     used = (e < num_experts) & (p < ends[inside])
-    source = torch.where(used, p, num_pairs)  # padding reads the -1 behind
+    source = torch.where(used, p, pair.shape[0])  # padding reads the -1 behind
     padded_gather, padded_pair = (torch.cat([t, t.new_full((1,), -1)])[source] for t in (gather, pair))
 
     p = scatter.long()
@@ -293,7 +293,7 @@ def pad_indices_ref(
 
 
 def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_pairs = a.rows.pair.shape[0]
+    num_pairs = (a.rows.pair if a.rows.scatter is None else a.rows.scatter).shape[0]
     lengths = num_pairs // a.rows.top_k + 1 if a.rows.gather is None else 0, a.num_rows, num_pairs, a.num_rows
     token_offsets, gather, scatter, pair = (
         torch.empty(length, dtype=torch.int32, device=a.rows.pair.device) for length in lengths
