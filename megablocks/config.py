@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megablocks.kinds import IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS
+from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS
 from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
 
 QUANTIZE_NUM_BITS = (-1, 4, 8)
@@ -108,6 +108,13 @@ class MoEConfig:
         capacity_factor: None in a dropless layer. 0 = the fullest expert's load, nothing dropped.
         capacity_rule: "megablocks": int(factor·K·T·ranks/E). "tutel": K·int(factor·ceil(T/E)); negative factor: the
             smaller of the fullest expert and that capacity with |factor|.
+    Expert parallelism (where the layer gets an expert_parallel_group)
+        dispatcher: one of `kinds.DISPATCHER_CHOICES`. "symmetric" exchanges rows through memory that the GPUs of one
+            host share, without a host synchronization; "all_to_all" by torch.distributed; "auto" is "symmetric" where
+            max_tokens is given and the ranks can, else "all_to_all".
+        max_tokens: the most tokens that a rank brings to the layer; "symmetric" sizes its buffers by it.
+        dispatch_rows_factor: rows that a rank's experts take with "symmetric", as a multiple of max_tokens·K. If more
+            arrive, the output is NaN and the next call raises. At least the number of ranks: cannot happen.
     Initialization
         init_std: std of the normal from which w1, v1 and the router are drawn.
         output_init_std: the same for w2, None for init_std.
@@ -152,12 +159,16 @@ class MoEConfig:
     capacity_factor: float | None = None
     capacity_rule: str = "megablocks"
 
+    dispatcher: str = "auto"
+    max_tokens: int | None = None
+    dispatch_rows_factor: float = 2.0
+
     init_std: float = 0.02
     output_init_std: float | None = None
 
     def __post_init__(self) -> None:
         check_integers(self, "hidden_size", "ffn_hidden_size", "num_experts", "top_k")
-        optional = "shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k"
+        optional = "shared_expert_hidden_size", "token_rounding_tile", "num_groups", "group_top_k", "max_tokens"
         check_integers(self, *(name for name in optional if getattr(self, name) is not None))
         if self.top_k > self.num_experts:
             refuse("top_k", self.top_k, f"must be at most num_experts={self.num_experts}")
@@ -170,6 +181,7 @@ class MoEConfig:
             ("softmax_order", SOFTMAX_ORDERS),
             ("load_balancing_scope", LOSS_SCOPES),
             ("capacity_rule", CAPACITY_RULES),
+            ("dispatcher", DISPATCHER_CHOICES),
         ):
             if getattr(self, name) not in choices:
                 refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
@@ -179,6 +191,9 @@ class MoEConfig:
         if self.output_init_std is not None:
             self._check_float("output_init_std", minimum=0.0)
         self._check_float("top_k_scaling", minimum=0.0, exclusive=True)
+        self._check_float("dispatch_rows_factor", minimum=0.0, exclusive=True)
+        if self.dispatcher == "symmetric" and self.max_tokens is None:
+            refuse("max_tokens", None, "must be given with dispatcher='symmetric', which sizes its buffers by it")
         if self.normalize_top_k is not None:
             self._check_float("normalize_top_k", minimum=0.0, exclusive=True)
         if self.jitter_eps is not None:

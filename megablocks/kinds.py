@@ -1,4 +1,4 @@
-"""Tables of the kinds that a config names: ways to compute the experts (`IMPLS`) and routers (`ROUTERS`).
+"""Tables of the kinds that a config names: ways to compute the experts (`IMPLS`), `ROUTERS` and `DISPATCHERS`.
 
 Config, flags, help texts, errors, advice about memory, and tests read them. They load no torch: an entry names its
 function or class by "module:name", and `load` imports it. A new kind is an entry here and the code that it names.
@@ -118,3 +118,12 @@ ROUTERS = {
         ),
     ),
 }
+
+DISPATCHERS = {
+    "local": "megablocks.moe.dispatchers:LocalDispatcher",
+    "all_to_all": "megablocks.moe.dispatchers:AllToAllDispatcher",
+    "symmetric": "megablocks.moe.symmetric:SymmetricDispatcher",
+}
+"""Every kind of dispatcher as "module:class", called with the arguments of `AllToAllDispatcher` and its own."""
+DISPATCHER_CHOICES = ("auto", "all_to_all", "symmetric")
+"""Values of the field and flag `dispatcher`; on one rank each is "local"."""

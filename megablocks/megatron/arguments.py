@@ -316,6 +316,10 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
             # As in the old fork. With top-1 a softmax after top-k would make every weight 1.
             out["moe_router_pre_softmax"] = (True, "softmax over all experts")
+    if args.num_experts and torch.cuda.is_available() and args.megablocks_layer in ("megablocks", "tutel"):
+        if args.seq_length and args.micro_batch_size:
+            ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+            out[PREFIX + "max_tokens"] = (args.micro_batch_size * args.seq_length // ranks, "a micro-batch's")
     if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")

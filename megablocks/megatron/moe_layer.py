@@ -63,17 +63,20 @@ class MegaBlocksMoELayer(MoELayer):
             self.shared_experts = submodules.shared_experts(
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
-        self.dispatch_group = groups.tp_ep
+        self.dispatch_group, settings = groups.tp_ep, settings_of(config)
         # In Megatron's group of expert-tensor × expert-parallel ranks the former are neighbors.
         self.dispatcher = make_dispatcher(
             self.dispatch_group,
             config.num_moe_experts,
             ffn_shards=groups.expt_tp.size(),
             ffn_fastest=True,
-            quantize_num_bits=settings_of(config).quantize_scatter_num_bits,
+            quantize_num_bits=settings.quantize_scatter_num_bits,
+            kind=settings.dispatcher,
+            max_tokens=settings.max_tokens,
+            rows_factor=settings.dispatch_rows_factor,
         )
         self.expert_load = ExpertLoad(config.num_moe_experts)
-        self.pads = settings_of(config).pad_to_capacity
+        self.pads = settings.pad_to_capacity
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None, **_: Any

@@ -16,20 +16,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError
-from megablocks.kinds import IMPLS, MLP_IMPLS, ROUTERS
+from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
 NORMS = ("fused", "torch")
 ENV_PREFIX = "MEGABLOCKS_"
 
+_DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
 _ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
 _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
 # The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
 _NOT_READ = {
-    "experts": (*_ROUTING, "capacity_factor", "pad_to_capacity", "quantize_scatter_num_bits"),
-    "megatron": (*_ROUTING, "capacity_factor", "pad_to_capacity", *_EXPERTS),
+    "experts": (*_DISPATCH, *_ROUTING, "capacity_factor", "pad_to_capacity", "quantize_scatter_num_bits"),
+    "megatron": (*_DISPATCH, *_ROUTING, "capacity_factor", "pad_to_capacity", *_EXPERTS),
     "tutel": (*_ROUTING, *_EXPERTS),
 }
 
@@ -97,6 +98,20 @@ class MegaBlocksSettings:
         None,
         "let the experts add the gradients of their matrices to Megatron's main gradients during backward; unset: on a "
         "GPU yes, elsewhere as Megatron's own flag says",
+    )
+    dispatcher: str = option(
+        "auto",
+        "how tokens reach the experts of other ranks: symmetric, through memory that the GPUs of one host share, "
+        "without a host synchronization; all_to_all; auto: symmetric where max_tokens is known and the ranks can",
+        DISPATCHER_CHOICES,
+    )
+    max_tokens: int | None = option(
+        None, "most tokens that a rank brings to a layer, for dispatcher=symmetric; the driver knows it"
+    )
+    dispatch_rows_factor: float = option(
+        2.0,
+        "rows that a rank's experts take with dispatcher=symmetric, as a multiple of max_tokens times top-k; more stop "
+        "the run",
     )
     attention: str = option(
         "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS

@@ -3,7 +3,7 @@
     x (T, H), Routing ─ sort by expert ─▶ rows (V, H) ─ all-to-all ─▶ sort by local expert ─ experts ─▶ (…, H)
                                                        and all the way back, weighted and summed ─▶ y (T, H)
 
-`make_dispatcher` chooses one of `DISPATCHERS`; nothing else knows how experts are spread.
+`make_dispatcher` chooses one of `kinds.DISPATCHERS`; nothing else knows how experts are spread.
 
 Gradients. With R ranks that each hold their own tokens, plain data parallelism averages the ranks' gradients. An expert
 that lives on one rank of an expert group receives, through the all-to-all's backward, the *sum* over that group of the
@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megablocks.kinds import load
+from megablocks.kinds import DISPATCHERS, load
 from megablocks.moe.groups import ExpertShard, group_size, shard_of
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine, gather
@@ -151,13 +151,6 @@ class AllToAllDispatcher:
         return torch.cat([part for part in total if part is not None])
 
 
-DISPATCHERS = {
-    "local": "megablocks.moe.dispatchers:LocalDispatcher",
-    "all_to_all": "megablocks.moe.dispatchers:AllToAllDispatcher",
-}
-"""Every kind of dispatcher as "module:class", called with the arguments of `AllToAllDispatcher`."""
-
-
 def make_dispatcher(
     group: ProcessGroup | None,
     num_experts: int,
@@ -165,23 +158,39 @@ def make_dispatcher(
     ffn_shards: int | None = None,
     ffn_fastest: bool = False,
     quantize_num_bits: int = OFF,
+    kind: str = "auto",
+    max_tokens: int | None = None,
+    rows_factor: float = 2.0,
 ) -> Dispatcher:
-    """The dispatcher of a layer: "local" on one rank, "all_to_all" on several.
+    """The dispatcher of a layer: "local" on one rank, on several `kind`.
 
     Args:
         group: all ranks that share the experts; None for one rank.
         ffn_shards: ranks over which each expert's width is cut. None cuts it where there are more ranks than experts,
             a multiple of them.
         ffn_fastest, quantize_num_bits: as in `AllToAllDispatcher`.
+        kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" where `max_tokens` is given and the ranks can,
+            else "all_to_all".
+        max_tokens, rows_factor: as in `megablocks.moe.symmetric.SymmetricDispatcher`, which needs both.
 
     Raises:
-        ValueError: the experts cannot be spread over the group.
+        ValueError: the experts cannot be spread over the group, or "symmetric" without max_tokens.
     """
+    if kind == "symmetric" and max_tokens is None:
+        raise ValueError("max_tokens=None: must be given with dispatcher='symmetric', which sizes its buffers by it")
     ranks = group_size(group)
     if ffn_shards is None:
         ffn_shards = ranks // num_experts if ranks > num_experts and ranks % num_experts == 0 else 1
-    kind: Callable[..., Dispatcher] = load(DISPATCHERS["local" if ranks == 1 else "all_to_all"])
-    return kind(group, num_experts, ffn_shards=ffn_shards, ffn_fastest=ffn_fastest, quantize_num_bits=quantize_num_bits)
+    options = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest, "quantize_num_bits": quantize_num_bits}
+    if ranks == 1:
+        name = "local"
+    elif kind == "all_to_all" or max_tokens is None:
+        name = "all_to_all"
+    else:
+        name = "symmetric"
+        options |= {"max_tokens": max_tokens, "rows_factor": rows_factor, "strict": kind == "symmetric"}
+    make: Callable[..., Dispatcher] = load(DISPATCHERS[name])
+    return make(group, num_experts, **options)
 
 
 class _AllToAll(torch.autograd.Function):

@@ -80,8 +80,14 @@ class MoELayer(nn.Module):
         ranks = group_size(group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = make_router(config, loss_group=group if loss_group is None else loss_group, **placed)
-        bits = config.quantize_scatter_num_bits
-        self.dispatcher = make_dispatcher(group, config.num_experts, quantize_num_bits=bits)
+        self.dispatcher = make_dispatcher(
+            group,
+            config.num_experts,
+            quantize_num_bits=config.quantize_scatter_num_bits,
+            kind=config.dispatcher,
+            max_tokens=config.max_tokens,
+            rows_factor=config.dispatch_rows_factor,
+        )
         scale = 1 / ranks if expert_grad_scale is None else expert_grad_scale
         self.experts = Experts(config, shard=self.dispatcher.shard, seed=seed, grad_scale=scale, **placed)
         for parameter in self.experts.parameters():  # megablocks 0.10's mark of expert parameters, which trainers read

@@ -1,0 +1,140 @@
+"""Expert parallelism between the GPUs of one host, through memory that they all address (NVLink).
+
+    x (T, H) ─ to_experts ─▶ rows (W·M, H) ─ sort by local expert, experts ─▶ partial (W·M, H) ─ to_home ─▶ y (T, H)
+
+A token crosses the link once a rank, not once an expert, and nothing waits for the host, so a CUDA graph can capture
+the layer. `megablocks.ops.exchange` has the exchanges. The price is static sizes: `max_tokens` and `rows_factor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from megablocks.moe.dispatchers import AllToAllDispatcher, ExpertCompute
+from megablocks.ops.exchange import DTYPES, Exchange, Layout, to_experts, to_home
+from megablocks.ops.library import runs_triton, under_autocast
+from megablocks.ops.quant.quant import OFF
+from megablocks.ops.routing.dispatch import Routing
+
+LIMIT_S = float(os.environ.get("MEGABLOCKS_EXCHANGE_TIMEOUT", 600))
+"""Seconds for which a GPU waits for another rank's rows."""
+_TILE = 128
+_log = logging.getLogger(__name__)
+
+
+class SymmetricDispatcher(AllToAllDispatcher):
+    """Exchanges rows through symmetric memory, or by all-to-all where that is impossible.
+
+    Every rank of the group must call it equally often, on one stream, with at most `max_tokens` tokens. The first call
+    of a size is a collective that synchronizes. No later call does.
+
+    Args:
+        max_tokens: M, the most tokens that a rank brings. A rank's buffer has 4·W·M·H bytes in bf16; layers share it.
+        rows_factor: rows that a rank's experts take, as a multiple of M·K; at most W counts. If more arrive, the output
+            is NaN, and the next call raises.
+        strict: raise where the exchange is impossible, instead of falling back.
+        The others are those of `AllToAllDispatcher`.
+    """
+
+    def __init__(
+        self, group: ProcessGroup, num_experts: int, *, max_tokens: int, rows_factor: float = 2.0, strict: bool = False,
+        **others: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(group, num_experts, **others)
+        self.max_tokens, self.rows_factor, self.strict = max_tokens, rows_factor, strict
+
+    def run(self, x: Tensor, routing: Routing, experts: ExpertCompute) -> Tensor:
+        """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
+
+        Raises:
+            ValueError: T > max_tokens; with strict, what prevents the exchange.
+            RuntimeError: an earlier call failed on the GPU, see `Exchange.check`.
+        """
+        if x.shape[0] > self.max_tokens:
+            raise ValueError(f"x: has {x.shape[0]} tokens, must have at most max_tokens={self.max_tokens}")
+        (x,) = under_autocast(x)
+        exchange = self._exchange(x, routing)
+        if exchange is None:
+            return super().run(x, routing, experts)
+        exchange.check()
+        expert = routing.expert.view(-1, exchange.layout.top_k)
+        rows, local_ids, weight = to_experts(exchange, x, routing.weight.view(expert.shape), expert)
+        partial = experts(rows, exchange.dispatch(local_ids), weight.flatten())
+        return to_home(exchange, partial, local_ids, expert)
+
+    def _exchange(self, x: Tensor, routing: Routing) -> Exchange | None:
+        """The exchange for these, None to fall back. All ranks come to the same answer."""
+        why = self._refusal(x, routing)
+        opened: Exchange | str = why or _open(self, x.device, x.dtype, x.shape[1], routing.top_k or 0)
+        if isinstance(opened, Exchange):
+            return opened
+        if self.strict:
+            raise ValueError(f"dispatcher='symmetric': {opened}; use 'auto' or 'all_to_all'")
+        return None
+
+    def _refusal(self, x: Tensor, routing: Routing) -> str | None:
+        if not runs_triton(x) or x.dtype not in DTYPES or routing.weight.dtype != torch.float32:
+            return f"it takes bf16, fp16 or float32 tokens on a GPU, not {x.dtype} on {x.device.type}"
+        if routing.top_k is None:
+            return "it takes a fixed number of experts a token"
+        if self.ffn_shards > 1:
+            return f"it cuts no expert over ranks, ffn_shards={self.ffn_shards}"
+        if self.quantize_num_bits != OFF:
+            return "it quantizes no output, quantize_scatter_num_bits must be -1"
+        return None
+
+
+_opened: dict[tuple[Any, ...], Exchange | str] = {}
+_buffers: list[Any] = []  # kept as long as the process: peers address them
+
+
+def _open(dispatcher: SymmetricDispatcher, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> Any:
+    """The exchange of these sizes, or why there is none. The first call is a collective; layers share the result."""
+    d, layout = dispatcher, Layout(dispatcher.size, dispatcher.max_tokens, hidden, top_k, dtype)
+    max_rows = math.ceil(d.rows_factor * d.max_tokens * top_k / _TILE) * _TILE
+    key = (d.group, d.num_experts, d.max_tokens, hidden, top_k, dtype, max_rows)
+    if key not in _opened:
+        _opened[key] = opened = _rendezvous(d.group, layout, device, d.shard.num_local_experts, max_rows)
+        if isinstance(opened, str):
+            _log.warning("experts exchange rows by all-to-all, not through symmetric memory: %s", opened)
+    return _opened[key]
+
+
+def _rendezvous(
+    group: ProcessGroup, layout: Layout, device: torch.device, experts: int, max_rows: int
+) -> Exchange | str:
+    boot = Path("/proc/sys/kernel/random/boot_id")  # one for each running system, unlike a name
+    hosts = _gather(boot.read_text() if boot.exists() else "unknown", group)
+    if len(set(hosts)) > 1 or "unknown" in hosts:
+        return "the ranks are not all on one host"
+    problem, handle = "", None
+    try:
+        import torch.distributed._symmetric_memory as symmetric
+
+        buffer = symmetric.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+        buffer.zero_()
+        handle = symmetric.rendezvous(buffer, group)
+        _buffers.append((buffer, handle))
+    except (ImportError, AttributeError, RuntimeError) as error:
+        problem = str(error).splitlines()[0]
+    problems = _gather(problem, group)  # also: no rank goes on before every buffer is zero
+    if any(problems) or handle is None:
+        return next(p for p in problems if p)
+    torch.cuda.synchronize(device)
+    dist.barrier(group)
+    return Exchange(layout, group.rank(), handle.buffer_ptrs, device, experts, max_rows=max_rows, limit_s=LIMIT_S)
+
+
+def _gather(value: str, group: ProcessGroup) -> list[str]:
+    values: list[Any] = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
