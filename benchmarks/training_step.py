@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[1]
 STEPS, INTERVAL, LEFT_OUT = 30, 5, 15
 TOLERANCE = 0.02
 PLAIN = (
-    "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch "
+    "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch --megablocks-qkv-bias megatron "
     "--no-megablocks-gradient-accumulation-fusion"
 )
 

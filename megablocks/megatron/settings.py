@@ -21,6 +21,7 @@ from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
 NORMS = ("fused", "torch")
+FUSED = ("fused", "megatron")
 ENV_PREFIX = "MEGABLOCKS_"
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
@@ -118,6 +119,12 @@ class MegaBlocksSettings:
     )
     norm: str = option(
         "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's", NORMS
+    )
+    qkv_bias: str = option(
+        "fused",
+        "bias of queries, keys and values on a GPU without Transformer Engine: fused, added inside the product where "
+        "no tensor parallelism splits it; megatron, in a pass of its own",
+        FUSED,
     )
 
     def __post_init__(self) -> None:

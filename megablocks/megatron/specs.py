@@ -16,6 +16,8 @@ import importlib.util
 import logging
 from typing import Any
 
+import torch
+
 from megablocks.megatron import cpu
 
 cpu.install()
@@ -26,6 +28,7 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
 )
+from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
@@ -35,6 +38,7 @@ from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.megatron import attention  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
+from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
 from megablocks.megatron.model_config import check_without_engine  # noqa: E402
 from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
@@ -75,6 +79,7 @@ def _ready_layer(num_experts: int | None) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = SDPAttention
+    _fuse_bias(parts.self_attention.submodules, MegaBlocksSettings())
     if num_experts is not None:
         parts.mlp = _moe_layer(parts.mlp, MegaBlocksSettings())
     return layer
@@ -93,9 +98,16 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
             setattr(heads, name, Norm)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
         heads.core_attention = SDPAttention
+    _fuse_bias(heads, settings)
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
     return layer
+
+
+def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
+    if settings.qkv_bias == "fused" and torch.cuda.is_available():
+        if getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
+            heads.linear_qkv = BiasInProduct
 
 
 def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) -> Any:
