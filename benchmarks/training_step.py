@@ -5,8 +5,8 @@
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
 262,144. Each round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's
 time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss,
-optimizer, norms, and gradients that are accumulated in the products. --before also starts the published scripts of
-another checkout, with their own defaults.
+optimizer, norms and rotary embedding, the bias of queries, keys and values in their product, and gradients that are
+accumulated in the products. --before also starts the published scripts of another checkout, with their own defaults.
 
 The gate: the arms of one model have seen the same data, so their losses at the last step differ by at most 2 %.
 FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
@@ -32,7 +32,7 @@ STEPS, INTERVAL, LEFT_OUT = 30, 5, 15
 TOLERANCE = 0.02
 PLAIN = (
     "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch --megablocks-qkv-bias megatron "
-    "--no-megablocks-gradient-accumulation-fusion"
+    "--megablocks-rope megatron --no-megablocks-gradient-accumulation-fusion"
 )
 
 
@@ -57,7 +57,11 @@ ARMS = {
     "dmoe-xs": Arm("dMoE-XS", "dmoe/dmoe_46m_8gpu.sh", "--micro-batch-size 128"),
     "dense-xs": Arm("dense XS", "gpt2/gpt2_46m_8gpu.sh", "--micro-batch-size 128"),
     "dmoe-fine": Arm("fine-grained dMoE", "dmoe/dmoe_fine_1gpu.sh", "--global-batch-size 64 --micro-batch-size 8"),
-}
+    "dmoe-fine-megatron-rope": Arm(
+        "fine-grained dMoE", "dmoe/dmoe_fine_1gpu.sh",
+        "--global-batch-size 64 --micro-batch-size 8 --megablocks-rope megatron",
+    ),
+}  # fmt: skip
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")
 }

@@ -126,6 +126,11 @@ class MegaBlocksSettings:
         "no tensor parallelism splits it; megatron, in a pass of its own",
         FUSED,
     )
+    rope: str = option(
+        "fused",
+        "rotary embedding on a GPU without Transformer Engine: fused, our Triton kernel; megatron, torch's operations",
+        FUSED,
+    )
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

@@ -36,7 +36,7 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
 
-from megablocks.megatron import attention  # noqa: E402
+from megablocks.megatron import attention, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
@@ -57,6 +57,8 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     config = getattr(config, "transformer", config)
     settings = settings_of(config)
     check_without_engine(config)
+    if settings.rope == "fused" and torch.cuda.is_available():
+        rope.install()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=config.transformer_impl == "transformer_engine" and HAVE_TE,

@@ -57,7 +57,7 @@ RULES = (
     Rule("dense products", op=r"^aten::(mm|addmm|bmm|linear|matmul)$|LinearWithGrad", kernel=r"gemm|nvjet|cutlass",
          within=r"^dense products$"),
     Rule("gradients", op=r"^aten::zero_$"),
-    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_",
+    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_|^_rope_kernel",
          within=r"^elementwise$"),
 )  # fmt: skip
 """In order: the first rule that fits counts. In a CUDA graph only the names of kernels are known."""

@@ -129,6 +129,32 @@ def _norm_truth(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
     return [F.layer_norm(x, (H,), weight, bias, 1e-5), x * scale * weight]
 
 
+def _angles(device: torch.device) -> Tensor:
+    """(T, 10), of 20 rotated entries of each of 3 heads."""
+    return (torch.arange(T)[:, None] * 1e4 ** (-torch.arange(10) / 10)).to(device)
+
+
+def _rope(x: Tensor) -> Outputs:
+    from megablocks.ops.rope import rope
+
+    heads, angles = x.view(T, 1, 3, H // 3), _angles(x.device)
+    neighbors = angles.repeat_interleave(2, 1)
+    return [rope(heads, torch.cat((angles, angles), 1)), rope(heads, neighbors, interleaved=True)]
+
+
+def _rope_truth(x: Tensor) -> Outputs:
+    """By complex numbers."""
+    rotated, rest = x.view(T, 1, 3, H // 3).split((20, H // 3 - 20), -1)
+    angles = _angles(x.device).double()[:, None, None]
+    turn = torch.polar(torch.ones_like(angles), angles)
+    halves = turn * torch.complex(*rotated.chunk(2, -1))
+    neighbors = turn * torch.complex(rotated[..., 0::2], rotated[..., 1::2])
+    return [
+        torch.cat((halves.real, halves.imag, rest), -1),
+        torch.cat((torch.view_as_real(neighbors).flatten(-2), rest), -1),
+    ]
+
+
 def _adam(p: Tensor, grad: Tensor) -> Outputs:
     from megablocks.ops.adam import FusedAdam
 
@@ -159,6 +185,7 @@ CASES: dict[str, Case] = {
         lambda x, weight: [F.cross_entropy(x @ weight.t(), _labels(x.device), reduction="none")],
     ),
     "norm": Case({"x": (T, H), "weight": (H,), "bias": (H,)}, _norm, _norm_truth),
+    "rope": Case({"x": (T, H)}, _rope, _rope_truth),
     "adam": Case({"p": (4099,), "grad": (4099,)}, _adam, _adam_truth, exact=("p", "grad"), differentiable=False),
 }
 """By the names of `megablocks.tool.env.FAMILIES`."""

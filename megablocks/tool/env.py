@@ -131,6 +131,7 @@ FAMILIES: dict[str, Callable[[torch.Tensor], str]] = {
     "quant": _plain,
     "loss": _plain,
     "norm": _norm,
+    "rope": _plain,
     "adam": _adam,
 }
 """How each family says which kernels it takes for a tensor (64, 64) of bfloat16."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -140,6 +142,22 @@ def norm(device: torch.device) -> Step:
         for x, weight, bias in inputs:
             out += with_gradients(norm(x, weight, bias, eps=1e-5), [x, weight, bias])
             out += with_gradients(norm(x, weight, None, eps=1e-5, zero_centered=True), [x, weight])
+        return out
+
+    return step
+
+
+@family
+def rope(device: torch.device) -> Step:
+    from megablocks.ops.rope import rope
+
+    qkv = [draws(device, dtype)(T, 2, 5, 3 * 40) for dtype in (torch.bfloat16, torch.float32)]
+    angles = 100 * draws(device, torch.float32)(T, 36).detach()
+
+    def step() -> list[Tensor]:
+        out = []
+        for x, interleaved in product(qkv, (False, True)):
+            out += with_gradients(rope(x[..., 40:80], angles, interleaved=interleaved, scale=1.5), [x])
         return out
 
     return step

@@ -190,6 +190,16 @@ def norm() -> None:
         norm_backward_launch(x, x, weight, mean if centered else None, rstd, 1.0)
 
 
+@family("rope_triton", "_rope_kernel")
+def rope() -> None:
+    from megablocks.ops.rope_triton import rope_launch
+
+    for dtype, (size, rotated), *options in product(EVERY, ((64, 64), (96, 40)), (False, True), (False, True)):
+        interleaved, transposed = options
+        x = torch.zeros(4, 2, 12, 3 * size, dtype=dtype)[..., :size]
+        rope_launch(x, torch.zeros(4, rotated), interleaved, 1.0, transposed)
+
+
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
 def quant() -> None:
     from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch

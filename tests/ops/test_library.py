@@ -35,6 +35,7 @@ from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
 from megablocks.ops.norm import norm_backward_op, norm_op
 from megablocks.ops.permute.rows import combine, combine_backward_op, combine_op, gather, gather_op
 from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
+from megablocks.ops.rope import rope_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import (
     Unpadded,
@@ -240,6 +241,7 @@ def _samples():
         ),
         "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
         "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
+        "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),

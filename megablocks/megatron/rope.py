@@ -1,0 +1,58 @@
+"""Megatron's rotary embedding as one kernel each way, `megablocks.ops.rope`.
+
+Without Transformer Engine Megatron rotates queries and keys by six operations of torch forward and seven backward, each
+a pass over memory. `install` puts `apply` in the place where its attention looks the function up, and changes no file.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from typing import Any
+
+from megatron.core.transformer import attention
+from megatron.core.utils import log_single_rank
+from torch import Tensor
+
+from megablocks.ops.rope import rope
+
+_ARGUMENTS = ["t", "freqs", "config", "cu_seqlens", "mscale", "cp_group", "mla_rotary_interleaved"]
+"""Of the function of megatron-core 0.19.2 that `apply` stands for."""
+_PLAIN = {"apply_rope_fusion": False, "multi_latent_attention": False}
+"""Fields of TransformerConfig, with the values under which `apply` computes what Megatron does."""
+
+
+@functools.cache
+def install() -> None:
+    """Let Megatron's attention call `apply`; once a process."""
+    original = attention.apply_rotary_pos_emb
+    if list(inspect.signature(original).parameters) == _ARGUMENTS:
+        attention.apply_rotary_pos_emb = functools.wraps(original)(functools.partial(apply, original))
+    else:
+        message = "rotary embedding: Megatron's own, because its function takes other arguments in this release"
+        log_single_rank(logging.getLogger(__name__), logging.WARNING, message)
+
+
+def apply(
+    original: Any,
+    t: Tensor,
+    freqs: Tensor,
+    config: Any,
+    cu_seqlens: Tensor | None = None,
+    mscale: float = 1.0,
+    cp_group: Any = None,
+    mla_rotary_interleaved: bool = False,
+) -> Tensor:
+    """Stands for Megatron's `apply_rotary_pos_emb`: t (S, B, N, D) and angles (S, 1, 1, R) to (S, B, N, D).
+
+    Packed sequences, other shapes of angles, and what `_PLAIN` rules out go to the original.
+    """
+    settings = getattr(config, "megablocks", None)  # None: the environment asked for it when this was installed
+    wanted = settings is None or settings.rope == "fused"
+    plain = all(getattr(config, name) == value for name, value in _PLAIN.items())
+    one_layout = cu_seqlens is None and not mla_rotary_interleaved and t.dim() == 4 and not freqs.requires_grad
+    if wanted and plain and one_layout and freqs.shape[:-1] == (t.shape[0], 1, 1):
+        return rope(t, freqs.reshape(len(freqs), -1), interleaved=config.rotary_interleaved, scale=mscale)
+    rotated: Tensor = original(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
+    return rotated
