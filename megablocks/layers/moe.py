@@ -109,14 +109,17 @@ class ParallelMLP(nn.Module):
             return self.forward_once(x, expert_weights, top_experts)
         shape = (-1, self.top_k)
         routing = make_routing(top_experts.reshape(shape), expert_weights.reshape(shape), self.num_experts)
-        kept, capacity = routing, -1
+        kept, capacity, bits = routing, -1, self.config.quantize_scatter_num_bits
         if self.config.capacity_factor is not None:
             kept, capacity = limit_to_capacity(routing, self.config, self.expert_parallel_group)
 
         def compute(x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
             bins, counts = dispatch.expert_offsets[1:], dispatch.expert_offsets.diff()
-            bin_ids = torch.repeat_interleave(counts, output_size=x.shape[0])
-            return self.permute_and_compute(x, counts, dispatch.pair, bin_ids, weight, bins, capacity, 1)
+            rows = gather(x, dispatch)  # one a pair, as 0.10 receives them and overridden methods expect them
+            bin_ids = torch.repeat_interleave(counts, output_size=rows.shape[0])
+            indices = torch.arange(rows.shape[0], dtype=torch.int32, device=x.device)
+            rows = self.permute_and_compute(rows, counts, indices, bin_ids, None, bins, capacity, 1)
+            return combine(rows, weight, dispatch, num_bits=bits)
 
         y = self.dispatcher.run(x.reshape(-1, x.shape[-1]), kept, compute)
         return y, routing.metrics["tokens_per_expert"].int()

@@ -1,7 +1,7 @@
 """Token dispatchers: bring each (token, expert) pair to the rank that holds the expert, and its output back.
 
-    x (T, H), Routing ─ sort by expert ─▶ rows (V, H) ─ all-to-all ─▶ sort by local expert ─ experts ─▶ (…, H)
-                                                       and all the way back, weighted and summed ─▶ y (T, H)
+    x (T, H) ─ one row a rank that holds an expert of the token ─▶ all-to-all ─▶ sum over the experts there, weighted
+                                        and all the way back, where the partial rows of the ranks are summed ─▶ y (T, H)
 
 `make_dispatcher` chooses one of `kinds.DISPATCHERS`; nothing else knows how experts are spread.
 
@@ -63,10 +63,15 @@ class LocalDispatcher:
 class AllToAllDispatcher:
     """Experts in contiguous blocks over the ranks of a group; each expert's width may be cut over several ranks.
 
-    A step makes one exchange of row counts (E integers, the only host synchronization) and two all-to-alls of rows,
-    each with its counterpart in backward. Zero tokens on a rank, or on all, take the same path. The ranks whose
-    autograd reaches a collective of backward enter it, so x needs a gradient on all ranks or on none, and every rank's
-    loss must depend on y.
+    A token goes once to each rank that holds experts of it, with their local ids and its weights for them. That rank
+    adds the weighted outputs of these experts, and sends one partial row back. The token's rank adds the partial rows
+    in the order of the ranks. Both sums are float32 and are rounded once. At top-8 over two ranks this moves a quarter
+    of the rows that one row a pair would move; it never moves more rows.
+
+    A step makes one exchange of counts (two integers a rank, the only host synchronization), one of ids and weights,
+    and two all-to-alls of rows. All but the counts have a counterpart in backward. Zero tokens on a rank, or on all,
+    take the same path. The ranks whose autograd reaches a collective of backward enter it, so x needs a gradient on all
+    ranks or on none, weights likewise, and every rank's loss must depend on y.
 
     Args:
         group: all ranks that share the experts, expert blocks × ffn shards.
@@ -74,81 +79,84 @@ class AllToAllDispatcher:
         ffn_shards: ranks over which each expert's width is cut. Rows go to every shard of the owner, and the partial
             outputs of the shards are added where the token lives.
         ffn_fastest: rank order inside `group`, see `shard_of`.
-        quantize_num_bits: as `combine` takes it, for the rows that came back; -1 for none.
     """
 
     def __init__(
-        self,
-        group: ProcessGroup,
-        num_experts: int,
-        *,
-        ffn_shards: int = 1,
-        ffn_fastest: bool = True,
-        quantize_num_bits: int = OFF,
+        self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True, **_: Any
     ) -> None:
         self.group = group
         self.size = group.size()
         self.shard = shard_of(group.rank(), self.size, num_experts, ffn_shards=ffn_shards, ffn_fastest=ffn_fastest)
         self.num_experts = num_experts
         self.ffn_shards = ffn_shards
-        self.quantize_num_bits = quantize_num_bits
-        self.blocks = self.size // ffn_shards
-        # block_of[g]: which block of experts rank g of the group holds
-        self.block_of = [g // ffn_shards if ffn_fastest else g % self.blocks for g in range(self.size)]
+        self.ffn_fastest = ffn_fastest
 
     def run(self, x: Tensor, routing: Routing, experts: ExpertCompute) -> Tensor:
         """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are."""
         if routing.num_experts != self.num_experts:
             raise ValueError(f"routing.num_experts={routing.num_experts}: the dispatcher spreads {self.num_experts}")
         (x,) = under_autocast(x)  # before rows are copied, to move half the bytes
-        dispatch = build_dispatch(routing)
-        received, block_rows, send, receive = self._exchange_counts(dispatch.expert_offsets)
+        to_ranks, local, weight, send, receive = self._exchange_pairs(routing)
+        incoming = all_to_all(gather(x, to_ranks), send, receive, self.group)
+        partial = all_to_all(experts(incoming, local, weight), receive, send, self.group)
+        return combine(partial, None, to_ranks)
 
-        outgoing = gather(x, dispatch)[: sum(block_rows)]
-        if self.ffn_shards > 1:
-            blocks = outgoing.split(block_rows)
-            outgoing = torch.cat([blocks[b] for b in self.block_of])
-        incoming = all_to_all(outgoing, send, receive, self.group)
+    def _exchange_pairs(self, routing: Routing) -> tuple[Dispatch, Dispatch, Tensor, Sequence[int], Sequence[int]]:
+        """Tell each rank which rows it gets from here, for which of its experts, with which weights.
 
-        local = self._local_dispatch(received, incoming.shape[0])
-        outputs = all_to_all(experts(incoming, local, None), receive, send, self.group)
-
-        if self.ffn_shards > 1:
-            outputs = self._sum_shards(outputs, send)
-        if outputs.shape[0] < routing.num_pairs:  # pairs without an expert: rows that nobody reads
-            outputs = torch.cat([outputs, outputs.new_zeros(routing.num_pairs - outputs.shape[0], x.shape[1])])
-        return combine(outputs, routing.weight, dispatch, num_bits=self.quantize_num_bits)
-
-    def _exchange_counts(self, expert_offsets: Tensor) -> tuple[Tensor, list[int], list[int], list[int]]:
-        """Tell each rank how many rows each of its experts gets from here.
-
-        Returns (received (size, E_local) int64 on the device: rows from each rank for each local expert; rows here for
-        each expert block; rows to send to each rank; rows to receive from each rank).
+        Returns (the Dispatch from tokens to the rows sent, sorted by rank; the Dispatch from the rows received to the
+        local experts; the weights of its pairs; rows to send to each rank; rows to receive from each rank).
         """
-        counts = expert_offsets.diff().long().view(self.blocks, self.shard.num_local_experts)
-        outgoing = counts if self.ffn_shards == 1 else torch.stack([counts[b] for b in self.block_of])
-        received = torch.empty_like(outgoing)
-        dist.all_to_all_single(received, outgoing.contiguous(), group=self.group)
-        host = torch.cat([counts.sum(1), received.sum(1)]).tolist()
-        block_rows, receive = host[: self.blocks], host[self.blocks :]
-        return received, block_rows, [block_rows[b] for b in self.block_of], receive
+        size, tokens = self.size, routing.num_tokens
+        token, expert, weight, rank = self._pairs(routing)
+        by_rank = build_dispatch_op(token, rank, tokens, size)
+        # one place a token and rank; those of rank `size` are for pairs without an expert
+        place = torch.add(rank, token, alpha=size + 1).long()
+        wanted = torch.full((tokens * (size + 1),), size, dtype=torch.int32, device=rank.device)
+        wanted.scatter_(0, place, rank)
+        owner = torch.arange(wanted.shape[0], dtype=torch.int32, device=rank.device) // (size + 1)
+        to_ranks = Dispatch(*build_dispatch_op(owner, wanted, tokens, size, size + 1))
 
-    def _local_dispatch(self, received: Tensor, num_rows: int) -> Dispatch:
-        """Indices that sort rows by local expert. Rows arrive by (rank, local expert); the sort is stable."""
-        device, num_local = received.device, self.shard.num_local_experts
-        expert = torch.arange(num_local, device=device).repeat(self.size)
-        expert = torch.repeat_interleave(expert, received.flatten(), output_size=num_rows).int()
-        row = torch.arange(num_rows, device=device, dtype=torch.int32)
-        return Dispatch(*build_dispatch_op(row, expert, num_rows, num_local, 1))
+        counts = torch.stack([to_ranks.expert_offsets.diff(), by_rank[0].diff()], 1)
+        received = torch.empty_like(counts)
+        dist.all_to_all_single(received, counts, group=self.group)
+        on_host = torch.stack([counts, received]).tolist()
+        (send, send_pairs), (receive, receive_pairs) = (zip(*side, strict=True) for side in on_host)
 
-    def _sum_shards(self, outputs: Tensor, send: list[int]) -> Tensor:
-        """Add the partial outputs of each block's shards, which came back in the order of the group's ranks."""
-        by_rank = outputs.split(send)
-        total: list[Tensor | None] = [None] * self.blocks
-        for block, part in zip(self.block_of, by_rank, strict=True):
-            so_far = total[block]
-            total[block] = part if so_far is None else so_far + part
-        return torch.cat([part for part in total if part is not None])
+        pair = by_rank[-1][: sum(send_pairs)]
+        place = place.index_select(0, pair)
+        starts_row = torch.ones_like(pair)
+        torch.ne(place[1:], place[:-1], out=starts_row[1:])
+        code = starts_row.add_(expert.index_select(0, pair) % self.shard.num_local_experts, alpha=2)
+        # the codes are floats beside the weights, exact up to 2²⁴, so that one exchange moves both
+        pairs = torch.stack([weight.index_select(0, pair), code.to(weight.dtype)], 1)
+        weight, code = all_to_all(pairs, send_pairs, receive_pairs, self.group).unbind(1)
+        code = code.detach().int()
+        row = (code & 1).cumsum(0, dtype=torch.int32).sub_(1)
+        local = Dispatch(*build_dispatch_op(row, code >> 1, sum(receive), self.shard.num_local_experts))
+        return _used(to_ranks, sum(send)), local, weight.contiguous(), send, receive
+
+    def _pairs(self, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Token, expert, weight and rank of each pair and shard of its expert; rank `size` for no expert."""
+        blocks, shards = self.size // self.ffn_shards, self.ffn_shards
+        token, expert, weight = routing.token, routing.expert, routing.weight
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        block = expert.div(self.shard.num_local_experts, rounding_mode="floor").clamp(-1, blocks) % (blocks + 1)
+        if shards == 1:
+            return token, expert, weight, block
+        shard = torch.arange(shards, dtype=torch.int32, device=block.device)
+        block = block.unsqueeze(1)
+        rank = block * shards + shard if self.ffn_fastest else block + blocks * shard
+        rank = torch.where(block < blocks, rank, self.size).flatten()
+        token, expert, weight = (t.repeat_interleave(shards) for t in (token, expert, weight))
+        return token, expert, weight, rank
+
+
+def _used(dispatch: Dispatch, num_rows: int) -> Dispatch:
+    """The same Dispatch without unused rows; the host knows that `num_rows` are in use."""
+    expert_offsets, token_offsets, *rows, padded = dispatch
+    gather, scatter, pair = (t[:num_rows] for t in rows)
+    return Dispatch(expert_offsets, token_offsets, gather, scatter, pair, padded)
 
 
 def make_dispatcher(

@@ -54,6 +54,11 @@ def _batch(config, rank, tokens, ids):
         expert.fill_(config.num_experts - 1)
     elif ids == "some empty":
         expert %= max(1, config.num_experts // 2)
+    elif ids in ("uniform", "zipf", "one rank"):  # K different experts a token
+        load = torch.arange(1.0, config.num_experts + 1) ** (-1.5 if ids == "zipf" else 0)
+        if ids == "one rank":
+            load[config.num_experts // 2 :] = 0
+        expert = torch.multinomial(load.expand(max(tokens, 1), -1), config.top_k, generator=draw)[:tokens]
     elif ids == "none on rank 0" and rank == 0:
         expert.fill_(-1)
     elif ids == "twice and none":
@@ -154,6 +159,45 @@ def test_R2_all_tokens_to_one_expert_across_ranks():
 
 def test_R7_an_expert_twice_and_no_expert_across_ranks():
     _compare(_config(), (5, 7), ids="twice and none")
+
+
+@pytest.mark.parametrize("counts", [(9, 7), (6, 1, 0, 8)], ids=str)
+@pytest.mark.parametrize("ids, impl", [("uniform", "grouped"), ("zipf", "fused"), ("one rank", "scatter")])
+def test_N8_tokens_with_several_experts_on_a_rank(counts, ids, impl):
+    _compare(_config(mlp_impl=impl, num_experts=8, top_k=4), counts, ids=ids)
+
+
+@pytest.mark.parametrize("counts, ffn_shards", [((4, 7), 1), ((3, 0, 5, 2), 1), ((3, 5, 0, 2), 2)], ids=str)
+def test_R5_every_token_to_every_expert_across_ranks(counts, ffn_shards):
+    _compare(_config(top_k=4), counts, ids="uniform", ffn_shards=ffn_shards, ffn_fastest=False)
+
+
+def _rows_and_pairs(config, tokens):
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, config.num_experts)
+    x, weight, expert, _ = _batch(config, dist.get_rank(), tokens, "twice and none")
+    seen = []
+
+    def double(x, dispatch, weight):
+        seen.append((x.shape[0], dispatch.num_pairs, dispatch.num_rows))
+        return 2 * x
+
+    y = dispatcher.run(x, make_routing(expert, weight, config.num_experts), double)
+    owner = [
+        {int(e) // dispatcher.shard.num_local_experts for e in row if 0 <= e < config.num_experts} for row in expert
+    ]
+    ranks = torch.tensor([len(ranks) for ranks in owner])
+    return seen, torch.equal(y, 2 * x * ranks.unsqueeze(1)), owner, int(((expert >= 0) & (expert < 8)).sum())
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_token_crosses_once_a_rank_and_comes_back_once(world):
+    """The experts get a row for each token that has any of them, and every (token, expert) pair once."""
+    results = run_distributed_test(_rows_and_pairs, world, _config(num_experts=8, top_k=4), 11)
+    for rank, (seen, sums_a_row_a_rank, _, _) in enumerate(results):
+        assert sums_a_row_a_rank
+        assert len(seen) == 1 and seen[0][0] == sum(rank in ranks for _, _, owner, _ in results for ranks in owner)
+    assert sum(seen[0][1] for seen, *_ in results) == sum(pairs for *_, pairs in results)
+    assert all(seen[0][1] == seen[0][2] for seen, *_ in results), "no row of the products is unused"
 
 
 @pytest.mark.parametrize("ffn_fastest, impl", [(True, "grouped"), (False, "grouped"), (True, "sparse")])

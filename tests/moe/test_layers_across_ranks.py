@@ -130,6 +130,13 @@ def test_N8_N7_gradients_and_losses_equal_plain_data_parallel(kind, world):
     _compare(kind, config_of(kind), (5,) * world)
 
 
+@pytest.mark.parametrize("kind, counts", [("grouped", (4, 9)), ("batched", (4, 0, 9, 2))])
+@pytest.mark.parametrize("top_k", [3, 8])
+def test_N8_N7_a_token_with_several_experts_on_a_rank(kind, counts, top_k):
+    """Top-k up to every expert: the ranks send sums over their experts, and the losses count each pair."""
+    _compare(kind, config_of(kind, num_experts=8, top_k=top_k), counts)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("counts", [(5, 5), (3, 11), (0, 6)])
