@@ -53,8 +53,7 @@ class ParallelMLP(nn.Module):
         self.config = self._config_of(args)
         self.num_experts, self.top_k = self.config.num_experts, self.config.top_k
         self.expert_parallel_group = group = mpu.expert_parallel_group(args)
-        shards, bits = mpu.hidden_sharding_degree(args), self.config.quantize_scatter_num_bits
-        self.dispatcher = make_dispatcher(group, self.num_experts, ffn_shards=shards, quantize_num_bits=bits)
+        self.dispatcher = make_dispatcher(group, self.num_experts, ffn_shards=mpu.hidden_sharding_degree(args))
         self.mlp = self._init_mlp(args)
         zeros = torch.zeros(args.hidden_size, device=args.resolve_device(), dtype=args.dtype)
         self.bias = nn.Parameter(zeros) if args.bias else None

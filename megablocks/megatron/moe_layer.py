@@ -70,7 +70,6 @@ class MegaBlocksMoELayer(MoELayer):
             config.num_moe_experts,
             ffn_shards=groups.expt_tp.size(),
             ffn_fastest=True,
-            quantize_num_bits=settings.quantize_scatter_num_bits,
             kind=settings.dispatcher,
             max_tokens=settings.max_tokens,
             rows_factor=settings.dispatch_rows_factor,

@@ -27,7 +27,6 @@ from megablocks.kinds import DISPATCHERS, load
 from megablocks.moe.groups import ExpertShard, group_size, shard_of
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine, gather
-from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, build_dispatch_op
 
 
@@ -81,9 +80,7 @@ class AllToAllDispatcher:
         ffn_fastest: rank order inside `group`, see `shard_of`.
     """
 
-    def __init__(
-        self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True, **_: Any
-    ) -> None:
+    def __init__(self, group: ProcessGroup, num_experts: int, *, ffn_shards: int = 1, ffn_fastest: bool = True) -> None:
         self.group = group
         self.size = group.size()
         self.shard = shard_of(group.rank(), self.size, num_experts, ffn_shards=ffn_shards, ffn_fastest=ffn_fastest)
@@ -165,7 +162,6 @@ def make_dispatcher(
     *,
     ffn_shards: int | None = None,
     ffn_fastest: bool = False,
-    quantize_num_bits: int = OFF,
     kind: str = "auto",
     max_tokens: int | None = None,
     rows_factor: float = 2.0,
@@ -176,7 +172,7 @@ def make_dispatcher(
         group: all ranks that share the experts; None for one rank.
         ffn_shards: ranks over which each expert's width is cut. None cuts it where there are more ranks than experts,
             a multiple of them.
-        ffn_fastest, quantize_num_bits: as in `AllToAllDispatcher`.
+        ffn_fastest: as in `AllToAllDispatcher`.
         kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" where `max_tokens` is given and the ranks can,
             else "all_to_all".
         max_tokens, rows_factor: as in `megablocks.moe.symmetric.SymmetricDispatcher`, which needs both.
@@ -189,7 +185,7 @@ def make_dispatcher(
     ranks = group_size(group)
     if ffn_shards is None:
         ffn_shards = ranks // num_experts if ranks > num_experts and ranks % num_experts == 0 else 1
-    options = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest, "quantize_num_bits": quantize_num_bits}
+    options = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest}
     if ranks == 1:
         name = "local"
     elif kind == "all_to_all" or max_tokens is None:

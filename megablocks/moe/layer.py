@@ -83,7 +83,6 @@ class MoELayer(nn.Module):
         self.dispatcher = make_dispatcher(
             group,
             config.num_experts,
-            quantize_num_bits=config.quantize_scatter_num_bits,
             kind=config.dispatcher,
             max_tokens=config.max_tokens,
             rows_factor=config.dispatch_rows_factor,

@@ -22,7 +22,6 @@ from torch.distributed import ProcessGroup
 from megablocks.moe.dispatchers import AllToAllDispatcher, ExpertCompute
 from megablocks.ops.exchange import DTYPES, Exchange, Layout, to_experts, to_home
 from megablocks.ops.library import runs_triton, under_autocast
-from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Routing
 
 LIMIT_S = float(os.environ.get("MEGABLOCKS_EXCHANGE_TIMEOUT", 600))
@@ -88,8 +87,6 @@ class SymmetricDispatcher(AllToAllDispatcher):
             return "it takes a fixed number of experts a token"
         if self.ffn_shards > 1:
             return f"it cuts no expert over ranks, ffn_shards={self.ffn_shards}"
-        if self.quantize_num_bits != OFF:
-            return "it quantizes no output, quantize_scatter_num_bits must be -1"
         return None
 
 
