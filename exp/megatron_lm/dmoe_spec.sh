@@ -18,7 +18,8 @@ read -ra flags <<<"${FLAGS:-}"
 
 model=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512
     --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope --disable-bias-linear
-    --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --expert-model-parallel-size "$NGPU"
+    --num-experts 8 --moe-router-topk 2 --moe-aux-loss-coeff 0.01 --moe-token-dispatcher-type alltoall
+    --expert-model-parallel-size "$NGPU"
     --spec megablocks.megatron.specs block_spec)
 # Megatron's defaults for these need Transformer Engine or apex.
 without_engine=(--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm

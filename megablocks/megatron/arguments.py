@@ -100,6 +100,11 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
 }
 """Megatron's flags that this driver does not take, and why."""
+_MEGATRONS_EXPERTS = "must be left out, or use Megatron's own layer (--megablocks-layer megatron)"
+UNSUPPORTED_BY_EXPERTS = dict.fromkeys(
+    ("moe_use_upcycling", "expert_tensor_parallel_num_weight_shards"), _MEGATRONS_EXPERTS
+)
+"""Megatron's flags that only its own experts read and that are not in its config; `model_config` has the others."""
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
@@ -362,10 +367,14 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("tensorboard_dir=None: --use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.save and args.save_interval is None:
         raise ConfigError(f"save={args.save!r}: needs --save-interval")
+    asks_for_engine = args.transformer_impl == "transformer_engine" and "transformer_impl" in args.megablocks_explicit
+    if asks_for_engine and importlib.util.find_spec("transformer_engine") is None:
+        raise ConfigError("transformer_impl='transformer_engine': needs Transformer Engine, which is not installed")
     settings_from(args, DriverSettings)
     settings_from(args, MegaBlocksSettings)
     if args.num_experts:
         _check_experts(args, ranks)
+        _check_layer(args)
     else:
         _check_dense(args)
 
@@ -421,6 +430,21 @@ def _check_dense(args: argparse.Namespace) -> None:
             raise ConfigError(f"{dest}={getattr(args, dest)}: needs --num-experts")
     if args.expert_model_parallel_size != 1:
         raise ConfigError(f"expert_model_parallel_size={args.expert_model_parallel_size}: needs --num-experts")
+
+
+def _check_layer(args: argparse.Namespace) -> None:
+    """Refuse what the chosen layer would not read, before Megatron asks for what such a flag needs."""
+    layer = args.megablocks_layer
+    if layer == "megatron" or args.spec is not None:
+        return
+    from megablocks.megatron.model_config import OWN_EXCHANGE, check_fields
+
+    for dest, why in UNSUPPORTED_BY_EXPERTS.items():
+        if value := getattr(args, dest, None):
+            raise ConfigError(f"{dest}={value!r}: {why}")
+    if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # asked for, since our default is another
+        raise ConfigError(f"moe_token_dispatcher_type='allgather': must be 'alltoall'; {OWN_EXCHANGE}")
+    check_fields(args, dispatches=layer != "experts")
 
 
 def _check_experts(args: argparse.Namespace, ranks: int) -> None:

@@ -49,7 +49,7 @@ def model_config(args: argparse.Namespace) -> Any:
     if args.spec is None:
         config.transformer_layer_spec = block_spec
         if args.num_experts and settings.layer in ("megablocks", "experts"):
-            check_config(config.transformer)
+            check_config(config.transformer, dispatches=settings.layer == "megablocks")
             _check_experts(config.transformer, settings)
     elif config.transformer_layer_spec is None:
         raise ConfigError(f"spec={args.spec!r}: {args.spec[0]} cannot be imported; give a module and a name in it")

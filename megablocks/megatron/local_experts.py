@@ -40,7 +40,7 @@ class MegaBlocksExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        check_config(config)
+        check_config(config, dispatches=False)  # Megatron's layer may do that
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         draw = config.perform_initialization

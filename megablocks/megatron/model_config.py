@@ -19,35 +19,88 @@ from megablocks.config import ConfigError, MoEConfig, check_width
 from megablocks.megatron.settings import MegaBlocksSettings
 from megablocks.ops.activation_table import Activation
 
-_UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
+_Table = dict[str, tuple[tuple[Any, ...], str]]
+_OF_ENGINE = "or use Megatron's own layer (--megablocks-layer megatron) with Transformer Engine"
+_OF_MEGATRON = "or use Megatron's own layer (--megablocks-layer megatron)"
+_SPLITS = "the all-to-all's split sizes change every step"
+_UNSUPPORTED: _Table = {
     "fp8": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
     "fp4": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
-    "moe_latent_size": ((None,), "latent experts need Megatron's own layer (--megablocks-layer megatron)"),
+    "moe_latent_size": ((None,), f"the experts have the model's width, {_OF_MEGATRON}"),
     "moe_shared_expert_overlap": ((False,), "the shared expert runs before the dispatch"),
-    "overlap_moe_expert_parallel_comm": ((False,), "it calls the stages of Megatron's dispatcher one by one"),
-    "overlap_dispatch_backward_with_experts_wgrad": ((False,), "needs Transformer Engine's experts"),
-    "delay_wgrad_compute": ((False,), "needs Transformer Engine's linear layers"),
-    "moe_pad_expert_input_to_capacity": ((False,), "capacity drops without padding here"),
+    "overlap_moe_expert_parallel_comm": ((False,), f"it calls Megatron's layer stage by stage, {_OF_ENGINE}"),
+    "ep_overlap_early_attn_memory_release": ((False,), "needs overlap_moe_expert_parallel_comm"),
+    "overlap_dispatch_backward_with_experts_wgrad": ((False,), f"backward computes both together, {_OF_ENGINE}"),
+    "delay_wgrad_compute": ((False,), f"the experts' backward computes all gradients, {_OF_ENGINE}"),
+    "high_priority_a2a_comm_stream": ((False,), "the all-to-all runs in the stream of the layer"),
+    "moe_pad_expert_input_to_capacity": (
+        (False,),
+        "the layer pads with --megablocks-pad-to-capacity and --megablocks-capacity-factor",
+    ),
+    "moe_pad_experts_for_cuda_graph_inference": ((False,), _SPLITS),
     "moe_expert_rank_capacity_factor": ((None,), "needs Megatron's flex dispatcher"),
     "moe_mlp_glu_interleave_size": ((None,), "gate and up-projection are two tensors"),
+    "moe_single_grouped_weight": ((False,), f"each matrix of the experts is one parameter already, {_OF_ENGINE}"),
+    "moe_single_grouped_bias": ((False,), f"each bias of the experts is one parameter already, {_OF_ENGINE}"),
+    "expert_gtp_weight_remat_size": ((1,), f"each rank keeps its share of the experts whole, {_OF_ENGINE}"),
     "moe_paged_stash": ((False,), "needs Megatron's flex dispatcher"),
     "moe_apply_probs_on_input": ((False, None), "weights multiply the experts' output"),
     "glu_linear_offset": ((0.0,), "not part of the supported activations"),
     "activation_func_clamp_value": ((None,), "not part of the supported activations"),
     "use_te_activation_func": ((False,), "activations are part of the experts"),
     "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
+    "cuda_graph_impl": (("none",), _SPLITS),
+    "cuda_graph_modules": (([], "full"), _SPLITS),
 }
+"""Fields that our experts refuse: the allowed values, and why."""
+OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
+"""Why our layer reads nothing of Megatron's dispatchers."""
+_DISPATCHER: _Table = {
+    "moe_token_dispatcher_type": (
+        ("alltoall", "allgather"),
+        OWN_EXCHANGE,
+    ),  # "allgather" is the default of Megatron's config
+    "moe_enable_deepep": ((False,), OWN_EXCHANGE),
+    "moe_flex_dispatcher_backend": (("deepep",), OWN_EXCHANGE),
+    "moe_flex_dispatcher_num_sms": ((None,), OWN_EXCHANGE),
+    "moe_deepep_num_sms": ((None,), OWN_EXCHANGE),
+    "moe_permute_fusion_into_hybridep": ((False,), OWN_EXCHANGE),
+    "moe_hybridep_pad_uneven_dispatch_inputs": ((False,), OWN_EXCHANGE),
+    "moe_hybridep_num_sms": ((None,), OWN_EXCHANGE),
+    "moe_hybridep_num_sms_preprocessing": ((108,), OWN_EXCHANGE),
+    "moe_hybridep_num_blocks_permute": ((None,), OWN_EXCHANGE),
+    "moe_hybridep_num_blocks_unpermute": ((None,), OWN_EXCHANGE),
+    "moe_ncclep_static_shape": ((False,), OWN_EXCHANGE),
+    "moe_ncclep_zero_copy": ((False,), OWN_EXCHANGE),
+}
+"""Fields of Megatron's dispatchers, which stand in its own layer only."""
+_OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
+_OF_ENGINE_ALONE = ("moe_router_fusion", "use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")
 
 
-def check_config(config: TransformerConfig) -> None:
-    """Refuse, with a ConfigError, combinations that our layer does not support or that Megatron trains wrongly."""
-    for name, (allowed, why) in _UNSUPPORTED.items():
-        value = getattr(config, name, allowed[0])
+def check_fields(values: Any, *, dispatches: bool) -> None:
+    """Refuse, with a ConfigError, values of single fields that our experts or our layer do not support.
+
+    Args:
+        values: a TransformerConfig, or the driver's flags, which have its names.
+        dispatches: whether our layer computes, not only our experts in Megatron's layer.
+    """
+    for name, (allowed, why) in (_UNSUPPORTED | (_DISPATCHER if dispatches else {})).items():
+        value = getattr(values, name, allowed[0])
         if value not in allowed:
             raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}; {why}")
-    graphs = getattr(config, "cuda_graph_impl", "none")
-    if graphs != "none":
-        raise ConfigError(f"cuda_graph_impl={graphs!r}: must be 'none'; the all-to-all's split sizes change every step")
+    inside = _OFFLOADED.intersection(getattr(values, "offload_modules", None) or ())
+    if inside:
+        raise ConfigError(f"offload_modules={sorted(inside)}: must not be of the experts, whose activations stay")
+
+
+def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:
+    """Refuse, with a ConfigError, combinations that our layer does not support or that Megatron trains wrongly.
+
+    Args:
+        dispatches: as in `check_fields`.
+    """
+    check_fields(config, dispatches=dispatches)
     if config.num_moe_experts is not None:
         _check_experts(config)
     check_without_engine(config)
@@ -80,6 +133,9 @@ def check_without_engine(config: TransformerConfig) -> None:
             )
     if HAVE_TE:
         return
+    for name in _OF_ENGINE_ALONE:
+        if getattr(config, name):
+            raise ConfigError(f"{name}=True: needs Transformer Engine, which is not installed")
     if config.recompute_granularity == "selective":
         for module in ("layernorm", "mla_up_proj"):
             if module in (config.recompute_modules or ()):

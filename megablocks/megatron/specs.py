@@ -40,7 +40,7 @@ from megablocks.megatron import attention, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
-from megablocks.megatron.model_config import check_without_engine  # noqa: E402
+from megablocks.megatron.model_config import OWN_EXCHANGE, check_without_engine  # noqa: E402
 from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
 from megablocks.megatron.norm import Norm  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
@@ -66,6 +66,8 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
     )
+    if config.num_moe_experts is not None and settings.layer in ("megablocks", "tutel"):
+        _say_what_is_not_read(config)
     replaced: dict[int, Any] = {}  # layers of one kind share one spec object
     layers = []
     for layer in block.layer_specs:
@@ -130,6 +132,13 @@ def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) 
     if layer == "experts":
         parts = dataclasses.replace(parts, experts=MegaBlocksExperts)
     return functools.partial(MoELayer, submodules=dataclasses.replace(parts, router=CountingTopKRouter))
+
+
+def _say_what_is_not_read(config: Any) -> None:
+    """The default of Megatron's config is "allgather", so that it cannot be refused here as the driver refuses it."""
+    if config.moe_token_dispatcher_type == "allgather":
+        message = f"moe_token_dispatcher_type='allgather' is not read: {OWN_EXCHANGE}"
+        log_single_rank(logging.getLogger(__name__), logging.WARNING, message)
 
 
 def _log(message: str) -> None:

@@ -157,6 +157,19 @@ REFUSED = {
     "None with layer='experts', which does not read it, or use layer='megablocks'",
     "--num-experts 8 --megablocks-layer megatron --megablocks-mlp-impl fused": "megablocks_mlp_impl='fused': must be",
     "--num-experts 8 --megablocks-layer tutel --megablocks-token-rounding up": "megablocks_token_rounding='up': must",
+    "--num-experts 8 --moe-token-dispatcher-type allgather": "moe_token_dispatcher_type='allgather': must be 'alltoall'"
+    "; our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer",
+    "--num-experts 8 --moe-token-dispatcher-type flex": "moe_token_dispatcher_type='flex': must be 'alltoall'; our",
+    "--num-experts 8 --moe-enable-deepep": "moe_enable_deepep=True: must be False; our layer exchanges",
+    "--num-experts 8 --moe-flex-dispatcher-backend hybridep": "moe_flex_dispatcher_backend='hybridep': must be",
+    "--num-experts 8 --moe-hybridep-num-sms 16": "moe_hybridep_num_sms=16: must be None; our layer exchanges",
+    "--num-experts 8 --overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm=True: must be False",
+    "--num-experts 8 --megablocks-layer experts --delay-wgrad-compute": "delay_wgrad_compute=True: must be False; the "
+    "experts' backward computes all gradients, or use Megatron's own layer (--megablocks-layer megatron) with",
+    "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none'; the all-to-all's split sizes",
+    "--num-experts 8 --moe-shared-expert-overlap": "moe_shared_expert_overlap=True: must be False; the shared expert",
+    "--num-experts 8 --moe-use-upcycling": "moe_use_upcycling=True: must be left out, or use Megatron's own layer",
+    "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': needs Transformer Engine, which",
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
     "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for never",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",
@@ -175,6 +188,21 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
     assert "\n" not in str(error.value)
     if not flags.startswith("--data"):
         assert isinstance(error.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--moe-token-dispatcher-type alltoall",
+        "--moe-router-force-load-balancing",
+        "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
+        "--megablocks-layer experts --moe-token-dispatcher-type allgather",
+        "--megablocks-layer experts --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep",
+        "--megablocks-layer megatron --delay-wgrad-compute --moe-token-dispatcher-type allgather",
+    ],
+)
+def test_flags_that_the_layer_reads_are_taken(parser: argparse.ArgumentParser, flags: str) -> None:
+    parse(parser, *flags.split(), base=MOE)
 
 
 @pytest.mark.parametrize("dest", ["num_layers", "hidden_size", "seq_length", "micro_batch_size", "lr"])

@@ -208,6 +208,12 @@ def test_config_maps() -> None:
         ("activation_func_clamp_value", 7.0, "must be None"),
         ("cuda_graph_impl", "local", "must be 'none'"),
         ("mtp_num_layers", 1, "must be None"),
+        ("cuda_graph_modules", ["attn"], "must be []"),
+        ("offload_modules", ["moe_act"], "must not be of the experts"),
+        ("moe_single_grouped_weight", True, "must be False"),
+        ("expert_gtp_weight_remat_size", 2, "must be 1"),
+        ("moe_token_dispatcher_type", "flex", "must be 'alltoall'"),
+        ("moe_flex_dispatcher_num_sms", 20, "must be None"),
         ("expert_model_parallel_size", 3, "num_moe_experts=8: must be divisible by expert_model_parallel_size=3"),
         ("expert_tensor_parallel_size", 5, "moe_ffn_hidden_size=64: must be divisible by expert_tensor_parallel_size"),
         ("tensor_model_parallel_size", 2, "sequence_parallel=False: must be True"),
@@ -224,6 +230,76 @@ def test_L2_unsupported_config_is_named(name: str, value: Any, words: str) -> No
     message = str(error.value)
     assert "\n" not in message and words in message
     assert name in message and (f"{name}={value!r}" in message or f"={value}" in message)
+
+
+_READ = {
+    "sizes and placement": """
+        expert_model_parallel_size expert_tensor_parallel_size expert_tensor_parallel_num_weight_shards
+        num_moe_experts moe_layer_freq moe_ffn_hidden_size
+    """,
+    "Megatron's router": """
+        moe_router_load_balancing_type moe_router_topk moe_enable_routing_replay moe_router_dtype
+        moe_router_num_groups moe_router_group_topk moe_router_topk_limited_devices moe_router_pre_softmax
+        moe_router_topk_scaling_factor moe_router_score_function moe_router_enable_expert_bias
+        moe_router_bias_update_rate moe_router_quantile_balancing_ema moe_router_force_load_balancing
+        moe_router_force_biased moe_router_fusion moe_aux_loss_coeff moe_z_loss_coeff moe_input_jitter_eps
+        moe_per_layer_logging moe_grad_scale_func moe_expert_capacity_factor moe_token_drop_policy
+    """,
+    "Megatron's shared expert": """
+        moe_shared_expert_intermediate_size moe_shared_expert_gate use_grouped_gemm_for_shared_expert
+        moe_shared_expert_glu_interleave_size
+    """,
+    "recomputing": """
+        recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute
+    """,
+    "our experts do so anyway": """
+        moe_grouped_gemm moe_permute_fusion
+    """,
+    "Megatron wants fp8 with it": """
+        moe_router_padding_for_quantization moe_router_padding_for_fp8 fp8_wgrad
+    """,
+    "of something refused": """
+        moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda wgrad_deferral_limit
+        moe_paged_stash_buffer_size_factor_cpu enable_cuda_graph external_cuda_graph cuda_graph_scope
+        cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
+        delay_offload_until_cuda_graph
+    """,
+    "inference": """
+        inference_cuda_graph_scope inference_moe_disable_fused_quant_kernels
+        inference_moe_token_dispatcher_type
+    """,
+    "deprecated in Megatron, without an effect": """
+        moe_token_dropping
+    """,
+    "the other layers and the training loop": """
+        defer_embedding_wgrad_compute overlap_p2p_comm overlap_p2p_comm_warmup_flush
+    """,
+}
+"""Fields about experts that our layer takes, by what becomes of them."""
+
+
+def test_every_field_about_experts_is_read_or_refused() -> None:
+    """A field that a newer Megatron adds must be put into one of the tables."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megablocks.megatron.model_config import _DISPATCHER, _UNSUPPORTED
+
+    read = {name for names in _READ.values() for name in names.split()}
+    refused = _UNSUPPORTED.keys() | _DISPATCHER.keys()
+    words = ("moe_", "expert", "cuda_graph", "recompute", "wgrad")
+    about = {f for f in TransformerConfig.__dataclass_fields__ if any(word in f for word in words)}
+    about |= {f for f in TransformerConfig.__dataclass_fields__ if f.startswith("overlap_")}
+    about -= {f for f in about if f.startswith("tp_comm_")}
+    assert about - refused == read
+
+
+def test_experts_in_megatrons_layer_leave_the_dispatcher_to_it() -> None:
+    from megablocks.megatron.model_config import check_config
+
+    config = _config(moe_token_dispatcher_type="flex", moe_flex_dispatcher_backend="hybridep")
+    check_config(config, dispatches=False)
+    with pytest.raises(ConfigError, match="moe_token_dispatcher_type='flex': must be 'alltoall'; our layer exchanges"):
+        check_config(config)
 
 
 def test_L2_two_stages_with_virtual_stages_need_unbatched_messages() -> None:
@@ -246,6 +322,10 @@ def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
         pytest.skip("Transformer Engine is installed")
     config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
+        check_without_engine(config)
+    config = _config()
+    config.moe_router_fusion = True
+    with pytest.raises(ConfigError, match="moe_router_fusion=True: needs Transformer Engine, which is not installed"):
         check_without_engine(config)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from typing import Any
 
 import harness
@@ -68,6 +70,13 @@ def _inspect() -> dict[str, Any]:
     except torch.OutOfMemoryError as error:
         out["out of memory"] = str(error)
     config = harness.transformer_config(alike)
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("megablocks.megatron.specs").addHandler(handler)
+    block_spec(config)
+    block_spec(dataclasses.replace(config, moe_token_dispatcher_type="allgather"))
+    out["said"] = said
     holder = type("GPTModelConfig", (), {"transformer": config})()
     out["takes a GPTModelConfig"] = len(block_spec(holder, vp_stage=None).layer_specs)
     return out
@@ -133,6 +142,11 @@ def test_each_layer_is_what_the_settings_say(built: dict[str, Any], case: str, e
 def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> None:
     assert built["default, dispatcher"] == "NoneType"
     assert built["megatron, dispatcher"] == "MoEAlltoAllTokenDispatcher"
+
+
+def test_a_dispatcher_type_that_is_not_read_is_said(built: dict[str, Any]) -> None:
+    (line,) = built["said"]
+    assert line.startswith("moe_token_dispatcher_type='allgather' is not read: our layer exchanges the tokens itself;")
 
 
 def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> None:
