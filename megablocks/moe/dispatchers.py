@@ -185,7 +185,7 @@ def make_dispatcher(
     ranks = group_size(group)
     if ffn_shards is None:
         ffn_shards = ranks // num_experts if ranks > num_experts and ranks % num_experts == 0 else 1
-    options = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest}
+    options: dict[str, Any] = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest}
     if ranks == 1:
         name = "local"
     elif kind == "all_to_all" or max_tokens is None:
