@@ -82,6 +82,10 @@ class MoEConfig:
         gradient_accumulation_fusion: where w1, v1 and w2 have a `main_grad`, as under Megatron's data parallelism, add
             their gradients to it. "fused" adds them inside the products, unrounded; the others add each gradient when
             it is complete. Without `main_grad` nothing changes.
+        batch_invariant: a token's output does not depend on the other tokens of the batch, bit for bit, for a server
+            whose batches change, or a trainer that repeats a server's forward. Gradients are as without. On a CPU
+            tokens are computed one at a time. Refused where a token's experts depend on other tokens by definition,
+            and with an mlp_impl that has no such path (`kinds.IMPLS`).
         shared_expert_hidden_size: width of an expert that every token passes, None for none.
         shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
     Router
@@ -135,6 +139,7 @@ class MoEConfig:
     quantize_rematerialize_num_bits: int = -1
     quantize_scatter_num_bits: int = -1
     gradient_accumulation_fusion: bool = False
+    batch_invariant: bool = False
     shared_expert_hidden_size: int | None = None
     shared_expert_gate: bool = False
 
@@ -208,6 +213,8 @@ class MoEConfig:
         self._check_groups()
         if self.token_rounding is not None:
             self._check_token_rounding()
+        if self.batch_invariant:
+            self._check_batch_invariant()
         for name, needed, why in ROUTERS[self.router_type].needs:
             if getattr(self, name) != needed:
                 refuse(name, getattr(self, name), f"must be {needed!r} with router_type={self.router_type!r}: {why}")
@@ -262,6 +269,16 @@ class MoEConfig:
         ):
             if getattr(self, name) != needed:
                 refuse("token_rounding", rule, f"needs {name}={needed!r}, not {getattr(self, name)!r}")
+
+    def _check_batch_invariant(self) -> None:
+        for name, needed in (("token_rounding", None), ("capacity_factor", None), ("uniform_assignment", False),
+                             ("jitter_eps", None)):  # fmt: skip
+            if getattr(self, name) != needed:
+                allowed = f"must be {needed!r} with batch_invariant=True: it makes a token depend on the batch"
+                refuse(name, getattr(self, name), allowed)
+        if self.mlp_impl in IMPLS and not IMPLS[self.mlp_impl].batch_invariant:
+            able = ", ".join(repr(name) for name, impl in IMPLS.items() if impl.batch_invariant)
+            refuse("mlp_impl", self.mlp_impl, f"must be 'auto' or one of {able} with batch_invariant=True")
 
     @property
     def is_gated(self) -> bool:

@@ -34,6 +34,7 @@ class Impl(NamedTuple):
     recomputes_pre: whether recompute_activation leaves out the pre-activations too, not only the activation.
     width_multiple: of which the expert width on a rank must be a multiple.
     pads: whether it computes rows of padding.
+    batch_invariant: whether a token's output can be made independent of the other tokens, bit for bit.
     """
 
     function: str
@@ -44,6 +45,7 @@ class Impl(NamedTuple):
     recomputes_pre: bool = False
     width_multiple: int = 1
     pads: bool = False
+    batch_invariant: bool = False
 
 
 IMPLS = {
@@ -52,6 +54,7 @@ IMPLS = {
         "grouped GEMMs that gather the tokens themselves; any width, no padding",
         "tokens (T, H), pre-activations, activation (R, I), output (R, H); the activation is recomputed on request",
         keeps=("tokens", "pre", "activation", "output"),
+        batch_invariant=True,
     ),
     "fused": Impl(
         "megablocks.moe.impls:fused",
@@ -60,6 +63,7 @@ IMPLS = {
         keeps=("tokens", "pre"),
         not_quantized=("quantize_scatter_num_bits",),
         recomputes_pre=True,
+        batch_invariant=True,
     ),
     "sparse": Impl(
         "megablocks.moe.impls:sparse",
@@ -76,6 +80,7 @@ IMPLS = {
         "tokens (T, H), pre-activations, activation (R, I); the activation is recomputed on request",
         keeps=("tokens", "pre", "activation"),
         not_quantized=QUANTIZED,
+        batch_invariant=True,
     ),
     "reference": Impl(
         "megablocks.moe.impls:reference",
@@ -115,6 +120,7 @@ ROUTERS = {
             ("normalize_top_k", None, _PER_TOKEN),
             ("expert_score_bias", False, _BALANCED),
             ("uniform_assignment", False, _BALANCED),
+            ("batch_invariant", False, "an expert compares all tokens"),
         ),
     ),
 }

@@ -147,9 +147,9 @@ class Experts(nn.Module):
     def _compute(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None, *, in_order: bool) -> Tensor:
         x = self._checked(x)
         impl = self.config.mlp_impl
-        if impl == "auto":
+        if impl == "auto" or self.config.batch_invariant:
             impl = self.mlp_impl_for(device=x.device, dtype=x.dtype)
-            if not torch.compiler.is_compiling():
+            if self.config.mlp_impl == "auto" and not torch.compiler.is_compiling():
                 _log_once(f"mlp_impl='auto' on {x.device.type} in {x.dtype}: using {impl!r}")
 
         def step(x: Tensor, weight: Tensor | None) -> Tensor:
@@ -325,4 +325,4 @@ class _ScaleGradient(torch.autograd.Function):
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
     """`x` itself; its gradient is multiplied by `scale`."""
-    return x if scale == 1.0 else _ScaleGradient.apply(x, scale)
+    return x if scale == 1.0 or not torch.is_grad_enabled() else _ScaleGradient.apply(x, scale)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from megablocks.config import MoEConfig
+from megablocks.config import MoEConfig, refuse
 from megablocks.kinds import QUANTIZED
 from megablocks.ops.activation import activate, activation_ref
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
-from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.grouped.grouped_mm import grouped_mm, torch_kernel_on
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
@@ -77,9 +77,22 @@ def choose_impl(
             was not measured.
         num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
     """
-    aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
-    takes = on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    takes = hopper_takes(
+        on_hopper=on_hopper,
+        dtype=dtype,
+        num_experts=num_experts,
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+    )
     return "fused" if takes and not biased and not saves_less else "grouped"
+
+
+def hopper_takes(
+    *, on_hopper: bool, dtype: torch.dtype, num_experts: int, hidden_size: int, ffn_hidden_size: int
+) -> bool:
+    """Whether Hopper's kernels compute all products of the experts; arguments as for `choose_impl`."""
+    aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
+    return on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
 
 
 def runs_on_hopper(device: torch.device) -> bool:
@@ -92,18 +105,33 @@ def runs_on_hopper(device: torch.device) -> bool:
 def impl_for(
     config: MoEConfig, device: torch.device, dtype: torch.dtype, num_experts: int, ffn_hidden_size: int
 ) -> str:
-    """config.mlp_impl, or the choice of "auto" for experts of this number and width on a rank."""
+    """config.mlp_impl, or the choice of "auto" for experts of this number and width on a rank.
+
+    Raises:
+        ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can take its place.
+    """
+    quantized = any(getattr(config, name) != OFF for name in QUANTIZED)
+    kernels = {
+        "on_hopper": runs_on_hopper(device),
+        "dtype": dtype,
+        "num_experts": num_experts,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": ffn_hidden_size,
+    }
+    if (
+        config.batch_invariant
+        and device.type == "cuda"
+        and torch_kernel_on(device, dtype)
+        and not hopper_takes(**kernels)
+    ):
+        if config.mlp_impl != "scatter" and (config.mlp_impl != "auto" or quantized):
+            allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: other products are"
+            refuse("batch_invariant", True, f"{allowed} torch's, which choose by the number of rows")
+        return "scatter"
     if config.mlp_impl != "auto":
         return config.mlp_impl
-    return choose_impl(
-        on_hopper=runs_on_hopper(device),
-        dtype=dtype,
-        biased=config.mlp_bias,
-        saves_less=config.recompute_activation or any(getattr(config, name) != OFF for name in QUANTIZED),
-        num_experts=num_experts,
-        hidden_size=config.hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-    )
+    saves_less = config.recompute_activation or quantized
+    return choose_impl(**kernels, biased=config.mlp_bias, saves_less=saves_less)
 
 
 def fused(call: ExpertCall) -> Tensor:

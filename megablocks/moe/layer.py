@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from megablocks.config import ConfigError, MoEConfig
+from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
 from megablocks.moe.experts import Experts
@@ -125,15 +125,35 @@ class MoELayer(nn.Module):
         if tokens.is_cuda:
             self._compile_first_call(tokens)
         routing = self.router(tokens)
+        if self.config.batch_invariant and tokens.device.type == "cpu" and tokens.shape[0]:
+            y, extra = self._one_at_a_time(tokens)
+        else:
+            y, extra = self._compute(tokens, routing)
+        return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+
+    def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
+        """x (T, H) → y (T, H), and metrics that the routing does not have."""
         try:
-            y, extra = self._dispatch(tokens, routing)
+            y, extra = self._dispatch(x, routing)
         except torch.OutOfMemoryError as error:
-            raise out_of_memory(self.config, tokens, routing.num_pairs, error) from error
+            raise out_of_memory(self.config, x, routing.num_pairs, error) from error
         if self.shared_expert is not None:
-            y = self.shared_expert(tokens) + y
+            y = self.shared_expert(x) + y
         if self.output_bias is not None:
             y = y + self.output_bias.to(y.dtype)
-        return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
+        return y, extra
+
+    def _one_at_a_time(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """As `_compute`, for config.batch_invariant on a CPU: each token in a batch of its own.
+
+        There torch's products choose an algorithm by the number of rows, and its elementwise functions compute the last
+        few values of a tensor by other code than those before.
+        """
+        if group_size(self.expert_parallel_group) > 1:
+            refuse("batch_invariant", True, "on a CPU needs all experts on one rank")
+        # cloned: how a row lies in memory must not depend on its place either
+        rows = [self._compute(row, self.router.choose(row)) for row in map(torch.clone, x.split(1))]
+        return torch.cat([y for y, _ in rows]), rows[0][1]
 
     def _compile_first_call(self, tokens: Tensor) -> None:
         """Compile router and experts together, where both are this package's own and no other rank takes part."""

@@ -57,4 +57,5 @@ def to_main_grad(parameter: nn.Parameter) -> Tensor:
     An op that adds it there itself returns None for it.
     """
     main_grad = main_grad_of(parameter)
-    return parameter if main_grad is None else _ToMainGrad.apply(parameter, main_grad)
+    wanted = main_grad is not None and torch.is_grad_enabled()
+    return _ToMainGrad.apply(parameter, main_grad) if wanted else parameter

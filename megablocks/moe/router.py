@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import ROUTERS, load
 from megablocks.ops.grouped import TILE_ROWS
+from megablocks.ops.grouped.rows_linear import rows_linear
 from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
 from megablocks.ops.routing.rounding import route_rounded
 from megablocks.ops.routing.topk import (
@@ -71,7 +72,8 @@ class Router(nn.Module):
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if self.training and self.config.jitter_eps is not None:
             x = x * self.jitter(x)
-        return self.layer(x.to(self.layer.weight.dtype))
+        x = x.to(self.layer.weight.dtype)
+        return rows_linear(x, self.layer.weight) if self.config.batch_invariant else self.layer(x)
 
     def jitter(self, x: Tensor) -> Tensor:
         """Random factors for x, of its shape and dtype: uniform in [1 - jitter_eps, 1 + jitter_eps]."""
@@ -82,6 +84,11 @@ class Router(nn.Module):
     def forward(self, x: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route x (..., H), T tokens in all; padding_mask (T,) bool, True for padding."""
         return self.route(self.logits(x), padding_mask=padding_mask)
+
+    def choose(self, x: Tensor) -> Routing:
+        """Route x (T, H) without losses, and without counting its load; for top-k alone."""
+        bias = getattr(self, "expert_score_bias", None)
+        return route(self.logits(x), self.config, score_bias=bias, training=False)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route by the logits (T, E) that `logits(x)` returned, for callers that need them too."""

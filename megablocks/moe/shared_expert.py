@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks.config import MoEConfig
+from megablocks.config import MoEConfig, refuse
 from megablocks.ops.activation import activate
+from megablocks.ops.grouped.rows_linear import rows_linear
 
 
 class SharedExpert(nn.Module):
@@ -38,6 +39,8 @@ class SharedExpert(nn.Module):
         width = config.shared_expert_hidden_size
         if width is None:
             raise ValueError("shared_expert_hidden_size=None: must be an integer >= 1")
+        if config.batch_invariant and linear is not nn.Linear:
+            refuse("batch_invariant", True, f"needs torch's Linear in the shared expert, not {linear}")
         self.config = config
         kwargs = {"bias": bias, "device": device, **(linear_kwargs or {})}
         if linear is nn.Linear:
@@ -60,8 +63,18 @@ class SharedExpert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x (T, H) → (T, H)."""
         if self.gate_proj is None:
-            act = activate(self.up_proj(x), None, self.config.act)
+            act = activate(self._project(self.up_proj, x), None, self.config.act)
         else:
-            act = activate(self.gate_proj(x), self.up_proj(x), self.config.act)
-        out = self.down_proj(act)
-        return out if self.gate is None else out * torch.sigmoid(nn.functional.linear(x, self.gate[None].to(x.dtype)))
+            act = activate(self._project(self.gate_proj, x), self._project(self.up_proj, x), self.config.act)
+        out = self._project(self.down_proj, act)
+        if self.gate is None:
+            return out
+        linear = rows_linear if self.config.batch_invariant else nn.functional.linear
+        return out * torch.sigmoid(linear(x, self.gate[None].to(x.dtype)))
+
+    def _project(self, layer: nn.Module, x: Tensor) -> Tensor:
+        """layer(x); with batch_invariant the same map, by a kernel that treats each row alone."""
+        if not self.config.batch_invariant:
+            return layer(x)
+        assert isinstance(layer, nn.Linear)
+        return rows_linear(x, layer.weight, layer.bias)

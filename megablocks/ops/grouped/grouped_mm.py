@@ -88,9 +88,14 @@ def twin_kernels(x: Tensor) -> ModuleType | None:
 
 
 def has_torch_kernel(x: Tensor) -> bool:
-    if not (x.is_cuda and x.dtype == torch.bfloat16 and hasattr(torch, "_grouped_mm")):
+    return x.is_cuda and torch_kernel_on(x.device, x.dtype)
+
+
+def torch_kernel_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether torch's grouped GEMM runs for this dtype on this GPU. It chooses its tile by the number of rows."""
+    if dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def _aligned(t: Tensor) -> Tensor:

@@ -1,0 +1,164 @@
+"""With batch_invariant a token's output has the same bits whatever else is in the batch."""
+
+import pytest
+import torch
+
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.kinds import IMPLS
+from megablocks.moe import MoE, dMoE
+from megablocks.ops.grouped.rows_linear import rows_linear, rows_linear_launch
+
+
+HAS_GPU = torch.cuda.is_available()
+INVARIANT = [name for name, impl in IMPLS.items() if impl.batch_invariant]
+MOST = 130
+COUNTS = (1, 2, 3, 7, 16, 33, 64, 65, 129, MOST)
+
+
+def layer_of(device="cpu", dtype=torch.float32, **changes):
+    values = dict(hidden_size=96, ffn_hidden_size=64, num_experts=12, top_k=3, activation="swiglu", mlp_bias=True,
+                  normalize_top_k=1.0, shared_expert_hidden_size=72, shared_expert_gate=True, output_bias=True,
+                  init_std=0.2, batch_invariant=True)  # fmt: skip
+    torch.manual_seed(3)
+    layer = dMoE(MoEConfig(**{**values, **changes}), device=device, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if parameter.dim() < 2 or name.endswith(("b1", "c1", "b2")):
+                parameter.normal_(std=0.1)  # zero biases and gates would hide what they do
+    return layer.eval()
+
+
+def differing(layer, x, counts):
+    """(count, place) of the tokens whose output has other bits than in the whole batch x."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    with torch.inference_mode():
+        whole = layer(x)
+        for count in counts:
+            picked = torch.randperm(x.shape[0], generator=generator)[:count].to(x.device)
+            same = (layer(x[picked]) == whole[picked]).all(1)
+            found += [(count, place) for place in (~same).nonzero().flatten().tolist()]
+    return found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [*({"mlp_impl": impl} for impl in INVARIANT), {"score_function": "sigmoid", "activation": "gelu", "top_k": 1}],
+    ids=str,
+)
+def test_H4_a_token_is_independent_of_the_batch(changes):
+    x = torch.randn(MOST, 96, generator=torch.Generator().manual_seed(1))
+    assert differing(layer_of(**changes), x, COUNTS) == []
+
+
+def test_H4_training_gives_the_same_bits_and_the_usual_gradients():
+    losses = dict(load_balancing_loss_weight=0.1, z_loss_weight=0.1)
+    layer = layer_of(**losses, expert_score_bias=True, score_function="sigmoid")
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        served = layer(x)
+    plain = dMoE(layer.config.replace(batch_invariant=False))
+    plain.load_state_dict(layer.state_dict())
+    results = []
+    for module in (layer.train(), plain.train()):
+        leaf = x.clone().requires_grad_()
+        y, aux = module.forward_with_aux(leaf)
+        (y.square().sum() + sum(aux.losses.values())).backward()
+        assert module.router.tokens_since_update.sum() == 9 * 3
+        results.append((y.detach(), aux, leaf.grad, {n: p.grad for n, p in module.named_parameters()}))
+    (y, aux, dx, grads), (plain_y, plain_aux, plain_dx, plain_grads) = results
+    assert torch.equal(y, served)
+    torch.testing.assert_close(y, plain_y)
+    torch.testing.assert_close(dx, plain_dx, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(grads, plain_grads, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(aux.losses, plain_aux.losses)
+    assert aux.metrics.keys() == plain_aux.metrics.keys()
+    assert torch.equal(aux.metrics["tokens_per_expert"], plain_aux.metrics["tokens_per_expert"])
+
+
+def test_no_tokens():
+    assert layer_of()(torch.zeros(0, 96)).shape == (0, 96)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_impl": "sparse"}, "mlp_impl='sparse': must be 'auto' or one of 'grouped', 'fused', 'scatter' with "),
+        ({"mlp_impl": "reference"}, "mlp_impl='reference': must be 'auto' or one of"),
+        ({"router_type": "expert_choice"}, "batch_invariant=True: must be False with router_type='expert_choice': "),
+        ({"token_rounding": "nearest"}, "token_rounding='nearest': must be None with batch_invariant=True"),
+        ({"capacity_factor": 1.0}, "capacity_factor=1.0: must be None with batch_invariant=True"),
+        ({"uniform_assignment": True}, "uniform_assignment=True: must be False with batch_invariant=True"),
+        ({"jitter_eps": 0.1}, "jitter_eps=0.1: must be None with batch_invariant=True"),
+    ],
+)
+def test_what_depends_on_the_batch_is_refused(changes, message):
+    values = dict(hidden_size=64, ffn_hidden_size=64, num_experts=4, batch_invariant=True)
+    with pytest.raises(ConfigError) as raised:
+        MoEConfig(**{**values, **changes})
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_a_capacity_layer_refuses_it():
+    with pytest.raises(ConfigError, match="capacity_factor=None: must be a number for MoE"):
+        MoE(MoEConfig(hidden_size=8, ffn_hidden_size=8, num_experts=2, batch_invariant=True))
+
+
+def test_every_implementation_says_whether_it_can():
+    assert INVARIANT == ["grouped", "fused", "scatter"]
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("shape", [(50, 12), (33, 1)])
+def test_H4_the_kernel_treats_each_row_alone(shape):
+    inner, outer = shape
+    device = "cuda" if HAS_GPU else "cpu"
+    generator = torch.Generator().manual_seed(2)
+    x, w = (torch.randn(n, inner, generator=generator).to(device) for n in (37, outer))
+    whole = rows_linear_launch(x, w)
+    torch.testing.assert_close(whole, x @ w.t(), rtol=1e-5, atol=1e-5)
+    for start, end in ((0, 1), (5, 6), (3, 20), (1, 37)):
+        assert torch.equal(rows_linear_launch(x[start:end].contiguous(), w), whole[start:end])
+
+
+def test_the_linear_map_has_the_gradients_of_torchs():
+    generator = torch.Generator().manual_seed(2)
+    x, w, b = (torch.randn(*n, generator=generator, dtype=torch.float64) for n in ((5, 4), (3, 4), (3,)))
+    inputs = [t.requires_grad_() for t in (x, w, b)]
+    assert torch.autograd.gradcheck(rows_linear, inputs)
+    torch.testing.assert_close(rows_linear(*inputs), torch.nn.functional.linear(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("x", "w", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(4, 5), "x (2, 3) and w (4, 5): must be (R, K) and (N, K)"),
+        (torch.zeros(2, 3), torch.zeros(4, 3).half(), "w is torch.float16, must be torch.float32 as x is"),
+    ],
+)
+def test_the_linear_map_refuses(x, w, message):
+    with pytest.raises(ValueError) as raised:
+        rows_linear(x, w)
+    assert message in str(raised.value)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("impl", ["auto", *INVARIANT])
+def test_H4_on_a_gpu(impl, dtype):
+    """Every number of tokens from 1 to 130, of sizes that fill no tile. In bfloat16 cuBLAS chooses by it."""
+    layer = layer_of("cuda", dtype, mlp_impl=impl, hidden_size=520, ffn_hidden_size=264, shared_expert_hidden_size=200)
+    x = torch.randn(MOST, 520, generator=torch.Generator().manual_seed(1)).to("cuda", dtype)
+    assert differing(layer, x, range(1, MOST + 1)) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU or torch.cuda.get_device_capability() < (9, 0), reason="torch has no grouped GEMM")
+def test_torchs_grouped_product_is_refused():
+    """An expert width that is no multiple of 8: Hopper's kernels leave it to torch."""
+    x = torch.randn(MOST, 520, device="cuda", dtype=torch.bfloat16)
+    assert differing(layer_of("cuda", torch.bfloat16, ffn_hidden_size=260), x, (1, 64)) == []
+    with pytest.raises(
+        ConfigError, match="batch_invariant=True: on this GPU, for these sizes, needs mlp_impl='scatter'"
+    ):
+        layer_of("cuda", torch.bfloat16, ffn_hidden_size=260, mlp_impl="grouped")(x)
