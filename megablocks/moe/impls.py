@@ -111,7 +111,7 @@ def impl_for(
         ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can take its place.
     """
     quantized = any(getattr(config, name) != OFF for name in QUANTIZED)
-    kernels = {
+    kernels: dict[str, Any] = {
         "on_hopper": runs_on_hopper(device),
         "dtype": dtype,
         "num_experts": num_experts,

@@ -7,7 +7,10 @@ from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import IMPLS
 from megablocks.moe import MoE, dMoE
 from megablocks.ops.grouped.rows_linear import rows_linear, rows_linear_launch
-
+from megablocks.ops.permute.permute_triton import combine_launch
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.ops.routing.topk_triton import route_launch
+from megablocks.ops.routing.values import RouterOptions
 
 HAS_GPU = torch.cuda.is_available()
 INVARIANT = [name for name, impl in IMPLS.items() if impl.batch_invariant]
@@ -119,6 +122,29 @@ def test_H4_the_kernel_treats_each_row_alone(shape):
     torch.testing.assert_close(whole, x @ w.t(), rtol=1e-5, atol=1e-5)
     for start, end in ((0, 1), (5, 6), (3, 20), (1, 37)):
         assert torch.equal(rows_linear_launch(x[start:end].contiguous(), w), whole[start:end])
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("options", [RouterOptions(3, norm_p=1.0), RouterOptions(3, sigmoid=True), RouterOptions(1)])
+def test_H4_router_and_sum_treat_each_token_alone(options):
+    """The kernels before and after the experts' products: ids and weights, and the weighted sum of the rows."""
+    generator = torch.Generator().manual_seed(2)
+    tokens, experts, hidden = 19, 12, 40
+    device = "cuda" if HAS_GPU else "cpu"
+    logits = torch.randn(tokens, experts, generator=generator).to(device)
+    slots = torch.randn(tokens, options.top_k, hidden, generator=generator).to(device)
+
+    def run(start, end):
+        out = route_launch(logits[start:end].contiguous(), None, None, options)
+        shape = end - start, options.top_k
+        d = build_dispatch(make_routing(out.expert.view(shape), out.weight.view(shape), experts))
+        rows = slots[start:end].flatten(0, 1)[d.pair.long()]
+        return out.expert.view(shape), out.weight.view(shape), combine_launch(rows, out.weight, d)
+
+    whole = run(0, tokens)
+    for start, end in ((0, 1), (7, 8), (2, 13), (1, tokens)):
+        for part, all_of_it in zip(run(start, end), whole, strict=True):
+            assert torch.equal(part, all_of_it[start:end])
 
 
 def test_the_linear_map_has_the_gradients_of_torchs():

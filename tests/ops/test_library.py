@@ -30,6 +30,7 @@ from megablocks.ops.grouped.gathered_mm import (
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
 from megablocks.ops.norm import norm_backward_op, norm_op
@@ -146,6 +147,7 @@ def _samples():
         "pad_indices_plain": (pad_indices_op, (Unpadded(ends, d.pair, None, None, K), None, 3, 3 * E)),
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
+        "rows_linear": (rows_linear_op, (t(R, H), t(F, H))),
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
         "grouped_mm_sum": (
             grouped_mm_sum_op,
