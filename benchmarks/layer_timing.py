@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -10,25 +9,10 @@ from children import candidate, guarded, struck_off
 from layer_candidates import GRAPHED, PEERS, Problem, Step, kind
 from measure import calls_for, emit, graph_of, host_milliseconds, interleave, milliseconds, on_gpu
 
+from megablocks.tool.problem import memory_of
+
 GRAPH_LAUNCH_MS = 2.0
 """The GPU waits this long before a graph is timed. The host needs less to launch a graph."""
-
-
-def memory_of(step: Step) -> dict[str, int]:
-    """Bytes that the forward leaves allocated, and the most bytes allocated in a step. Empty on a CPU."""
-    import torch
-
-    if not on_gpu():
-        return {}
-    gc.collect()  # otherwise memory of reference cycles may be freed during the measurement
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    y = step.forward()
-    held = torch.cuda.memory_allocated() - before
-    grads = torch.autograd.grad(y, step.leaves, step.dy)
-    peak = torch.cuda.max_memory_allocated() - before
-    del y, grads
-    return {"held": held, "peak": peak}
 
 
 def timers_of(

@@ -1,7 +1,6 @@
 """Shared parts of the benchmarks: interleaved timing, the correctness gate, earlier figures of peers, result files.
 
-The speed of a GPU at its power limit drifts by 5 to 10 %. So the candidates run in turn, round by round, and two
-candidates are compared by the median of the ratios of their rounds, never by the ratio of their medians.
+`megablocks.tool.timing` has the timers, which `python -m megablocks bench` shares.
 
 The result of a candidate is compared with float32 before the candidate counts. No speed-up is printed while one of our
 results is wrong ("the gate is red"). If a peer is far slower than it was before on the same GPU, the run is void:
@@ -15,25 +14,48 @@ from __future__ import annotations
 import json
 import os
 import platform
-import random
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
+
+# What `python -m megablocks bench` needs too; the benchmarks have it from here.
+from megablocks.tool.timing import (
+    ROUND_MS as ROUND_MS,
+)
+from megablocks.tool.timing import (
+    ROUNDS as ROUNDS,
+)
+from megablocks.tool.timing import (
+    calls_for as calls_for,
+)
+from megablocks.tool.timing import (
+    host_milliseconds as host_milliseconds,
+)
+from megablocks.tool.timing import (
+    interleave as interleave,
+)
+from megablocks.tool.timing import (
+    milliseconds as milliseconds,
+)
+from megablocks.tool.timing import (
+    on_gpu as on_gpu,
+)
+from megablocks.tool.timing import (
+    relative_error as relative_error,
+)
+from megablocks.tool.timing import (
+    speed as speed,
+)
 
 FORMAT = 1
 REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")
 RESULTS = Path(__file__).parent / "results"
 PEER_FIGURES = Path(__file__).parent / "peers_h200.json"
 
-ROUNDS = 9
-ROUND_MS = 10.0
-CLOCK_KHZ = 1.98e6
-"""The fastest clock of an H100 or H200. A slower clock only makes a wait in cycles longer."""
 TOLERANCE = 1e-2
 """Largest relative Frobenius error against float32. Correct bf16 and fp16 results are 1e-3 to 5e-3 off."""
 PEER_SLACK = 0.15
@@ -42,15 +64,6 @@ PEER_SLACK = 0.15
 def emit(**record: Any) -> None:
     """Print one JSON line. A child process sends records to its parent this way."""
     print(json.dumps(record), flush=True)
-
-
-# ---- timing
-
-
-def on_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def need_gpu(toy: bool = False) -> None:
@@ -63,45 +76,6 @@ def need_gpu(toy: bool = False) -> None:
 
 def dry_run() -> bool:
     return os.environ.get("DRY_RUN", "0") == "1"
-
-
-def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
-    """Milliseconds per call of `fn`, over `calls` calls: by CUDA events on a GPU, by the host's clock elsewhere.
-
-    head_start_ms: the GPU first waits this long, so that the launches are already in its queue when it starts. Then a
-    slow host does not count: the time is that of the kernels. A call that synchronizes gains nothing from this.
-    """
-    if not on_gpu():
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        return (time.perf_counter() - start) * 1e3 / calls
-    import torch
-
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    if head_start_ms:
-        torch.cuda._sleep(int(head_start_ms * CLOCK_KHZ))
-    begin.record()
-    for _ in range(calls):
-        fn()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / calls
-
-
-def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
-    """Milliseconds that the host needs to launch `calls` calls."""
-    import torch
-
-    if on_gpu():
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        fn()
-    spent = (time.perf_counter() - start) * 1e3
-    if on_gpu():
-        torch.cuda.synchronize()
-    return spent
 
 
 def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
@@ -123,36 +97,6 @@ def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:
     return graph.replay
 
 
-def calls_for(fn: Callable[[], Any], round_ms: float = ROUND_MS) -> int:
-    """The number of calls of `fn` that fill a round. `fn` must have run before."""
-    return max(1, round(round_ms / max(milliseconds(fn), 1e-3)))
-
-
-def interleave(
-    timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """The times of every candidate in each round, without the warm-up rounds.
-
-    The order of the candidates is shuffled in each round, because at the power limit the time of a candidate depends on
-    the one before it. The seed is fixed, so that every run has the same orders.
-    """
-    order = random.Random(0)
-    times: dict[str, list[float]] = {name: [] for name in timers}
-    for i in range(-warm_up, rounds):
-        for name in order.sample(list(timers), len(timers)):
-            spent = timers[name]()
-            if i >= 0:
-                times[name].append(spent)
-    return times
-
-
-def speed(times: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
-    """Speed of `name` relative to `base`: the median of the ratios of the rounds. None unless both were timed."""
-    if not times.get(name) or not times.get(base):
-        return None
-    return median(b / n for n, b in zip(times[name], times[base], strict=True))
-
-
 def cells(values: Iterable[float | None], form: str, unit: str = "") -> str:
     """The numbers in columns of one width, with a dash for None."""
     width = int(form.split(".")[0]) + len(unit)
@@ -160,15 +104,6 @@ def cells(values: Iterable[float | None], form: str, unit: str = "") -> str:
 
 
 # ---- correctness
-
-
-def relative_error(got: Any, want: Any) -> float:
-    """‖got − want‖ / ‖want‖ in float32; infinite for NaN or if the shapes differ."""
-    if got.shape != want.shape:
-        return float("inf")
-    want = want.float()
-    error = float((got.float() - want).norm() / want.norm().clamp_min(1e-20))
-    return error if error == error else float("inf")
 
 
 @dataclass

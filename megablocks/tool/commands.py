@@ -27,6 +27,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "env": Command("megablocks.tool.env:main", "versions, GPUs, and which kernel each op takes here and why"),
     "doctor": Command("megablocks.tool.doctor:main", "run every kernel family and compare it with float64"),
+    "bench": Command("megablocks.tool.bench:main", "time every implementation, and other packages, at your shape"),
     "plan": Command("megablocks.tool.plan:main", "memory and step time of a model before you rent GPUs"),
     "verify": Command("megablocks.tool.verify:main", "check a prepared data set or a checkpoint, byte by byte"),
 }
@@ -45,6 +46,12 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
+
+
+def progress(text: str) -> None:
+    """Show on a terminal what runs now, in place of the last text: the first run of a kernel compiles it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def usage() -> str:

@@ -21,7 +21,7 @@ import torch
 from megablocks.monitor.flops import figure, peak_flops
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
-from megablocks.tool.commands import Parser
+from megablocks.tool.commands import Parser, progress
 from megablocks.tool.env import WITH_HOPPER
 
 EXPECTED_TFLOPS: dict[str, tuple[tuple[str, float], ...]] = {"up": (("H200", 626.0),), "down": (("H200", 545.0),)}
@@ -44,16 +44,10 @@ def _without_hopper() -> Iterator[None]:
             os.environ["MEGABLOCKS_HOPPER"] = before
 
 
-def _progress(text: str) -> None:
-    """Show on a terminal what runs now, in place of the last text: the first run of a kernel compiles it."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-
-
 def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A family's verdict: the worst error and its limit, or the exception, and the seconds that it took."""
     started = time.perf_counter()
-    _progress(f"checking {name}")
+    progress(f"checking {name}")
     try:
         found = errors(case, device, dtype)
     except Exception as error:  # a kernel that does not compile or launch is a finding, not a crash
@@ -115,7 +109,7 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     with torch.no_grad():
         for product, (flops, run) in runs.items():
-            _progress(f"timing {product}")
+            progress(f"timing {product}")
             rate = flops / _timed(run, device)
             expected = figure(EXPECTED_TFLOPS[product], name)
             ok = expected is None or rate >= SLOW * expected * 1e12
@@ -140,7 +134,7 @@ def report(speed: bool = True) -> dict[str, Any]:
         "speeds": speeds(device) if on_gpu and speed else {},
         "needs_a_gpu": [] if on_gpu else ["every Triton and Gluon kernel", "bfloat16", "speed"],
     }
-    _progress("")
+    progress("")
     found["ok"] = all(one["ok"] for part in ("families", "speeds") for one in found[part].values())
     return found
 

@@ -1,0 +1,187 @@
+"""`bench`: time a whole layer at your shape with every implementation and every installed peer.
+
+    python -m megablocks bench --tokens 4096 --hidden-size 1024 --ffn-hidden-size 512 --num-experts 64 --top-k 8
+
+Each candidate's output and gradients are first compared with float32. Then all candidates run in turn, round by round:
+forward alone, and forward with backward. Each token has K different experts, all equally likely, and the routing
+weights are a softmax over the chosen logits. Peers are torch's grouped GEMM, ScatterMoE and SonicMoE, where installed.
+Exit code 0: all right. 1: one of our implementations failed or is wrong. 2: bad arguments.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megablocks.config import ConfigError, MoEConfig, refuse
+from megablocks.ops.activation_table import ACTIVATIONS
+from megablocks.tool.commands import Parser, progress
+from megablocks.tool.peers import PEERS, peers
+from megablocks.tool.problem import OURS, Problem, Shape, Step, memory_of, random_ids
+from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interleave, milliseconds, on_gpu, speed
+
+DTYPES = ("bfloat16", "float16", "float32")
+ORDER = "after_topk"
+"""SonicMoE knows no other order of softmax and top-k."""
+_IN_QUEUE = 5  # the GPU's queue holds about a thousand launches
+
+
+def timers_of(name: str, step: Step) -> dict[str, Callable[[], float]]:
+    """Timers in ms a call: `forward/NAME` and `step/NAME`; on a GPU its own time, and `python/NAME` with the host's."""
+    step.total()
+    calls = calls_for(step.total)
+    parts: dict[str, Callable[[], Any]] = {"forward": step.forward, "step": step.total}
+
+    def timer(fn: Callable[[], Any], calls: int, wait: float) -> Callable[[], float]:
+        return lambda: milliseconds(fn, calls, head_start_ms=wait)
+
+    if not on_gpu():
+        return {f"{part}/{name}": timer(fn, calls, 0.0) for part, fn in parts.items()}
+    few = min(calls, _IN_QUEUE)
+    timers = {f"{part}/{name}": timer(fn, few, 1.2 * host_milliseconds(fn, few)) for part, fn in parts.items()}
+    return timers | {f"python/{name}": timer(step.total, calls, 0.0)}
+
+
+def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: int) -> dict[str, Any]:
+    """Results by candidate, those that failed with the reason, and those that do not take this shape."""
+    timers: dict[str, Callable[[], float]] = {}
+    found: dict[str, dict[str, Any]] = {}
+    failed: dict[str, str] = {}
+    left_out: dict[str, str] = {}
+    for number, (name, make) in enumerate(makers.items(), 1):
+        progress(f"{number} of {len(makers)}: compiling and checking {name}")
+        try:
+            step = make()
+            error = problem.error(step, weights=name not in PEERS)
+            found[name] = {"error": error, **memory_of(step)}
+            timers |= timers_of(name, step)
+        except Exception as error:  # a candidate that raises is a finding; the others are still timed
+            found.pop(name, None)
+            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+            refused = isinstance(error, (ConfigError, ImportError)) or (name in PEERS and isinstance(error, ValueError))
+            (left_out if refused else failed)[name] = said
+    progress(f"timing {len(found)} candidates, {rounds} rounds")
+    times = interleave(timers, rounds)
+    for name, row in found.items():
+        for part in ("forward", "step", "python"):
+            if times.get(f"{part}/{name}"):
+                row[f"{part}_ms"] = median(times[f"{part}/{name}"])
+        row["tflops"] = 3 * problem.shape.forward_flops / row["step_ms"] / 1e9
+        row["speed"] = speed(times, f"step/{name}", "step/auto")
+    progress("")
+    return {"candidates": found, "failed": failed, "left_out": left_out}
+
+
+def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
+    """Everything that `bench` prints."""
+    import torch
+
+    device = "cuda" if on_gpu() else "cpu"
+    problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
+    makers = problem.ours() | peers(problem)
+    found = measure(problem, {name: make for name, make in makers.items() if not only or name in only}, rounds)
+    auto = problem.module(problem.config()).experts.mlp_impl_for()
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu() else "cpu",
+        "torch": torch.__version__,
+        "shape": vars(shape),
+        "dtype": dtype,
+        "auto": auto,
+        **found,
+        "not_installed": [name for name in PEERS if name not in makers and (not only or name in only)],
+    }
+
+
+def text_of(found: Mapping[str, Any]) -> str:
+    s, host = found["shape"], any("python_ms" in row for row in found["candidates"].values())
+    columns = ("forward", 9), ("step", 9), ("python" if host else "", 9), ("TFLOP/s", 9), ("speed", 8), ("kept", 10)
+    lines = [
+        f"{found['device']}, torch {found['torch']}, {found['dtype']}, {s['activation']}; auto is {found['auto']}",
+        f"T,H; I/E/K = {s['tokens']},{s['hidden']}; {s['width']}/{s['experts']}/{s['top_k']}",
+        "",
+        " " * 18 + "".join(f"{title:>{width}}" for title, width in (*columns, ("error", 9))),
+    ]
+    for name, row in sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"]):
+        python = f"{row['python_ms']:>6.2f} ms" if "python_ms" in row else " " * 9
+        over = f"{row['speed']:>7.2f}×" if row["speed"] else "–".rjust(8)
+        kept = f"{row['held'] / 2**20:>6.0f} MiB" if "held" in row else "–".rjust(10)
+        lines.append(f"{name:<18}{row['forward_ms']:>6.2f} ms{row['step_ms']:>6.2f} ms{python}{row['tflops']:>9.3g}"
+                     f"{over}{kept}{row['error']:>9.0e}")  # fmt: skip
+    lines += [f"FAILED {name}: {why}" for name, why in found["failed"].items()]
+    lines += [f"left out: {name}: {why}" for name, why in found["left_out"].items()]
+    if found["not_installed"]:
+        lines.append(f"not installed: {', '.join(found['not_installed'])}")
+    lines += [
+        "",
+        "step: forward and backward" + (", in the GPU; python: the same with the host's time" if host else ""),
+        "speed: over auto; kept: what forward leaves for backward; error: relative, against float32",
+    ]
+    return "\n".join(lines)
+
+
+def plot(found: Mapping[str, Any], path: Path) -> None:
+    """Horizontal bars of the candidates, the fastest on top: forward, and the whole step behind it."""
+    from megablocks.monitor.plots import new_figure, save_figure
+
+    rows = sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"])
+    figure = new_figure(8, 1.4 + 0.42 * len(rows))
+    axes = figure.add_subplot()
+    for part, color, label in (("step_ms", "tab:blue", "forward and backward"), ("forward_ms", "tab:cyan", "forward")):
+        axes.barh([name for name, _ in rows], [row[part] for _, row in rows], color=color, label=label)
+    for at, (_, row) in enumerate(rows):
+        axes.text(row["step_ms"], at, f" {row['step_ms']:.2f}", va="center", fontsize=8)
+    axes.invert_yaxis()
+    axes.margins(x=0.1)
+    s = found["shape"]
+    shape = f"T,H; I/E/K = {s['tokens']},{s['hidden']}; {s['width']}/{s['experts']}/{s['top_k']}"
+    axes.set(xlabel="ms", title=f"{shape}, {s['activation']}, {found['dtype']}, {found['device']}")
+    axes.grid(alpha=0.3, axis="x")
+    axes.legend()
+    save_figure(figure, path)
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser("bench", description=__doc__)
+    sizes = ("tokens", "hidden-size", "ffn-hidden-size", "num-experts", "top-k")
+    for name in sizes:
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
+    parser.add_argument("--only", default="", help=f"these candidates, with commas: {', '.join((*OURS, *PEERS))}")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each is timed (default: %(default)s)")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.json, bench.txt and bench.png there")
+    options = parser.parse_args(argv)
+    for name in ("tokens", "rounds"):
+        if getattr(options, name) < 1:
+            refuse(name, getattr(options, name), "must be an integer >= 1")
+    MoEConfig(
+        hidden_size=options.hidden_size, ffn_hidden_size=options.ffn_hidden_size, num_experts=options.num_experts,
+        top_k=options.top_k,
+    )  # fmt: skip
+    only = options.only.split(",") if options.only else []
+    for name in only:
+        if name not in (*OURS, *PEERS):
+            refuse("only", name, f"must be of {', '.join((*OURS, *PEERS))}")
+    shape = Shape(
+        options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
+        options.activation, ORDER,
+    )  # fmt: skip
+    found = report(shape, options.dtype or ("bfloat16" if on_gpu() else "float32"), only, options.rounds)
+    whole, text = json.dumps(found, indent=1), text_of(found)
+    print(whole if options.json else text)
+    if options.out:
+        from megablocks.monitor.history import write_atomically
+
+        options.out.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out / "bench.json", whole + "\n")
+        write_atomically(options.out / "bench.txt", text + "\n")
+        plot(found, options.out / "bench.png")
+    wrong = {name: why for name, why in found["failed"].items() if name not in PEERS}
+    for name, why in wrong.items():
+        print(f"megablocks bench: {name}: {why}", file=sys.stderr)
+    return 1 if wrong else 0

@@ -1,0 +1,164 @@
+"""The layers of other packages, called as their own benchmarks call them: each takes a `Problem` and gives a `Step`.
+
+A peer is imported only when it is called. A peer without a router gets ours.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import types
+from collections.abc import Callable
+from typing import Any
+
+from megablocks.tool.problem import Problem, Step
+
+ACTIVATIONS = ("swiglu", "gelu")
+"""Those with which the peers are called."""
+
+
+def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
+    """The peers that are installed, by name. The first word of a name is its package."""
+
+    def checked(call: Callable[[Problem], Step]) -> Step:
+        if problem.shape.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={problem.shape.activation!r}: is called with {', '.join(ACTIVATIONS)} alone")
+        return call(problem)
+
+    made = {name: functools.partial(checked, call) for name, call in PEERS.items()}
+    return {name: make for name, make in made.items() if importlib.util.find_spec(name.split()[0])}
+
+
+def torch_grouped(problem: Problem) -> Step:
+    """torch's grouped_mm between a gather and a scatter whose backwards are gathers. SwiGLU is compiled."""
+    import torch
+    import torch.nn.functional as F
+
+    s = problem.shape
+    x, router, up = problem.leaf(problem.x), problem.leaf(problem.router), problem.up_weight()
+    down = problem.leaf(problem.experts(problem.w2))
+    every = torch.arange(s.experts, device=problem.device)
+
+    def activate(z: Any) -> Any:
+        if not s.gated:
+            return F.gelu(z, approximate="tanh")
+        gate, linear = z.chunk(2, dim=1)
+        return F.silu(gate) * linear
+
+    if problem.device == "cuda" and s.gated:
+        activate = torch.compile(activate, dynamic=False)
+    gather, permute = _torch_moves()
+
+    def forward() -> Any:
+        weight, ids = problem.route(F.linear(x, router))
+        sorted_ids, order = ids.flatten().sort(stable=True)
+        ends = torch.searchsorted(sorted_ids, every, right=True).int()
+        row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=problem.device))
+        rows = gather.apply(x, order, row_of_slot, s.top_k)
+        z = torch._grouped_mm(rows, up.transpose(1, 2), offs=ends)
+        rows = torch._grouped_mm(activate(z), down, offs=ends)
+        slots = permute.apply(rows, row_of_slot, order).view(s.tokens, s.top_k, s.hidden)
+        return torch.bmm(weight.to(x.dtype).unsqueeze(1), slots).squeeze(1)
+
+    return Step(forward, [x, router, up, down], problem.dy)
+
+
+def scattermoe(problem: Problem) -> Step:
+    import torch
+    import torch.nn.functional as F
+    from scattermoe.mlp import GLUMLP, MLP
+
+    s = problem.shape
+    kind = GLUMLP if s.gated else MLP
+    act = F.silu if s.gated else (lambda z: F.gelu(z, approximate="tanh"))
+    with torch.device("meta"):
+        made = kind(s.hidden, s.width, s.experts, s.top_k, activation=act)
+    up = problem.up_weight(gate_first=False)
+    down = problem.leaf(problem.experts(problem.w2).transpose(1, 2).contiguous())
+    # plain attributes, because a Parameter would be another leaf
+    for experts, weight in ((made.experts, up), (made.output_experts, down)):
+        del experts.weight
+        experts.weight = weight
+    x, router = problem.leaf(problem.x), problem.leaf(problem.router)
+
+    def forward() -> Any:
+        weight, ids = problem.route(F.linear(x, router))
+        return made(x, weight.to(x.dtype), ids)
+
+    return Step(forward, [x, router, up, down], problem.dy)
+
+
+def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
+    """SonicMoE's layer function. Its gated weights interleave gate and up, and its softmax comes after the top-k.
+
+    compiled: through torch.compile, as in SonicMoE's own benchmark. A CUDA graph is not possible, because it counts
+    tokens with a launch into the default stream. A process runs one shape only, because SonicMoE reuses kernels
+    that it compiled for an earlier shape.
+    """
+    import torch
+    import torch.nn.functional as F
+    from sonicmoe import functional
+    from sonicmoe.enums import ActivationType
+
+    s = problem.shape
+    if s.softmax_order != "after_topk" and s.top_k > 1:
+        raise ValueError("SonicMoE's weights are a softmax over the chosen logits")
+    if problem.v1 is None:
+        up = problem.leaf(problem.experts(problem.w1))
+    else:
+        pair = torch.stack([problem.experts(problem.w1), problem.experts(problem.v1)], dim=2)
+        up = problem.leaf(pair.view(s.experts, 2 * s.width, s.hidden))
+    down = problem.leaf(problem.experts(problem.w2).transpose(1, 2).contiguous())
+    x, router = problem.leaf(problem.x), problem.leaf(problem.router)
+    stream = torch.cuda.current_stream().cuda_stream
+    steered = types.SimpleNamespace(linear=lambda x, w: F.linear(x, w) + problem.constant)
+    activation = ActivationType.SWIGLU if s.gated else ActivationType.GELU
+
+    def layer() -> Any:
+        weights = up.permute(1, 2, 0), None, down.permute(1, 2, 0), None
+        return functional.moe_TC_softmax_topk_layer(x, router, *weights, s.top_k, stream, activation, False)[0]
+
+    call = torch.compile(layer) if compiled else layer
+
+    def forward() -> Any:
+        functional.F = steered  # the module calls F.linear only for its router
+        return call()
+
+    return Step(forward, [x, router, up, down], problem.dy)
+
+
+@functools.cache
+def _torch_moves() -> tuple[Any, Any]:
+    """A gather (T, H) → (T·K, H) and a permutation of rows. torch's own backwards would use atomics or a sort."""
+    import torch
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int) -> Any:
+            ctx.save_for_backward(row_of_slot)
+            ctx.shape = x.shape[0], top_k, x.shape[1]
+            return x.index_select(0, order // top_k)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0].index_select(0, *ctx.saved_tensors).view(ctx.shape).sum(1), None, None, None
+
+    class Permute(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, rows: Any, index: Any, inverse: Any) -> Any:
+            ctx.save_for_backward(inverse)
+            return rows.index_select(0, index)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0].index_select(0, *ctx.saved_tensors), None, None
+
+    return Gather, Permute
+
+
+PEERS: dict[str, Callable[[Problem], Step]] = {
+    "torch": torch_grouped,
+    "scattermoe": scattermoe,
+    "sonicmoe": sonicmoe,
+    "sonicmoe compiled": functools.partial(sonicmoe, compiled=True),
+}

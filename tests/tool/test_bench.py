@@ -1,0 +1,87 @@
+"""`bench`: every candidate of a shape is checked, timed and drawn; a wrong one is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megablocks.tool.bench import text_of
+from megablocks.tool.commands import main
+from megablocks.tool.peers import peers
+from megablocks.tool.problem import OURS, Problem, Shape, Step, random_ids
+
+SHAPE = "--tokens 24 --hidden-size 16 --ffn-hidden-size 64 --num-experts 4 --top-k 2 --rounds 2".split()
+
+
+def test_a_cpu_compares_and_times_every_implementation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SHAPE, "--json", "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "bench.json").read_text())
+    assert set(OURS) <= set(found["candidates"]) and not found["failed"]
+    flops = 6 * 24 * 2 * 16 * 64
+    for row in found["candidates"].values():
+        assert row["error"] < (1e-5 if found["device"] == "cpu" else 1e-2) and 0 < row["forward_ms"]
+        assert row["tflops"] == pytest.approx(3 * flops / row["step_ms"] / 1e9)
+    assert found["candidates"]["auto"]["speed"] == 1.0
+    text = (tmp_path / "bench.txt").read_text()
+    assert text == text_of(found) + "\n" and "T,H; I/E/K = 24,16; 64/4/2" in text
+    order = [line.split()[0] for line in text.splitlines()[4 : 4 + len(found["candidates"])]]
+    times = [found["candidates"][name]["step_ms"] for name in order]
+    assert times == sorted(times)
+    from matplotlib.image import imread
+
+    picture = imread(tmp_path / "bench.png")
+    assert picture.shape[0] > 200 and picture.std() > 0.05
+
+
+def test_the_peer_computes_the_same_function() -> None:
+    """torch's own grouped product, which a CPU has too: values and gradients against the float32 loop."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    shape = Shape(24, 16, 32, 4, 2, "swiglu", "after_topk")
+    problem = Problem(shape, random_ids(shape, device), device=device)
+    assert problem.error(peers(problem)["torch"](), weights=False) < 1e-2
+
+
+def test_what_does_not_take_the_shape_is_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = [word if word != "64" else "40" for word in SHAPE]
+    assert main(["bench", *shape, "--activation", "relu", "--only", "auto,sparse,torch"]) == 0
+    out = capsys.readouterr().out
+    assert "\nleft out: sparse: ConfigError: ffn_hidden_size=40: must be a multiple of 64" in out
+    assert "\nleft out: torch: ValueError: activation='relu': is called with swiglu, gelu alone" in out
+
+
+def test_a_wrong_implementation_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = Problem.ours
+
+    def one_wrong(self: Problem) -> dict[str, Any]:
+        def wrong() -> Step:
+            step = ours(self)["grouped"]()
+            return Step(lambda: 1.1 * step.forward(), step.leaves, step.dy)
+
+        return ours(self) | {"grouped": wrong}
+
+    monkeypatch.setattr(Problem, "ours", one_wrong)
+    assert main(["bench", *SHAPE, "--only", "auto,grouped"]) == 1
+    told = capsys.readouterr()
+    assert "FAILED grouped: ArithmeticError: y: relative error 1.0e-01" in told.out
+    assert told.err.startswith("megablocks bench: grouped: ArithmeticError: y: ") and told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top-k", "5"], "top_k=5: must be at most num_experts=4"),
+        (["--tokens", "0"], "tokens=0: must be an integer >= 1"),
+        (["--rounds", "0"], "rounds=0: must be an integer >= 1"),
+        (["--only", "fusd"], "only='fusd': must be of auto, sparse, grouped, scatter, fused, torch, scattermoe"),
+        (["--activation", "tanh"], "argument --activation: invalid choice: 'tanh'"),
+    ],
+)
+def test_bad_arguments_are_one_line(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", *SHAPE, *words]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"megablocks bench: {message}") and told.count("\n") == 1
