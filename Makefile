@@ -1,4 +1,4 @@
-.PHONY: check test test-all mutants smoke clean
+.PHONY: check test test-all mutants site release smoke clean
 
 check:
 	bash scripts/check.sh
@@ -11,6 +11,12 @@ test-all:
 
 mutants:
 	bash scripts/mutants.sh
+
+site:
+	bash scripts/site.sh
+
+release:
+	bash scripts/release_check.sh
 
 smoke:
 	bash exp/smoke/dmoe.sh

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Static checks: ruff, import-linter, mypy, shellcheck, hadolint. Runs all of them, and fails if one of them fails.
+# Static checks: ruff, import-linter, mypy, shellcheck, hadolint, and the site where its tools are installed. Runs all of them, and fails if one of them fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -24,6 +24,9 @@ check imports "$bin/lint-imports" --no-cache
 check types "$bin/mypy"
 check shell "$bin/shellcheck" -x -P SCRIPTDIR "${shell_files[@]}"
 [ ! -f Dockerfile ] || check dockerfile "$bin/hadolint" Dockerfile
+if "$PYTHON" -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null; then # the extra docs
+    check site bash scripts/site.sh
+fi
 [ ${#failed[@]} -eq 0 ] || {
     echo "check: failed: ${failed[*]}"
     exit 1

@@ -24,7 +24,8 @@ EXTRAS = PROJECT["optional-dependencies"]
 def _pins() -> dict[str, SpecifierSet]:
     """The intersection of everything said about each distribution, anywhere in pyproject.toml."""
     pins: dict[str, SpecifierSet] = defaultdict(SpecifierSet)
-    for text in [*PROJECT["dependencies"], *(pin for extra in EXTRAS.values() for pin in extra)]:
+    extras = [pins for name, pins in EXTRAS.items() if name != "docs"]  # scripts/site.sh gives it its own environment
+    for text in [*PROJECT["dependencies"], *(pin for extra in extras for pin in extra)]:
         pin = Requirement(text)
         if pin.name != PROJECT["name"]:
             pins[canonicalize_name(pin.name)] &= pin.specifier

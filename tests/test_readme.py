@@ -7,6 +7,7 @@ import inspect
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ from megablocks.config import TOKEN_ROUNDINGS
 from megablocks.kinds import MLP_IMPLS, ROUTERS
 from megablocks.megatron.arguments import ALIASES, DriverSettings
 from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.moe import MoELayer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -74,9 +76,15 @@ def test_links_and_pictures_exist(page: Path) -> None:
         assert not anchor or anchor in _anchors(file), target
 
 
-def test_the_readme_links_to_every_page() -> None:
-    linked = {(ROOT / target.partition("#")[0]).resolve() for target in re.findall(r"\]\(([^)\s]+)\)", README)}
-    assert set(GUIDES[1:]) <= linked
+def _linked(page: Path) -> set[Path]:
+    targets = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    return {(page.parent / target.partition("#")[0]).resolve() for target in targets}
+
+
+def test_every_page_is_linked_from_the_first_ones() -> None:
+    linked, start = _linked(GUIDES[0]), ROOT / "docs/index.md"
+    assert start in linked
+    assert set(GUIDES[1:]) - {start} <= _linked(start), "docs/index.md lists all pages"
     notes = ROOT / "benchmarks/notes"
     listed = re.findall(r"\]\((\w+\.md)\)", (notes / "README.md").read_text())
     assert {notes / name for name in listed} == set(notes.glob("*.md")) - {notes / "README.md"}
@@ -91,7 +99,25 @@ def test_python_blocks_run(page: Path) -> None:
         if language == "python":
             exec(compile(block, page.name, "exec"), {"__name__": "example"})
         else:
-            assert language in ("python fragment", "bash"), f"{page.name}: {language}"
+            assert language in ("python fragment", "python torchrun", "bash"), f"{page.name}: {language}"
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+def test_a_program_of_several_processes_runs() -> None:
+    """What torchrun starts on the page, started without it: its own import takes as long as the program."""
+    page = (ROOT / "docs/parallelism.md").read_text()
+    (program,) = re.findall(r"(?m)^```python torchrun\n(.+?)^```", page, re.S)
+    assert "`torchrun --nproc-per-node 2 program.py`" in page
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command = [sys.executable, "-c", program]
+    ranks = [subprocess.Popen(command, env=env | {"RANK": str(r)}, stdout=subprocess.PIPE, text=True) for r in range(2)]
+    said = [rank.communicate()[0] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert said == ["0 4 experts here\n", "1 4 experts here\n"]
 
 
 def test_layer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,10 +129,13 @@ def test_layer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch.Size([4, 32, 64])" in capsys.readouterr().out
 
 
+_OF_PAGES = r"(?:NGPU=\S+ )?(?:bash exp/|python scripts/)"
+
+
 def _cheap(page: Path) -> list[str]:
     """Commands that DRY_RUN=1 makes cheap. Those of the pages may need files that only the reader has."""
-    started = r"(?:\w+=\S+ )*(?:bash (?:exp|scripts)/|python scripts/)" if page == GUIDES[0] else r"bash exp/"
-    return [c for c in _commands(page.read_text()) if re.match(started, c) and " verify " not in c]
+    started = r"(?:\w+=\S+ )*(?:bash (?:exp|scripts)/|python scripts/)" if page == GUIDES[0] else _OF_PAGES
+    return [c for c in _commands(page.read_text()) if re.match(started, c) and not re.search(" verify | --input ", c)]
 
 
 COMMANDS = list(dict.fromkeys(command for page in GUIDES for command in _cheap(page)))
@@ -147,13 +176,16 @@ def test_fields_exist(page: Path) -> None:
     """What is written as a field (`name=…`, or a name that begins like one of MoEConfig's) is one."""
     kinds = (MoEConfig, Arguments, MegaBlocksSettings, DriverSettings)
     fields = {f.name for kind in kinds for f in dataclasses.fields(kind)} | set(inspect.signature(dMoE).parameters)
+    fields |= set(inspect.signature(MoELayer).parameters)
     values = {value for choices in vars(config).values() if isinstance(choices, tuple) for value in choices}
     values |= {*ROUTERS}
     beginnings = {f.name.split("_")[0] + "_" for f in dataclasses.fields(MoEConfig) if "_" in f.name}
     for word in _words(page.read_text()):
         name = re.match(r"([a-z]\w*)(=|$)", word)
         if name and (name[2] or any(name[1].startswith(b) for b in beginnings)):
-            assert name[1] in fields | values | {"use_reentrant"}, word  # an argument of torch's checkpoint
+            assert name[1] in fields | values | {"use_reentrant", "experts_implementation"}, (
+                word
+            )  # of torch's checkpoint; of transformers
 
 
 def test_the_tables_of_flags_are_complete() -> None:

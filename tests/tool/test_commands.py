@@ -65,11 +65,12 @@ def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_pa
     assert done.returncode == 2 and "holds neither manifest.json nor iter_* folders" in done.stderr
 
 
-PAGE = re.sub(r"\\\n\s+", "", (ROOT / "docs/tool.md").read_text())
-EXAMPLES = re.findall(r"(?m)^    python -m megablocks (.+)$", PAGE)
+PAGES = {path.name: re.sub(r"\\\n\s+", "", path.read_text()) for path in (ROOT / "docs").glob("*.md")}
+EXAMPLES = {name: re.findall(r"(?m)^    python -m megablocks (.+)$", page) for name, page in PAGES.items()}
+ALL = dict.fromkeys(one for found in EXAMPLES.values() for one in found if not one.startswith("verify"))
 
 
-@pytest.mark.parametrize("command", [one for one in EXAMPLES if not one.startswith("verify")])
+@pytest.mark.parametrize("command", ALL)
 def test_the_pages_commands_run(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     if " -- " in command:
         pytest.importorskip("megatron.training")
@@ -78,4 +79,4 @@ def test_the_pages_commands_run(command: str, capsys: pytest.CaptureFixture[str]
 
 
 def test_the_page_shows_every_command() -> None:
-    assert {one.split()[0] for one in EXAMPLES} == set(COMMANDS)
+    assert {one.split()[0] for one in EXAMPLES["tool.md"]} == set(COMMANDS)

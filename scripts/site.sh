@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Builds the documentation site from docs/ into build/site. A dead link, a dead anchor or a warning fails.
+# Usage: scripts/site.sh [serve]
+#   serve      shows the site on http://127.0.0.1:8000 and builds it again at each change
+#   PYTHON=…   an interpreter that has the tools; default: the active one, else .venv-docs, which is made (without torch)
+#   DRY_RUN=1  only prints the command
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+what=(build --strict --quiet)
+[ "${1:-}" != serve ] || what=(serve)
+if [ "${DRY_RUN:-0}" = 1 ]; then
+    echo "python -m mkdocs ${what[*]}"
+    exit 0
+fi
+has_tools() { "$1" -c 'import material, mkdocs, mkdocstrings_handlers.python' 2>/dev/null; }
+PYTHON=${PYTHON:-python3}
+if ! has_tools "$PYTHON"; then
+    PYTHON=.venv-docs/bin/python
+    if ! has_tools "$PYTHON"; then
+        echo "site: making .venv-docs" >&2
+        python3 -m venv .venv-docs
+        mapfile -t pins < <("$PYTHON" -c 'import tomllib
+with open("pyproject.toml", "rb") as file:
+    print(*tomllib.load(file)["project"]["optional-dependencies"]["docs"], sep="\n")')
+        "$PYTHON" -m pip install --quiet --disable-pip-version-check "${pins[@]}"
+    fi
+fi
+NO_MKDOCS_2_WARNING=1 "$PYTHON" -m mkdocs "${what[@]}"

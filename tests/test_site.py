@@ -1,0 +1,79 @@
+"""The documentation site: pages, messages and names on it are true, and the built site has no dead link."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TOOLS = "material", "mkdocs", "mkdocstrings_handlers"
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"(?m)^ +- [^:]+: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text())
+    assert len(listed) == len(set(listed))
+    assert {path.name for path in DOCS.glob("*.md")} <= set(listed), "name it in mkdocs.yml and docs/index.md"
+
+
+def test_every_name_of_the_api_exists() -> None:
+    names = re.findall(r"(?m)^::: (\S+)$", (DOCS / "api.md").read_text())
+    assert len(names) > 25
+    for name in names:
+        if name == "megablocks.hf" or not hasattr(
+            importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1]
+        ):
+            assert find_spec(name), name
+
+
+def test_the_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
+    """Each part of a message, between the places where values stand, is in the source."""
+    source = "".join(path.read_text() for path in sorted((ROOT / "megablocks").rglob("*.py")))
+    whole = re.sub(r'"\s*\n\s*(?:\+ )?f?"', "", source)  # a message of several literals
+    rows = re.findall(r"(?m)^\| `([^`]+)` \| ", (DOCS / "troubleshooting.md").read_text())
+    assert len(rows) > 30
+    for message in rows:
+        for part in message.split("…"):
+            assert part.strip() in whole, message
+
+
+class _Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = {name: value for name, value in attrs if value is not None}
+        self.ids |= {values[name] for name in ("id", "name") if name in values}
+        self.links += [values[name] for name in ("href", "src") if name in values]
+
+
+@pytest.mark.skipif(any(find_spec(tool) is None for tool in TOOLS), reason="needs the extra docs")
+def test_the_built_site_has_no_dead_link(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+    pages = {path: _Page(path.read_text()) for path in tmp_path.rglob("*.html")}
+    assert {tmp_path / path.with_suffix(".html").name for path in DOCS.glob("*.md")} <= set(pages)
+    dead = []
+    for path, page in pages.items():
+        for link in page.links:
+            target, _, anchor = unquote(link).partition("#")
+            if re.match(r"\w+:", link) or target.startswith("/") and path.name == "404.html":
+                continue
+            file = (path.parent / target).resolve() if target else path
+            file = file / "index.html" if file.is_dir() else file
+            if not file.is_file() or (anchor and file in pages and anchor not in pages[file].ids):
+                dead.append((path.name, link))
+    assert not dead
