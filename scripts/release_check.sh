@@ -65,18 +65,19 @@ for version in "${pythons[@]}"; do
     for torch in "${torches[@]}"; do
         name=python$version-torch-$torch env=$work/env
         log=$out/$name.log
-        if (
-            set -e
+        (
+            set -e # in the background, because "if" would switch it off
             exec >"$log" 2>&1
             "$base" -m venv --clear "$env"
             "$env/bin/python" -m pip install -q "$(requirement "$torch")" "$out"/*.whl
             mkdir -p "$work/empty" && cd "$work/empty" # the package there is the installed one
             "$env/bin/python" "$work/source/scripts/release_smoke.py"
-            "$env/bin/python" -m pip install -q pytest pytest-timeout hypothesis
+            "$env/bin/python" -m pip install -q pytest pytest-timeout pytest-xdist hypothesis
             rm -rf "$work/tests" && mkdir "$work/tests" && cd "$work/tests"
             cp -r "$work/source/tests" "$work/source/pyproject.toml" .
             OMP_NUM_THREADS=1 "$env/bin/python" -m pytest -q "${tests[@]}"
-        ); then
+        ) &
+        if wait $!; then
             echo "release: $name ok: $(grep '^release_smoke' "$log"); $(tail -1 "$log")"
         else
             echo "release: $name FAILED, the end of $log:" && tail -15 "$log"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -98,6 +99,25 @@ def test_build_needs_neither_torch_nor_a_compiler(tmp_path: Path) -> None:
     assert info.version == re.search(r'__version__ = "(.+)"', (ROOT / "megablocks/__init__.py").read_text()).group(1)
     assert "torch>=2.8" in (info.requires or [])
     assert info.metadata["Requires-Python"] == ">=3.10"
+
+
+def test_the_citation_names_this_version() -> None:
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "megablocks/__init__.py").read_text()).group(1)
+    assert re.search(r"(?m)^version: (.+)$", (ROOT / "CITATION.cff").read_text()).group(1) == version
+
+
+def test_the_release_check_covers_the_pins() -> None:
+    """Its plan: the oldest Python and torch of pyproject.toml, what it runs exists, and nothing is done yet."""
+    command = ["bash", str(ROOT / "scripts/release_check.sh")]
+    plan = subprocess.run(command, env={"PATH": os.environ["PATH"], "DRY_RUN": "1"}, capture_output=True, text=True)
+    assert plan.returncode == 0, plan.stderr
+    (torch,) = (pin for pin in map(Requirement, PROJECT["dependencies"]) if pin.name == "torch")
+    (oldest,) = torch.specifier
+    lines = plan.stdout.splitlines()
+    assert len(lines) == 6 and sum(f"'torch=={oldest.version}.*'" in line for line in lines) == 2
+    assert lines[2].startswith("python" + PROJECT["requires-python"].removeprefix(">="))
+    for path in re.findall(r"\b(?:tests|scripts)/\S+\.py", plan.stdout):
+        assert (ROOT / path).is_file(), path
 
 
 BREACHES = {
