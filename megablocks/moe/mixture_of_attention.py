@@ -154,6 +154,7 @@ _NEEDED = {
     "router_type": "topk", "token_rounding": None, "capacity_factor": None, "output_bias": False,
     "shared_expert_hidden_size": None, "recompute_activation": False, "quantize_inputs_num_bits": -1,
     "quantize_rematerialize_num_bits": -1, "quantize_scatter_num_bits": -1, "gradient_accumulation_fusion": False,
+    "batch_invariant": False,
 }  # fmt: skip
 
 

@@ -261,6 +261,7 @@ def test_a_small_model_learns_to_look_one_token_back():
                 ("quantize_rematerialize_num_bits", 4, -1),
                 ("quantize_scatter_num_bits", 8, -1),
                 ("gradient_accumulation_fusion", True, False),
+                ("batch_invariant", True, False),
             )
         ),
     ],
