@@ -91,7 +91,8 @@ IMPLS = {
     ),
 }
 MLP_IMPLS = ("auto", *IMPLS)
-"""Values of mlp_impl. "auto" is grouped or fused, by device and shape: `megablocks.moe.impls.choose_impl`."""
+"""Values of mlp_impl. "auto" is grouped or fused, by device and shape: `megablocks.moe.impls.choose_impl`; or
+scatter, where batch_invariant leaves no other."""
 
 
 class RouterKind(NamedTuple):
