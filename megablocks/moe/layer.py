@@ -125,7 +125,7 @@ class MoELayer(nn.Module):
         if tokens.is_cuda:
             self._compile_first_call(tokens)
         routing = self.router(tokens)
-        if self.config.batch_invariant and tokens.device.type == "cpu" and tokens.shape[0]:
+        if self.config.batch_invariant and not tokens.is_cuda and tokens.shape[0]:
             y, extra = self._one_at_a_time(tokens)
         else:
             y, extra = self._compute(tokens, routing)

@@ -1,7 +1,11 @@
 """With batch_invariant a token's output has the same bits whatever else is in the batch."""
 
+import json
+from unittest import mock
+
 import pytest
 import torch
+from gpu.test_families import in_another_process
 
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import IMPLS
@@ -168,6 +172,35 @@ def test_the_linear_map_refuses(x, w, message):
     assert message in str(raised.value)
 
 
+def _products_on_hopper():
+    """For each implementation on a pretended H200: torch's products, and our kernels. A launch does nothing."""
+    from gpu.sanitize import launches
+    from gpu.test_families import tensors_pass_for_cuda
+    from triton.runtime.jit import JITFunction
+
+    from megablocks.testing.compile_only import compiling_for
+
+    told = {}
+    left_out = mock.patch.object(JITFunction, "run", lambda self, *args, **options: None)
+    with compiling_for(90), left_out:
+        for impl in INVARIANT:
+            layer, x = layer_of(dtype=torch.bfloat16, mlp_impl=impl, mlp_bias=False), torch.randn(20, 96).bfloat16()
+            with tensors_pass_for_cuda(), launches() as kernels, torch.inference_mode():
+                with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                    layer(x)
+            called = {event.name for event in profile.events()}
+            words = ("mm", "matmul", "linear", "aten::mv", "aten::dot")
+            told[impl] = [sorted(name for name in called if any(w in name for w in words)), sorted(kernels)]
+    return told
+
+
+def test_H4_no_product_on_a_gpu_is_torchs():
+    """Router, shared expert and experts: cuBLAS, and torch's grouped GEMM, would choose by the number of rows."""
+    for impl, (products, kernels) in in_another_process(__file__).items():
+        assert products == [], impl
+        assert any(name.endswith("_rows_kernel") for name in kernels), (impl, kernels)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("impl", ["auto", *INVARIANT])
@@ -188,3 +221,7 @@ def test_torchs_grouped_product_is_refused():
         ConfigError, match="batch_invariant=True: on this GPU, for these sizes, needs mlp_impl='scatter'"
     ):
         layer_of("cuda", torch.bfloat16, ffn_hidden_size=260, mlp_impl="grouped")(x)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_products_on_hopper()))
