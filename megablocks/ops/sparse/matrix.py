@@ -435,4 +435,5 @@ def topology(
     padded_offsets, *indices = unpack(packed, sizes_of(experts, blocks_per_row, block_rows))
     run = 2 if blocks_per_row % 2 == 0 else 1
     shape = (block_rows * block_size, experts * ffn_size)
-    return Topology(Matrix(shape, None, Blocks._make((*indices, block_size, run))), padded_offsets)
+    # not Blocks._make, which Dynamo of torch 2.8 does not trace
+    return Topology(Matrix(shape, None, Blocks(*indices, block_size, run)), padded_offsets)  # type: ignore[call-arg, arg-type]
