@@ -38,6 +38,15 @@ from megablocks.moe.router import route_with_sums
 from megablocks.ops.routing.dispatch import Routing
 
 
+def forced_logits(config: TransformerConfig, logits: Tensor, layer_number: int | None) -> Tensor:
+    """The logits; with --moe-router-force-load-balancing or --moe-router-force-biased Megatron's random ones."""
+    if config.moe_router_force_load_balancing:
+        logits = apply_random_logits(logits)
+    if config.moe_router_force_biased is not None:
+        logits = apply_biased_logits(logits, config.moe_router_force_biased, layer_number)
+    return logits
+
+
 class MegaBlocksRouter(TopKRouter):
     """forward(x (S, B, H), padding_mask (S, B), True = padding) → Routing over T = S·B tokens."""
 
@@ -75,11 +84,7 @@ class MegaBlocksRouter(TopKRouter):
 
     def forward(self, input: Tensor, padding_mask: Tensor | None = None) -> Routing:
         self._maintain_float32_expert_bias()
-        logits = self.gating(self.apply_input_jitter(input))
-        if self.config.moe_router_force_load_balancing:
-            logits = apply_random_logits(logits)
-        if self.config.moe_router_force_biased is not None:
-            logits = apply_biased_logits(logits, self.config.moe_router_force_biased, self.layer_number)
+        logits = forced_logits(self.config, self.gating(self.apply_input_jitter(input)), self.layer_number)
         if self.uses_megatron_routing:
             probs, routing_map = self.routing(logits, padding_mask=padding_mask)
             return routing_from_map(probs, routing_map, self.topk)

@@ -22,6 +22,7 @@ from megablocks.config import ConfigError
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
+from megablocks.megatron.topk_router import forced_logits
 from megablocks.ops.routing.capacity import capacity_of
 
 _ALONE: dict[str, tuple[Any, ...]] = {
@@ -31,6 +32,8 @@ _ALONE: dict[str, tuple[Any, ...]] = {
     "moe_input_jitter_eps": (None, 0, 0.0),
     "moe_router_enable_expert_bias": (False,),
     "moe_router_num_groups": (None,),
+    "moe_router_topk_scaling_factor": (None,),
+    "moe_router_dtype": (None,),
     "moe_router_score_function": ("softmax",),
     "moe_router_load_balancing_type": ("aux_loss", "none"),
     "moe_expert_capacity_factor": (None,),
@@ -80,6 +83,8 @@ class TutelMoELayer(MoELayer):
                 group=self.ep_group,
                 normalize_gate=not config.moe_router_pre_softmax,
             )
+        for gate in self.moe.gates:
+            gate.register_forward_hook(lambda _gate, _input, logits: forced_logits(config, logits, self.layer_number))
         if config.perform_initialization:
             self._draw()
         self.moe.to(config.params_dtype)
