@@ -89,7 +89,7 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"initialization ({seeds} a quality figure at most). Learning rate: {rate}, cosine decay to a tenth over the "
         "run. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
-        "load of the experts is that of the routers as they train.",
+        "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
         "Each number is computed from `record.json` beside this report: a line a run, with its command, environment, "
         "losses, speeds, drops and loads. The command of the comparison:",
     ]
@@ -185,10 +185,10 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rows = [
         [one.label, f"{one.step_ms:.1f}", f"{one.step_ms / ours.step_ms:.2f}" if ours else "–",
          f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"),
-         ARMS[one.arm].note or "–"]
+         _or_dash(one.load, ".2f"), ARMS[one.arm].note or "–"]
         for one in summaries.values()
     ]  # fmt: skip
-    head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "note"]
+    head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "load, fullest/mean", "note"]
     points, front = capacity_front(summaries)
     text = "The micro-batch is the largest that fits, found by trials of three steps."
     if record["settings"]["micro_batch"]:
@@ -239,7 +239,8 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 
 def best_tutel(summaries: dict[str, Summary]) -> Summary | None:
     """The arm of Tutel's own layer that drops and reaches the dense loss first."""
-    those = [one for arm, one in summaries.items() if arm.startswith("tutel-") and arm != "tutel-0" and one.to_base_s]
+    those = [one for arm, one in summaries.items()
+             if ARMS[arm].group == "tutel" and arm != "tutel-0" and one.to_base_s]  # fmt: skip
     return min(those, key=lambda one: one.to_base_s.mean if one.to_base_s else 0.0, default=None)
 
 

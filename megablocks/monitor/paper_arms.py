@@ -96,6 +96,21 @@ def _tutel(factor: str) -> Arm:
                log="mixture-of-experts layer: Tutel's own", note=_PADS.get(factor, _DROPS))  # fmt: skip
 
 
+_LOADS = {
+    "uniform": ("--moe-router-force-load-balancing", "random logits: experts with equal chances"),
+    "skewed": ("--moe-router-force-biased=-0.3",
+               "random logits and a fixed bias of std 0.3: of 64 experts the fullest has about 4 times the mean"),
+}  # fmt: skip
+
+
+def _forced(load: str, arm: str) -> Arm:
+    flags, note = _LOADS[load]
+    one = {"dmoe": Arm("dMoE", "", _DMOE, "{experts}"), "capacity-0": _capacity("0"), "tutel-0": _tutel("0")}[arm]
+    note = "; ".join(filter(None, [one.note, note, "only its step time, memory and load count"]))
+    return one._replace(label=f"{one.label}, {load} load", group="load", flags=f"{one.flags} {flags}".strip(),
+                        seeds=1, has_quality=False, note=note)  # fmt: skip
+
+
 _FINE = "--moe-ffn-hidden-size {fine_width}"
 ARMS = {
     "dense": Arm("dense", "paper", "gpt2/gpt2_{size}_8gpu.sh", top_k=0),
@@ -112,8 +127,7 @@ ARMS = {
     "fine": Arm("fine-grained, top-8", "variants", _DMOE, "{fine_experts} 8", _FINE, top_k=8),
     "fine-shared": Arm("fine-grained, top-7 and a shared expert", "variants", _DMOE, "{fine_experts} 7",
                        f"{_FINE} --moe-shared-expert-intermediate-size {{fine_width}}", top_k=7),
-    "dmoe-uniform": Arm("dMoE, uniform load", "load", _DMOE, "{experts}", "--megablocks-uniform-assignment", seeds=1,
-                        has_quality=False, note="experts in turn, without the router; only its step time counts"),
+    **{f"{arm}-{load}": _forced(load, arm) for load in _LOADS for arm in ("dmoe", "capacity-0", "tutel-0")},
 }  # fmt: skip
 BASE = "dense"
 """The arm whose final loss the others' times are measured to."""

@@ -44,7 +44,8 @@ def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: 
     figure = new_figure(8, 5.5)
     axes = figure.add_subplot()
     named: set[str] = set()
-    for run in record["runs"]:
+    runs = [run for run in record["runs"] if ARMS[run["arm"]].has_quality]
+    for run in runs:
         arm, validation = run["arm"], run["validation"]
         color, marker, line = _style(arm)
         text = None if arm in named else ARMS[arm].label
@@ -54,7 +55,7 @@ def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: 
                   alpha=0.9 if text else 0.4, label=text)  # fmt: skip
     target = summarize(record)[BASE].loss.mean
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
-    curves = [run["validation"]["loss"] for run in record["runs"]]
+    curves = [run["validation"]["loss"] for run in runs]
     # The first evaluations are far above all others and would flatten the rest.
     axes.set_ylim(min(map(min, curves)) - 0.05, max(losses[len(losses) // 5] for losses in curves) + 0.05)
     axes.set(xlabel=label, ylabel="validation loss (nats per token)", title=title_of(record))

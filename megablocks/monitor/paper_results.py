@@ -291,5 +291,5 @@ def _last_quarter(values: Sequence[float | None]) -> list[float]:
 def capacity_front(summaries: dict[str, Summary]) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """(seconds of a whole run, final loss) of dMoE and of every arm with a capacity, and the front's names."""
     points = {arm: (one.time_s.mean, one.loss.mean) for arm, one in summaries.items()
-              if arm == "dmoe" or arm.startswith(("capacity-", "tutel-"))}  # fmt: skip
+              if arm == "dmoe" or (ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")))}  # fmt: skip
     return points, pareto(points)

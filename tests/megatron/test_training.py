@@ -21,6 +21,7 @@ NO_AUX = (("moe_aux_loss_coeff", 0.0),)
 LAYOUTS = {
     "dropless": BASE,
     "expert choice": BASE.but(model=NO_AUX, settings=(("router_type", "expert_choice"),)),
+    "skewed load": BASE.but(model=(("moe_router_force_biased", -3.0),)),
     "token rounding": BASE.but(
         settings=(("token_rounding", "stochastic_frequency"), ("token_rounding_tile", 4)), recompute="full"
     ),
@@ -131,6 +132,13 @@ def test_loss_falls(runs: dict[str, Trained], name: str) -> None:
 def test_expert_choice_gives_every_expert_the_same_load(runs: dict[str, Trained]) -> None:
     load = _load(runs["expert choice"])
     assert (load[:, :-1] == PAIRS // 4).all() and not load[:, -1].any()
+
+
+def test_a_forced_bias_skews_the_load(runs: dict[str, Trained]) -> None:
+    for name, skewed in (("skewed load", True), ("dropless", False)):
+        load = _load(runs[name])[:, :-1].double()
+        assert ((load.amax(1) > 1.6 * load.mean(1)) == skewed).all(), name
+    assert not _load(runs["skewed load"])[:, -1].any()
 
 
 def test_R9_token_rounding_counts_the_routers_own_choice(runs: dict[str, Trained]) -> None:
