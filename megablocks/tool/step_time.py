@@ -5,10 +5,11 @@ On several GPUs the formulas of communication come on top. Nothing was measured 
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from megablocks.monitor.bounds import RunSizes, bounds
-from megablocks.monitor.flops import mfu, peak_bandwidth
+from megablocks.monitor.flops import mfu, peak_bandwidth, peak_flops
 from megablocks.tool.memory import parameters, rows
 from megablocks.tool.model import Model
 
@@ -48,6 +49,30 @@ ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
 """Of the time on one H200, which the six measured steps hold, and elsewhere, which is a guess."""
 
 
+_ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks")
+"""Parts that a step has once, however many micro-batches it has."""
+
+
+class Conditions(NamedTuple):
+    """What else decides a step's time, beside the model and its layout.
+
+    host_gb, network_gb: GB/s in one direction that a GPU's collectives reach inside a host and between hosts.
+    host_us, network_us: microseconds before their first byte. host_gpus: GPUs of a host.
+    experts_tflops: rate of the experts' kernels, forward and backward; None: from the steps measured on an H200.
+    skew: rows of the fullest expert-parallel rank over the mean. row_a_rank: the all-to-all sends a token once to each
+    rank that holds one of its experts, instead of once to each expert.
+    """
+
+    host_gb: float = LINK_GB * LINK_SHARE
+    network_gb: float = NETWORK_GB * LINK_SHARE
+    host_us: float = 0.0
+    network_us: float = 0.0
+    host_gpus: int = HOST_GPUS
+    experts_tflops: float | None = None
+    skew: float = 1.0
+    row_a_rank: bool = False
+
+
 class StepTime(NamedTuple):
     """parts: milliseconds of a step. mfu: None for an unknown GPU."""
 
@@ -79,29 +104,49 @@ def run_sizes(m: Model) -> RunSizes:
     )
 
 
-def _communication(m: Model) -> dict[str, float]:
+def _communication(m: Model, on: Conditions) -> dict[str, float]:
     """Milliseconds a step, nothing of it hidden behind other work."""
     p, n, e = parameters(m), rows(m), m.element_bytes
     tp, ep, dp, pp = (m.tensor_model_parallel_size, m.expert_model_parallel_size, m.data_parallel_size,
                       m.pipeline_model_parallel_size)  # fmt: skip
 
-    def ms(sent: float, ranks: int) -> float:
-        """For bytes that each of `ranks` ranks would send if it sent to itself too."""
-        rate = LINK_GB if ranks <= HOST_GPUS else NETWORK_GB
-        return 1e3 * sent * (ranks - 1) / ranks / (rate * LINK_SHARE * 1e9)
+    def latency(ranks: int, near: int) -> float:
+        return 0.0 if ranks == 1 else (on.host_us if ranks <= near else on.network_us) / 1e3
+
+    def reduced(sent: float, ranks: int, apart: int) -> float:
+        """For bytes that each of `ranks` ranks sends around rings. apart: distance of two neighbors in global ranks.
+
+        A ring enters and leaves a host once, and a host has as many rings as the group has ranks on it.
+        """
+        near = max(1, on.host_gpus // apart)
+        rate = on.host_gb if ranks <= near else min(on.host_gb, near * on.network_gb)
+        return 1e3 * sent * (ranks - 1) / ranks / (rate * 1e9) + latency(ranks, near)
+
+    def exchanged(sent: float, ranks: int, apart: int) -> float:
+        """For bytes that each rank sends in equal parts to all, itself included; both kinds of links work at once."""
+        near = min(ranks, max(1, on.host_gpus // apart))
+        inside, outside = (near - 1) / on.host_gb, (ranks - near) / on.network_gb
+        return 1e3 * sent / ranks * max(inside, outside) / 1e9 + latency(ranks, near)
 
     hidden = n.group * m.hidden_size * e  # of a micro-batch
     layers, moe = m.num_layers / pp, m.shape.num_moe_layers / pp
     pairs = n.expert * m.hidden_size * e
-    gradients = ms(2 * 4 * p.dense_per_gpu, dp) + ms(2 * 4 * p.experts_per_gpu, m.expert_data_parallel_size)
+    if on.row_a_rank and m.num_experts:  # ranks that a token's distinct experts lie on, by chance, over its experts
+        missed = math.comb(m.num_experts - m.num_experts // ep, m.moe_router_topk)
+        pairs *= ep * (1 - missed / math.comb(m.num_experts, m.moe_router_topk)) / m.moe_router_topk
+    inner = m.tensor_model_parallel_size * m.context_parallel_size
+    # Summed in float32. The distributed optimizer sums each rank's part only, and sends the new weights.
+    each = 4 + e if m.use_distributed_optimizer else 2 * 4
+    gradients = reduced(each * p.dense_per_gpu, dp, inner)
+    gradients += reduced(each * p.experts_per_gpu, m.expert_data_parallel_size, ep * m.etp) if m.num_experts else 0.0
     return {
         "gradients over data-parallel ranks": gradients,
-        "all-to-all of the experts": m.micro_batches * moe * 4 * ms(pairs, ep),
-        "tensor parallelism": m.micro_batches * layers * 8 * ms(hidden, tp),
+        "all-to-all of the experts": m.micro_batches * moe * 4 * exchanged(pairs, ep, m.etp),
+        "tensor parallelism": m.micro_batches * layers * 8 * reduced(hidden, tp, 1),
     }
 
 
-def step_time(m: Model) -> StepTime | None:
+def step_time(m: Model, on: Conditions = Conditions()) -> StepTime | None:  # noqa: B008 - immutable
     """None where the bounds are unknown: another GPU than those of `monitor.flops`, or float32."""
     run = run_sizes(m)
     least, bandwidth = bounds(run), peak_bandwidth(m.gpu)
@@ -110,7 +155,9 @@ def step_time(m: Model) -> StepTime | None:
     parts = {part: TIMES_BOUND[part] * bound.least for part, bound in least.items()}
     if "experts" in parts:
         experts = least["experts"]
-        parts["experts"] = max(TIMES_BOUND["experts"] * experts.arithmetic, EXPERTS_TIMES_BYTES * experts.bytes)
+        peak = peak_flops(m.gpu)
+        times = TIMES_BOUND["experts"] if on.experts_tflops is None or peak is None else peak / on.experts_tflops / 1e12
+        parts["experts"] = max(times * experts.arithmetic, EXPERTS_TIMES_BYTES * experts.bytes)
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             gated = 2 if m.swiglu else 1
@@ -126,10 +173,17 @@ def step_time(m: Model) -> StepTime | None:
         for part in ("experts", "routing", "attention", "dense products", "norms", "elementwise"):
             parts[part] = parts.get(part, 0.0) * 4 / 3
     parts["idle and copies"] = IDLE_MS + IDLE_LAYER_MS * m.num_layers / m.pipeline_model_parallel_size * m.micro_batches
-    parts |= {f"communication: {name}": ms for name, ms in _communication(m).items() if ms}
+    parts |= {f"communication: {name}": ms for name, ms in _communication(m, on).items() if ms}
+    if on.skew > 1:
+        busy = parts.get("experts", 0.0) + parts.get("communication: all-to-all of the experts", 0.0)
+        parts["waiting for the fullest rank"] = (on.skew - 1) * busy
     stages = m.pipeline_model_parallel_size
     if stages > 1:
-        parts["communication: pipeline bubble"] = sum(parts.values()) * (stages - 1) / m.micro_batches
+        repeated = sum(ms for name, ms in parts.items() if name not in _ONCE)
+        # The others wait for the last stage too, which has the loss and as many layers as they.
+        last = parts["embedding and loss"] * (stages - 1)
+        parts["waiting for the last stage"] = last
+        parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches
     rate = m.tokens / sum(parts.values()) * 1e3
     measured = m.gpus == 1 and "H200" in m.gpu and m.recompute_granularity is None
     return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), ERROR_BAR if measured else ERROR_BAR_LAYOUT)

@@ -257,6 +257,54 @@ def test_layouts_cost_communication() -> None:
     assert again is not None and again.milliseconds > step_time.step_time(SMALL).milliseconds  # type: ignore[union-attr]
 
 
+def _part(m: Model, name: str, **on: Any) -> float:
+    time = step_time.step_time(m, step_time.Conditions(host_gb=200.0, network_gb=20.0, **on))
+    assert time is not None
+    return time.parts.get(name, 0.0)
+
+
+def test_an_all_to_all_uses_both_kinds_of_links() -> None:
+    """By hand: 2 bytes, 4 exchanges a layer, FINE's 24 layers, 8 micro-batches on a rank, rows of 8 experts a token."""
+    name, rows = "communication: all-to-all of the experts", 8 * 4096 * 8
+    for ranks, over in ((8, 7 / 8 / 200e9), (16, max(7 / 16 / 200e9, 8 / 16 / 20e9))):
+        m = _with(FINE, gpus=ranks, expert_model_parallel_size=ranks, global_batch_size=64 * ranks)
+        once = rows * 768 * 2 * over * 1e3
+        assert _part(m, name) == pytest.approx(8 * 24 * 4 * once)
+        late = _part(m, name, host_us=50.0, network_us=90.0) - _part(m, name)
+        assert late == pytest.approx(8 * 24 * 4 * (0.05 if ranks == 8 else 0.09))
+    two = _with(FINE, gpus=2, expert_model_parallel_size=2, global_batch_size=128)
+    # A token's eight experts lie on one of two ranks with a chance of 2 · C(64, 8) / C(128, 8) = 0.0062.
+    assert _part(two, name, row_a_rank=True) == pytest.approx(_part(two, name) * (2 - 0.0062) / 8, rel=1e-4)
+
+
+def test_rings_over_hosts_share_adapters() -> None:
+    name = "communication: gradients over data-parallel ranks"
+    many = _with(FINE, gpus=64, global_batch_size=512)
+    p = memory.parameters(many)
+    assert _part(many, name) == pytest.approx(8 * p.per_gpu * 63 / 64 / 160e9 * 1e3)
+    p = memory.parameters(apart := _with(many, expert_model_parallel_size=8))
+    dense, experts = 8 * p.dense_per_gpu * 63 / 64 / 160e9, 8 * p.experts_per_gpu * 7 / 8 / 20e9
+    assert _part(apart, name) == pytest.approx((dense + experts) * 1e3)
+    sharded = _with(many, use_distributed_optimizer=True)
+    assert _part(sharded, name) == pytest.approx(_part(many, name) * 6 / 8)
+
+
+def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
+    m = _with(FINE, gpus=8, expert_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=256)
+    time = step_time.step_time(m, step_time.Conditions(skew=1.5))
+    assert time is not None
+    parts = time.parts
+    busy = parts["experts"] + parts["communication: all-to-all of the experts"]
+    assert parts["waiting for the fullest rank"] == pytest.approx(busy / 2)
+    assert parts["waiting for the last stage"] == parts["embedding and loss"]
+    once = ("optimizer", "gradients", "communication: gradients over data-parallel ranks")
+    each = sum(ms for name, ms in parts.items() if name not in (*once, "communication: pipeline bubble"))
+    assert parts["communication: pipeline bubble"] == pytest.approx(each / m.micro_batches)
+    known = step_time.step_time(FINE, step_time.Conditions(experts_tflops=989.4 / 4))
+    assert known is not None
+    assert known.parts["experts"] == pytest.approx(4 / 2.20 * step_time.step_time(FINE).parts["experts"])  # type: ignore[union-attr]
+
+
 def test_a_field_is_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="num_layers=0: must be >= 1"):
         _with(num_layers=0)
