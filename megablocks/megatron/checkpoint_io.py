@@ -41,7 +41,7 @@ MODEL = (
     "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups",
     "moe_router_group_topk", "moe_router_enable_expert_bias", "moe_expert_capacity_factor",
     "megablocks_router_type", "megablocks_token_rounding", "megablocks_normalize_top_k",
-    "megablocks_uniform_assignment", "megablocks_capacity_factor", "megablocks_capacity_rule",
+    "megablocks_uniform_assignment", "megablocks_capacity_factor", "megablocks_capacity_rule", "megablocks_qk_norm",
 )  # fmt: skip
 """Flags that define the model: with other values, the same weights compute something else or do not fit."""
 SCHEDULE = (

@@ -54,3 +54,27 @@ class Norm(torch.nn.Module):
         if self.bias is None:
             return F.rms_norm(x, self.normalized_shape, weight, self.eps)
         return F.layer_norm(x, self.normalized_shape, weight, self.bias, self.eps)
+
+
+class AllHeadsNorm(Norm):
+    """Normalizes queries or keys (S, B, heads, D) over all heads of a token, as OLMoE. weight: (heads · D,).
+
+    Args:
+        of_keys: whether it stands behind the keys, which have one head a query group.
+
+    Raises:
+        ConfigError: tensor parallelism, where no rank has all heads.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, of_keys: bool) -> None:
+        if config.tensor_model_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_model_parallel_size={config.tensor_model_parallel_size}: must be 1 with "
+                "--megablocks-qk-norm all, which needs all heads on each rank"
+            )
+        heads = config.num_query_groups if of_keys else config.num_attention_heads
+        assert heads is not None
+        super().__init__(config, heads * hidden_size, eps)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.flatten(-2)).view(x.shape)

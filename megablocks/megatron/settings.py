@@ -22,6 +22,7 @@ LAYERS = ("megablocks", "experts", "megatron", "tutel")
 ATTENTIONS = ("sdpa", "megatron")
 NORMS = ("fused", "torch")
 FUSED = ("fused", "megatron")
+QK_NORMS = ("head", "all")
 ENV_PREFIX = "MEGABLOCKS_"
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
@@ -130,6 +131,12 @@ class MegaBlocksSettings:
         "fused",
         "rotary embedding on a GPU without Transformer Engine: fused, our Triton kernel; megatron, torch's operations",
         FUSED,
+    )
+    qk_norm: str = option(
+        "head",
+        "what --qk-layernorm normalizes: head, each head of queries and keys, as Megatron; all, all heads of a token "
+        "together, as OLMoE; all needs tensor parallel size 1 and no Transformer Engine",
+        QK_NORMS,
     )
 
     def __post_init__(self) -> None:

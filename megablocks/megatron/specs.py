@@ -36,13 +36,14 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
 
+from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import attention, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
 from megablocks.megatron.model_config import OWN_EXCHANGE, check_without_engine  # noqa: E402
 from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
-from megablocks.megatron.norm import Norm  # noqa: E402
+from megablocks.megatron.norm import AllHeadsNorm, Norm  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
 from megablocks.megatron.topk_router import CountingTopKRouter, MegaBlocksRouter  # noqa: E402
 
@@ -100,6 +101,11 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
         if getattr(heads, name, None) is WrappedTorchNorm:
             setattr(heads, name, Norm)
+    if settings.qk_norm == "all" and config.qk_layernorm:
+        if heads.q_layernorm is not Norm:
+            raise ConfigError("megablocks_qk_norm='all': must be 'head' with Transformer Engine")
+        heads.q_layernorm = functools.partial(AllHeadsNorm, of_keys=False)
+        heads.k_layernorm = functools.partial(AllHeadsNorm, of_keys=True)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
         heads.core_attention = SDPAttention
     _fuse_bias(heads, settings)

@@ -29,6 +29,7 @@ COMMANDS = {
     "doctor": Command("megablocks.tool.doctor:main", "run every kernel family and compare it with float64"),
     "bench": Command("megablocks.tool.bench:main", "time every implementation, and other packages, at your shape"),
     "plan": Command("megablocks.tool.plan:main", "memory and step time of a model before you rent GPUs"),
+    "convert": Command("megablocks.tool.convert:main", "a model between Hugging Face, our layers and Megatron"),
     "verify": Command("megablocks.tool.verify:main", "check a prepared data set or a checkpoint, byte by byte"),
 }
 

@@ -1,0 +1,244 @@
+"""Where a model's tensors lie in a format: tables of rules, read in both directions.
+
+A model is a set of units, the smallest tensors that move: a projection, a norm, a matrix of one expert. A unit's name
+is that of Hugging Face's Llama, or that of our layer with the expert's number:
+
+    model.layers.3.self_attn.q_proj.weight     model.layers.3.mlp.experts.5.w1
+
+A format stores tensors. A tensor is one block or several, one behind the other, and a block holds one unit or several
+in a packing. A rule says this for a tensor, or for one of each layer or expert. A unit without a rule is stored under
+its own name as it is. To convert is to write the tensors of one format from units that the other one gives.
+
+Legend: V vocabulary, H hidden, N heads, G key-value heads, D size of a head, E experts, I expert width, F dense width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from megablocks.checkpoint.atomic import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """What a conversion must know of a model.
+
+    dense_layers: those without experts. qk_norm: "head" for a norm over each head of queries and keys, "all" for one
+    over all heads of a token, None for none. normalize_top_k: a token's weights add up to 1. tied: the output layer has
+    the embedding's weight.
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    num_experts: int
+    top_k: int
+    expert_width: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    dense_width: int | None = None
+    dense_layers: tuple[int, ...] = ()
+    qk_norm: str | None = None
+    normalize_top_k: bool = True
+    tied: bool = False
+
+    def units(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every unit, in the order in which they are written."""
+        hidden, heads, groups = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        units: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
+        for number in range(self.num_layers):
+            layer: dict[str, tuple[int, ...]] = {
+                "input_layernorm.weight": (hidden,),
+                "self_attn.q_proj.weight": (heads, hidden),
+                "self_attn.k_proj.weight": (groups, hidden),
+                "self_attn.v_proj.weight": (groups, hidden),
+                "self_attn.o_proj.weight": (hidden, heads),
+            }
+            if self.qk_norm is not None:
+                per_head = self.qk_norm == "head"
+                layer["self_attn.q_norm.weight"] = (self.head_dim if per_head else heads,)
+                layer["self_attn.k_norm.weight"] = (self.head_dim if per_head else groups,)
+            layer["post_attention_layernorm.weight"] = (hidden,)
+            layer |= self._mlp(number)
+            units |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+        units["model.norm.weight"] = (hidden,)
+        if not self.tied:
+            units["lm_head.weight"] = (self.vocab_size, hidden)
+        return units
+
+    def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
+        hidden, dense = self.hidden_size, self.dense_width
+        if layer in self.dense_layers:
+            assert dense is not None
+            shapes = {"gate_proj": (dense, hidden), "up_proj": (dense, hidden), "down_proj": (hidden, dense)}
+            return {f"mlp.{name}.weight": shape for name, shape in shapes.items()}
+        matrix = (self.expert_width, hidden)
+        # one matrix of all experts after the other: a reader keeps one of them
+        experts = [f"mlp.experts.{e}.{name}" for name in ("w1", "v1", "w2") for e in range(self.num_experts)]
+        return {"mlp.router.layer.weight": (self.num_experts, hidden), **dict.fromkeys(experts, matrix)}
+
+
+class Packing(NamedTuple):
+    """pack: units → block. unpack: block, the units' shapes → units."""
+
+    pack: Callable[[Model, list[Tensor]], Tensor]
+    unpack: Callable[[Model, Tensor, list[tuple[int, ...]]], list[Tensor]]
+
+
+def _pack_qkv(model: Model, units: list[Tensor]) -> Tensor:
+    groups = [unit.unflatten(0, (model.num_kv_heads, -1)) for unit in units]
+    return torch.cat(groups, dim=1).flatten(0, 1)
+
+
+def _unpack_qkv(model: Model, block: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    rows = [shape[0] // model.num_kv_heads for shape in shapes]
+    return [part.flatten(0, 1) for part in block.unflatten(0, (model.num_kv_heads, -1)).split(rows, dim=1)]
+
+
+PACKINGS = {
+    "same": Packing(lambda _, units: units[0], lambda _, block, shapes: [block]),
+    "transposed": Packing(lambda _, units: units[0].t(), lambda _, block, shapes: [block.t()]),
+    "rows": Packing(
+        lambda _, units: torch.cat(units), lambda _, block, shapes: list(block.split([shape[0] for shape in shapes]))
+    ),
+    "qkv": Packing(_pack_qkv, _unpack_qkv),  # key-value head by head: its queries, its key, its value
+}
+
+
+class Rule(NamedTuple):
+    """Where a format stores units.
+
+    stored: name of a tensor; {l} stands for a layer, {e} for an expert.
+    units: what a block holds; a layer or an expert that `stored` does not name numbers the tensor's blocks.
+    merged: the blocks are rows of one matrix, without a dimension of their own.
+    """
+
+    stored: str
+    units: tuple[str, ...]
+    packing: str = "same"
+    merged: bool = False
+
+
+class Block(NamedTuple):
+    """index: of the block in its tensor, over layers, experts, both or nothing."""
+
+    index: tuple[int, ...]
+    units: tuple[str, ...]
+
+
+@dataclass
+class Stored:
+    """A tensor of a format. block_shape: of one block as it is stored, without the block's index."""
+
+    name: str
+    rule: Rule
+    block_shape: tuple[int, ...]
+    blocks: list[Block] = field(default_factory=list)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        numbers = tuple(len({block.index[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].index)))
+        if self.rule.merged:
+            return (math.prod(numbers) * self.block_shape[0], *self.block_shape[1:])
+        return (*numbers, *self.block_shape)
+
+
+def layout_of(model: Model, rules: Iterable[Rule]) -> dict[str, Stored]:
+    """Every tensor that a format stores of a model, by name."""
+    units, place = model.units(), {}
+    for rule in rules:
+        axes = [axis for axis in "le" if f"{{{axis}}}" in rule.units[0]]
+        numbers = {"l": range(model.num_layers), "e": range(model.num_experts)}
+        for layer in numbers["l"] if "l" in axes else (0,):
+            for expert in numbers["e"] if "e" in axes else (0,):
+                at = {"l": layer, "e": expert}
+                names = tuple(name.format(**at) for name in rule.units)
+                if names[0] in units:
+                    index = tuple(at[axis] for axis in axes if f"{{{axis}}}" not in rule.stored)
+                    place |= dict.fromkeys(names, (rule, rule.stored.format(**at), Block(index, names)))
+    found: dict[str, Stored] = {}
+    for unit in units:
+        rule, name, block = place.get(unit) or (Rule(unit, (unit,)), unit, Block((), (unit,)))
+        if unit != block.units[0]:
+            continue  # its block is there already
+        if name not in found:
+            empty = [torch.empty(units[one], device="meta") for one in block.units]
+            found[name] = Stored(name, rule, tuple(PACKINGS[rule.packing].pack(model, empty).shape))
+        found[name].blocks.append(block)
+    return found
+
+
+class Source(Protocol):
+    """A model in some format, read block by block."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def dtype(self, name: str) -> torch.dtype: ...
+
+    def read_block(self, stored: Stored, block: Block) -> Tensor: ...
+
+
+def check_names(source: Source, layout: Mapping[str, Stored], where: str, ignored: Callable[[str], bool]) -> None:
+    """Refuse a source that lacks a tensor, holds another one, or holds one of another shape; the line names it."""
+    shapes = {name: shape for name, shape in source.shapes().items() if not ignored(name)}
+    missing, unknown = sorted(layout.keys() - shapes.keys()), sorted(shapes.keys() - layout.keys())
+    for names, what in ((missing, "missing"), (unknown, "unknown")):
+        if names:
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            raise CheckpointError(f"{where}: {names[0]}: {what} key{more}; the model's sizes ask for {len(layout)} tensors")
+    for name, stored in layout.items():
+        if shapes[name] != stored.shape:
+            raise CheckpointError(f"{where}: {name} has shape {shapes[name]}; the model's sizes ask for {stored.shape}")
+
+
+class Units:
+    """The units of a source, each read when it is asked for. The last block stays in memory for its other units."""
+
+    def __init__(self, model: Model, source: Source, layout: Mapping[str, Stored]) -> None:
+        self.model, self.source, self.shapes = model, source, model.units()
+        self.place = {
+            unit: (stored, block, position)
+            for stored in layout.values()
+            for block in stored.blocks
+            for position, unit in enumerate(block.units)
+        }
+        assert self.place.keys() == self.shapes.keys(), "a format stores every unit once"
+        self._last: tuple[Block | None, list[Tensor]] = (None, [])
+
+    def dtype(self, unit: str) -> torch.dtype:
+        return self.source.dtype(self.place[unit][0].name)
+
+    def read(self, unit: str) -> Tensor:
+        stored, block, position = self.place[unit]
+        if self._last[0] is not block:
+            shapes = [self.shapes[one] for one in block.units]
+            unpack = PACKINGS[stored.rule.packing].unpack
+            self._last = block, unpack(self.model, self.source.read_block(stored, block), shapes)
+        return self._last[1][position]
+
+    def dtype_of(self, stored: Stored) -> torch.dtype:
+        """The dtype of a tensor of the other format. Raises CheckpointError if its units have different ones."""
+        dtypes = {unit: self.dtype(unit) for block in stored.blocks for unit in block.units}
+        (first, dtype), *_ = dtypes.items()
+        for unit, other in dtypes.items():
+            if other != dtype:
+                raise CheckpointError(f"{unit} is {other}, {first} is {dtype}: {stored.name} holds both in one dtype")
+        return dtype
+
+    def blocks(self, stored: Stored) -> Iterator[Tensor]:
+        """The blocks of a tensor of the other format, in order."""
+        for block in stored.blocks:
+            yield self.block(stored, block)
+
+    def block(self, stored: Stored, block: Block) -> Tensor:
+        return PACKINGS[stored.rule.packing].pack(self.model, [self.read(unit) for unit in block.units])

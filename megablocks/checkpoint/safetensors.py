@@ -1,0 +1,175 @@
+"""Folders of safetensors files, read and written block by block: no more than one block is in memory.
+
+A file is 8 bytes with the length of its header, the header in JSON, and the tensors' bytes in the header's order.
+A folder holds one file, model.safetensors, or several and model.safetensors.index.json, which names each tensor's file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks.checkpoint.atomic import CheckpointError
+
+WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD_BYTES = 5 * 10**9
+"""A file is closed before it exceeds this size; only a single tensor may be larger."""
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class _Entry(NamedTuple):
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+
+class SafetensorsFolder:
+    """The tensors of a folder.
+
+    Raises:
+        CheckpointError: a file is missing, truncated or no safetensors file; the line names it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.entries: dict[str, _Entry] = {}
+        for file, names in _files_of(folder).items():
+            found = _read_header(file)
+            if names is not None and (different := names ^ found.keys()):
+                where = INDEX if names - found.keys() else file.name
+                raise CheckpointError(f"{folder}: {min(different)}: only {where} has it; {file.name} and {INDEX} differ")
+            self.entries |= found
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: entry.shape for name, entry in self.entries.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.entries[name].dtype
+
+    def read(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
+        """The values of `shape` that follow the first `first` values of a tensor."""
+        entry = self.entries[name]
+        data = bytearray(math.prod(shape) * entry.dtype.itemsize)
+        with open(entry.file, "rb") as file:
+            file.seek(entry.start + first * entry.dtype.itemsize)
+            if file.readinto(data) != len(data):
+                raise CheckpointError(f"{entry.file}: ends within {name}")
+        return torch.frombuffer(data, dtype=entry.dtype).view(*shape)
+
+
+def _files_of(folder: Path) -> dict[Path, set[str] | None]:
+    """Each file of a folder, and the names that it should hold, None if nothing says so."""
+    index = folder / INDEX
+    if not index.is_file():
+        if not (folder / WHOLE).is_file():
+            raise CheckpointError(f"{folder}: holds neither {WHOLE} nor {INDEX}")
+        return {folder / WHOLE: None}
+    try:
+        weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{index}: damaged ({error})") from None
+    files: dict[Path, set[str] | None] = {}
+    for name, file in weight_map.items():
+        names = files.setdefault(folder / file, set())
+        assert names is not None
+        names.add(name)
+    for path in files:
+        if path.parent != folder or not path.is_file():
+            raise CheckpointError(f"{path}: missing; {INDEX} names it")
+    return files
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    size = path.stat().st_size
+    try:
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > size - 8:
+                raise ValueError(f"the header's {length} bytes are not there")
+            header: dict[str, Any] = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        entries, end = {}, 0
+        for name, tensor in header.items():
+            if tensor["dtype"] not in _DTYPES:
+                raise ValueError(f"{name} has dtype {tensor['dtype']}; known are {', '.join(_DTYPES)}")
+            first, last = tensor["data_offsets"]
+            dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+            if last - first != math.prod(shape) * dtype.itemsize:
+                raise ValueError(f"{name} has {last - first} bytes, which its shape {list(shape)} does not give")
+            entries[name], end = _Entry(path, dtype, shape, 8 + length + first), max(end, last)
+        if 8 + length + end != size:
+            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: no whole safetensors file: {error}") from None
+    return entries
+
+
+class NewTensor(NamedTuple):
+    """A tensor to be written. blocks: gives its values in order, one part after the other."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    blocks: Callable[[], Iterable[Tensor]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_folder(folder: Path, tensors: Iterable[NewTensor], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write the tensors into files of at most `shard_bytes`, and the index if there are several."""
+    shards: list[list[NewTensor]] = []
+    room = 0
+    for tensor in tensors:
+        if not shards or tensor.nbytes > room:
+            shards.append([])
+            room = shard_bytes
+        shards[-1].append(tensor)
+        room -= tensor.nbytes
+    one = len(shards) == 1
+    names = [WHOLE if one else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        _write_file(folder / name, shard)
+    if not one:
+        total = sum(tensor.nbytes for shard in shards for tensor in shard)
+        weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def _write_file(path: Path, tensors: list[NewTensor]) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in tensors:
+        header[tensor.name] = {
+            "dtype": _NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [end, end + tensor.nbytes],
+        }
+        end += tensor.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors:
+            before = file.tell()
+            for block in tensor.blocks():
+                assert block.dtype == tensor.dtype, tensor.name
+                file.write(block.contiguous().flatten().view(torch.uint8).numpy().data)
+            assert file.tell() - before == tensor.nbytes, tensor.name
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,378 @@
+"""Megatron's distributed checkpoints for `python -m megablocks convert`: read and written tensor by tensor.
+
+A checkpoint of weights alone lies in the folder `release`, Megatron's name for one without optimizer: `--load` starts
+at iteration 0 with it. It is read and written through torch.distributed.checkpoint by one process without any GPU; no
+Megatron model is built.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from megablocks.checkpoint import atomic
+from megablocks.checkpoint.layout import Block, Model, Rule, Stored, Units
+from megablocks.config import ConfigError
+from megablocks.megatron import checkpoint_io, planned
+
+_UNIT = "model.layers.{l}."
+_RULES = {
+    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "same"),
+    "self_attention.linear_qkv.weight": (
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv",
+    ),
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "same"),
+    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "same"),
+    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "same"),
+    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "same"),
+    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
+    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "same"),
+    "mlp.router.weight": (("mlp.router.layer.weight",), "same"),
+    **{f"mlp.experts.{name}": ((f"mlp.experts.{{e}}.{name}",), "same") for name in ("w1", "v1", "w2")},
+}  # fmt: skip
+_OUTSIDE = (
+    Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
+    Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
+    Rule("output_layer.weight", ("lm_head.weight",)),
+)
+
+
+def rules_of(per_layer: bool) -> tuple[Rule, ...]:
+    """Megatron's names. per_layer: each layer has tensors of its own, as where dense layers stand among the others."""
+    prefix = "decoder.layers.{l}." if per_layer else "decoder.layers."
+    layers = (
+        Rule(prefix + stored, tuple(_UNIT + unit for unit in units), packing)
+        for stored, (units, packing) in _RULES.items()
+    )
+    return (*_OUTSIDE, *layers)
+
+
+_MUST: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "add_qkv_bias": (False,),
+    "position_embedding_type": ("rope",),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False,),
+    "use_rope_scaling": (False,),
+    "layernorm_zero_centered_gamma": (False,),
+    "qk_l2_norm": (False,),
+    "multi_latent_attention": (False,),
+    "window_size": (None,),
+    "softmax_type": ("vanilla",),
+    "moe_router_score_function": ("softmax",),
+    "moe_router_enable_expert_bias": (False,),
+    "moe_router_topk_scaling_factor": (None, 1.0),
+    "moe_router_num_groups": (None,),
+    "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_latent_size": (None,),
+    "mtp_num_layers": (None, 0),
+    "megablocks_layer": ("megablocks", "experts"),
+    "megablocks_router_type": ("topk",),
+    "megablocks_uniform_assignment": (False,),
+    "megablocks_normalize_top_k": (None, 1.0),
+}
+"""What a run must have been given so that a family of Hugging Face computes the same. A capacity and token rounding
+drop tokens in training; the converted model drops none."""
+
+
+def model_of(args: argparse.Namespace, where: object) -> Model:
+    """What the flags of a run say of its model. Raises ConfigError, which names a flag that no family has."""
+    for name, allowed in _MUST.items():
+        value = getattr(args, name, allowed[0])
+        value = value[0] if isinstance(value, list) and len(value) == 1 else value
+        if value not in allowed:
+            raise ConfigError(f"{where}: {name}={value!r}: must be {' or '.join(map(repr, allowed))} to be converted")
+    if not args.num_experts:
+        raise ConfigError(f"{where}: num_experts={args.num_experts!r}: only models with experts are converted")
+    frequency = args.moe_layer_freq
+    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(args.num_layers)]
+    sums_to_one = not args.moe_router_pre_softmax or getattr(args, "megablocks_normalize_top_k", None) == 1
+    qk_norm = getattr(args, "megablocks_qk_norm", "head") if args.qk_layernorm else None
+    return Model(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_heads=args.num_attention_heads,
+        num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
+        head_dim=args.kv_channels,
+        vocab_size=args.padded_vocab_size,
+        num_experts=args.num_experts,
+        top_k=args.moe_router_topk,
+        expert_width=args.moe_ffn_hidden_size,
+        rope_theta=float(args.rotary_base),
+        norm_eps=args.layernorm_epsilon,
+        max_positions=args.max_position_embeddings,
+        dense_width=args.ffn_hidden_size,
+        dense_layers=tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts),
+        qk_norm=qk_norm,
+        normalize_top_k=sums_to_one,
+        tied=not args.untie_embeddings_and_output_weights,
+    )
+
+
+def flags_of(model: Model) -> list[str]:
+    """The flags of the driver that define this model. Raises ConfigError for what they cannot say."""
+    if model.rope_theta != int(model.rope_theta):
+        raise ConfigError(f"rope_theta={model.rope_theta}: must be a whole number for Megatron")
+    values = {
+        "num-layers": model.num_layers,
+        "hidden-size": model.hidden_size,
+        "num-attention-heads": model.num_heads,
+        "num-query-groups": model.num_kv_heads,
+        "kv-channels": model.head_dim,
+        "ffn-hidden-size": model.dense_width or model.expert_width,
+        "moe-ffn-hidden-size": model.expert_width,
+        "num-experts": model.num_experts,
+        "moe-router-topk": model.top_k,
+        "padded-vocab-size": model.vocab_size,
+        "max-position-embeddings": model.max_positions,
+        "position-embedding-type": "rope",
+        "rotary-base": int(model.rope_theta),
+        "normalization": "RMSNorm",
+        "norm-epsilon": model.norm_eps,
+        "hidden-dropout": 0,
+        "attention-dropout": 0,
+    }
+    if model.dense_layers:
+        pattern = ",".join("0" if layer in model.dense_layers else "1" for layer in range(model.num_layers))
+        values["moe-layer-freq"] = f"[{pattern}]"
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    flags += ["--group-query-attention", "--swiglu", "--disable-bias-linear"]
+    if not model.tied:
+        flags.append("--untie-embeddings-and-output-weights")
+    if model.qk_norm is not None:
+        flags += ["--qk-layernorm", "--megablocks-qk-norm", model.qk_norm]
+    if not model.normalize_top_k or model.top_k == 1:
+        flags.append("--moe-router-pre-softmax")
+    if model.normalize_top_k and model.top_k == 1:  # a softmax after top-1 would be 1 without a gradient
+        flags += ["--megablocks-normalize-top-k", "1"]
+    return flags
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is a distributed checkpoint or holds some."""
+    return any((folder / name).exists() for name in (".metadata", atomic.POINTER)) or bool(atomic.iterations(folder))
+
+
+def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
+    """The folder of the weights in a run's folder, its files compared with what was recorded, and warnings.
+
+    Raises:
+        CheckpointError: no checkpoint is complete, or a file differs from what was saved.
+    """
+    if (folder / ".metadata").is_file():
+        chosen, warnings = folder, []
+    elif (folder / "release" / ".metadata").is_file() and not atomic.iterations(folder):
+        chosen, warnings = folder / "release", []
+    else:
+        latest = atomic.find_latest_complete(folder)
+        if latest.iteration is None:
+            raise atomic.CheckpointError(f"{folder}: holds no complete checkpoint")
+        chosen, warnings = atomic.folder_of(folder, latest.iteration), latest.warnings
+    atomic.verify(chosen)
+    return chosen, warnings
+
+
+class Checkpoint:
+    """The weights of a distributed checkpoint; what else it holds (optimizer, random states) is left alone.
+
+    args: the flags of the run. per_layer: as in `rules_of`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the checkpoint holds no flags.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        checkpoint_io.restrict_unpickling()
+        self.folder = folder
+        args = checkpoint_io.saved_args(folder)
+        if args is None:
+            raise atomic.CheckpointError(f"{folder}: holds no flags of a run, which say what its model is")
+        self.args = args
+        self._reader = FileSystemReader(folder)
+        metadata = self._reader.read_metadata()
+        self._reader.set_up_storage_reader(metadata, is_coordinator=True)
+        self._tensors = {
+            name: found
+            for name, found in metadata.state_dict_metadata.items()
+            if isinstance(found, TensorStorageMetadata) and not name.startswith("optimizer.")
+        }
+        self.per_layer = any(name.startswith("decoder.layers.0.") for name in self._tensors)
+        self._last: tuple[tuple[str, int | None], Tensor] | None = None
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(found.size) for name, found in self._tensors.items()}
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].properties.dtype
+
+    def read_block(self, stored: Stored, block: Block) -> Tensor:
+        """A run saves all experts of a layer together, so they are read together and kept for the next ones."""
+        layer = block.index[0] if block.index and not self.per_layer else None
+        key = (stored.name, layer)
+        if self._last is None or self._last[0] != key:
+            self._last = None  # before the next one is read
+            self._last = key, self._read(stored.name, layer)
+        return self._last[1][block.index if layer is None else block.index[1:]]
+
+    def _read(self, name: str, layer: int | None) -> Tensor:
+        size = tuple(self._tensors[name].size)
+        first = (0,) * len(size) if layer is None else (layer, *(0,) * (len(size) - 1))
+        lengths = size if layer is None else (1, *size[1:])
+        target = torch.empty(lengths, dtype=self.dtype(name))
+        chunk = ChunkStorageMetadata(torch.Size(first), torch.Size(lengths))
+        items = create_read_items_for_chunk_list(name, self._tensors[name], [chunk])
+        if sum(item.lengths.numel() for item in items) != target.numel():
+            raise atomic.CheckpointError(f"{self.folder}: {name}: the files hold only a part of it")
+        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        return target if layer is None else target[0]
+
+
+class _Into(DefaultLoadPlanner):
+    """Lets the reader write into a tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        part = self.target
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            part = part.narrow(dim, start, length)
+        return part
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """The tensor is in place already."""
+
+
+class _FromUnits(SavePlanner):
+    """Lets the writer ask for one block after the other."""
+
+    def __init__(self, read: Callable[[MetadataIndex], Tensor], objects: Mapping[str, Any]) -> None:
+        self.read, self.objects = read, objects
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def create_local_plan(self) -> SavePlan:
+        raise NotImplementedError("`write` makes the plans")
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
+        raise NotImplementedError("`write` makes the plans")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return self.read(write_item.index)
+        data = io.BytesIO()
+        torch.save([self.objects[write_item.index.fqn]], data)
+        return data
+
+
+def write(folder: Path, units: Units, layout: Mapping[str, Stored], said: Callable[[int], None]) -> None:
+    """Write a checkpoint that `--load folder` starts from at iteration 0, and the driver's flags, flags.txt.
+
+    Args:
+        layout: of Megatron's tensors. said: called with the bytes of each block that was written.
+    """
+    flags = flags_of(units.model)
+    run = ["--seq-length", str(units.model.max_positions), "--micro-batch-size", "1"]
+    args = planned.parse([*flags, *run, "--tokenizer-type", "NullTokenizer"], 1)
+    args.padded_vocab_size = units.model.vocab_size
+    release = folder / "release"
+    release.mkdir(parents=True)
+    common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}
+    objects = {_object_key("common_state"): common, **_extra_states(layout)}
+    plans, where = _plans(units, layout)
+    plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]))
+    plans, metadata = create_default_global_save_plan(plans)
+
+    def read(index: MetadataIndex) -> Tensor:
+        stored, block = where[index.fqn, tuple(index.offset or ())]
+        tensor = units.block(stored, block).contiguous()
+        said(tensor.nbytes)
+        return tensor.view((1,) * len(block.index) + tuple(tensor.shape))
+
+    planner = _FromUnits(read, objects)
+    writer = FileSystemWriter(release, per_thread_copy_ahead=0)
+    writer.set_up_storage_writer(True)
+    # A file for each plan. The writer keeps the last block of each of a file's tensors until the file is complete.
+    done = [writer.write_data(plan, planner).value() for plan in writer.prepare_global_plan(plans)]
+    writer.finish(metadata, done)
+    (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    (folder / atomic.POINTER).write_text("release")
+    (folder / "flags.txt").write_text("\n".join(_lines(flags)) + "\n")
+
+
+def _object_key(name: str, number: int = 0, numbers: int = 1) -> str:
+    key: str = ShardedObject(name, None, (numbers,), (number,)).unique_key
+    return key
+
+
+def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:
+    """The empty objects that Megatron asks for beside the weight of each linear layer."""
+    found = [(stored, block.index or (0,)) for stored in layout.values() for block in stored.blocks]
+    return {
+        _object_key(f"{stored.name.removesuffix('weight')}_extra_state", number, len(stored.blocks)): None
+        for stored, (number, *_) in found
+        if re.search(r"\.linear_\w+\.weight$", stored.name)
+    }
+
+
+def _plans(units: Units, layout: Mapping[str, Stored]) -> tuple[list[SavePlan], dict[Any, tuple[Stored, Block]]]:
+    """What to write, a plan for each layer and one for what is outside of them; and the block at each offset."""
+    items: dict[str, list[WriteItem]] = {}
+    where = {}
+    for name, stored in layout.items():
+        properties = TensorProperties(dtype=units.dtype_of(stored))
+        for block in stored.blocks:
+            offset = (*block.index, *(0,) * len(stored.block_shape))
+            sizes = (*(1 for _ in block.index), *stored.block_shape)
+            chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+            data = TensorWriteData(chunk, properties, torch.Size(stored.shape))
+            item = WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)
+            number = block.units[0].split(".")[2] if block.units[0].startswith("model.layers.") else ""
+            items.setdefault(number, []).append(item)
+            where[name, offset] = stored, block
+    return [SavePlan(found) for found in items.values()], where
+
+
+def _lines(words: Sequence[str]) -> list[str]:
+    """Flags with their values, one a line."""
+    lines: list[str] = []
+    for word in words:
+        if word.startswith("--"):
+            lines.append(word)
+        else:
+            lines[-1] += f" {word}"
+    return lines

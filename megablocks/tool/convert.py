@@ -1,0 +1,241 @@
+"""`convert FROM TO --to FORMAT`: a model between Hugging Face, our layers and Megatron, bit for bit.
+
+    python -m megablocks convert models/OLMoE-1B-7B runs/olmoe --to megatron
+    python -m megablocks convert runs/dmoe/checkpoints models/mine --to hf
+
+FROM is a folder of safetensors files with config.json, or a run's checkpoints (the newest complete one is taken), or
+one checkpoint of them. Its format is found out. Formats:
+
+  hf        a folder for transformers' AutoModelForCausalLM
+  ours      the same, but with the experts as the state dict of megablocks.moe.layer.dMoE; moe_config.json is its config
+  megatron  a folder for the driver's --load, which starts at iteration 0; flags.txt has the model's flags
+
+No value is computed or rounded, so the way there and back gives the same bytes. Tensors are read and written one by
+one. Every key of FROM must be known and none may be missing. TO must not exist; what is written gets this name at the
+end, so an interrupted conversion leaves nothing that loads. DRY_RUN=1 checks keys, shapes and sizes and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.checkpoint.families import (
+    FAMILIES,
+    OURS,
+    check_computable,
+    config_of,
+    differences,
+    family_for,
+    family_of,
+    layer_config,
+    model_of,
+)
+from megablocks.checkpoint.layout import Block, Model, Rule, Source, Stored, Units, check_names, layout_of
+from megablocks.checkpoint.safetensors import INDEX, NewTensor, SafetensorsFolder, write_folder
+from megablocks.config import ConfigError
+from megablocks.files import sync
+from megablocks.tool.commands import Parser
+
+FORMATS = ("hf", "ours", "megatron")
+CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
+_SECONDS_BETWEEN_LINES = 10.0
+_DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
+"""Keys of old files whose values follow from config.json."""
+
+
+class Files:
+    """The safetensors files of a folder as a source of blocks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = SafetensorsFolder(folder)
+        self.shapes, self.dtype = self._files.shapes, self._files.dtype
+
+    def read_block(self, stored: Stored, block: Block) -> Any:
+        number = stored.blocks.index(block)
+        return self._files.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
+
+
+class Progress:
+    """A line on stderr every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.done = total, 0
+        self._started = self._said = time.monotonic()
+
+    def add(self, size: int) -> None:
+        self.done += size
+        now = time.monotonic()
+        if now - self._said >= _SECONDS_BETWEEN_LINES:
+            self._said = now
+            speed = self.done / (now - self._started)
+            rest = (self.total - self.done) / speed
+            print(
+                f"megablocks convert: {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, "
+                f"{speed / 2**20:.0f} MiB/s, {rest:.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+class Opened:
+    """What is converted.
+
+    format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json, made from the flags
+    of a run where there is none. layout: where its tensors lie. folder: the files that are copied beside the weights.
+    """
+
+    def __init__(self, folder: Path, like: Path | None) -> None:
+        self.folder: Path | None = None
+        source: Source
+        if (folder / CONFIG).is_file():
+            self.config = _read_config(folder)
+            self.family, self.model = family_of(self.config, folder / CONFIG), model_of(self.config, folder / CONFIG)
+            files, self.folder = Files(folder), folder
+            self.format = "ours" if any(name.endswith(".mlp.experts.w1") for name in files.shapes()) else "hf"
+            source, rules = files, OURS if self.format == "ours" else FAMILIES[self.family].rules
+        else:
+            source, rules = self._open_run(folder)
+        if like is not None:
+            self._take_config(like)
+        self.layout = layout_of(self.model, rules)
+        check_names(source, self.layout, str(folder), lambda name: _DERIVED.search(name) is not None)
+        self.units = Units(self.model, source, self.layout)
+        self.config.setdefault("dtype", str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch."))
+
+    def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
+        _need_megatron()
+        from megablocks.megatron import conversion
+
+        if not conversion.is_checkpoint(folder):
+            what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
+            raise ConfigError(f"{folder}: {what}; give a folder of safetensors files or a run's checkpoints")
+        chosen, warnings = conversion.choose_checkpoint(folder)
+        for warning in warnings:
+            print(f"megablocks convert: warning: {warning}", file=sys.stderr)
+        checkpoint = conversion.Checkpoint(chosen)
+        self.format, self.model = "megatron", conversion.model_of(checkpoint.args, chosen)
+        self.family = family_for(self.model)
+        self.config = config_of(self.model, self.family)
+        return checkpoint, conversion.rules_of(checkpoint.per_layer)
+
+    def _take_config(self, like: Path) -> None:
+        config = _read_config(like)
+        if changed := differences(model_of(config, like / CONFIG), self.model):
+            raise ConfigError(f"--like={str(like)!r}: describes another model: {changed}")
+        self.config, self.family, self.folder = config, family_of(config, like), like
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path}: damaged: {error}") from None
+
+
+def _need_megatron() -> None:
+    from megablocks.megatron.pretrain_gpt import missing
+
+    if (problem := missing()) is not None:
+        raise ConfigError(problem)
+
+
+def _copy_others(opened: Opened, target: Path) -> None:
+    """The tokenizer and what else stands beside the weights; of code and other weights nothing."""
+    for path in sorted(opened.folder.iterdir()) if opened.folder is not None else ():
+        weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.endswith(".index.json")
+        if path.is_file() and not weights and path.suffix != ".py" and path.name not in (CONFIG, LAYER_CONFIG):
+            shutil.copyfile(path, target / path.name)
+
+
+def _write_files(opened: Opened, layout: Mapping[str, Stored], target: Path, to: str, progress: Progress) -> None:
+    def tensor(stored: Stored) -> NewTensor:
+        def blocks() -> Any:
+            for block in opened.units.blocks(stored):
+                yield block
+                progress.add(block.nbytes)
+
+        return NewTensor(stored.name, opened.units.dtype_of(stored), stored.shape, blocks)
+
+    write_folder(target, [tensor(stored) for stored in layout.values()])
+    (target / CONFIG).write_text(json.dumps(opened.config, indent=2) + "\n", encoding="utf-8")
+    if to == "ours":
+        content = json.dumps(layer_config(opened.model).to_dict(), indent=2)
+        (target / LAYER_CONFIG).write_text(content + "\n", encoding="utf-8")
+    _copy_others(opened, target)
+
+
+def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_run: bool = False) -> str:
+    """Convert a model. Returns a line that says what was done.
+
+    Raises:
+        ConfigError: a folder, a family or a setting that cannot be converted.
+        CheckpointError: a file of `source` is damaged, or holds too few or too many keys.
+    """
+    if target.exists():
+        raise ConfigError(f"{target}: exists; choose another folder, or remove it")
+    opened = Opened(source, like)
+    if opened.format == to:
+        raise ConfigError(f"--to={to}: {source} has this format already; choose another one")
+    model = opened.model
+    if to == "megatron":
+        _need_megatron()
+        check_computable(opened.config, source / CONFIG)
+        from megablocks.megatron import conversion
+
+        conversion.flags_of(model)
+        rules = conversion.rules_of(per_layer=bool(model.dense_layers))
+    else:
+        rules = OURS if to == "ours" else FAMILIES[opened.family].rules
+    layout = layout_of(model, rules)
+    total = sum(opened.units.dtype_of(stored).itemsize * math.prod(stored.shape) for stored in layout.values())
+    what = f"{opened.family} from {opened.format} to {to}: {len(opened.layout)} tensors to {len(layout)}, "
+    what += f"{total / 2**30:.2f} GiB"
+    if dry_run:
+        return f"would convert {what}"
+    partial = target.with_name(f".{target.name}.partial")
+    if partial.exists():  # of an interrupted conversion
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    progress = Progress(total)
+    if to == "megatron":
+        conversion.write(partial, opened.units, layout, progress.add)
+    else:
+        _write_files(opened, layout, partial, to, progress)
+    for path in (*(path for path in partial.rglob("*")), partial):
+        sync(path)
+    os.rename(partial, target)
+    sync(target.parent)
+    return f"converted {what}"
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = Parser("convert", description=__doc__)
+    parser.add_argument("source", metavar="FROM", type=Path)
+    parser.add_argument("target", metavar="TO", type=Path)
+    parser.add_argument("--to", required=True, choices=FORMATS, help="the format of TO")
+    parser.add_argument("--like", type=Path, metavar="FOLDER",
+                        help="take config.json and tokenizer from this Hugging Face folder; its sizes must be FROM's")  # fmt: skip
+    options = parser.parse_args(argv)
+    dry_run = os.environ.get("DRY_RUN", "0") not in ("", "0")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Megatron, about packages that a conversion does not need
+            print(convert(options.source, options.target, options.to, options.like, dry_run))
+    except CheckpointError as error:
+        print(f"megablocks convert: {error}", file=sys.stderr)
+        return 1
+    return 0
