@@ -1,1 +1,1 @@
-"""Checkpoints that are either complete or ignored: manifests with hashes. Needs neither torch nor Megatron."""
+"""Checkpoints that are either complete or ignored, and where each format keeps a model's tensors. No Megatron."""

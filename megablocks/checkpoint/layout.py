@@ -130,9 +130,9 @@ class Rule(NamedTuple):
 
 
 class Block(NamedTuple):
-    """index: of the block in its tensor, over layers, experts, both or nothing."""
+    """at: the number of the block in its tensor, over layers, experts, both or nothing."""
 
-    index: tuple[int, ...]
+    at: tuple[int, ...]
     units: tuple[str, ...]
 
 
@@ -147,7 +147,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        numbers = tuple(len({block.index[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].index)))
+        numbers = tuple(len({block.at[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].at)))
         if self.rule.merged:
             return (math.prod(numbers) * self.block_shape[0], *self.block_shape[1:])
         return (*numbers, *self.block_shape)
@@ -155,7 +155,8 @@ class Stored:
 
 def layout_of(model: Model, rules: Iterable[Rule]) -> dict[str, Stored]:
     """Every tensor that a format stores of a model, by name."""
-    units, place = model.units(), {}
+    units = model.units()
+    place: dict[str, tuple[Rule, str, Block]] = {}
     for rule in rules:
         axes = [axis for axis in "le" if f"{{{axis}}}" in rule.units[0]]
         numbers = {"l": range(model.num_layers), "e": range(model.num_experts)}
@@ -195,7 +196,9 @@ def check_names(source: Source, layout: Mapping[str, Stored], where: str, ignore
     for names, what in ((missing, "missing"), (unknown, "unknown")):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(f"{where}: {names[0]}: {what} key{more}; the model's sizes ask for {len(layout)} tensors")
+            raise CheckpointError(
+                f"{where}: {names[0]}: {what} key{more}; the model's sizes ask for {len(layout)} tensors"
+            )
     for name, stored in layout.items():
         if shapes[name] != stored.shape:
             raise CheckpointError(f"{where}: {name} has shape {shapes[name]}; the model's sizes ask for {stored.shape}")

@@ -50,7 +50,9 @@ class SafetensorsFolder:
             found = _read_header(file)
             if names is not None and (different := names ^ found.keys()):
                 where = INDEX if names - found.keys() else file.name
-                raise CheckpointError(f"{folder}: {min(different)}: only {where} has it; {file.name} and {INDEX} differ")
+                raise CheckpointError(
+                    f"{folder}: {min(different)}: only {where} has it; {file.name} and {INDEX} differ"
+                )
             self.entries |= found
 
     def shapes(self) -> dict[str, tuple[int, ...]]:

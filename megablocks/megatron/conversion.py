@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -178,21 +178,18 @@ def flags_of(model: Model) -> list[str]:
     return flags
 
 
-def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder is a distributed checkpoint or holds some."""
-    return any((folder / name).exists() for name in (".metadata", atomic.POINTER)) or bool(atomic.iterations(folder))
-
-
 def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     """The folder of the weights in a run's folder, its files compared with what was recorded, and warnings.
 
     Raises:
         CheckpointError: no checkpoint is complete, or a file differs from what was saved.
     """
+    release = folder / "release"
+    warnings: list[str] = []
     if (folder / ".metadata").is_file():
-        chosen, warnings = folder, []
-    elif (folder / "release" / ".metadata").is_file() and not atomic.iterations(folder):
-        chosen, warnings = folder / "release", []
+        chosen = folder
+    elif (release / ".metadata").is_file() and not atomic.iterations(folder):
+        chosen = release
     else:
         latest = atomic.find_latest_complete(folder)
         if latest.iteration is None:
@@ -237,12 +234,12 @@ class Checkpoint:
 
     def read_block(self, stored: Stored, block: Block) -> Tensor:
         """A run saves all experts of a layer together, so they are read together and kept for the next ones."""
-        layer = block.index[0] if block.index and not self.per_layer else None
+        layer = block.at[0] if block.at and not self.per_layer else None
         key = (stored.name, layer)
         if self._last is None or self._last[0] != key:
             self._last = None  # before the next one is read
             self._last = key, self._read(stored.name, layer)
-        return self._last[1][block.index if layer is None else block.index[1:]]
+        return self._last[1][block.at if layer is None else block.at[1:]]
 
     def _read(self, name: str, layer: int | None) -> Tensor:
         size = tuple(self._tensors[name].size)
@@ -321,7 +318,7 @@ def write(folder: Path, units: Units, layout: Mapping[str, Stored], said: Callab
         stored, block = where[index.fqn, tuple(index.offset or ())]
         tensor = units.block(stored, block).contiguous()
         said(tensor.nbytes)
-        return tensor.view((1,) * len(block.index) + tuple(tensor.shape))
+        return tensor.view((1,) * len(block.at) + tuple(tensor.shape))
 
     planner = _FromUnits(read, objects)
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
@@ -341,7 +338,7 @@ def _object_key(name: str, number: int = 0, numbers: int = 1) -> str:
 
 def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:
     """The empty objects that Megatron asks for beside the weight of each linear layer."""
-    found = [(stored, block.index or (0,)) for stored in layout.values() for block in stored.blocks]
+    found = [(stored, block.at or (0,)) for stored in layout.values() for block in stored.blocks]
     return {
         _object_key(f"{stored.name.removesuffix('weight')}_extra_state", number, len(stored.blocks)): None
         for stored, (number, *_) in found
@@ -356,8 +353,8 @@ def _plans(units: Units, layout: Mapping[str, Stored]) -> tuple[list[SavePlan], 
     for name, stored in layout.items():
         properties = TensorProperties(dtype=units.dtype_of(stored))
         for block in stored.blocks:
-            offset = (*block.index, *(0,) * len(stored.block_shape))
-            sizes = (*(1 for _ in block.index), *stored.block_shape)
+            offset = (*block.at, *(0,) * len(stored.block_shape))
+            sizes = (*(1 for _ in block.at), *stored.block_shape)
             chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
             data = TensorWriteData(chunk, properties, torch.Size(stored.shape))
             item = WriteItem(MetadataIndex(name, torch.Size(offset)), WriteItemType.SHARD, tensor_data=data)

@@ -29,6 +29,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.checkpoint.families import (
     FAMILIES,
@@ -41,8 +42,8 @@ from megablocks.checkpoint.families import (
     layer_config,
     model_of,
 )
-from megablocks.checkpoint.layout import Block, Model, Rule, Source, Stored, Units, check_names, layout_of
-from megablocks.checkpoint.safetensors import INDEX, NewTensor, SafetensorsFolder, write_folder
+from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, check_names, layout_of
+from megablocks.checkpoint.safetensors import NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
 from megablocks.files import sync
 from megablocks.tool.commands import Parser
@@ -114,14 +115,15 @@ class Opened:
         self.config.setdefault("dtype", str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch."))
 
     def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
+        marks = (folder / ".metadata", folder / atomic.POINTER)
+        if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
+            what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
+            raise ConfigError(f"{folder}: {what}; give a folder of safetensors files or a run's checkpoints")
         _need_megatron()
         from megablocks.megatron import conversion
 
-        if not conversion.is_checkpoint(folder):
-            what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
-            raise ConfigError(f"{folder}: {what}; give a folder of safetensors files or a run's checkpoints")
-        chosen, warnings = conversion.choose_checkpoint(folder)
-        for warning in warnings:
+        chosen, found = conversion.choose_checkpoint(folder)
+        for warning in found:
             print(f"megablocks convert: warning: {warning}", file=sys.stderr)
         checkpoint = conversion.Checkpoint(chosen)
         self.format, self.model = "megatron", conversion.model_of(checkpoint.args, chosen)
@@ -228,7 +230,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="TO", type=Path)
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format of TO")
     parser.add_argument("--like", type=Path, metavar="FOLDER",
-                        help="take config.json and tokenizer from this Hugging Face folder; its sizes must be FROM's")  # fmt: skip
+                        help="take config.json and tokenizer from this folder; its model must be FROM's")  # fmt: skip
     options = parser.parse_args(argv)
     dry_run = os.environ.get("DRY_RUN", "0") not in ("", "0")
     try:

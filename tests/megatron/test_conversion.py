@@ -1,8 +1,11 @@
-"""`convert` between Hugging Face, our layers and Megatron: the same logits, the same bytes back, no weight left unset."""
+"""`convert` between Hugging Face, our layers and Megatron: the same logits, the same bytes back, nothing left unset."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor
 
 import megablocks.hf
+from megablocks.config import ConfigError
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.tool.convert import convert
 
@@ -78,8 +82,6 @@ def _logits_of_ours(folder: Path) -> Tensor:
 @torch.no_grad()
 def _logits_of_megatron(folder: Path) -> Tensor:
     """Of the model that the driver builds from flags.txt, which held NaN before the checkpoint was loaded."""
-    import shlex
-
     from megatron.core import dist_checkpointing, parallel_state
     from megatron.core.models.gpt.gpt_model import GPTModel
 
@@ -179,3 +181,88 @@ def test_K10_hugging_face_ours_and_megatron_compute_the_same(
     assert (at / "hf_thrice/config.json").read_text() == json.dumps(
         json.loads((at / "hf/config.json").read_text()), indent=2
     ) + "\n"
+
+
+TRAINED = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --group-query-attention --num-query-groups 2 "
+    "--ffn-hidden-size 64 --moe-ffn-hidden-size 48 --num-experts 4 --moe-router-topk 2 "
+    "--moe-router-pre-softmax --qk-layernorm --megablocks-qk-norm all --normalization RMSNorm --norm-epsilon 1e-3 "
+    "--swiglu --position-embedding-type rope --rotary-base 500 --untie-embeddings-and-output-weights "
+).split()
+RUN = (
+    "--seq-length 32 --micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --train-iters 2 --log-interval 1 "
+    "--eval-interval 100 --eval-iters 1"
+).split()
+
+
+def _validation_loss(text: str) -> str:
+    return text.split("on validation set | lm loss value: ")[1].split()[0]
+
+
+def test_K10_a_model_that_the_driver_trained(driver: Any, tmp_path: Path) -> None:
+    """Two ranks trained it; as a folder of Hugging Face and back in Megatron it has the same validation loss."""
+    run = tmp_path / "run"
+    trained = driver.run("--save", run, "--save-interval", "2", "--expert-model-parallel-size", "2", *RUN,
+                         model=TRAINED, ranks=2)  # fmt: skip
+    run_distributed_test(_to_and_back, 1, run, tmp_path)
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    assert config["model_type"] == "olmoe" and config["dtype"] == "float32"
+    assert torch.isfinite(_logits_of_folder(tmp_path / "hf")).all()
+    flags = (tmp_path / "megatron/flags.txt").read_text().split()
+    again = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags)
+    assert _validation_loss(again.text()) == _validation_loss(trained.text())
+
+
+def _to_and_back(run: Path, folder: Path) -> None:
+    convert(run, folder / "hf", "hf")
+    convert(folder / "hf", folder / "megatron", "megatron")
+
+
+BASE = {
+    "normalization": "RMSNorm", "swiglu": True, "add_bias_linear": False, "add_qkv_bias": False,
+    "position_embedding_type": "rope", "rotary_percent": 1.0, "num_experts": 4, "moe_layer_freq": 1, "num_layers": 2,
+    "moe_router_pre_softmax": False, "qk_layernorm": False, "hidden_size": 32, "num_attention_heads": 4,
+    "group_query_attention": False, "kv_channels": 8, "padded_vocab_size": 64, "moe_router_topk": 2,
+    "moe_ffn_hidden_size": 48, "rotary_base": 10000, "layernorm_epsilon": 1e-5, "max_position_embeddings": 32,
+    "ffn_hidden_size": 48, "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute': must be 'rope'"),
+        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid': must be 'softmax'"),
+        ({"num_experts": None}, "num_experts=None: only models with experts"),
+        ({"moe_router_pre_softmax": True}, "no family .*mixtral has normalize_top_k=True; olmoe has qk_norm='all'"),
+        ({"qk_layernorm": True, "megablocks_qk_norm": "all", "kv_channels": 10}, "no family .*olmoe has head_dim='8'"),
+        ({"megablocks_layer": "tutel"}, "megablocks_layer='tutel': must be 'megablocks' or 'experts'"),
+    ],
+)
+def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], message: str) -> None:
+    from megablocks.checkpoint.families import family_for
+    from megablocks.megatron import conversion
+
+    family_for(conversion.model_of(argparse.Namespace(**BASE), "run"))
+    with pytest.raises(ConfigError, match=message):
+        family_for(conversion.model_of(argparse.Namespace(**{**BASE, **changed}), "run"))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 50.0, "factor": 2.0}}, "rope_type='yarn'"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
+    ],
+)
+def test_a_model_that_megatron_computes_otherwise_is_refused(
+    changed: dict[str, Any], message: str, folder: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "hf"
+    shutil.copytree(folder / "mixtral/hf", source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, **changed}))
+    with pytest.raises(ConfigError, match=message):
+        convert(source, tmp_path / "megatron", "megatron")
+    assert not (tmp_path / "megatron").exists()

@@ -1,0 +1,251 @@
+"""`convert` without transformers and Megatron: files written by hand, and everything that must be refused."""
+
+from __future__ import annotations
+
+import json
+import struct
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megablocks.checkpoint import layout, safetensors
+from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.checkpoint.families import FAMILIES, model_of
+from megablocks.config import ConfigError, MoEConfig
+from megablocks.moe.layer import dMoE
+from megablocks.tool.commands import main
+from megablocks.tool.convert import convert
+
+LAYERS, EXPERTS, HIDDEN, WIDTH = 2, 3, 8, 12
+CONFIG: dict[str, Any] = {
+    "model_type": "mixtral", "num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 10, "num_experts_per_tok": 2, "num_local_experts": EXPERTS,
+    "intermediate_size": WIDTH, "rms_norm_eps": 1e-5, "max_position_embeddings": 16, "rope_theta": 1e6,
+}  # fmt: skip
+QWEN = {**CONFIG, "model_type": "qwen3_moe", "moe_intermediate_size": WIDTH, "mlp_only_layers": [0], "head_dim": 4}
+
+
+def _tensors(family: str = "mixtral") -> dict[str, Tensor]:
+    """What a file of the family holds, by the names that the families' own files have."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (10, HIDDEN), "lm_head.weight": (10, HIDDEN)}
+    shapes["model.norm.weight"] = (HIDDEN,)
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}."
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{at}{name}.weight"] = (HIDDEN,)
+        for name, rows in (("q", HIDDEN), ("k", 4), ("v", 4), ("o", HIDDEN)):
+            shapes[f"{at}self_attn.{name}_proj.weight"] = (rows, HIDDEN)
+        if family == "qwen3_moe":
+            shapes |= {f"{at}self_attn.{name}_norm.weight": (4,) for name in "qk"}
+        mixture, gate, up, down = at + "block_sparse_moe.", "w1", "w3", "w2"
+        if family == "qwen3_moe":
+            mixture, gate, up, down = at + "mlp.", "gate_proj", "up_proj", "down_proj"
+        if family == "qwen3_moe" and layer == 0:
+            experts = [mixture]
+        else:
+            shapes[f"{mixture}gate.weight"] = (EXPERTS, HIDDEN)
+            experts = [f"{mixture}experts.{e}." for e in range(EXPERTS)]
+        for expert in experts:
+            shapes |= {f"{expert}{name}.weight": (WIDTH, HIDDEN) for name in (gate, up)}
+            shapes[f"{expert}{down}.weight"] = (HIDDEN, WIDTH)
+    generator = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
+
+
+def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], shard_bytes: int = 10**9) -> Path:
+    folder.mkdir()
+    new = [
+        safetensors.NewTensor(name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: [tensor])
+        for name, tensor in tensors.items()
+    ]
+    safetensors.write_folder(folder, new, shard_bytes)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def _read(folder: Path) -> dict[str, Tensor]:
+    files = safetensors.SafetensorsFolder(folder)
+    return {name: files.read(name, 0, shape) for name, shape in files.shapes().items()}
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return _write(tmp_path / "hf", _tensors(), CONFIG)
+
+
+def _layer_of(tensors: dict[str, Tensor], experts: str, gate: str, up: str, down: str) -> dict[str, Tensor]:
+    """A `dMoE`'s matrices, stacked by hand."""
+    names = {"w1": gate, "v1": up, "w2": down}
+    matrices = {ours: [tensors[f"{experts}{e}.{name}.weight"] for e in range(EXPERTS)] for ours, name in names.items()}
+    matrices["w2"] = [matrix.t() for matrix in matrices["w2"]]
+    return {f"experts.{name}": torch.cat(found) for name, found in matrices.items()}
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_K10_ours_is_the_state_dict_of_our_layer(family: str, tmp_path: Path) -> None:
+    tensors = _tensors(family)
+    config = CONFIG if family == "mixtral" else QWEN
+    source = _write(tmp_path / "hf", tensors, config)
+    convert(source, tmp_path / "ours", "ours")
+    ours, at = _read(tmp_path / "ours"), "model.layers.1."
+    if family == "mixtral":
+        expected = _layer_of(tensors, at + "block_sparse_moe.experts.", "w1", "w3", "w2")
+        expected["router.layer.weight"] = tensors[f"{at}block_sparse_moe.gate.weight"]
+    else:
+        expected = _layer_of(tensors, at + "mlp.experts.", "gate_proj", "up_proj", "down_proj")
+        expected["router.layer.weight"] = tensors[f"{at}mlp.gate.weight"]
+    layer = {name.removeprefix(f"{at}mlp."): value for name, value in ours.items() if name.startswith(f"{at}mlp.")}
+    assert layer.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(layer[name], tensor), name
+    moe = MoEConfig.from_dict(json.loads((tmp_path / "ours/moe_config.json").read_text()))
+    dMoE(moe, dtype=torch.bfloat16).load_state_dict(layer, strict=True)
+    convert(tmp_path / "ours", tmp_path / "again", "hf")
+    again = _read(tmp_path / "again")
+    assert again.keys() == tensors.keys()
+    assert all(again[name].dtype == value.dtype and torch.equal(again[name], value) for name, value in tensors.items())
+
+
+def test_a_folder_of_several_files(tmp_path: Path) -> None:
+    tensors = _tensors()
+    folder = _write(tmp_path / "hf", tensors, CONFIG, shard_bytes=1000)
+    assert len(list(folder.glob("model-*-of-*.safetensors"))) > 3
+    found = _read(folder)
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], value) for name, value in tensors.items())
+    official = pytest.importorskip("safetensors.torch")
+    for path in folder.glob("*.safetensors"):
+        for name, value in official.load_file(path).items():
+            assert torch.equal(value, tensors[name]), name
+    next(folder.glob("model-*.safetensors")).unlink()
+    with pytest.raises(CheckpointError, match=r"model-0000\d-of-\d+.safetensors: missing"):
+        convert(folder, tmp_path / "to", "ours")
+
+
+def _remove(tensors: dict[str, Tensor], name: str) -> None:
+    del tensors[name]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.update(extra=t["lm_head.weight"]), r"hf: extra: unknown key"),
+        (lambda t: _remove(t, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
+         r"model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight: missing key"),
+        (lambda t: t.update({"model.norm.weight": torch.ones(HIDDEN + 1)}), r"model\.norm\.weight has shape \(9,\)"),
+        (lambda t: t.update({"model.layers.0.block_sparse_moe.experts.1.w1.weight": torch.ones(WIDTH, HIDDEN)}),
+         r"layers\.0\.mlp\.experts\.1\.w1 is torch\.float32, .*w1 holds both in one dtype"),
+    ],
+)  # fmt: skip
+def test_every_key_is_accounted_for(change: Any, message: str, tmp_path: Path, capsys: Any) -> None:
+    tensors = _tensors()
+    change(tensors)
+    source = _write(tmp_path / "hf", tensors, CONFIG)
+    with pytest.raises(CheckpointError, match=message):
+        convert(source, tmp_path / "ours", "ours")
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "llama"}, "model_type='llama': must be one of mixtral, olmoe, qwen3_moe"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"rope_theta": None}, "rope_theta is missing"),
+    ],
+)
+def test_a_config_is_refused(changed: dict[str, Any], message: str, tmp_path: Path, capsys: Any) -> None:
+    source = _write(tmp_path / "hf", _tensors(), {**CONFIG, **changed})
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 2
+    found = capsys.readouterr().err
+    assert message in found and "config.json" in found and found.count("\n") == 1
+    assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["hf", "hf", "--to", "ours"], "hf: exists"),
+        (["hf", "to", "--to", "hf"], "--to=hf: .* has this format already"),
+        (["hf", "to", "--to", "gguf"], "invalid choice: 'gguf'"),
+        (["none", "to", "--to", "hf"], "none: no such folder"),
+        (["hf", "to", "--to", "ours", "--like", "none"], "none/config.json: cannot be read"),
+    ],
+)
+def test_bad_arguments(words: list[str], message: str, source: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.chdir(source.parent)
+    with pytest.raises(ConfigError, match=message):
+        if main(["convert", *words]) == 2:
+            raise ConfigError(capsys.readouterr().err)
+
+
+def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
+    path = source / "model.safetensors"
+    whole = path.read_bytes()
+    for content, what in (
+        (whole[:-1], "bytes, its header says"),
+        (whole[:100], "the header's"),
+        (struct.pack("<Q", 4) + b"{}}}", "no whole safetensors file"),
+        (b"", "no whole safetensors file"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=what) as caught:
+            convert(source, tmp_path / "ours", "ours")
+        assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_interrupted_conversion_leaves_nothing_that_loads(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    read, count = layout.Units.read, 0
+
+    def interrupted(self: Any, unit: str) -> Tensor:
+        nonlocal count
+        count += 1
+        if count == 20:
+            raise KeyboardInterrupt
+        return read(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout.Units, "read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, tmp_path / "ours", "ours")
+    assert not (tmp_path / "ours").exists()
+    (partial,) = (path for path in tmp_path.iterdir() if path != source)
+    with pytest.raises(ConfigError, match="neither config.json nor a checkpoint"):
+        convert(partial, tmp_path / "to", "hf")
+    convert(source, tmp_path / "ours", "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+    assert len(_read(tmp_path / "ours")) == 3 + LAYERS * (6 + 1 + 3)
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 0
+    assert capsys.readouterr().out == "would convert mixtral from hf to ours: 35 tensors to 23, 0.00 GiB\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_memory_is_bounded_by_the_largest_block(tmp_path: Path, monkeypatch: Any) -> None:
+    config = {**CONFIG, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1, "num_local_experts": 40}
+    config["vocab_size"] = 256
+    layout_ = layout.layout_of(model_of(config, "test"), FAMILIES["mixtral"].rules)
+    source = _write(tmp_path / "hf", {name: torch.zeros(one.shape) for name, one in layout_.items()}, config)
+    matrix, total = 64 * 256 * 4, (source / "model.safetensors").stat().st_size
+    convert(source, tmp_path / "warm", "ours")
+    tracemalloc.start()
+    convert(source, tmp_path / "ours", "ours")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 6 * matrix < total / 10, (peak, total)
+
+
+def test_other_files_travel_but_no_code(source: Path, tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "modeling_evil.py", "pytorch_model.bin", "generation_config.json"):
+        (source / name).write_text(name)
+    convert(source, tmp_path / "ours", "ours")
+    names = {"config.json", "moe_config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
+    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
