@@ -32,8 +32,8 @@ def test_without_a_command_it_lists_all(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evn"], "megablocks: evn: no such command, did you mean env?; one of env, doctor, bench, plan, verify"),
-        (["sing"], "megablocks: sing: no such command; one of env, doctor, bench, plan, verify"),
+        (["evn"], "megablocks: evn: no such command, did you mean env?; one of env, doctor, bench, plan, convert, verify"),
+        (["sing"], "megablocks: sing: no such command; one of env, doctor, bench, plan, convert, verify"),
         (["env", "--jso"], "megablocks env: unrecognized arguments: --jso"),
         (["verify"], "megablocks verify: the following arguments are required: folder"),
     ],
