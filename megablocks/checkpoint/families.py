@@ -52,7 +52,7 @@ class Family(NamedTuple):
     has: fields of `Model` that config.json does not say.
     must: what config.json must say, or leave out, where the model is computed by Megatron.
     rules: where its files keep what is not named as in Llama.
-    dense_layers: the layers without experts, of a config.
+    derived: fields of `Model` that follow from several of config.json.
     written: what a new config.json says beside all these.
     """
 
@@ -61,20 +61,44 @@ class Family(NamedTuple):
     has: Mapping[str, Any]
     must: Mapping[str, Any]
     rules: tuple[Rule, ...]
-    dense_layers: Callable[[Mapping[str, Any], int], tuple[int, ...]] = lambda config, layers: ()
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     written: Callable[[Model], Mapping[str, Any]] = lambda model: {}
 
 
-def _qwen_dense_layers(config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+def _dense_of_qwen(config: Mapping[str, Any]) -> Mapping[str, Any]:
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
-    return tuple(layer for layer in range(layers) if layer in listed or (layer + 1) % step)
+    layers = range(config["num_hidden_layers"])
+    return {"dense_layers": tuple(layer for layer in layers if layer in listed or (layer + 1) % step)}
+
+
+def _of_deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Hugging Face scores a group of experts by its best two, Megatron and our router by its best K/topk_group."""
+    top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
+    if chosen < groups and top_k // chosen != 2:
+        raise ConfigError(f"topk_group={chosen}: must be half of num_experts_per_tok={top_k}, or n_group={groups}")
+    return {
+        "dense_layers": tuple(range(config.get("first_k_dense_replace", 0))),
+        "shared_width": config.get("n_shared_experts", 0) * config["moe_intermediate_size"] or None,
+        "q_lora_rank": config.get("q_lora_rank"),
+        "num_kv_heads": config["num_attention_heads"],
+        "head_dim": config["qk_nope_head_dim"] + config["qk_rope_head_dim"],
+    }
+
+
+def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
+    return {
+        "first_k_dense_replace": len(model.dense_layers),
+        "n_shared_experts": (model.shared_width or 0) // model.expert_width,
+        "q_lora_rank": model.q_lora_rank,
+        "num_nextn_predict_layers": 0,
+    }
 
 
 FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM",
         {"num_experts": ("num_local_experts",), "expert_width": ("intermediate_size",), "head_dim": ("head_dim",)},
-        {"normalize_top_k": True, "qk_norm": None, "dense_layers": ()},
+        {"normalize_top_k": True},
         {"hidden_act": "silu", "sliding_window": None},
         _one_tensor_an_expert("block_sparse_moe", "w1", "w3", "w2"),
     ),
@@ -85,7 +109,7 @@ FAMILIES = {
             "expert_width": ("intermediate_size",),
             "normalize_top_k": ("norm_topk_prob",),
         },
-        {"qk_norm": "all", "dense_layers": ()},
+        {"qk_norm": "all"},
         {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
         _LLAMA_EXPERTS,
     ),
@@ -101,10 +125,47 @@ FAMILIES = {
         {"qk_norm": "head"},
         {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
         _LLAMA_EXPERTS,
-        _qwen_dense_layers,
+        _dense_of_qwen,
         lambda model: {"mlp_only_layers": list(model.dense_layers), "decoder_sparse_step": 1},
     ),
+    "deepseek_v3": Family(
+        "DeepseekV3ForCausalLM",
+        {
+            "num_experts": ("n_routed_experts", "num_local_experts"),
+            "expert_width": ("moe_intermediate_size",),
+            "dense_width": ("intermediate_size",),
+            "top_k_scaling": ("routed_scaling_factor",),
+            "num_groups": ("n_group",),
+            "group_top_k": ("topk_group",),
+            "kv_lora_rank": ("kv_lora_rank",),
+            "nope_dim": ("qk_nope_head_dim",),
+            "rope_dim": ("qk_rope_head_dim",),
+            "v_dim": ("v_head_dim",),
+        },
+        {"score_function": "sigmoid", "score_bias": True, "normalize_top_k": True},
+        # the norms of its latent attention have this epsilon whatever config.json says
+        {
+            "hidden_act": "silu",
+            "attention_bias": False,
+            "rope_interleave": True,
+            "norm_topk_prob": True,
+            "rms_norm_eps": 1e-6,
+        },
+        (
+            *_LLAMA_EXPERTS,
+            Rule(f"{_LAYER}mlp.gate.e_score_correction_bias", (f"{_LAYER}mlp.router.expert_score_bias",)),
+            *(
+                Rule(f"{_LAYER}mlp.shared_experts.{name}.weight", (f"{_LAYER}mlp.shared_expert.{name}.weight",))
+                for name in ("gate_proj", "up_proj", "down_proj")
+            ),
+        ),
+        _of_deepseek,
+        _written_for_deepseek,
+    ),
 }
+_YARN_FACTORS = {"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
+"""What Megatron's latent attention takes for these, without a flag."""
 
 
 def family_of(config: Mapping[str, Any], where: object) -> str:
@@ -138,8 +199,9 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
     values: dict[str, Any] = {field: value(options) for field, options in names.items()}
     values["rope_theta"] = float(value(("rope_theta",)))
     values["tied"] = bool(config.get("tie_word_embeddings", False))
-    values["dense_layers"] = family.dense_layers(config, values["num_layers"])
-    return Model(**{**values, **family.has})
+    if rope.get("rope_type", rope.get("type")) == "yarn":
+        values["yarn"] = tuple(float(rope.get(name, default)) for name, default in _YARN_FACTORS.items())
+    return Model(**{**values, **family.has, **family.derived(config)})
 
 
 def check_computable(config: Mapping[str, Any], where: object) -> None:
@@ -149,32 +211,35 @@ def check_computable(config: Mapping[str, Any], where: object) -> None:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"{where}: rope_type={kind!r}: must be 'default' for Megatron")
+    kinds = ("default", "yarn") if "kv_lora_rank" in config else ("default",)
+    if kind not in kinds:
+        raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")
+    for name, needed in _YARN.items() if kind == "yarn" else ():
+        if rope.get(name, needed) != needed:
+            raise ConfigError(f"{where}: {name}={rope[name]!r}: must be {needed} for Megatron")
 
 
 def family_for(model: Model) -> str:
-    """The family that computes what `model` says. Raises ConfigError, which says what each family would need."""
+    """The family whose config.json can say what `model` is. Raises ConfigError, which says what each lacks."""
     reasons = []
-    for name, family in FAMILIES.items():
-        differs = [field for field, value in family.has.items() if getattr(model, field) != value]
-        if "head_dim" not in family.fields and model.head_dim * model.num_heads != model.hidden_size:
-            differs.append("head_dim")
-        if not differs:
+    for name in FAMILIES:
+        try:
+            changed = differences(model, model_of(config_of(model, name), name))
+        except ConfigError as error:
+            changed = str(error)
+        if not changed:
             return name
-        field = differs[0]
-        wanted = family.has.get(field, f"{model.hidden_size // model.num_heads}")
-        reasons.append(f"{name} has {field}={wanted!r}")
-    raise ConfigError(
-        f"no family of Hugging Face computes this model (qk_norm={model.qk_norm!r}, "
-        f"normalize_top_k={model.normalize_top_k}, dense_layers={model.dense_layers}): {'; '.join(reasons)}"
-    )
+        reasons.append(f"{name}: {changed}")
+    raise ConfigError(f"no family of Hugging Face computes this model: {'; '.join(reasons)}")
 
 
 def config_of(model: Model, name: str) -> dict[str, Any]:
     """A config.json for a model of the family `name`, without dtype and with no ids of special tokens."""
     family = FAMILIES[name]
     names = {**{field: (one,) for field, one in _FIELDS.items()}, **family.fields}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
+    if model.yarn is not None:
+        rope |= {"rope_type": "yarn", **dict(zip(_YARN_FACTORS, model.yarn, strict=True)), **_YARN}
     return {
         "architectures": [family.architecture],
         "model_type": name,
@@ -183,7 +248,7 @@ def config_of(model: Model, name: str) -> dict[str, Any]:
         **family.written(model),
         "tie_word_embeddings": model.tied,
         "rope_theta": model.rope_theta,
-        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "rope_parameters": rope,
         **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
     }
 
@@ -196,13 +261,19 @@ def layer_config(model: Model) -> MoEConfig:
         num_experts=model.num_experts,
         top_k=model.top_k,
         activation="swiglu",
+        score_function=model.score_function,
         normalize_top_k=1.0 if model.normalize_top_k else None,
+        top_k_scaling=model.top_k_scaling,
+        num_groups=model.num_groups,
+        group_top_k=model.group_top_k,
+        expert_score_bias=model.score_bias,
+        shared_expert_hidden_size=model.shared_width,
     )
 
 
 def differences(model: Model, other: Model) -> str:
-    """The fields in which two models of the same weights may not differ, as "field=value (other: value), …"."""
+    """The fields in which two models of the same weights may not differ, as "field=value, not value; …"."""
     unused = {"max_positions"} | (set() if model.dense_layers else {"dense_width"})
     names = [field.name for field in dataclasses.fields(model) if field.name not in unused]
     pairs = [(name, getattr(model, name), getattr(other, name)) for name in names]
-    return ", ".join(f"{name}={a!r} (other: {b!r})" for name, a, b in pairs if a != b)
+    return ", ".join(f"{name}={a!r}, not {b!r}" for name, a, b in pairs if a != b)

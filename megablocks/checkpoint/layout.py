@@ -15,6 +15,7 @@ Legend: V vocabulary, H hidden, N heads, G key-value heads, D size of a head, E 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -30,8 +31,11 @@ class Model:
     """What a conversion must know of a model.
 
     dense_layers: those without experts. qk_norm: "head" for a norm over each head of queries and keys, "all" for one
-    over all heads of a token, None for none. normalize_top_k: a token's weights add up to 1. tied: the output layer has
-    the embedding's weight.
+    over all heads of a token, None for none. normalize_top_k: a token's weights add up to 1, before top_k_scaling.
+    score_bias: a bias of each expert's score, for the selection only. shared_width: of an expert that every token
+    passes. kv_lora_rank: latent attention, with the four sizes after it; q_lora_rank is None where queries have one
+    projection. yarn: factor, mscale and mscale_all_dim of scaled rotary positions. tied: the output layer has the
+    embedding's weight.
     """
 
     num_layers: int
@@ -51,41 +55,76 @@ class Model:
     qk_norm: str | None = None
     normalize_top_k: bool = True
     tied: bool = False
+    score_function: str = "softmax"
+    score_bias: bool = False
+    top_k_scaling: float = 1.0
+    num_groups: int | None = None
+    group_top_k: int | None = None
+    shared_width: int | None = None
+    kv_lora_rank: int | None = None
+    q_lora_rank: int | None = None
+    nope_dim: int | None = None
+    rope_dim: int | None = None
+    v_dim: int | None = None
+    yarn: tuple[float, float, float] | None = None
 
     def units(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every unit, in the order in which they are written."""
-        hidden, heads, groups = self.hidden_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        hidden = self.hidden_size
         units: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for number in range(self.num_layers):
-            layer: dict[str, tuple[int, ...]] = {
-                "input_layernorm.weight": (hidden,),
-                "self_attn.q_proj.weight": (heads, hidden),
-                "self_attn.k_proj.weight": (groups, hidden),
-                "self_attn.v_proj.weight": (groups, hidden),
-                "self_attn.o_proj.weight": (hidden, heads),
+            layer = {
+                "input_layernorm": (hidden,),
+                **{f"self_attn.{name}": shape for name, shape in self._attention().items()},
+                "post_attention_layernorm": (hidden,),
+                **{f"mlp.{name}": shape for name, shape in self._mlp(number).items()},
             }
-            if self.qk_norm is not None:
-                per_head = self.qk_norm == "head"
-                layer["self_attn.q_norm.weight"] = (self.head_dim if per_head else heads,)
-                layer["self_attn.k_norm.weight"] = (self.head_dim if per_head else groups,)
-            layer["post_attention_layernorm.weight"] = (hidden,)
-            layer |= self._mlp(number)
-            units |= {f"model.layers.{number}.{name}": shape for name, shape in layer.items()}
+            names = {name if re.search(r"\.[wv]\d$|bias$", name) else f"{name}.weight": layer[name] for name in layer}
+            units |= {f"model.layers.{number}.{name}": shape for name, shape in names.items()}
         units["model.norm.weight"] = (hidden,)
         if not self.tied:
             units["lm_head.weight"] = (self.vocab_size, hidden)
         return units
 
+    def _attention(self) -> dict[str, tuple[int, ...]]:
+        hidden, heads, latent = self.hidden_size, self.num_heads, self.kv_lora_rank
+        if latent is None:
+            queries, keys = heads * self.head_dim, self.num_kv_heads * self.head_dim
+            shapes: dict[str, tuple[int, ...]] = {"q_proj": (queries, hidden), "k_proj": (keys, hidden)}
+            shapes |= {"v_proj": (keys, hidden), "o_proj": (hidden, queries)}
+            if self.qk_norm is not None:
+                per_head = self.qk_norm == "head"
+                shapes |= {"q_norm": (self.head_dim if per_head else queries,)}
+                shapes |= {"k_norm": (self.head_dim if per_head else keys,)}
+            return shapes
+        assert self.nope_dim is not None and self.rope_dim is not None and self.v_dim is not None
+        queries = heads * (self.nope_dim + self.rope_dim)
+        shapes = {"q_proj": (queries, hidden)}
+        if self.q_lora_rank is not None:
+            rank = self.q_lora_rank
+            shapes = {"q_a_proj": (rank, hidden), "q_a_layernorm": (rank,), "q_b_proj": (queries, rank)}
+        return shapes | {
+            "kv_a_proj_with_mqa": (latent + self.rope_dim, hidden),
+            "kv_a_layernorm": (latent,),
+            "kv_b_proj": (heads * (self.nope_dim + self.v_dim), latent),
+            "o_proj": (hidden, heads * self.v_dim),
+        }
+
     def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
-        hidden, dense = self.hidden_size, self.dense_width
+        def gated(width: int | None, prefix: str = "") -> dict[str, tuple[int, ...]]:
+            assert width is not None
+            rows, columns = (width, self.hidden_size), (self.hidden_size, width)
+            return {f"{prefix}gate_proj": rows, f"{prefix}up_proj": rows, f"{prefix}down_proj": columns}
+
         if layer in self.dense_layers:
-            assert dense is not None
-            shapes = {"gate_proj": (dense, hidden), "up_proj": (dense, hidden), "down_proj": (hidden, dense)}
-            return {f"mlp.{name}.weight": shape for name, shape in shapes.items()}
-        matrix = (self.expert_width, hidden)
+            return gated(self.dense_width)
+        shapes: dict[str, tuple[int, ...]] = {"router.layer": (self.num_experts, self.hidden_size)}
+        if self.score_bias:
+            shapes["router.expert_score_bias"] = (self.num_experts,)
         # one matrix of all experts after the other: a reader keeps one of them
-        experts = [f"mlp.experts.{e}.{name}" for name in ("w1", "v1", "w2") for e in range(self.num_experts)]
-        return {"mlp.router.layer.weight": (self.num_experts, hidden), **dict.fromkeys(experts, matrix)}
+        experts = [f"experts.{e}.{name}" for name in ("w1", "v1", "w2") for e in range(self.num_experts)]
+        shapes |= dict.fromkeys(experts, (self.expert_width, self.hidden_size))
+        return shapes | (gated(self.shared_width, "shared_expert.") if self.shared_width else {})
 
 
 class Packing(NamedTuple):

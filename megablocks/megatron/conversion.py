@@ -43,19 +43,36 @@ from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io, planned
 
 _UNIT = "model.layers.{l}."
-_RULES = {
+_HEADS = {
     "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "same"),
     "self_attention.linear_qkv.weight": (
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv",
     ),
-    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "same"),
     "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "same"),
     "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "same"),
     "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "same"),
+}  # fmt: skip
+_LATENT = {
+    "input_layernorm.weight": (("input_layernorm.weight",), "same"),
+    "self_attention.linear_q_down_proj.weight": (("self_attn.q_a_proj.weight",), "same"),
+    "self_attention.q_layernorm.weight": (("self_attn.q_a_layernorm.weight",), "same"),
+    "self_attention.linear_q_up_proj.weight": (("self_attn.q_b_proj.weight",), "same"),
+    "self_attention.linear_kv_down_proj.weight": (("self_attn.kv_a_proj_with_mqa.weight",), "same"),
+    "self_attention.kv_layernorm.weight": (("self_attn.kv_a_layernorm.weight",), "same"),
+    "self_attention.linear_kv_up_proj.weight": (("self_attn.kv_b_proj.weight",), "same"),
+    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "same"),
+}
+_BOTH = {
+    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "same"),
     "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
     "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "same"),
     "mlp.router.weight": (("mlp.router.layer.weight",), "same"),
+    "mlp.router.expert_bias": (("mlp.router.expert_score_bias",), "same"),
     **{f"mlp.experts.{name}": ((f"mlp.experts.{{e}}.{name}",), "same") for name in ("w1", "v1", "w2")},
+    "mlp.shared_experts.linear_fc1.weight": (
+        ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"), "rows",
+    ),
+    "mlp.shared_experts.linear_fc2.weight": (("mlp.shared_expert.down_proj.weight",), "same"),
 }  # fmt: skip
 _OUTSIDE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
@@ -64,12 +81,12 @@ _OUTSIDE = (
 )
 
 
-def rules_of(per_layer: bool) -> tuple[Rule, ...]:
+def rules_of(model: Model, per_layer: bool) -> tuple[Rule, ...]:
     """Megatron's names. per_layer: each layer has tensors of its own, as where dense layers stand among the others."""
     prefix = "decoder.layers.{l}." if per_layer else "decoder.layers."
     layers = (
         Rule(prefix + stored, tuple(_UNIT + unit for unit in units), packing)
-        for stored, (units, packing) in _RULES.items()
+        for stored, (units, packing) in {**(_HEADS if model.kv_lora_rank is None else _LATENT), **_BOTH}.items()
     )
     return (*_OUTSIDE, *layers)
 
@@ -85,15 +102,11 @@ _MUST: dict[str, tuple[Any, ...]] = {
     "use_rope_scaling": (False,),
     "layernorm_zero_centered_gamma": (False,),
     "qk_l2_norm": (False,),
-    "multi_latent_attention": (False,),
     "window_size": (None,),
     "softmax_type": ("vanilla",),
-    "moe_router_score_function": ("softmax",),
-    "moe_router_enable_expert_bias": (False,),
-    "moe_router_topk_scaling_factor": (None, 1.0),
-    "moe_router_num_groups": (None,),
     "moe_router_load_balancing_type": ("aux_loss", "seq_aux_loss", "global_aux_loss", "none"),
-    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_router_score_function": ("softmax", "sigmoid"),
+    "moe_shared_expert_gate": (False,),
     "moe_latent_size": (None,),
     "mtp_num_layers": (None, 0),
     "megablocks_layer": ("megablocks", "experts"),
@@ -103,6 +116,9 @@ _MUST: dict[str, tuple[Any, ...]] = {
 }
 """What a run must have been given so that a family of Hugging Face computes the same. A capacity and token rounding
 drop tokens in training; the converted model drops none."""
+
+
+_LATENT_SIZES = {"nope_dim": "qk_head_dim", "rope_dim": "qk_pos_emb_head_dim", "v_dim": "v_head_dim"}
 
 
 def model_of(args: argparse.Namespace, where: object) -> Model:
@@ -116,14 +132,24 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
         raise ConfigError(f"{where}: num_experts={args.num_experts!r}: only models with experts are converted")
     frequency = args.moe_layer_freq
     pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(args.num_layers)]
-    sums_to_one = not args.moe_router_pre_softmax or getattr(args, "megablocks_normalize_top_k", None) == 1
+    sigmoid, latent = args.moe_router_score_function == "sigmoid", args.multi_latent_attention
+    sums_to_one = args.moe_router_topk > 1 if sigmoid else not args.moe_router_pre_softmax
+    sums_to_one = sums_to_one or getattr(args, "megablocks_normalize_top_k", None) == 1
     qk_norm = getattr(args, "megablocks_qk_norm", "head") if args.qk_layernorm else None
+    more: dict[str, Any] = {}
+    if latent and qk_norm != "head":
+        raise ConfigError(f"{where}: qk_layernorm={args.qk_layernorm}: must be True with multi_latent_attention")
+    if latent:
+        names = {"kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", **_LATENT_SIZES}
+        more = {field: getattr(args, name) for field, name in names.items()}
+        if args.rope_type == "yarn":
+            more["yarn"] = (float(args.rotary_scaling_factor), float(args.mscale), float(args.mscale_all_dim))
     return Model(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
         num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
-        head_dim=args.kv_channels,
+        head_dim=args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels,
         vocab_size=args.padded_vocab_size,
         num_experts=args.num_experts,
         top_k=args.moe_router_topk,
@@ -133,9 +159,16 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
         max_positions=args.max_position_embeddings,
         dense_width=args.ffn_hidden_size,
         dense_layers=tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts),
-        qk_norm=qk_norm,
+        qk_norm=None if latent else qk_norm,
         normalize_top_k=sums_to_one,
         tied=not args.untie_embeddings_and_output_weights,
+        score_function=args.moe_router_score_function,
+        score_bias=args.moe_router_enable_expert_bias,
+        top_k_scaling=args.moe_router_topk_scaling_factor or 1.0,
+        num_groups=args.moe_router_num_groups,
+        group_top_k=args.moe_router_group_topk,
+        shared_width=args.moe_shared_expert_intermediate_size or None,
+        **more,
     )
 
 
@@ -143,12 +176,10 @@ def flags_of(model: Model) -> list[str]:
     """The flags of the driver that define this model. Raises ConfigError for what they cannot say."""
     if model.rope_theta != int(model.rope_theta):
         raise ConfigError(f"rope_theta={model.rope_theta}: must be a whole number for Megatron")
-    values = {
+    values: dict[str, Any] = {
         "num-layers": model.num_layers,
         "hidden-size": model.hidden_size,
         "num-attention-heads": model.num_heads,
-        "num-query-groups": model.num_kv_heads,
-        "kv-channels": model.head_dim,
         "ffn-hidden-size": model.dense_width or model.expert_width,
         "moe-ffn-hidden-size": model.expert_width,
         "num-experts": model.num_experts,
@@ -165,13 +196,35 @@ def flags_of(model: Model) -> list[str]:
     if model.dense_layers:
         pattern = ",".join("0" if layer in model.dense_layers else "1" for layer in range(model.num_layers))
         values["moe-layer-freq"] = f"[{pattern}]"
-    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))]
-    flags += ["--group-query-attention", "--swiglu", "--disable-bias-linear"]
+    switches = ["--swiglu", "--disable-bias-linear"]
+    if model.kv_lora_rank is None:
+        values |= {"num-query-groups": model.num_kv_heads, "kv-channels": model.head_dim}
+        switches.append("--group-query-attention")
+    else:
+        names = {"kv_lora_rank": "kv_lora_rank", **_LATENT_SIZES}
+        values |= {name.replace("_", "-"): getattr(model, field) for field, name in names.items()}
+        values |= {"rope-type": "rope" if model.yarn is None else "yarn"}
+        if model.q_lora_rank is None:
+            raise ConfigError("q_lora_rank=None: must be a number for Megatron, which norms the queries' low rank")
+        values |= {"q-lora-rank": model.q_lora_rank}
+        values |= dict(zip(("rotary-scaling-factor", "mscale", "mscale-all-dim"), model.yarn or (), strict=False))
+        switches += ["--multi-latent-attention", "--qk-layernorm"]
+    if model.score_function == "sigmoid":
+        if model.top_k == 1:
+            raise ConfigError("num_experts_per_tok=1: must be > 1 with a sigmoid router for Megatron")
+        values |= {"moe-router-score-function": "sigmoid", "moe-router-topk-scaling-factor": model.top_k_scaling}
+    if model.num_groups is not None:
+        values |= {"moe-router-num-groups": model.num_groups, "moe-router-group-topk": model.group_top_k}
+    if model.score_bias:
+        switches.append("--moe-router-enable-expert-bias")
+    if model.shared_width:
+        values["moe-shared-expert-intermediate-size"] = model.shared_width
+    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))] + switches
     if not model.tied:
         flags.append("--untie-embeddings-and-output-weights")
     if model.qk_norm is not None:
         flags += ["--qk-layernorm", "--megablocks-qk-norm", model.qk_norm]
-    if not model.normalize_top_k or model.top_k == 1:
+    if model.score_function == "softmax" and (not model.normalize_top_k or model.top_k == 1):
         flags.append("--moe-router-pre-softmax")
     if model.normalize_top_k and model.top_k == 1:  # a softmax after top-1 would be 1 without a gradient
         flags += ["--megablocks-normalize-top-k", "1"]

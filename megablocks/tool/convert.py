@@ -129,7 +129,7 @@ class Opened:
         self.format, self.model = "megatron", conversion.model_of(checkpoint.args, chosen)
         self.family = family_for(self.model)
         self.config = config_of(self.model, self.family)
-        return checkpoint, conversion.rules_of(checkpoint.per_layer)
+        return checkpoint, conversion.rules_of(self.model, checkpoint.per_layer)
 
     def _take_config(self, like: Path) -> None:
         config = _read_config(like)
@@ -199,7 +199,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         from megablocks.megatron import conversion
 
         conversion.flags_of(model)
-        rules = conversion.rules_of(per_layer=bool(model.dense_layers))
+        rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
     else:
         rules = OURS if to == "ours" else FAMILIES[opened.family].rules
     layout = layout_of(model, rules)

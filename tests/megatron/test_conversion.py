@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import shlex
 import shutil
@@ -28,12 +29,23 @@ SIZES: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0},
 }  # fmt: skip
 QWEN = {"num_experts": 5, "moe_intermediate_size": 28, "intermediate_size": 36, "head_dim": 10}
+DEEPSEEK = {
+    "n_routed_experts": 6, "moe_intermediate_size": 28, "intermediate_size": 36, "n_shared_experts": 2, "n_group": 3,
+    "topk_group": 2, "num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 8,
+    "num_nextn_predict_layers": 0, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "mscale": 0.8, "mscale_all_dim": 0.6, "beta_fast": 32,
+        "beta_slow": 1, "original_max_position_embeddings": 4096}  # fmt: skip
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 5, "intermediate_size": 28, "head_dim": 10}),
     "mixtral_top1": ("Mixtral", {"num_local_experts": 5, "intermediate_size": 28, "num_experts_per_tok": 1}),
     "olmoe": ("Olmoe", {"num_experts": 5, "intermediate_size": 28}),
     "olmoe_normalized": ("Olmoe", {"num_experts": 5, "intermediate_size": 28, "norm_topk_prob": True}),
     "qwen3_moe": ("Qwen3Moe", {**QWEN, "norm_topk_prob": True}),
+    "deepseek_v3": ("DeepseekV3", DEEPSEEK),
+    "deepseek_v3_yarn": ("DeepseekV3", {**DEEPSEEK, "rope_parameters": YARN, "first_k_dense_replace": 0}),
     "qwen3_moe_dense": ("Qwen3Moe", {**QWEN, "mlp_only_layers": [1], "tie_word_embeddings": True}),
 }  # fmt: skip
 
@@ -49,6 +61,9 @@ def _model(name: str) -> Any:
     for parameter in model.parameters():
         mean = 1.0 if parameter.dim() == 1 else 0.0
         parameter.data.normal_(mean, 0.3, generator=generator)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3, generator=generator)
     return model.eval()
 
 
@@ -103,8 +118,9 @@ def _logits_of_megatron(folder: Path) -> Tensor:
         position_embedding_type=args.position_embedding_type,
         rotary_base=args.rotary_base,
     ).eval()
-    for parameter in model.parameters():
-        parameter.fill_(torch.nan)
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("expert_bias")]
+    for tensor in (*model.parameters(), *biases):
+        tensor.fill_(torch.nan)
     state = {"model": model.sharded_state_dict(metadata={})}
     loaded, unused, missing = dist_checkpointing.load(state, str(folder / "release"), strict="return_all")
     assert not unused and not missing, (unused, missing)
@@ -224,7 +240,10 @@ BASE = {
     "moe_router_pre_softmax": False, "qk_layernorm": False, "hidden_size": 32, "num_attention_heads": 4,
     "group_query_attention": False, "kv_channels": 8, "padded_vocab_size": 64, "moe_router_topk": 2,
     "moe_ffn_hidden_size": 48, "rotary_base": 10000, "layernorm_epsilon": 1e-5, "max_position_embeddings": 32,
-    "ffn_hidden_size": 48, "untie_embeddings_and_output_weights": True,
+    "ffn_hidden_size": 48, "moe_router_score_function": "softmax", "multi_latent_attention": False,
+    "moe_router_enable_expert_bias": False, "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_group_topk": None, "moe_shared_expert_intermediate_size": None,
+    "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
 
 
@@ -232,10 +251,16 @@ BASE = {
     ("changed", "message"),
     [
         ({"position_embedding_type": "learned_absolute"}, "position_embedding_type='learned_absolute': must be 'rope'"),
-        ({"moe_router_score_function": "sigmoid"}, "moe_router_score_function='sigmoid': must be 'softmax'"),
+        ({"moe_router_score_function": "sigmoid"}, "no family .*deepseek_v3: .* is missing"),
         ({"num_experts": None}, "num_experts=None: only models with experts"),
-        ({"moe_router_pre_softmax": True}, "no family .*mixtral has normalize_top_k=True; olmoe has qk_norm='all'"),
-        ({"qk_layernorm": True, "megablocks_qk_norm": "all", "kv_channels": 10}, "no family .*olmoe has head_dim='8'"),
+        (
+            {"moe_router_pre_softmax": True},
+            "no family .*mixtral: normalize_top_k=False, not True; olmoe: qk_norm=None, not 'all'",
+        ),
+        (
+            {"qk_layernorm": True, "megablocks_qk_norm": "all", "kv_channels": 10},
+            "no family .*olmoe: head_dim=10, not 8",
+        ),
         ({"megablocks_layer": "tutel"}, "megablocks_layer='tutel': must be 'megablocks' or 'experts'"),
     ],
 )
@@ -249,20 +274,33 @@ def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], messa
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
+    ("name", "changed", "message"),
     [
-        ({"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 50.0, "factor": 2.0}}, "rope_type='yarn'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
+        ("mixtral", {"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),
+        ("mixtral", {"rope_parameters": YARN}, "rope_type='yarn': must be 'default'"),
+        ("mixtral", {"rope_parameters": {"rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
+        ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: must be 1e-06 for Megatron"),
+        ("deepseek_v3", {"topk_group": 1}, "topk_group=1: must be half of num_experts_per_tok=4, or n_group=3"),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast=16: must be 32 for Megatron"),
     ],
 )
 def test_a_model_that_megatron_computes_otherwise_is_refused(
-    changed: dict[str, Any], message: str, folder: Path, tmp_path: Path
+    name: str, changed: dict[str, Any], message: str, folder: Path, tmp_path: Path
 ) -> None:
     source = tmp_path / "hf"
-    shutil.copytree(folder / "mixtral/hf", source)
+    shutil.copytree(folder / name / "hf", source)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, **changed}))
     with pytest.raises(ConfigError, match=message):
         convert(source, tmp_path / "megatron", "megatron")
     assert not (tmp_path / "megatron").exists()
+
+
+def test_latent_attention_without_a_rank_of_queries_is_refused(folder: Path) -> None:
+    from megablocks.checkpoint.families import model_of
+    from megablocks.megatron import conversion
+
+    model = model_of(json.loads((folder / "deepseek_v3/hf/config.json").read_text()), "test")
+    assert "--q-lora-rank" in conversion.flags_of(model)
+    with pytest.raises(ConfigError, match="q_lora_rank=None: must be a number for Megatron"):
+        conversion.flags_of(dataclasses.replace(model, q_lora_rank=None))
