@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from megablocks import Arguments, ConfigError, MoEConfig, clear_load_balancing_loss, config, dMoE
+from megablocks import Arguments, ConfigError, MoEConfig, clear_load_balancing_loss, config
 from megablocks.config import TOKEN_ROUNDINGS
 from megablocks.kinds import MLP_IMPLS, ROUTERS
 from megablocks.megatron.arguments import ALIASES, DriverSettings
@@ -27,6 +27,8 @@ GUIDES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 PAGES = [*GUIDES, *sorted((ROOT / "benchmarks/notes").glob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 SETTINGS = {f.name: f.default for f in dataclasses.fields(MegaBlocksSettings)}
+OF_OTHERS = {"use_reentrant", "cast_forward_inputs", "experts_implementation"}
+"""Arguments of torch's checkpoint, of FSDP2's policy, and of transformers."""
 DRIVER = {f.name: f.default for f in dataclasses.fields(DriverSettings)}
 
 
@@ -183,9 +185,7 @@ def test_fields_exist(page: Path) -> None:
     for word in _words(page.read_text()):
         name = re.match(r"([a-z]\w*)(=|$)", word)
         if name and (name[2] or any(name[1].startswith(b) for b in beginnings)):
-            assert name[1] in fields | values | {"use_reentrant", "experts_implementation"}, (
-                word
-            )  # of torch's checkpoint; of transformers
+            assert name[1] in fields | values | OF_OTHERS, word
 
 
 def test_the_tables_of_flags_are_complete() -> None:

@@ -25,6 +25,7 @@ from megablocks.config import MoEConfig
 from megablocks.layers import mpu
 from megablocks.layers.arguments import Arguments, InitFn, activation_of
 from megablocks.moe.experts import Experts, scale_gradient, without_autocast
+from megablocks.moe.experts import local_part as resolve_dtensor
 from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.fused.mlp import ExpertParameters
@@ -35,11 +36,6 @@ from megablocks.ops.sparse.mlp import sparse_mlp
 from megablocks.ops.upstream import function_class
 
 ScaleGradient = function_class("ScaleGradient", scale_gradient)
-
-
-def resolve_dtensor(weight: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def create_moe_expert_weights(
@@ -142,19 +138,20 @@ class SparseMLP(_ArgumentsExperts):
         )
         self._mark()
 
-    def forward(self, x: Tensor, topo: Any, weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, topo: Any, weight: Tensor | None = None, *, places: int | None = None) -> Tensor:
         """Rows of experts padded to whole blocks.
 
         Args:
             x: (M, H).
             topo: the hidden blocks (M, E·I) without values: a `megablocks.ops.sparse.Matrix`, or stanford-stk's, which
                 is checked on the host. Or a Dispatch, for the call of `Experts`: x (T, H), weight (R,) → (T, H).
+            weight, places: only for that call.
 
         Returns:
             (M, H).
         """
         if isinstance(topo, Dispatch):
-            return super().forward(x, topo, weight)
+            return super().forward(x, topo, weight, places=places)
         x = self._checked(x)
         with without_autocast(x):
             return self._multiply_blocks(x, self._parameters_in(x.dtype), _pattern(topo))
@@ -178,19 +175,22 @@ class _Grouped:
 
     _grouped: ClassVar[bool] = True
 
-    def forward(self: Any, x: Tensor, tokens_per_expert: Any, weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self: Any, x: Tensor, tokens_per_expert: Any, weight: Tensor | None = None, *, places: int | None = None
+    ) -> Tensor:
         """Rows sorted by expert.
 
         Args:
             x: (R, H).
             tokens_per_expert: (E,) integer on any device, adding up to R. Or a Dispatch, for the call of `Experts`:
                 x (T, H), weight (R,) → (T, H).
+            weight, places: only for that call.
 
         Returns:
             (R, H).
         """
         if isinstance(tokens_per_expert, Dispatch):
-            return Experts.forward(self, x, tokens_per_expert, weight)
+            return Experts.forward(self, x, tokens_per_expert, weight, places=places)
         if tokens_per_expert.shape != (self.num_local_experts,):
             raise ValueError(
                 f"tokens_per_expert is {tuple(tokens_per_expert.shape)}: must be ({self.num_local_experts},)"

@@ -8,6 +8,7 @@ no token dispatcher of Megatron's.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,6 @@ from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.capacity import drop_beyond_capacity, limit_to_capacity
 from megablocks.moe.dispatchers import ExpertCompute, make_dispatcher
-from megablocks.moe.impls import PaddedExperts
 from megablocks.moe.memory import out_of_memory
 from megablocks.ops.routing.dispatch import Routing
 
@@ -108,4 +108,4 @@ class MegaBlocksMoELayer(MoELayer):
         if not self.pads:
             return drop_beyond_capacity(routing, core.config, self.dispatch_group), core
         kept, places = limit_to_capacity(routing, core.config, self.dispatch_group)
-        return kept, PaddedExperts(core.forward_padded, places, core.config.quantize_scatter_num_bits)
+        return kept, partial(core, places=places)

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
+from megablocks.moe.device_mesh import copy_rows
 from megablocks.moe.groups import ExpertShard
-from megablocks.moe.impls import ExpertCall, batched, impl_for, sorted_dispatch
+from megablocks.moe.impls import ExpertCall, PaddedExperts, batched, impl_for, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
 from megablocks.ops.hopper import why_off
@@ -103,7 +104,9 @@ class Experts(nn.Module):
         device = self.w1.device
         if device.type == "meta":
             return
-        start = self.shard.ffn_rank * self.ffn_hidden_size
+        width, start = self.ffn_hidden_size, self.shard.ffn_rank * self.ffn_hidden_size
+        is_whole = self.w1.shape[0] > self.num_local_experts * width  # a DTensor of all experts
+        first = self.shard.expert_offset * width if is_whole else 0
         drawn = [(self.w1, self._init_method), (self.v1, self._init_method), (self.w2, self._output_init_method)]
         full = torch.empty(self.config.ffn_hidden_size, self.config.hidden_size, device=device, dtype=torch.float32)
         for local in range(self.num_local_experts):
@@ -111,25 +114,31 @@ class Experts(nn.Module):
                 for weight, init in drawn:
                     if weight is not None:
                         init(full)
-                        self._per_expert(weight)[local].copy_(full[start : start + self.ffn_hidden_size])
+                        copy_rows(weight, first + local * width, full[start : start + width])
         for bias in (self.b1, self.c1, self.b2):
             if bias is not None:
-                bias.zero_()
+                local_part(bias).zero_()
 
     def _per_expert(self, weight: Tensor) -> Tensor:
-        return weight.view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
+        return local_part(weight).view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
 
-    def forward(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, dispatch: Dispatch, weight: Tensor | None = None, *, places: int | None = None
+    ) -> Tensor:
         """Gather each pair's token, run its expert, and add up the weighted outputs of each token.
 
         Args:
             x: (T, H), in the parameters' dtype (any under autocast).
             dispatch: over the local experts.
             weight: (R,) float32, the factor on a pair's output; None for ones.
+            places: rows that each expert computes, whether a pair fills them or not; None for as many as its pairs.
 
         Returns:
             (T, H); zeros for a token without an expert.
         """
+        if places is not None:
+            bits = self.config.quantize_scatter_num_bits
+            return PaddedExperts(self.forward_padded, places, bits)(x, dispatch, weight)
         return self._compute(x, dispatch, weight, in_order=False)
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -158,7 +167,8 @@ class Experts(nn.Module):
             with without_autocast(x):  # x and the parameters are in its dtype
                 return _COMPUTE[impl](call)
 
-        if x.is_cuda:
+        # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.
+        if x.is_cuda and type(self.w1) is nn.Parameter:
             from megablocks.ops.launch import compile_first_call
 
             compile_first_call(self, (impl, in_order), lambda *inputs: [step(*inputs)], x, weight)
@@ -215,7 +225,7 @@ class Experts(nn.Module):
             return scale_gradient(self._per_expert(fused), self.grad_scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
-            return None if bias is None else scale_gradient(bias, self.grad_scale).to(dtype)
+            return None if bias is None else scale_gradient(local_part(bias), self.grad_scale).to(dtype)
 
         return ExpertParameters(
             matrix(self.w1),
@@ -267,6 +277,11 @@ class Experts(nn.Module):
             f"mlp_impl={f'auto ({impl})' if config.mlp_impl == 'auto' else impl}"
             f"{'' if off is None else f', no kernels for Hopper because of {off}'}"
         )
+
+
+def local_part(weight: Tensor) -> Tensor:
+    """This rank's part of a DTensor; any other tensor itself."""
+    return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.moe.capacity import limit_to_capacity
+from megablocks.moe.device_mesh import as_dtensors, check_expert_mesh
 from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
 from megablocks.moe.experts import Experts
 from megablocks.moe.groups import group_size
-from megablocks.moe.impls import PaddedExperts
 from megablocks.moe.memory import out_of_memory
 from megablocks.moe.router import Router, make_router
 from megablocks.moe.shared_expert import SharedExpert
@@ -45,12 +47,14 @@ class MoELayer(nn.Module):
         config: what the layer computes.
         expert_parallel_group: ranks over which the experts are spread in contiguous blocks, each with its own tokens.
             With more ranks than experts (a multiple), each expert's width is cut over several ranks.
+        expert_mesh: in place of that group, a mesh of one dimension. The experts' parameters are DTensors over it then,
+            for torch's FSDP2, optimizers and checkpoints; see docs/torch_native.md.
         loss_group: ranks of load_balancing_scope "global"; default the expert-parallel group.
         expert_grad_scale: factor on the experts' gradients. Default 1/(size of the expert-parallel group): averaging
             the gradients over the ranks that hold the same expert then gives plain data parallelism's. 1.0 where an
             outer data-parallel wrapper divides by all ranks itself (Megatron's DDP).
         seed: of the experts, see `Experts`. The router is drawn from torch's generator: seed it alike on every rank.
-        device, dtype: of the parameters; torch's defaults if None.
+        device, dtype: of the parameters; the mesh's device, else torch's defaults if None.
 
     Raises:
         ConfigError: what the layer cannot do, in one line.
@@ -67,6 +71,7 @@ class MoELayer(nn.Module):
         config: MoEConfig,
         *,
         expert_parallel_group: ProcessGroup | None = None,
+        expert_mesh: DeviceMesh | None = None,
         loss_group: ProcessGroup | None = None,
         expert_grad_scale: float | None = None,
         seed: int | None = None,
@@ -76,6 +81,12 @@ class MoELayer(nn.Module):
         super().__init__()
         self._check_config(config)
         self.config = config
+        if expert_mesh is not None:
+            check_expert_mesh(expert_mesh)
+            if expert_parallel_group is not None:
+                raise ValueError("expert_parallel_group: must be left out, expert_mesh says it")
+            expert_parallel_group = expert_mesh.get_group()
+            device = expert_mesh.device_type if device is None else device
         self.expert_parallel_group = group = expert_parallel_group
         ranks = group_size(group)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -91,6 +102,8 @@ class MoELayer(nn.Module):
         self.experts = Experts(config, shard=self.dispatcher.shard, seed=seed, grad_scale=scale, **placed)
         for parameter in self.experts.parameters():  # megablocks 0.10's mark of expert parameters, which trainers read
             parameter.expert_model_parallel = ranks > 1  # type: ignore[attr-defined]
+        if expert_mesh is not None:
+            as_dtensors(self.experts, self.dispatcher.shard, expert_mesh)
         has_bias, has_shared = config.output_bias, config.shared_expert_hidden_size is not None
         self.output_bias = nn.Parameter(torch.zeros(config.hidden_size, **placed)) if has_bias else None
         self.shared_expert = SharedExpert(config, **placed) if has_shared else None
@@ -212,8 +225,7 @@ class MoE(MoELayer):
 
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         kept, places = limit_to_capacity(routing, self.config, self.expert_parallel_group)
-        bits = self.config.quantize_scatter_num_bits
-        y = self.dispatcher.run(x, kept, PaddedExperts(self.experts.forward_padded, places, bits))
+        y = self.dispatcher.run(x, kept, partial(self.experts, places=places))
         return y, {"dropped": kept.metrics["dropped"], "capacity": torch.tensor(places)}
 
 

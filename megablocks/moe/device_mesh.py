@@ -1,0 +1,66 @@
+"""Experts' parameters as DTensors, by which torch's FSDP2, optimizers and checkpoints know what each rank holds.
+
+The layers compute each rank's part. A gradient comes back as a DTensor of the parameter's placements, and no layer adds
+gradients up over ranks that hold the same part: a wrapper averages them, as it does for plain parameters.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from megablocks.moe.groups import ExpertShard
+
+
+def check_expert_mesh(mesh: DeviceMesh) -> None:
+    """Raise a ValueError unless the mesh has one dimension."""
+    if mesh.ndim != 1:
+        raise ValueError(f"expert_mesh: has {mesh.ndim} dimensions, must have one, such as mesh['experts'] of several")
+
+
+def as_dtensors(experts: nn.Module, shard: ExpertShard, mesh: DeviceMesh) -> None:
+    """Replace each parameter by a DTensor of all experts, of which this rank holds a block of rows. Nothing is copied.
+
+    Args:
+        experts: the experts of this rank; their matrices are (E_local·I, H), their biases (E_local, …).
+        shard: what this rank holds.
+        mesh: of one dimension, the ranks in the order of their experts.
+
+    Raises:
+        ValueError: each expert's width is cut, which no block of rows can say.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    if shard.ffn_size > 1:
+        ranks, most = mesh.size(), mesh.size() // shard.ffn_size
+        raise ValueError(f"expert_mesh: has {ranks} ranks, must have at most as many as experts, {most}")
+    for name, parameter in list(experts.named_parameters(recurse=False)):
+        whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
+        distributed = nn.Parameter(whole, requires_grad=parameter.requires_grad)
+        vars(distributed).update(vars(parameter))  # marks, such as expert_model_parallel
+        setattr(experts, name, distributed)
+
+
+@torch.no_grad()
+def copy_rows(weight: Tensor, first: int, rows: Tensor) -> None:
+    """Copy `rows` (N, H) to rows [first, first + N) of a parameter: of a DTensor to those that this rank holds.
+
+    Raises:
+        ValueError: this rank holds parts of rows.
+    """
+    if not hasattr(weight, "to_local"):
+        weight[first : first + rows.shape[0]] = rows
+        return
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
+        raise ValueError(f"placements={placements}: must cut rows only, or draw the parameters before they are cut")
+    # FSDP2 cuts anywhere, and not in the order of the ranks: number the rows and have them cut in the same way.
+    every = DTensor.from_local(
+        torch.arange(weight.shape[0], device=rows.device) - first, mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    row = every.redistribute(placements=placements).to_local()
+    here = (row >= 0) & (row < rows.shape[0])
+    weight.to_local()[here] = rows[row[here]].to(weight.dtype)
