@@ -131,7 +131,9 @@ BREACHES = {
     "testing": "import megatron.core",
     "megatron": "import megablocks.tool",
     "hf": "import megablocks.megatron",
+    "torchtitan": "import megablocks.hf",
     "moe/remote": "import transformers",
+    "hf/remote": "import torchtitan",
     "new_folder": "",
 }
 
@@ -141,7 +143,7 @@ def test_import_rules_turn_red_when_broken(folder: str, tmp_path: Path) -> None:
     """A skeleton with every folder of the house passes; with one forbidden import it fails."""
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     package = tmp_path / "megablocks"
-    house = "ops moe layers checkpoint monitor data megatron hf testing tool"
+    house = "ops moe layers checkpoint monitor data megatron hf torchtitan testing tool"
     for name in ("", *house.split()):
         (package / name).mkdir(parents=True, exist_ok=True)
         (package / name / "__init__.py").touch()
@@ -151,6 +153,7 @@ def test_import_rules_turn_red_when_broken(folder: str, tmp_path: Path) -> None:
     (package / "kinds.py").touch()
     (package / "megatron" / "specs.py").write_text("import megatron.core\nimport megablocks.layers\n")
     (package / "hf" / "__init__.py").write_text("import transformers\n")
+    (package / "torchtitan" / "__init__.py").write_text("import torchtitan.config\nimport megablocks.moe\n")
     (package / "hf" / "experts.py").write_text("import transformers\nimport megablocks.moe\nimport megablocks.ops\n")
     (package / "layers" / "dmoe.py").write_text("import megablocks.moe\nimport megablocks.ops\n")
     lint = [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"]
