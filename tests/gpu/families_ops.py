@@ -148,6 +148,24 @@ def norm(device: torch.device) -> Step:
 
 
 @family
+def dropout(device: torch.device) -> Step:
+    from megablocks.ops.dropout import dropout_add_op
+
+    inputs = [[draws(device, dtype)(T, H), draws(device, dtype)(H), draws(device, dtype)(T, H)]
+              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
+    seed = torch.tensor(5, device=device)
+
+    def step() -> list[Tensor]:
+        out = []
+        for x, bias, residual in inputs:
+            out += with_gradients(dropout_add_op(x, bias, residual, seed, 0.1), [x, bias, residual])
+            out += with_gradients(dropout_add_op(x, None, None, seed, 0.1), [x])
+        return out
+
+    return step
+
+
+@family
 def rope(device: torch.device) -> Step:
     from megablocks.ops.rope import rope
 

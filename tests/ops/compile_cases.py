@@ -200,6 +200,16 @@ def rope() -> None:
         rope_launch(x, torch.zeros(4, rotated), interleaved, 1.0, transposed)
 
 
+@family("dropout_triton", "_dropout_add_kernel")
+def dropout() -> None:
+    from megablocks.ops.dropout_triton import dropout_add_launch
+
+    for dtype, hidden in product(EVERY, (13, 768)):
+        x, seed = torch.zeros(8, hidden, dtype=dtype), torch.tensor(1)
+        for bias, residual in ((x[0], x), (None, x), (None, x.float()), (None, None)):
+            dropout_add_launch(x, bias, residual, seed, 0.1)
+
+
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
 def quant() -> None:
     from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch
