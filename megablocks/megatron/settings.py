@@ -129,8 +129,8 @@ class MegaBlocksSettings:
     )
     dropout: str = option(
         "fused",
-        "dropout of a layer's outputs on a GPU without Transformer Engine: fused, our Triton kernel, which keeps no "
-        "mask; megatron, the kernel that torch.compile makes",
+        "dropout of a layer's outputs on a GPU: fused, our Triton kernel, which keeps no mask; megatron, the kernel "
+        "that torch.compile makes",
         FUSED,
     )
     rope: str = option(
