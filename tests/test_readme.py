@@ -177,8 +177,7 @@ def test_flags_and_variables_exist(page: Path) -> None:
 def test_fields_exist(page: Path) -> None:
     """What is written as a field (`name=…`, or a name that begins like one of MoEConfig's) is one."""
     kinds = (MoEConfig, Arguments, MegaBlocksSettings, DriverSettings)
-    fields = {f.name for kind in kinds for f in dataclasses.fields(kind)} | set(inspect.signature(dMoE).parameters)
-    fields |= set(inspect.signature(MoELayer).parameters)
+    fields = {f.name for kind in kinds for f in dataclasses.fields(kind)} | set(inspect.signature(MoELayer).parameters)
     values = {value for choices in vars(config).values() if isinstance(choices, tuple) for value in choices}
     values |= {*ROUTERS}
     beginnings = {f.name.split("_")[0] + "_" for f in dataclasses.fields(MoEConfig) if "_" in f.name}

@@ -15,6 +15,7 @@ from megablocks.tool import commands
 from megablocks.tool.commands import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
+NAMES = "env, doctor, bench, plan, convert, verify"
 
 
 def _python(*words: str) -> subprocess.CompletedProcess[str]:
@@ -32,8 +33,8 @@ def test_without_a_command_it_lists_all(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["evn"], "megablocks: evn: no such command, did you mean env?; one of env, doctor, bench, plan, convert, verify"),
-        (["sing"], "megablocks: sing: no such command; one of env, doctor, bench, plan, convert, verify"),
+        (["evn"], f"megablocks: evn: no such command, did you mean env?; one of {NAMES}"),
+        (["sing"], f"megablocks: sing: no such command; one of {NAMES}"),
         (["env", "--jso"], "megablocks env: unrecognized arguments: --jso"),
         (["verify"], "megablocks verify: the following arguments are required: folder"),
     ],
