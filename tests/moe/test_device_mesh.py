@@ -10,7 +10,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -225,11 +230,15 @@ def test_E5_arguments_on_the_mesh_of_llm_foundry_equal_one_process():
 
 
 def _draw_late(replicas, ranks):
-    """Parameters that are made without memory, cut, and then drawn; and what a bad mesh raises."""
+    """Parameters that are made without memory, cut, and then drawn or loaded; and what a bad mesh raises."""
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicas", "experts"))
     experts = dMoE(CONFIG, expert_mesh=mesh["experts"], device="meta").experts
     fully_shard(experts, mesh=mesh["replicas"]).to_empty(device="cpu")
     experts.reset_parameters(seed=7)
+    drawn = {name: whole(name, p) for name, p in experts.named_parameters()}
+    plain = dMoE(CONFIG, seed=8).experts.state_dict()
+    set_model_state_dict(experts, plain, options=StateDictOptions(full_state_dict=True))
+    loaded = {name: whole(name, p) for name, p in experts.named_parameters()}
     errors = []
     for options in (
         dict(expert_mesh=mesh),
@@ -239,14 +248,14 @@ def _draw_late(replicas, ranks):
         with pytest.raises(ValueError) as error:
             dMoE(**{"config": CONFIG, **options})
         errors.append(str(error.value))
-    return {name: whole(name, p) for name, p in experts.named_parameters()}, errors
+    return (drawn, loaded), errors
 
 
-def test_experts_are_drawn_where_they_lie():
-    expected = dict(dMoE(CONFIG, seed=7).experts.named_parameters())
-    for drawn, errors in run_distributed_test(_draw_late, 4, 2, 2):
-        assert drawn.keys() == expected.keys()
-        assert all(torch.equal(drawn[name], expected[name]) for name in expected)
+def test_experts_are_drawn_and_loaded_where_they_lie():
+    expected = [dict(dMoE(CONFIG, seed=seed).experts.named_parameters()) for seed in (7, 8)]
+    for found, errors in run_distributed_test(_draw_late, 4, 2, 2):
+        for mine, plain in zip(found, expected, strict=True):
+            assert mine.keys() == plain.keys() and all(torch.equal(mine[name], plain[name]) for name in plain)
         assert errors == [
             "expert_mesh: has 2 dimensions, must have one, such as mesh['experts'] of several",
             "expert_parallel_group: must be left out, expert_mesh says it",
