@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib.util
 import json
 import os
 import shutil
@@ -170,6 +171,7 @@ def test_too_few_minutes_are_refused(tmp_path: Path) -> None:
         comparison.tokens(spent_s=30)
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tutel") is not None, reason="Tutel is installed")
 def test_arms_without_their_package_are_named_and_not_replaced(tmp_path: Path) -> None:
     comparison = _comparison(tmp_path, ARMS="dense,dmoe,tutel")
     assert comparison.arms == ["dense", "dmoe"]
