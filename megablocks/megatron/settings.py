@@ -127,12 +127,6 @@ class MegaBlocksSettings:
         "no tensor parallelism splits it; megatron, in a pass of its own",
         FUSED,
     )
-    dropout: str = option(
-        "fused",
-        "dropout of a layer's outputs on a GPU: fused, our Triton kernel, which keeps no mask; megatron, the kernel "
-        "that torch.compile makes",
-        FUSED,
-    )
     rope: str = option(
         "fused",
         "rotary embedding on a GPU without Transformer Engine: fused, our Triton kernel; megatron, torch's operations",

@@ -24,7 +24,6 @@ cpu.install()
 cpu.skip_compile_helpers()
 
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
-from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -40,7 +39,6 @@ from megatron.core.utils import log_single_rank  # noqa: E402
 from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import attention, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
-from megablocks.megatron.dropout import bias_dropout_add  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
 from megablocks.megatron.model_config import OWN_EXCHANGE, check_without_engine  # noqa: E402
@@ -86,7 +84,7 @@ def _ready_layer(num_experts: int | None) -> ModuleSpec:
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
     parts.self_attention.submodules.core_attention = SDPAttention
-    _fuse(parts, MegaBlocksSettings())
+    _fuse_bias(parts.self_attention.submodules, MegaBlocksSettings())
     if num_experts is not None:
         parts.mlp = _moe_layer(parts.mlp, MegaBlocksSettings())
     return layer
@@ -110,22 +108,16 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
         heads.k_layernorm = functools.partial(AllHeadsNorm, of_keys=True)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
         heads.core_attention = SDPAttention
-    _fuse(parts, settings)
+    _fuse_bias(heads, settings)
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
     return layer
 
 
-def _fuse(parts: Any, settings: MegaBlocksSettings) -> None:
-    """On a GPU, put our kernels into a layer: the bias of queries, keys and values, and dropout."""
-    if not torch.cuda.is_available():
-        return
-    heads = parts.self_attention.submodules
-    if settings.qkv_bias == "fused" and getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
-        heads.linear_qkv = BiasInProduct
-    for name in ("self_attn_bda", "cross_attn_bda", "mlp_bda"):
-        if settings.dropout == "fused" and getattr(parts, name) is get_bias_dropout_add:
-            setattr(parts, name, bias_dropout_add)
+def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
+    if settings.qkv_bias == "fused" and torch.cuda.is_available():
+        if getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
+            heads.linear_qkv = BiasInProduct
 
 
 def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) -> Any:

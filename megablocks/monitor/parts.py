@@ -57,8 +57,8 @@ RULES = (
     Rule("dense products", op=r"^aten::(mm|addmm|bmm|linear|matmul)$|LinearWithGrad", kernel=r"gemm|nvjet|cutlass",
          within=r"^dense products$"),
     Rule("gradients", op=r"^aten::zero_$"),
-    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", within=r"^elementwise$",
-         kernel=r"^triton_|^_(rope|dropout_add)_kernel"),
+    Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_|^_rope_kernel",
+         within=r"^elementwise$"),
 )  # fmt: skip
 """In order: the first rule that fits counts. In a CUDA graph only the names of kernels are known."""
 _COMPILED = [tuple(re.compile(p, re.MULTILINE) if p else None for p in rule[1:]) for rule in RULES]

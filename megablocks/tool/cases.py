@@ -155,20 +155,6 @@ def _rope_truth(x: Tensor) -> Outputs:
     ]
 
 
-def _dropout(x: Tensor, bias: Tensor, residual: Tensor) -> Outputs:
-    from megablocks.ops.dropout import dropout_add_op
-
-    return [dropout_add_op(x, bias, residual, torch.tensor(99, device=x.device), 0.25)]
-
-
-def _dropout_truth(x: Tensor, bias: Tensor, residual: Tensor) -> Outputs:
-    """The random numbers are those of the reference."""
-    from megablocks.ops.dropout import dropout_add_ref
-
-    factor = dropout_add_ref(torch.ones_like(x), None, None, torch.tensor(99), 0.25)
-    return [residual + factor * (x + bias)]
-
-
 def _adam(p: Tensor, grad: Tensor) -> Outputs:
     from megablocks.ops.adam import FusedAdam
 
@@ -200,7 +186,6 @@ CASES: dict[str, Case] = {
     ),
     "norm": Case({"x": (T, H), "weight": (H,), "bias": (H,)}, _norm, _norm_truth),
     "rope": Case({"x": (T, H)}, _rope, _rope_truth),
-    "dropout": Case({"x": (T, H), "bias": (H,), "residual": (T, H)}, _dropout, _dropout_truth),
     "adam": Case({"p": (4099,), "grad": (4099,)}, _adam, _adam_truth, exact=("p", "grad"), differentiable=False),
 }
 """By the names of `megablocks.tool.env.FAMILIES`."""

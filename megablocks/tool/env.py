@@ -132,7 +132,6 @@ FAMILIES: dict[str, Callable[[torch.Tensor], str]] = {
     "loss": _plain,
     "norm": _norm,
     "rope": _plain,
-    "dropout": _plain,
     "adam": _adam,
 }
 """How each family says which kernels it takes for a tensor (64, 64) of bfloat16."""

@@ -148,24 +148,6 @@ def norm(device: torch.device) -> Step:
 
 
 @family
-def dropout(device: torch.device) -> Step:
-    from megablocks.ops.dropout import dropout_add_op
-
-    inputs = [[draws(device, dtype)(T, H), draws(device, dtype)(H), draws(device, dtype)(T, H)]
-              for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
-    seed = torch.tensor(5, device=device)
-
-    def step() -> list[Tensor]:
-        out = []
-        for x, bias, residual in inputs:
-            out += with_gradients(dropout_add_op(x, bias, residual, seed, 0.1), [x, bias, residual])
-            out += with_gradients(dropout_add_op(x, None, None, seed, 0.1), [x])
-        return out
-
-    return step
-
-
-@family
 def rope(device: torch.device) -> Step:
     from megablocks.ops.rope import rope
 
@@ -178,6 +160,39 @@ def rope(device: torch.device) -> Step:
             out += with_gradients(rope(x[..., 40:80], angles, interleaved=interleaved, scale=1.5), [x])
         return out
 
+    return step
+
+
+@family
+def exchange(device: torch.device) -> Step:
+    """Two ranks whose buffers are on one device; the second brings fewer tokens, and its rows are limited."""
+    from megablocks.ops.exchange import Exchange, Layout
+
+    layout = Layout(2, T, H, K, torch.bfloat16)
+    buffers = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    limits = (None, 2 * T - 7)
+    ranks = [Exchange(layout, r, addresses, device, 3, max_rows=limits[r]) for r in range(2)]
+    ids = [chosen(device).int(), chosen(device).int()[: T // 2].contiguous()]
+    x = [draws(device)(*i.shape[:1], H).detach() for i in ids]
+    weight = [draws(device, torch.float32)(*i.shape).detach() for i in ids]
+
+    def step() -> list[Tensor]:
+        out = []
+        with launching_on(device):
+            for r, rank in enumerate(ranks):
+                rank.to_experts(x[r], ids[r], weight[r], part="push")
+            taken = [rank.to_experts(x[r], ids[r], weight[r], part="read") for r, rank in enumerate(ranks)]
+            for rank, (rows, local, values) in zip(ranks, taken, strict=True):
+                rows.masked_fill_((local < 0).all(1, keepdim=True), 0)  # nobody writes those
+                out += [local, values, *rank.dispatch(local)[:2], rows]
+            for r, (rank, (rows, local, values)) in enumerate(zip(ranks, taken, strict=True)):
+                rank.to_home(rows, local, ids[r], values, part="push")
+            for r, (rank, (rows, local, values)) in enumerate(zip(ranks, taken, strict=True)):
+                out += rank.to_home(rows, local, ids[r], values, part="read")
+        return out
+
+    step.buffers = buffers  # type: ignore[attr-defined]
     return step
 
 

@@ -216,11 +216,11 @@ def test_H4_on_a_gpu(impl, dtype):
 def test_torchs_grouped_product_is_refused():
     """An expert width that is no multiple of 8: Hopper's kernels leave it to torch."""
     x = torch.randn(MOST, 520, device="cuda", dtype=torch.bfloat16)
-    assert differing(layer_of("cuda", torch.bfloat16, ffn_hidden_size=260), x, (1, 64)) == []
+    assert differing(layer_of("cuda", torch.bfloat16, hidden_size=520, ffn_hidden_size=260), x, (1, 64)) == []
     with pytest.raises(
         ConfigError, match="batch_invariant=True: on this GPU, for these sizes, needs mlp_impl='scatter'"
     ):
-        layer_of("cuda", torch.bfloat16, ffn_hidden_size=260, mlp_impl="grouped")(x)
+        layer_of("cuda", torch.bfloat16, hidden_size=520, ffn_hidden_size=260, mlp_impl="grouped")(x)
 
 
 if __name__ == "__main__":

@@ -121,7 +121,6 @@ def test_an_instant_counts_once_and_communication_only_where_nothing_else_runs()
         ("down_gradient_kernel", (), "", "experts"),
         ("triton_poi_fused_add_native_dropout_0", (), "", "elementwise"),
         ("_rope_kernel", (), "", "elementwise"),
-        ("_dropout_add_kernel", (), "", "elementwise"),
         ("_norm_backward_kernel", ("normBackward",), "", "norms"),
         ("nvjet_hsh", ("aten::mm", "_LinearCrossEntropy"), "", "embedding and loss"),
         ("some_kernel", (), "", "other"),

@@ -2,7 +2,7 @@
 
     python tests/ops/compile_cases.py ARCHITECTURE [FAMILY…]
 
-prints one line of JSON: kernel → [most shared bytes, binaries, products fused across lanes].
+prints one line of JSON: kernel → [most shared bytes, binaries, products fused across lanes, waits without acquire].
 
 A family is a function below that calls launchers with tensors on the CPU (see megablocks.testing.compile_only) and
 names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing.
@@ -36,6 +36,11 @@ def fused_across_lanes(ptx: str) -> int:
     moved = dict(re.findall(r"mov\.b32\s+(%\w+), (%\w+);", ptx))
     addends = re.findall(r"fma\.rn(?:\.ftz)?\.f32\s+%\w+, %\w+, %\w+, (%\w+);", ptx)
     return sum(moved.get(a, a) in shuffled for a in addends)
+
+
+def waits_without_acquire(ptx: str) -> bool:
+    """Whether a kernel polls memory that others write, and reads what they wrote without an acquire."""
+    return "ld.volatile" in ptx and ".acquire." not in ptx
 
 
 EVERY = (torch.bfloat16, torch.float16, torch.float32)
@@ -200,14 +205,19 @@ def rope() -> None:
         rope_launch(x, torch.zeros(4, rotated), interleaved, 1.0, transposed)
 
 
-@family("dropout_triton", "_dropout_add_kernel")
-def dropout() -> None:
-    from megablocks.ops.dropout_triton import dropout_add_launch
+@family("exchange_triton", "to_experts_kernel", "to_home_kernel", "limit_kernel")
+def exchange() -> None:
+    from megablocks.ops.exchange import Exchange, Layout
 
-    for dtype, hidden in product(EVERY, (13, 768)):
-        x, seed = torch.zeros(8, hidden, dtype=dtype), torch.tensor(1)
-        for bias, residual in ((x[0], x), (None, x), (None, x.float()), (None, None)):
-            dropout_add_launch(x, bias, residual, seed, 0.1)
+    for (dtype, hidden), ranks in product([(torch.bfloat16, 768), (torch.float32, 520)], (2, 8)):
+        layout = Layout(ranks, 64, hidden, 8, dtype)
+        one = Exchange(layout, 0, [256] * ranks, torch.device("cpu"), 16, max_rows=768)
+        x, ids, weight = torch.zeros(64, hidden, dtype=dtype), ints(64, 8), torch.zeros(64, 8)
+        rows, local, values = one.to_experts(x, ids, weight)
+        one.to_experts(x, ids, None, local)
+        one.dispatch(local)
+        one.to_home(rows, local, ids, values)
+        one.to_home(rows, local, ids, None)
 
 
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")
@@ -401,4 +411,5 @@ if __name__ == "__main__":
                 one.compile()
     shared = {kernel: max(b.metadata.shared for b in built) for kernel, built in compiled.items()}
     fused = {kernel: sum(fused_across_lanes(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
-    print(json.dumps({kernel: [shared[kernel], len(built), fused[kernel]] for kernel, built in compiled.items()}))
+    waits = {kernel: sum(waits_without_acquire(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
+    print(json.dumps({name: [shared[name], len(built), fused[name], waits[name]] for name, built in compiled.items()}))

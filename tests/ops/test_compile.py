@@ -29,9 +29,10 @@ def check(architecture: int, cache: Path, *families: str) -> None:
     chosen = [FAMILIES[name] for name in families or FAMILIES if architecture in FAMILIES[name].architectures]
     compiled = compile_families(architecture, cache, *families)
     assert set(compiled) == set().union(*(one.kernels for one in chosen))
-    for kernel, (shared, binaries, fused) in compiled.items():
+    for kernel, (shared, binaries, fused, waits) in compiled.items():
         assert binaries > 0 and shared <= SHARED_BYTES[architecture], f"{kernel} needs {shared} bytes of shared memory"
         assert not fused, f"{kernel}: lanes of one sum hold different bits"
+        assert not waits, f"{kernel}: reads what another GPU wrote without an acquire"
 
 
 def test_every_kernel_of_the_package_is_in_a_family() -> None:

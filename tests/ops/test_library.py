@@ -16,7 +16,6 @@ import megablocks.ops
 from megablocks.ops import library
 from megablocks.ops.activation import activate, activation_backward_op, activation_op
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.dropout import dropout_add_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
 from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, expert_sum_op
@@ -244,7 +243,6 @@ def _samples():
         ),
         "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
         "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
-        "dropout_add": (dropout_add_op, (t(T, H), t(H), t(T, H), torch.tensor(3), 0.25)),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
