@@ -41,6 +41,7 @@ from megablocks.checkpoint import atomic
 from megablocks.checkpoint.layout import Block, Model, Rule, Stored, Units
 from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io, planned
+from megablocks.megatron.failures import line_of
 
 _UNIT = "model.layers.{l}."
 _HEADS = {
@@ -303,7 +304,10 @@ class Checkpoint:
         items = create_read_items_for_chunk_list(name, self._tensors[name], [chunk])
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise atomic.CheckpointError(f"{self.folder}: {name}: the files hold only a part of it")
-        self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+        except Exception as error:  # of torch.load, of many kinds
+            raise atomic.CheckpointError(f"{self.folder}: {name} cannot be read: {line_of(error)}") from error
         return target if layer is None else target[0]
 
 

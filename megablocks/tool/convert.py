@@ -112,7 +112,9 @@ class Opened:
         self.layout = layout_of(self.model, rules)
         check_names(source, self.layout, str(folder), lambda name: _DERIVED.search(name) is not None)
         self.units = Units(self.model, source, self.layout)
-        self.config.setdefault("dtype", str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch."))
+        if self.format == "megatron":  # else transformers would round to the dtype of --like
+            self.config.pop("torch_dtype", None)
+            self.config["dtype"] = str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch.")
 
     def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
         marks = (folder / ".metadata", folder / atomic.POINTER)
@@ -239,5 +241,8 @@ def main(argv: Sequence[str]) -> int:
             print(convert(options.source, options.target, options.to, options.like, dry_run))
     except CheckpointError as error:
         print(f"megablocks convert: {error}", file=sys.stderr)
+        return 1
+    except OSError as error:  # a full disk, a folder that cannot be written
+        print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1
     return 0

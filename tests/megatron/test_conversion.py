@@ -16,7 +16,7 @@ from torch import Tensor
 
 import megablocks.hf
 from megablocks.config import ConfigError
-from megablocks.testing.launcher import run_distributed_test
+from megablocks.testing.launcher import RankFailed, run_distributed_test
 from megablocks.tool.convert import convert
 
 transformers = pytest.importorskip("transformers", minversion=megablocks.hf.OLDEST)
@@ -304,3 +304,22 @@ def test_latent_attention_without_a_rank_of_queries_is_refused(folder: Path) -> 
     assert "--q-lora-rank" in conversion.flags_of(model)
     with pytest.raises(ConfigError, match="q_lora_rank=None: must be a number for Megatron"):
         conversion.flags_of(dataclasses.replace(model, q_lora_rank=None))
+
+
+def test_a_damaged_checkpoint_is_one_line(folder: Path, megatron: dict[str, Tensor], tmp_path: Path) -> None:
+    damaged = tmp_path / "megatron"
+    shutil.copytree(folder / "mixtral/megatron", damaged)
+    path = damaged / "release/__1_0.distcp"  # of layer 0
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    with pytest.raises(RankFailed, match=r"CheckpointError: \S+release: decoder\.layers\.\S+ cannot be read: "):
+        run_distributed_test(convert, 1, damaged, tmp_path / "hf", "hf")
+    assert not (tmp_path / "hf").exists()
+
+
+def test_a_norm_over_all_heads_needs_all_heads_on_each_rank() -> None:
+    from megablocks.megatron.norm import AllHeadsNorm
+
+    config = argparse.Namespace(tensor_model_parallel_size=2, num_attention_heads=4, num_query_groups=2)
+    with pytest.raises(ConfigError, match="tensor_model_parallel_size=2: must be 1 with --megablocks-qk-norm all"):
+        AllHeadsNorm(config, 8, of_keys=True)  # type: ignore[arg-type]

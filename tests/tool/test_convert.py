@@ -184,6 +184,13 @@ def test_bad_arguments(words: list[str], message: str, source: Path, monkeypatch
             raise ConfigError(capsys.readouterr().err)
 
 
+def test_a_folder_that_cannot_be_written_is_one_line(source: Path, capsys: Any) -> None:
+    target = source / "config.json" / "ours"
+    assert main(["convert", str(source), str(target), "--to", "ours"]) == 1
+    found = capsys.readouterr().err
+    assert found == f"megablocks convert: {target.with_name('.ours.partial')}: Not a directory\n"
+
+
 def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
     path = source / "model.safetensors"
     whole = path.read_bytes()
