@@ -1,9 +1,9 @@
-"""Training steps of whole experiments on one GPU: tokens/s, MFU and peak memory of each arm.
+"""Training steps of whole experiments on one or two GPUs: tokens/s, MFU and peak memory of each arm.
 
     python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--before CHECKOUT] [--out FILE]
 
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
-262,144. Each round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's
+262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's
 time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss,
 optimizer, norms and rotary embedding, the bias of queries, keys and values in their product, and gradients that are
 accumulated in the products. --before also starts the published scripts of another checkout, with their own defaults.
@@ -37,11 +37,16 @@ PLAIN = (
 
 
 class Arm(NamedTuple):
-    """model: arms of one model are compared. script: below exp/. flags: of the driver."""
+    """model: arms of one model are compared. script: below exp/. flags: of the driver. gpus: of the run.
+
+    arguments: of the script, behind EXP_DIR and STEPS.
+    """
 
     model: str
     script: str
     flags: str
+    gpus: int = 1
+    arguments: tuple[str, ...] = ()
 
 
 ARMS = {
@@ -60,6 +65,23 @@ ARMS = {
     "dmoe-fine-megatron-rope": Arm(
         "fine-grained dMoE", "dmoe/dmoe_fine_1gpu.sh",
         "--global-batch-size 64 --micro-batch-size 8 --megablocks-rope megatron",
+    ),
+}  # fmt: skip
+# A GPU has 64 sequences of dMoE-Small, 32 of the model of 8 layers; losses differ, because two GPUs see more data.
+_SMALL = "--micro-batch-size 64 --global-batch-size {}"
+_EIGHT = "--num-layers 8 --micro-batch-size 32 --global-batch-size {}"
+_SIXTEEN_EXPERTS = ("16", "2")
+ARMS |= {
+    "small-1": Arm("dMoE-Small, 1 GPU", "dmoe/dmoe_125m_8gpu.sh", _SMALL.format(64)),
+    "small-ep2": Arm("dMoE-Small, 2 GPUs", "dmoe/dmoe_125m_8gpu.sh", _SMALL.format(128), 2),
+    "small-ep2-all-to-all": Arm(
+        "dMoE-Small, 2 GPUs", "dmoe/dmoe_125m_8gpu.sh", _SMALL.format(128) + " --megablocks-dispatcher all_to_all", 2
+    ),
+    "eight-1": Arm("8 layers, 1 GPU", "dmoe/dmoe_46m_8gpu.sh", _EIGHT.format(32), 1, _SIXTEEN_EXPERTS),
+    "eight-ep2": Arm("8 layers, 2 GPUs", "dmoe/dmoe_46m_8gpu.sh", _EIGHT.format(64), 2, _SIXTEEN_EXPERTS),
+    "eight-dp2": Arm(
+        "8 layers, 2 GPUs", "dmoe/dmoe_46m_8gpu.sh", _EIGHT.format(64) + " --no-moe-expert-model-parallelism", 2,
+        _SIXTEEN_EXPERTS,
     ),
 }  # fmt: skip
 BEFORE = {
@@ -81,8 +103,8 @@ class Measured(NamedTuple):
 def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
     flags = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= {arm.flags}"
-    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS)]
-    return command, {"NGPU": "1", "PYTHON": sys.executable, "DATA_PREFIX": str(data), "FLAGS": flags}
+    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS), *arm.arguments]
+    return command, {"NGPU": str(arm.gpus), "PYTHON": sys.executable, "DATA_PREFIX": str(data), "FLAGS": flags}
 
 
 def read_log(text: str) -> Measured:
@@ -134,7 +156,7 @@ def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT / "data/stdlib")
-    parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--arms", default=",".join(name for name, arm in ARMS.items() if arm.gpus == 1))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--out", type=Path)

@@ -156,7 +156,10 @@ class DriverParser(argparse.ArgumentParser):
         for name, (dest, kind) in ALIASES.items():
             by_layer = " times the number of layers" if name == "moe_loss_weight" else ""
             group.add_argument(_flag(name), type=kind, help=f"old name of {_flag(dest)}{by_layer}")
-        group.add_argument("--moe-expert-model-parallelism", action="store_true", help="spread experts over all ranks")
+        group.add_argument(
+            "--moe-expert-model-parallelism", action=argparse.BooleanOptionalAction, default=False,
+            help="spread experts over all ranks",
+        )  # fmt: skip
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
