@@ -7,16 +7,20 @@ streams do nothing, because work on the CPU is in order already.
 
 Importing `megablocks.megatron.specs` calls `install()`. That is early enough for Megatron-LM's own pretrain_gpt.py with
 `--spec megablocks.megatron.specs block_spec`, because Megatron imports the spec before `initialize_megatron`. It also
-needs `REQUIRED_FLAGS`.
+needs `REQUIRED_FLAGS`. With tensor parallelism Megatron asks for the GPU before it imports the spec. Then
+`-m megablocks.megatron.cpu pretrain_gpt.py …` in place of `pretrain_gpt.py …` installs first and runs the script.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import runpy
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -24,6 +28,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+TESTED_MEGATRON = "0.19.2"
+"""The megatron-core that our layers are written for and tested with."""
 REQUIRED_FLAGS = (
     "--distributed-backend gloo",
     "--use-cpu-initialization",
@@ -190,9 +196,14 @@ def _initialize() -> None:
 def skip_compile_helpers() -> None:
     """Megatron runs "make" for its data-set helpers. Its wheel holds them built and no Makefile, so that would fail.
 
+    A checkout whose megatron/ hides the wheel's has a Makefile, which needs pybind11; it gets the wheel's helpers too.
     Every device needs this, so the driver and the specs call it beside `install`.
     """
     with contextlib.suppress(ImportError):
+        from megatron.core import datasets
+
+        built = [file for file in importlib.metadata.files("megatron-core") or () if "helpers_cpp." in file.name]
+        datasets.__path__ += [os.path.dirname(file.locate()) for file in built]
         from megatron.core.datasets import helpers_cpp, utils  # noqa: F401
 
         utils.compile_helpers = lambda: None
@@ -228,3 +239,21 @@ def install(*, skip: Collection[str] = ()) -> bool:
         patch()
         _installed.add(name)
     return True
+
+
+def run_script() -> None:
+    """Run the script that the command line names, with the rest of the command line, after `install`."""
+    if len(sys.argv) < 2:
+        sys.exit("megablocks.megatron.cpu: give a script and its flags: -m megablocks.megatron.cpu pretrain_gpt.py …")
+    if install():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for with tensor parallelism
+    skip_compile_helpers()
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as Python does for a script
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    from megablocks.megatron import cpu  # the module that others import, which remembers what is installed
+
+    cpu.run_script()

@@ -1,12 +1,13 @@
 """Resuming Megatron's distributed optimizer where neither apex nor Transformer Engine is installed.
 
 Without them Megatron uses torch's AdamW, whose state holds a `step` tensor for each parameter. megatron-core 0.19.2
-then has four faults, of which the third makes a resumed run train wrongly without an error:
+then has four faults, of which the second and third make a resumed run train wrongly without an error:
 
 1. `DistributedOptimizer.state_dict` asserts that all steps are equal. An optimizer that has not stepped yet, as when a
    checkpoint is loaded, has none. Fix: fill its state with zeros and step 0 first, as AdamW would.
 2. `_set_main_param_and_optimizer_states` looks for every tensor of the state in what it loads, but `step` is saved with
-   the parameter groups. Fix: leave `step` out.
+   the parameter groups. Megatron's default format, which cannot be resharded, has the 0 of the new run there. Fix:
+   leave `step` out.
 3. `load_state_dict` gives all parameters the same `step` tensor. AdamW adds one to it for each parameter, so the bias
    correction is wrong. Fix: give each parameter a copy.
 4. `_set_main_param_and_optimizer_states` copies in place into float32 parameters. Without mixed precision these are
@@ -71,7 +72,7 @@ def _with_own_steps(original: Any) -> Any:
 def _without_steps(original: Any) -> Any:
     @functools.wraps(original)
     def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        if _is_torch_adam(self) and "step" not in tensors:
+        if _is_torch_adam(self):
             tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
         with torch.no_grad():
             original(self, model_param, tensors)

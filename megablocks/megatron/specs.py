@@ -14,14 +14,26 @@ import dataclasses
 import functools
 import importlib.util
 import logging
+import os
 from typing import Any
 
+import megatron.core
 import torch
 
 from megablocks.megatron import cpu
 
+if megatron.core.__version__ != cpu.TESTED_MEGATRON and os.environ.get("RANK", "0") == "0":
+    logging.getLogger(__name__).warning(
+        "megatron-core %s in %s: untested, our layers are tested with %s; a checkout's own megatron/ hides the package",
+        megatron.core.__version__, os.path.dirname(megatron.core.__file__), cpu.TESTED_MEGATRON,
+    )  # fmt: skip
+
 cpu.install()
 cpu.skip_compile_helpers()
+
+from megablocks.megatron import optimizer_state  # noqa: E402
+
+optimizer_state.install()
 
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -82,6 +83,30 @@ def _run(tmp_path: Path, skip: str) -> subprocess.CompletedProcess[str]:
         str(tmp_path),
     ]
     return subprocess.run(command, env=env, capture_output=True, text=True)
+
+
+_OF_CHECKOUT = """
+from megablocks.megatron import cpu
+cpu.skip_compile_helpers()
+from megatron.core.datasets import helpers_cpp, utils
+utils.compile_helpers()
+print(utils.__file__, helpers_cpp.__file__)
+"""
+
+
+@pytest.mark.slow
+def test_a_checkout_that_hides_the_wheel_gets_its_helpers(tmp_path: Path) -> None:
+    """A checkout has the helpers' source and a Makefile, which needs pybind11; here it has neither."""
+    import megatron.core
+
+    wheel = Path(megatron.core.__file__).parents[1]
+    shutil.copytree(wheel, tmp_path / "megatron", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", _OF_CHECKOUT]
+    run = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    utils, helpers = run.stdout.split()
+    assert utils.startswith(str(tmp_path)) and helpers.startswith(str(wheel))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from pathlib import Path
 from typing import Any
 
 import harness
@@ -147,6 +148,14 @@ def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> N
 def test_a_dispatcher_type_that_is_not_read_is_said(built: dict[str, Any]) -> None:
     (line,) = built["said"]
     assert line.startswith("moe_token_dispatcher_type='allgather' is not read: our layer exchanges the tokens itself;")
+
+
+def test_the_tested_megatron_is_the_one_that_is_installed() -> None:
+    """Another version is said in the log, so this must be the pinned one."""
+    from megablocks.megatron.cpu import TESTED_MEGATRON
+
+    pinned = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'"megatron-core=={TESTED_MEGATRON}; ' in pinned
 
 
 def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> None:
