@@ -396,7 +396,8 @@ def _check(
 
 
 def _check_main_grads(parameters: ExpertParameters, main_grads: MainGrads) -> None:
-    for what, matrix, main in zip(("w1", "v1", "w2"), parameters, main_grads, strict=False):  # Dynamo knows no _fields
+    p, m = parameters, main_grads  # by name: Dynamo of torch 2.8 traces neither _fields nor zips of other lengths
+    for what, matrix, main in (("w1", p.w1, m.w1), ("v1", p.v1, m.v1), ("w2", p.w2, m.w2)):
         if main is None:
             continue
         if matrix is None:

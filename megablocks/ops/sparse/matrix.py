@@ -76,6 +76,9 @@ class Blocks(NamedTuple):
         return self.row_work, self.column_indices, None
 
 
+_INDICES = Blocks._fields[:-2]
+
+
 @dataclass(frozen=True, eq=False)
 class Matrix:
     """A block-sparse matrix, or with data=None a pattern of blocks. `.t()` is a view.
@@ -94,7 +97,7 @@ class Matrix:
     transposed: bool = False
 
     def __post_init__(self) -> None:
-        size, run = self.blocks.sizes
+        size, run = self.blocks.block_size, self.blocks.run  # by name, as below: Dynamo of torch 2.8 traces no property
         if size not in BLOCK_SIZES:
             raise ValueError(f"block_size={size}: must be one of {', '.join(map(str, BLOCK_SIZES))}")
         for name, side in zip(("rows", "columns"), self.shape, strict=True):
@@ -102,7 +105,8 @@ class Matrix:
                 raise ValueError(f"shape {tuple(self.shape)}: {name} must be a multiple of block_size={size}")
         (block_rows, block_columns), n = self.stored_grid, self.num_blocks
         shapes = (n,), (n,), (block_rows + 1,), (n,), (block_columns + 1,), (n,), (block_rows, 4), (block_columns, 4)
-        for name, t, shape in zip(Blocks._fields, self.blocks.tensors, shapes, strict=False):
+        for name, shape in zip(_INDICES, shapes, strict=True):
+            t = getattr(self.blocks, name)
             if t.dtype != torch.int32 or tuple(t.shape) != shape or t.device != self.device:
                 raise ValueError(
                     f"{name} is {tuple(t.shape)} {t.dtype} on {t.device}, must be {shape} torch.int32 on {self.device}"
