@@ -35,7 +35,7 @@ _EXPERT_OPS = (
 _EXPERT_KERNELS = r"\w*ragged_[mk]|\w*up|down_gradient|_combine\w*|_?sdd|_?spmm|_mlp_gradient|_expert_sum|_\w*quantize"
 
 RULES = (
-    Rule(COMMUNICATION, kernel=r"nccl|^gloo:|^c10d::", op=r"^c10d::|^gloo:"),
+    Rule(COMMUNICATION, kernel=r"nccl|^gloo:|^c10d::|^to_(experts|home)_kernel", op=r"^c10d::|^gloo:"),
     Rule("optimizer", op=r"^Optimizer\.step#", within=r"^optimizer$", kernel=r"adam"),
     # Megatron adds a gradient to the main gradient in a hook of the node that would accumulate it. The norms are those
     # of clipping and of the guard against NaN.
