@@ -3,10 +3,11 @@
     python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--before CHECKOUT] [--out FILE]
 
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
-262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's
-time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss,
-optimizer, norms and rotary embedding, the bias of queries, keys and values in their product, and gradients that are
-accumulated in the products. --before also starts the published scripts of another checkout, with their own defaults.
+262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each
+round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the
+median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
+rotary embedding and bias, and gradients that are accumulated in the products. --before also starts the published
+scripts of another checkout, with their own defaults.
 
 The gate: the arms of one model have seen the same data, so their losses at the last step differ by at most 2 %.
 FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
