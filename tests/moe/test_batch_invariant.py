@@ -19,6 +19,7 @@ from megablocks.ops.routing.topk_triton import route_launch
 from megablocks.ops.routing.values import RouterOptions
 
 HAS_GPU = torch.cuda.is_available()
+NEEDS_TRITON = pytest.mark.skipif(Version(triton.__version__) < Version("3.6"), reason="the extra dev asks for 3.6")
 INVARIANT = [name for name, impl in IMPLS.items() if impl.batch_invariant]
 MOST = 130
 COUNTS = (1, 2, 3, 7, 16, 33, 64, 65, 129, MOST)
@@ -117,6 +118,7 @@ def test_every_implementation_says_whether_it_can():
     assert INVARIANT == ["grouped", "fused", "scatter"]
 
 
+@NEEDS_TRITON
 @pytest.mark.any_device
 @pytest.mark.parametrize("shape", [(50, 12), (33, 1)])
 def test_H4_the_kernel_treats_each_row_alone(shape):
@@ -130,6 +132,7 @@ def test_H4_the_kernel_treats_each_row_alone(shape):
         assert torch.equal(rows_linear_launch(x[start:end].contiguous(), w), whole[start:end])
 
 
+@NEEDS_TRITON
 @pytest.mark.any_device
 @pytest.mark.parametrize("options", [RouterOptions(3, norm_p=1.0), RouterOptions(3, sigmoid=True), RouterOptions(1)])
 def test_H4_router_and_sum_treat_each_token_alone(options):
@@ -196,7 +199,7 @@ def _products_on_hopper():
     return told
 
 
-@pytest.mark.skipif(Version(triton.__version__) < Version("3.6"), reason="Hopper's kernels need Triton 3.6")
+@NEEDS_TRITON
 def test_H4_no_product_on_a_gpu_is_torchs():
     """Router, shared expert and experts: cuBLAS, and torch's grouped GEMM, would choose by the number of rows."""
     for impl, (products, kernels) in in_another_process(__file__).items():
