@@ -19,10 +19,11 @@ from typing import Any
 
 import megatron.core
 import torch
+from packaging.version import Version
 
 from megablocks.megatron import cpu
 
-if megatron.core.__version__ != cpu.TESTED_MEGATRON and os.environ.get("RANK", "0") == "0":
+if Version(megatron.core.__version__).public != cpu.TESTED_MEGATRON and os.environ.get("RANK", "0") == "0":
     logging.getLogger(__name__).warning(
         "megatron-core %s in %s: untested, our layers are tested with %s; a checkout's own megatron/ hides the package",
         megatron.core.__version__, os.path.dirname(megatron.core.__file__), cpu.TESTED_MEGATRON,

@@ -51,6 +51,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         super().__init__(group, num_experts, **others)
         self.max_tokens, self.rows_factor, self.strict = max_tokens, rows_factor, strict
 
+    @torch.compiler.disable  # addresses of other processes' memory are not for a compiler to see
     def run(self, x: Tensor, routing: Routing, experts: ExpertCompute) -> Tensor:
         """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
 

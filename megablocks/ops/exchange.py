@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2
+from megablocks.ops.library import once_differentiable
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -212,6 +213,7 @@ class _ToExperts(torch.autograd.Function):
         return rows, local_ids, local_weight
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         (ids, local_ids), (d_rows, _, d_weight) = ctx.saved_tensors, grads
         return *ctx.exchange.to_home(d_rows.contiguous(), local_ids, ids, d_weight.contiguous()), None, None
@@ -225,6 +227,7 @@ class _ToHome(torch.autograd.Function):
         return exchange.to_home(partial.contiguous(), local_ids, ids, None)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         ids, local_ids = ctx.saved_tensors
         return ctx.exchange.to_experts(grads[0].contiguous(), ids, None, local_ids)[0], None, None, None

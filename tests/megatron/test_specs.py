@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import harness
+import megatron.core
 import pytest
 import torch
 from harness import Layout
+from packaging.version import Version
 
 from megablocks.testing.launcher import run_distributed_test
 
@@ -156,6 +158,7 @@ def test_the_tested_megatron_is_the_one_that_is_installed() -> None:
 
     pinned = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'"megatron-core=={TESTED_MEGATRON}; ' in pinned
+    assert Version(megatron.core.__version__).public == TESTED_MEGATRON
 
 
 def test_attention_that_ours_lacks_stays_megatrons(built: dict[str, Any]) -> None:
