@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megablocks.ops.launch import cdiv, next_power_of_2
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.routing.dispatch import Dispatch
 
 CHUNK = 8
@@ -208,6 +208,7 @@ def _total(
                  mask=(t < num_tokens)[:, None] & (h < H)[None, :])  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "first"])
 def to_experts_kernel(
     x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr, local_values_ptr, peers_ptr, sent_ptr, taken_ptr,
@@ -231,6 +232,7 @@ def to_experts_kernel(
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "first"])
 def to_home_kernel(
     partial_ptr, local_ids_ptr, values_ptr, ids_ptr, y_ptr, y_values_ptr, peers_ptr, sent_ptr, taken_ptr, state_ptr,
@@ -255,6 +257,7 @@ def to_home_kernel(
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["experts", "num_rows", "num_pairs"])
 def limit_kernel(
     offsets_ptr, scatter_ptr, new_offsets_ptr, new_scatter_ptr, peers_ptr, state_ptr, experts, num_rows, num_pairs,
