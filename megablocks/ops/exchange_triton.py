@@ -17,7 +17,7 @@ Two halves of the buffer take turns. Exchange n + 2 may overwrite exchange n: th
 before, and a peer sets its flags n + 1 after it has read exchange n.
 
 A wait ends after LIMIT ns. Then the peer's rank is written to `state` here and to `alarm` on the host, later waits end
-at once, and `total` gives NaN, so that no optimizer step uses the result.
+at once, and all rows that go home and all totals are NaN, on other ranks too, so that no optimizer step uses them.
 """
 
 # mypy: allow-untyped-defs
@@ -70,18 +70,23 @@ def _half(peers_ptr, peer, number, half_bytes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _copy(to_ptr, from_ptr, to_row, from_row, from_stride, mask, H, BLOCK: tl.constexpr):
+def _copy(
+    to_ptr, from_ptr, to_row, from_row, from_stride, mask, broken, H, BROKEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Rows of `mask`; with BROKEN they are NaN where `broken`."""
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
         inside = mask[:, None] & (h < H)[None, :]
         value = tl.load(from_ptr + from_row[:, None] * from_stride + h[None, :], mask=inside, cache_modifier=".cg")
+        if BROKEN:
+            value = tl.where(broken, float("nan"), value)
         tl.store(to_ptr + to_row[:, None] * H + h[None, :], value, mask=inside)
 
 
 @triton.jit
 def _push(
-    program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, num_tokens, max_tokens, rank, experts, chunks,
-    H, K, half_bytes, ids_at, values_at, flags_at,
+    program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank,
+    experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
     HOME: tl.constexpr, IDS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr,
     BLOCK: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
@@ -102,7 +107,8 @@ def _push(
     number = tl.load(sent_ptr + peer * chunks + chunk) + 1
     rows_ptr, address = _half(peers_ptr, peer, number, half_bytes, x_ptr.dtype.element_ty)
     slot = rank * max_tokens + t
-    _copy(rows_ptr, x_ptr, slot, row, x_stride, tl.max(mine.to(tl.int32), 1) > 0, H, BLOCK)
+    broken = tl.load(state_ptr, volatile=True) != 0
+    _copy(rows_ptr, x_ptr, slot, row, x_stride, tl.max(mine.to(tl.int32), 1) > 0, broken, H, HOME, BLOCK)
     if IDS:
         to = (address + ids_at).to(tl.pointer_type(tl.int32))
         tl.store(to + slot[:, None] * K + k, ids, mask=exists[:, None] & (k < K))
@@ -144,7 +150,7 @@ def _take(
             tl.store(local_ids_ptr + row[:, None] * K + k, tl.where(mine, ids - rank * experts, -1), mask=inside)
             values = tl.load(values_ptr + t[:, None] * K + k, mask=mine, other=0)
             tl.store(local_values_ptr + row[:, None] * K + k, values, mask=inside)
-        _copy(rows_ptr, x_ptr, row, t, x_stride, tl.max(mine.to(tl.int32), 1) > 0, H, BLOCK)
+        _copy(rows_ptr, x_ptr, row, t, x_stride, tl.max(mine.to(tl.int32), 1) > 0, False, H, False, BLOCK)
     else:
         number = tl.load(taken_ptr + source * chunks + chunk) + 1
         from_ptr, address = _half(peers_ptr, rank, number, half_bytes, x_ptr.dtype.element_ty)
@@ -159,7 +165,7 @@ def _take(
             tl.store(local_values_ptr + row[:, None] * K + k, values, mask=inside)
         else:
             ids = tl.load(local_ids_ptr + row[:, None] * K + k, mask=inside & came, other=-1)
-        _copy(rows_ptr, from_ptr, row, row, H, tl.max((ids >= 0).to(tl.int32), 1) > 0, H, BLOCK)
+        _copy(rows_ptr, from_ptr, row, row, H, tl.max((ids >= 0).to(tl.int32), 1) > 0, False, H, False, BLOCK)
         tl.store(taken_ptr + source * chunks + chunk, number)
 
 
@@ -221,8 +227,9 @@ def to_experts_kernel(
     pushes = chunks * (WORLD - 1)
     if program < pushes:
         _push(
-            program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, num_tokens, max_tokens, rank, experts,
-            chunks, H, K, half_bytes, ids_at, values_at, flags_at, False, IDS, WORLD, CHUNK, CHOICES, BLOCK, DELAY,
+            program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank,
+            experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at, False, IDS, WORLD, CHUNK, CHOICES, BLOCK,
+            DELAY,
         )  # fmt: skip
     else:
         _take(
@@ -245,9 +252,9 @@ def to_home_kernel(
     pushes = chunks * (WORLD - 1)
     if program < pushes:
         _push(
-            program, partial_ptr, H, local_ids_ptr, values_ptr, peers_ptr, sent_ptr, num_tokens, max_tokens, rank,
-            experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at, True, False, WORLD, CHUNK, CHOICES, BLOCK,
-            DELAY,
+            program, partial_ptr, H, local_ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens,
+            rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at, True, False, WORLD, CHUNK, CHOICES,
+            BLOCK, DELAY,
         )  # fmt: skip
     else:
         _total(
