@@ -79,7 +79,10 @@ def test_values_and_gradients_equal_megatrons(compared: list[dict[str, tuple[flo
         assert megatrons == (case not in IN_PRODUCT)
 
 
-def test_specs_place_it_on_a_gpu_unless_it_is_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def _placed() -> list[str]:
+    """The class of linear_qkv with and without a GPU; in a rank, because the specs patch torch on a CPU."""
+    from unittest import mock
+
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
     from megablocks.megatron.settings import MegaBlocksSettings
@@ -87,7 +90,12 @@ def test_specs_place_it_on_a_gpu_unless_it_is_turned_off(monkeypatch: pytest.Mon
 
     config, found = harness.transformer_config(harness.Layout()), []
     for on_gpu, value in ((True, "fused"), (True, "megatron"), (False, "fused")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu)
-        layer = _our_layer(get_gpt_layer_local_spec(), config, MegaBlocksSettings(qkv_bias=value))
+        with mock.patch.object(torch.cuda, "is_available", lambda on_gpu=on_gpu: on_gpu):
+            layer = _our_layer(get_gpt_layer_local_spec(), config, MegaBlocksSettings(qkv_bias=value))
         found.append(layer.submodules.self_attention.submodules.linear_qkv.__name__)
+    return found
+
+
+def test_specs_place_it_on_a_gpu_unless_it_is_turned_off() -> None:
+    (found,) = run_distributed_test(_placed, 1)
     assert found == ["BiasInProduct", "ColumnParallelLinear", "ColumnParallelLinear"]
