@@ -45,8 +45,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None]:
-    """Free the GPU's memory after a test that used much, because the other xdist workers share the GPU."""
+    """Refuse a test that leaves torch patched, and free much GPU memory, because the xdist workers share the GPU."""
     yield
+    cpu = sys.modules.get("megablocks.megatron.cpu")
+    assert cpu is None or not cpu._installed, "megablocks.megatron.specs patches torch: import it in another process"
     cuda = sys.modules["torch"].cuda if HAS_GPU and "torch" in sys.modules else None
     if cuda is not None and cuda.is_initialized() and cuda.memory_reserved() > 2**30:
         cuda.empty_cache()
