@@ -115,10 +115,10 @@ class MoEConfig:
     Expert parallelism (where the layer gets an expert_parallel_group)
         dispatcher: one of `kinds.DISPATCHER_CHOICES`. "symmetric" exchanges rows through memory that the GPUs of one
             host share, without a host synchronization; "all_to_all" by torch.distributed; "auto" is "symmetric" where
-            max_tokens is given and the ranks can, else "all_to_all".
+            max_tokens is given, rows cannot overflow and the ranks can, else "all_to_all".
         max_tokens: the most tokens that a rank brings to the layer; "symmetric" sizes its buffers by it.
         dispatch_rows_factor: rows that a rank's experts take with "symmetric", as a multiple of max_tokens·K. If more
-            arrive, the output is NaN and the next call raises. At least the number of ranks: cannot happen.
+            arrive, the output is NaN and the next call raises. If it is at least the number of ranks, they always fit.
     Initialization
         init_std: std of the normal from which w1, v1 and the router are drawn.
         output_init_std: the same for w2, None for init_std.

@@ -51,7 +51,7 @@ class Family(NamedTuple):
     fields: fields of `Model` beside `_FIELDS`, and the names that config.json has for them; the first is written.
     has: fields of `Model` that config.json does not say.
     must: what config.json must say, or leave out, where the model is computed by Megatron.
-    rules: where its files keep what is not named as in Llama.
+    rules: where its files keep the tensors whose names differ from Llama's.
     derived: fields of `Model` that follow from several of config.json.
     written: what a new config.json says beside all these.
     """

@@ -104,7 +104,8 @@ class MegaBlocksSettings:
     dispatcher: str = option(
         "auto",
         "how tokens reach the experts of other ranks: symmetric, through memory that the GPUs of one host share, "
-        "without a host synchronization; all_to_all; auto: symmetric where max_tokens is known and the ranks can",
+        "without a host synchronization; all_to_all; auto: symmetric where max_tokens is known, rows cannot overflow "
+        "and the ranks can",
         DISPATCHER_CHOICES,
     )
     max_tokens: int | None = option(

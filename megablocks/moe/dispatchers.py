@@ -173,8 +173,8 @@ def make_dispatcher(
         ffn_shards: ranks over which each expert's width is cut. None cuts it where there are more ranks than experts,
             a multiple of them.
         ffn_fastest: as in `AllToAllDispatcher`.
-        kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" where `max_tokens` is given and the ranks can,
-            else "all_to_all".
+        kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" where `max_tokens` is given, rows cannot
+            overflow (`rows_factor` is at least the number of ranks) and the ranks can, else "all_to_all".
         max_tokens, rows_factor: as in `megablocks.moe.symmetric.SymmetricDispatcher`, which needs both.
 
     Raises:
@@ -188,7 +188,7 @@ def make_dispatcher(
     options: dict[str, Any] = {"ffn_shards": ffn_shards, "ffn_fastest": ffn_fastest}
     if ranks == 1:
         name = "local"
-    elif kind == "all_to_all" or max_tokens is None:
+    elif kind == "all_to_all" or max_tokens is None or (kind == "auto" and rows_factor < ranks):
         name = "all_to_all"
     else:
         name = "symmetric"

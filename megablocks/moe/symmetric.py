@@ -96,11 +96,15 @@ _buffers: list[Any] = []  # kept as long as the process: peers address them
 
 
 def _open(dispatcher: SymmetricDispatcher, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> Any:
-    """The exchange of these sizes, or why there is none. The first call is a collective; layers share the result."""
-    d, layout = dispatcher, Layout(dispatcher.size, dispatcher.max_tokens, hidden, top_k, dtype)
+    """Return the exchange of these sizes, or the reason why the ranks cannot exchange rows this way.
+
+    The first call of a size is a collective. Layers of one size share the result.
+    """
+    d = dispatcher
     max_rows = math.ceil(d.rows_factor * d.max_tokens * top_k / _TILE) * _TILE
     key = (d.group, d.num_experts, d.max_tokens, hidden, top_k, dtype, max_rows)
     if key not in _opened:
+        layout = Layout(d.size, d.max_tokens, hidden, top_k, dtype)
         _opened[key] = opened = _rendezvous(d.group, layout, device, d.shard.num_local_experts, max_rows)
         if isinstance(opened, str):
             _log.warning("experts exchange rows by all-to-all, not through symmetric memory: %s", opened)

@@ -7,7 +7,7 @@ FROM is a folder of safetensors files with config.json, or a run's checkpoints (
 one checkpoint of them. Its format is found out. Formats:
 
   hf        a folder for transformers' AutoModelForCausalLM
-  ours      the same, but with the experts as the state dict of megablocks.moe.layer.dMoE; moe_config.json is its config
+  ours      as hf, but each layer's experts have the names of dMoE's state dict; moe_config.json is dMoE's config
   megatron  a folder for the driver's --load, which starts at iteration 0; flags.txt has the model's flags
 
 No value is computed or rounded, so the way there and back gives the same bytes. Tensors are read and written one by
@@ -92,8 +92,8 @@ class Progress:
 class Opened:
     """What is converted.
 
-    format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json, made from the flags
-    of a run where there is none. layout: where its tensors lie. folder: the files that are copied beside the weights.
+    format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json; for a run, which has
+    none, made from the run's flags. layout: where its tensors lie. folder: the files that are copied with the weights.
     """
 
     def __init__(self, folder: Path, like: Path | None) -> None:
