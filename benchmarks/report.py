@@ -191,8 +191,9 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "load, fullest/mean", "note"]
     points, front = capacity_front(summaries)
     text = "The micro-batch is the largest that fits, found by trials of three steps."
-    if record["settings"]["micro_batch"]:
-        text = "The micro-batch was given."
+    if given := record["settings"]["micro_batch"]:
+        whole = given * record["settings"]["ngpu"] == record["runs"][0]["batch"]
+        text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else ''}."
     best = ", ".join(ARMS[arm].label for arm in front)
     tail = (
         f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""

@@ -165,9 +165,9 @@ def _whole(name: str, text: str, low: int = 1) -> int:
 
 @dataclass(frozen=True)
 class Settings:
-    """What decides a comparison's results. A folder holds runs of one such set only.
+    """What decides a comparison's results. A folder holds runs of one such set only, but may get more arms and seeds.
 
-    arms, seeds: those of the comparison. rates: a learning rate of all arms, "published" or "tuned". batch: sequences
+    arms, seeds: those of the report. rates: a learning rate of all arms, "published" or "tuned". batch: sequences
     a step, 0 for the default by budget. micro_batch: 0 for the largest that fits. data: the set's fingerprint.
     """
 
@@ -225,11 +225,13 @@ class Settings:
         return {**asdict(self), "arms": list(self.arms)}
 
     def refuse_change(self, before: Settings, folder: Path) -> None:
-        """Raises ConfigError with the first setting in which `folder`, started with `before`, differs."""
+        """Raises ConfigError with the first setting in which `folder`, started with `before`, differs.
+
+        ARMS and SEEDS may change: they say which runs there are, and no run depends on another one.
+        """
         for name, was in before.to_dict().items():
-            if (now := self.to_dict()[name]) != was:
+            if name not in ("arms", "seeds") and (now := self.to_dict()[name]) != was:
                 name = {"data": "DATA_PREFIX's data", "commit": "the code's commit"}.get(name, name.upper())
-                now, was = (",".join(one) if isinstance(one, list) else one for one in (now, was))
                 raise ConfigError(f"{name}={now}: {folder} was started with {was}; use that, or another folder")
 
     def seeds_of(self, arm: str) -> range:

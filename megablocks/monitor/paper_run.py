@@ -94,8 +94,7 @@ class Comparison:
         except BlockingIOError:
             why = "is in use by a comparison or by its last run; wait until it ends"
             raise ConfigError(f"OUT={self.out}: {why}") from None
-        if not path.is_file():
-            write_durably(path, json.dumps(self.settings.to_dict(), indent=1) + "\n")
+        write_durably(path, json.dumps(self.settings.to_dict(), indent=1) + "\n")
 
     # ---- launches
 

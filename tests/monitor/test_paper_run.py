@@ -181,8 +181,8 @@ def test_arms_without_their_package_are_named_and_not_replaced(tmp_path: Path) -
 def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _comparison(out)
-    with pytest.raises(ConfigError, match=r"SEEDS=2: .* was started with 1"):
-        _comparison(out, SEEDS="2")
+    with pytest.raises(ConfigError, match=r"BATCH=16: .* was started with 8"):
+        _comparison(out, BATCH="16")
     with open(out / "lock") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(ConfigError, match="is in use by a comparison or by its last run"):
@@ -190,6 +190,14 @@ def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Pa
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match="is not empty and holds no comparison"):
         _comparison(tmp_path)
+
+
+def test_more_arms_and_seeds_repeat_no_run(tmp_path: Path, launches: list[str]) -> None:
+    _comparison(tmp_path, ARMS="dense,dmoe").train(10e3)
+    launches.clear()
+    _comparison(tmp_path, SEEDS="2").train(10e3)
+    assert launches == ["capacity-1 1234", "dense 1235", "dmoe 1235", "capacity-1 1235"]
+    assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == 2
 
 
 def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> None:
@@ -273,8 +281,8 @@ def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in logs} == logs
     assert json.loads((out / "record.json").read_text()) == record and (out / "RESULTS.md").read_text() == text
 
-    changed = subprocess.run(command, env=environment | {"SEEDS": "2"}, capture_output=True, text=True)
-    assert changed.returncode == 2 and changed.stderr.startswith("paper: SEEDS=2: ")
+    changed = subprocess.run(command, env=environment | {"BATCH": "16"}, capture_output=True, text=True)
+    assert changed.returncode == 2 and changed.stderr.startswith("paper: BATCH=16: ")
 
 
 def paper_run_first_intervals(out: Path, run: dict) -> set[int]:
