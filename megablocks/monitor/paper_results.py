@@ -66,15 +66,18 @@ class Summary(NamedTuple):
 
 
 def first_intervals(log: str) -> set[int]:
-    """Iterations of the first line that each process of a run logged."""
+    """Iterations of the first two lines that each process of a run logged.
+
+    Megatron logs a process's first step by itself and counts its time again in the next line's mean.
+    """
     starts: set[int] = set()
-    fresh = False
+    left = 0
     for line in log.splitlines():
         if _START in line:
-            fresh = True
-        elif fresh and "elapsed time per iteration" in line and (at := re.search(r"\biteration\s+(\d+)", line)):
+            left = 2
+        elif left and "elapsed time per iteration" in line and (at := re.search(r"\biteration\s+(\d+)", line)):
             starts.add(int(at.group(1)))
-            fresh = False
+            left -= 1
     return starts
 
 

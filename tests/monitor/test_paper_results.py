@@ -22,8 +22,8 @@ def _line(iteration: int) -> str:
 
 
 def test_the_first_interval_of_each_process_is_known() -> None:
-    log = [_line(1), START, _line(5), _line(10), "a crash", START, "noise", _line(10), _line(15)]
-    assert paper_results.first_intervals("\n".join(log)) == {5, 10}
+    log = [_line(1), START, _line(1), _line(5), _line(10), "a crash", START, "noise", _line(11), _line(15), _line(20)]
+    assert paper_results.first_intervals("\n".join(log)) == {1, 5, 11, 15}
 
 
 def test_compilation_counts_at_the_median_speed() -> None:
