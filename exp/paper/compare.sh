@@ -7,7 +7,7 @@
 #   SEEDS        seeds of each arm (default 1)
 #   RATES        learning rate of all arms (default 6e-4), published, or tuned
 #   BATCH        sequences a step (default by budget: 128 to 512)
-#   MICRO_BATCH  micro-batch of all arms (default: for each arm the largest that fits)
+#   MICRO_BATCH  micro-batch of all arms, or less where it does not fit (default: for each arm the largest that fits)
 #   SAVE_EVERY   tokens between checkpoints (default 500M; 0: never)
 # Ctrl-C stops; the same command goes on. Writes OUT/record.json, pictures and OUT/RESULTS.md.
 set -euo pipefail

@@ -52,6 +52,8 @@ START_S = 25.0
 """First estimate of what a run takes beside its steps: imports, compilation, evaluations."""
 LEAST_STEPS = 20
 _OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED")
+_CRASHED = re.compile(r"illegal memory access")
+"""What another package's layer also does at a micro-batch that is too large: Tutel's kernels have 32-bit indices."""
 
 
 class Stopped(Exception):
@@ -59,7 +61,11 @@ class Stopped(Exception):
 
 
 class Failed(Exception):
-    """A launch failed; the message is one line."""
+    """A launch failed; the message is one line, and `output` all that the launch printed."""
+
+    def __init__(self, message: str, output: str = "") -> None:
+        super().__init__(message)
+        self.output = output
 
 
 class Comparison:
@@ -122,7 +128,7 @@ class Comparison:
             raise Stopped
         if status:
             lines = [line for line in text.splitlines() if line.strip()]
-            raise Failed(lines[-1] if lines else f"{shlex.join(launch.command)} ended with {status}")
+            raise Failed(lines[-1] if lines else f"{shlex.join(launch.command)} ended with {status}", text)
         return text
 
     def search(self, arm: str, schedule: Schedule) -> Launch:
@@ -135,7 +141,7 @@ class Comparison:
         return launch._replace(command=[*command, *rest[1:]])
 
     def found(self, arm: str) -> dict[str, Any]:
-        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH it may be absent."""
+        """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH there may be none."""
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch or None, "trials": []}
         return json.loads(path.read_text()) if path.is_file() else given
@@ -282,7 +288,7 @@ class Comparison:
                 rate = rates_of(self.settings, arm, tuned.get(arm))
                 history = self.run(arm, folder, schedule, seed=seed, rate=rate)
             except Failed as error:
-                if self._lower_micro_batch(arm, str(error)):
+                if self._lower_micro_batch(arm, error.output):
                     plan = self.plan()
                     waiting = list(plan)
                 else:
@@ -297,19 +303,21 @@ class Comparison:
                      f"{history.rows[schedule.steps]['validation_loss']:.4f}, {rates[len(rates) // 2]:,.0f} tokens/s, "
                      f"{_span(time.time() - began)}")  # fmt: skip
 
-    def _lower_micro_batch(self, arm: str, why: str) -> bool:
-        """After a run out of memory: the next smaller size, for all runs of the arm, which start again."""
+    def _lower_micro_batch(self, arm: str, output: str) -> bool:
+        """If a run's micro-batch was too large: the next smaller one, for all runs of the arm, which start again."""
         found = self.found(arm)
         size = found["micro_batch_size"]
-        smaller = [one for one in divisors(size) if one < size]
-        if not _OUT_OF_MEMORY.search(why) or not smaller or self.settings.micro_batch:
+        smaller = [one for one in divisors(size) if one < size] if size else []
+        reason = _OUT_OF_MEMORY.search(output) or (_CRASHED.search(output) if ARMS[arm].needs else None)
+        if reason is None or not smaller:
             return False
-        known = found.get("out_of_memory_in_training", [])
-        found |= {"micro_batch_size": smaller[-1], "out_of_memory_in_training": [*known, size]}
-        write_durably(self.out / "micro_batch" / arm / "micro_batch.json", json.dumps(found, indent=1) + "\n")
+        found |= {"micro_batch_size": smaller[-1], "failed": {**found.get("failed", {}), str(size): reason.group()}}
+        path = self.out / "micro_batch" / arm / "micro_batch.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(found, indent=1) + "\n")
         for kind in ("runs", "tuning"):
             shutil.rmtree(self.out / kind / arm, ignore_errors=True)
-        _say(f"{arm}: out of memory with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
+        _say(f"{arm}: {reason.group()} with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
         return True
 
     def dry_run(self) -> None:

@@ -127,27 +127,34 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     assert launches == ["dense 1234", "capacity-1 1234", "dense 1235", "capacity-1 1235"]
 
 
+@pytest.mark.parametrize("given", ["8", "0"])
 def test_out_of_memory_in_training_lowers_the_micro_batch_of_the_arm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str], given: str
 ) -> None:
     whole = Comparison._call
 
     def call(self: Comparison, launch: Launch) -> str:
         if "/dmoe/1235" in launch.command[2] and "--micro-batch-size 8" in launch.variables["FLAGS"]:
-            raise Failed("dmoe.sh: failed: pretrain_gpt: rank 0: CUDA out of memory")
+            raise Failed("dmoe.sh: failed: see train.log", "CUDA out of memory\ndmoe.sh: failed: see train.log\n")
         return whole(self, launch)
 
     monkeypatch.setattr(Comparison, "_call", call)
-    comparison = _comparison(tmp_path, SEEDS="2", MICRO_BATCH="0")
-    for arm in comparison.arms:
+    comparison = _comparison(tmp_path, SEEDS="2", MICRO_BATCH=given)
+    for arm in comparison.arms if given == "0" else ():
         folder = tmp_path / "micro_batch" / arm
         folder.mkdir(parents=True)
         (folder / "micro_batch.json").write_text('{"micro_batch_size": 8, "trials": []}')
     comparison.train(10e3)
     found = comparison.found("dmoe")
-    assert (found["micro_batch_size"], found["out_of_memory_in_training"]) == (4, [8])
+    assert (found["micro_batch_size"], found["failed"]) == (4, {"8": "out of memory"})
     sizes = [json.loads((tmp_path / f"runs/dmoe/{seed}/done.json").read_text())["micro_batch"] for seed in (1234, 1235)]
     assert sizes == [4, 4] and launches.count("dmoe 1234") == 2 and launches.count("dense 1234") == 1
+
+
+def test_only_another_packages_crash_lowers_the_micro_batch(tmp_path: Path) -> None:
+    comparison, crash = _comparison(tmp_path), "CUDA error: an illegal memory access was encountered"
+    assert comparison._lower_micro_batch("tutel-0", crash) and comparison.found("tutel-0")["micro_batch_size"] == 4
+    assert not comparison._lower_micro_batch("dmoe", crash)
 
 
 def test_minutes_are_shared_by_the_arms_rates_and_written_down(tmp_path: Path) -> None:
