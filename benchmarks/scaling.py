@@ -1,11 +1,11 @@
-"""Step time of two large models on 8 to 4,096 GPUs, on paper: what takes over, and how far the model is from steps.
+"""Step time of two large models on 8 to 4,096 GPUs, on paper: what takes over, and how far `plan` is from steps.
 
     python benchmarks/scaling.py [--out FOLDER] [--inputs FILE] [--commands]
 
-FILE, scaling_inputs.json, holds all that is measured or assumed outside of results/h200: links, batch, models, and the
-steps that check the prediction; enter their milliseconds under "measured". --commands prints the driver's flags of
-these steps. From results/h200 come the rates of the experts' kernels (peers_paper.json) and the load of a trained
-router (dmoe_46m/expert_load.csv); the rest of a step is that of `python -m megablocks plan`. FOLDER gets scaling.png.
+FILE, scaling_inputs.json, holds the models, the batch, and the steps that check the prediction, which is that of
+`python -m megablocks plan`. "sets" says what of the plan a step was used to fit; such a step checks nothing. Times and
+memory are read from results/h200/training_step.json by the names of its arms, and the load of a trained router from
+dmoe_46m/expert_load.csv. --commands prints the driver's flags of the steps. FOLDER gets scaling.png.
 
 For each number of GPUs the fastest layout is taken that fits into memory with its error bar: pipeline and
 expert-parallel size, micro-batch, and what is recomputed. Tensor and context parallelism are 1.
@@ -19,7 +19,6 @@ import dataclasses
 import functools
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
@@ -30,7 +29,7 @@ from megablocks.monitor.flops import MEMORY_GIB, figure
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.tool.memory import GIB, memory
 from megablocks.tool.model import Model
-from megablocks.tool.step_time import Conditions, StepTime, step_time
+from megablocks.tool.step_time import StepTime, step_time
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results/h200"
@@ -40,20 +39,21 @@ RECOMPUTED: tuple[dict[str, Any], ...] = ({}, {"recompute_activation": True}, {"
 NOTHING = {"recompute_activation": False, "recompute_granularity": None}
 GROUPS = {
     "experts": ("experts",),
-    "attention and dense": ("attention", "dense products", "norms", "elementwise", "routing", "embedding and loss"),
+    "attention and dense": ("attention", "dense products", "norms", "elementwise", "routing", "embedding and loss",
+                            "copies"),
     "optimizer": ("optimizer", "gradients"),
-    "idle": ("idle and copies",),
+    "idle": ("idle", "waiting for other ranks"),
     "recomputing, for memory": (),
     "all-to-all": ("communication: all-to-all of the experts",),
     "imbalance": ("waiting for the fullest rank",),
     "pipeline": ("communication: pipeline bubble", "waiting for the last stage"),
     "gradients over ranks": ("communication: gradients over data-parallel ranks",),
-}
+}  # fmt: skip
 """Parts of a step in tables and pictures, and those of `step_time` that each holds."""
 LOSSES = ("all-to-all", "imbalance", "pipeline", "gradients over ranks", "memory")
 """What one GPU with enough memory would not pay. memory: the step over that of the best layout if all layouts fit."""
 ALLOWED = 0.15
-"""How far a measured step may be from its prediction."""
+"""How far a measured step that set nothing may be from its prediction."""
 SPREAD = 256
 """GPUs at which expert-parallel sizes are compared."""
 
@@ -78,20 +78,6 @@ def read_inputs(path: Path) -> dict[str, Any]:
 
 
 @functools.cache
-def experts_rate(hidden_size: int, expert_width: int) -> tuple[float, str]:
-    """TFLOP/s forward and backward of the measured layer whose hidden size and expert width are nearest; its shape."""
-    shapes = json.loads((RESULTS / "peers_paper.json").read_text())["summary"]["shapes"]
-
-    def distance(shape: str) -> float:
-        sizes, experts = shape.split("; ")
-        hidden, width = int(sizes.split(",")[1]), int(experts.split("/")[0])
-        return abs(math.log(hidden / hidden_size)) + abs(math.log(width / expert_width))
-
-    name = min(shapes, key=distance)
-    return shapes[name]["fused"]["total"], name
-
-
-@functools.cache
 def rank_skew(ranks: int) -> float:
     """Rows of the fullest of `ranks` expert-parallel ranks over the mean, for the load of a trained dMoE-XS.
 
@@ -109,20 +95,8 @@ def rank_skew(ranks: int) -> float:
     return mean(skews)
 
 
-def conditions(inputs: dict[str, Any], m: Model, *, even: bool = False, row_a_rank: bool | None = None) -> Conditions:
-    """even: equal loads. row_a_rank: another dispatch than that of the inputs."""
-    links = {name: value for name, value in inputs["links"].items() if name != "source"}
-    ranks = m.expert_model_parallel_size
-    return Conditions(
-        **links,
-        experts_tflops=experts_rate(m.hidden_size, m.moe_ffn_hidden_size or 1)[0],
-        skew=1.0 if even or ranks == 1 else rank_skew(ranks),
-        row_a_rank=inputs["row_a_rank"]["value"] if row_a_rank is None else row_a_rank,
-    )
-
-
 def fits(m: Model, skew: float) -> bool:
-    """With the error bar, and with the rows of the fullest rank."""
+    """With the error bar, and with the rows of the fullest rank, `skew` times the mean."""
     found = memory(m)
     by_rows = ("activations: experts", "communication: rows sent and received", "temporary tensors")
     more = (skew - 1) * sum(found.parts.get(name, 0.0) for name in by_rows)
@@ -132,8 +106,7 @@ def fits(m: Model, skew: float) -> bool:
 
 
 def layouts(inputs: dict[str, Any], name: str, gpus: int, ranks: Sequence[int]) -> Iterator[Model]:
-    fixed = {**inputs["shapes"], **inputs["models"][name], "gpu": inputs["gpu"], "gpus": gpus}
-    fixed |= {"seq_length": inputs["batch"]["seq_length"], "global_batch_size": inputs["batch"]["sequences"]}
+    fixed = {**inputs["models"][name], "gpus": gpus, "global_batch_size": inputs["scaled"]["sequences"]}
     for pp, ep, size, recomputed in itertools.product(STAGES, ranks, MICRO_BATCHES, RECOMPUTED):
         values = {"pipeline_model_parallel_size": pp, "expert_model_parallel_size": ep, "micro_batch_size": size}
         try:
@@ -142,20 +115,22 @@ def layouts(inputs: dict[str, Any], name: str, gpus: int, ranks: Sequence[int]) 
             continue
 
 
-def best(inputs: dict[str, Any], name: str, gpus: int, ranks: Sequence[int] = RANKS, **other: Any) -> Point | None:
-    """The fastest layout that fits; None if none does. ranks: expert-parallel sizes. other: of `conditions`."""
+def best(
+    inputs: dict[str, Any], name: str, gpus: int, ranks: Sequence[int] = RANKS, *, even: bool = False
+) -> Point | None:
+    """The fastest layout that fits; None if none does. ranks: expert-parallel sizes. even: equal loads."""
     times = []
     for m in layouts(inputs, name, gpus, ranks):
-        on = conditions(inputs, m, **other)
-        time = step_time(m, on)
+        skew = 1.0 if even else rank_skew(m.expert_model_parallel_size)
+        time = step_time(m, skew)
         assert time is not None
-        times.append((time.milliseconds, len(times), m, on, time))
+        times.append((time.milliseconds, len(times), m, skew, time))
     times.sort()
-    found = next((one for one in times if fits(one[2], one[3].skew)), None)
+    found = next((one for one in times if fits(one[2], one[3])), None)
     if found is None:
         return None
-    ms, _, m, on, time = found
-    plain = step_time(dataclasses.replace(m, **NOTHING), on)
+    ms, _, m, skew, time = found
+    plain = step_time(dataclasses.replace(m, **NOTHING), skew)
     assert plain is not None
     parts = {group: sum(plain.parts.get(part, 0.0) for part in those) for group, those in GROUPS.items()}
     parts["recomputing, for memory"] = ms - plain.milliseconds
@@ -168,28 +143,44 @@ def by_ranks(inputs: dict[str, Any], name: str) -> list[Point]:
     return [one for size in RANKS if (one := best(inputs, name, SPREAD, (size,))) is not None]
 
 
-def checked(inputs: dict[str, Any]) -> list[tuple[Model, StepTime, float | None]]:
-    """The steps that check the prediction: model, prediction, and measured milliseconds or None."""
-    rows = []
-    for entry in inputs["measured"]:
-        values = {key: value for key, value in entry.items() if key not in ("model", "ms", "source")}
-        fixed = {**inputs["shapes"], **inputs["models"][entry["model"]], "gpu": inputs["gpu"]}
-        m = Model(**{**fixed, "seq_length": inputs["batch"]["seq_length"], **values})
-        time = step_time(m, conditions(inputs, m, even=True))  # a fresh router, so nearly even
+class Step(NamedTuple):
+    """A step that was measured, or is to be. sets: what it was used to fit. ms, gib: None if not measured."""
+
+    name: str
+    model: Model
+    time: StepTime
+    sets: str
+    ms: float | None
+    gib: float | None
+
+    @property
+    def off(self) -> float | None:
+        """Measured over planned time, less 1. The router is fresh, so its load is taken as even."""
+        return None if self.ms is None else self.ms / self.time.milliseconds - 1
+
+
+def steps(inputs: dict[str, Any]) -> list[Step]:
+    records = json.loads((RESULTS / "training_step.json").read_text())["records"]
+    measured = {one["arm"]: one for one in records}
+    found = []
+    for entry in inputs["steps"]:
+        values = {key: value for key, value in entry.items() if key not in ("arm", "model", "sets")}
+        m = Model(**{**inputs["models"][entry["model"]], **values})
+        time, record = step_time(m), measured.get(entry["arm"], {})
         assert time is not None
-        rows.append((m, time, entry["ms"]))
-    return rows
+        name = entry["model"] + (", all-to-all" if m.dispatcher == "all_to_all" else "")
+        found.append(Step(name, m, time, entry.get("sets", ""), record.get("ms"), record.get("peak_gib")))
+    return found
 
 
 def driver_flags(m: Model) -> str:
     """The command line of `megablocks.megatron.pretrain_gpt` for this model, without data and run folder."""
-    ours = {"mlp_impl", "recompute_activation", "quantize_rematerialize_num_bits", "fused_loss", "fused_loss_kept_gib"}
-    skipped = {"gpus", "gpu", "num_moe_layers", "ffn_hidden_size", "quantize_rematerialize_num_bits"}
-    words = ["--bf16 --group-query-attention --disable-bias-linear --attention-dropout 0",
-             f"--max-position-embeddings {m.seq_length}"]  # fmt: skip
+    skipped = {"gpus", "gpu", "num_moe_layers", "ffn_hidden_size", "quantize_rematerialize_num_bits", "fused_loss"}
+    ours = {"mlp_impl", "recompute_activation", "fused_loss_kept_gib", "dispatcher", "dispatch_rows_factor"}
+    words = ["--group-query-attention --disable-bias-linear", f"--max-position-embeddings {m.seq_length}"]
     for one in dataclasses.fields(Model):
         value = getattr(m, one.name)
-        if one.name in skipped or value is None or value is False or one.name in ("bf16", "fused_loss"):
+        if one.name in skipped or value is None or value is False:
             continue
         flag = f"--{'megablocks-' if one.name in ours else ''}{one.name.replace('_', '-')}"
         words.append(flag if value is True else f"{flag} {value}")
@@ -215,13 +206,19 @@ def table(points: Sequence[Point]) -> list[str]:
 
 
 def check_rows(inputs: dict[str, Any]) -> list[str]:
+    """Rows in Markdown: GiB and ms as planned / measured, measured over planned time, and what the step sets."""
     rows = []
-    for (m, time, ms), entry in zip(checked(inputs), inputs["measured"], strict=True):
-        said = "not measured yet" if ms is None else f"{ms:.0f}"
-        off = "–" if ms is None else f"{time.milliseconds / ms - 1:+.0%}"
-        layers = f"{m.num_layers} layer{'s' if m.num_layers > 1 else ''}"
-        rows.append(f"| {entry['model']}, {layers} | {m.gpus} | {m.expert_model_parallel_size} | "
-                    f"{time.milliseconds:.0f} | {said} | {off} |")  # fmt: skip
+    for one in steps(inputs):
+        m, gib = one.model, memory(one.model).peak / GIB
+        if one.ms is not None:
+            said = f" / {one.gib:.1f}" if one.gib else ""
+            of = [f"{gib:.1f}{said}", f"{one.time.milliseconds:.0f} / {one.ms:.0f}", f"{one.off + 1:.2f}", one.sets]
+        else:
+            of = [f"{gib:.1f}", f"{one.time.milliseconds:.0f} / not measured yet", "", ""]
+        layers = f", {m.num_layers} of its layers" if m.num_layers != inputs["models"][one.name.split(",")[0]][
+            "num_layers"] else ""  # fmt: skip
+        rows.append(f"| {one.name}{layers} | {m.gpus} | {m.expert_model_parallel_size} | {m.micro_batch_size} | "
+                    f"{m.micro_batches} | {' | '.join(of)} |")  # fmt: skip
     return rows
 
 
@@ -239,9 +236,8 @@ def draw(inputs: dict[str, Any], found: dict[str, list[Point]], path: Path) -> N
             base = [low + share for low, share in zip(base, shares, strict=True)]
         top.set_xticks(places, [f"{one.model.gpus:,}" for one in points], rotation=45)
         top.set(title=f"{name}: parts of a step", ylim=(0, 1), ylabel="share of the step" if column == 0 else "")
-        others = {"even load": {"even": True}, "one row a rank": {"row_a_rank": True}}
-        for label, other in {"trained load": {}, **others}.items():
-            line = [one for gpus in GPUS if (one := best(inputs, name, gpus, **other)) is not None]
+        for label, even in (("trained load", False), ("even load", True)):
+            line = [one for gpus in GPUS if (one := best(inputs, name, gpus, even=even)) is not None]
             gpus, rates = zip(*((p.model.gpus, p.time.tokens_per_second / p.model.gpus) for p in line), strict=True)
             bottom.plot(gpus, rates, "o-", markersize=3, label=label)
         bottom.set_xscale("log", base=2)
@@ -261,20 +257,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     inputs = read_inputs(args.inputs)
     if args.commands:
-        for m, *_ in checked(inputs):
-            print(f"{m.gpus} GPUs: {driver_flags(m)}")
+        for one in steps(inputs):
+            print(f"{one.name}, {one.model.gpus} GPUs: {driver_flags(one.model)}")
         return 0
     found = {}
-    for name in inputs["models"]:
+    for name in inputs["scaled"]["models"]:
         found[name] = [one for gpus in GPUS if (one := best(inputs, name, gpus)) is not None]
-        one = found[name][0].model
-        rate, shape = experts_rate(one.hidden_size, one.moe_ffn_hidden_size or 1)
-        print(f"{name}: experts at {rate:.0f} TFLOP/s, as {shape}\n" + "\n".join(table(found[name])))
+        print(f"{name}\n" + "\n".join(table(found[name])))
         print(f"{name} on {SPREAD} GPUs, by expert-parallel size\n" + "\n".join(table(by_ranks(inputs, name))))
     print("\n".join(check_rows(inputs)))
     if args.out:
         draw(inputs, found, args.out / "scaling.png")
-    missed = [row for _, time, ms in checked(inputs) if ms and abs(row := time.milliseconds / ms - 1) > ALLOWED]
+    missed = [one for one in steps(inputs) if one.off is not None and not one.sets and abs(one.off) > ALLOWED]
     return 1 if missed else 0
 
 

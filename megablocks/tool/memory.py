@@ -18,9 +18,9 @@ from megablocks.tool.model import Model
 
 GIB = 2**30
 ERROR_BAR = 0.10
-"""Of the peak on one GPU. benchmarks/results/h200/training_step.json holds it: the largest miss there is 2 %."""
+"""Of the peak on one GPU, and on two with expert or data parallelism; docs/tool.md has what was measured."""
 ERROR_BAR_LAYOUT = 0.20
-"""Of the peak on several GPUs, which nothing was measured for."""
+"""Of the peak in other layouts, which nothing was measured for."""
 OPTIMIZER_BYTES = {True: 12, False: 8}
 """A parameter's two moments, and its float32 copy if the model is in 16 bits."""
 SAVED_BYTES = {-1: None, 8: 1.031, 4: 0.625}
@@ -85,16 +85,25 @@ class Rows(NamedTuple):
 
     group: float  # t
     rank: float  # s
-    expert: float  # R, with even load
+    sent: float  # to the ranks of the experts, this one included: once to each rank with an expert of the token
+    received: float  # from other ranks and this one; 0 if the experts are not spread
+    expert: float  # R, with even load, or what there is room for
     padded: float  # R and the padding of implementations that pad
 
 
 def rows(m: Model) -> Rows:
     group = m.micro_batch_size * m.seq_length / m.context_parallel_size
     rank = group / m.tensor_model_parallel_size if m.sequence_parallel else group
-    expert = group / m.tensor_model_parallel_size * m.etp * m.moe_router_topk
+    tokens, ep, top_k = group / m.tensor_model_parallel_size * m.etp, m.expert_model_parallel_size, m.moe_router_topk
+    expert, sent, received = tokens * top_k, 0.0, 0.0
+    if m.num_experts and ep * m.etp > 1:
+        missed = math.comb(m.num_experts - m.num_experts // ep, top_k) / math.comb(m.num_experts, top_k)
+        sent = received = tokens * ep * (1 - missed)
+        if m.symmetric:  # a place for every token of every rank
+            received = tokens * ep
+            expert *= min(m.dispatch_rows_factor, ep)
     pads = bool(m.num_experts) and IMPLS[m.impl].pads
-    return Rows(group, rank, expert, expert + pads * BLOCK * m.num_experts / m.expert_model_parallel_size)
+    return Rows(group, rank, sent, received, expert, expert + pads * BLOCK * m.num_experts / ep)
 
 
 def layer_activations(m: Model) -> dict[str, float]:
@@ -133,7 +142,7 @@ def expert_activations(m: Model) -> float:
     impl, width = IMPLS[m.impl], s.moe_ffn_hidden_size / m.etp
     pre_bytes = SAVED_BYTES[m.quantize_rematerialize_num_bits] or e
     sizes = {
-        "tokens": n.rank * m.hidden_size * e,
+        "tokens": (n.rank + n.received) * m.hidden_size * e,
         "rows": n.padded * m.hidden_size * e,
         "pre": n.padded * width * (2 if m.swiglu else 1) * pre_bytes,
         "activation": n.padded * width * e,
@@ -144,8 +153,6 @@ def expert_activations(m: Model) -> float:
         kept.discard("activation")
     if m.recompute_activation and impl.recomputes_pre:
         kept.discard("pre")
-    if m.expert_model_parallel_size * m.etp > 1:
-        kept |= {"rows", "output"}  # rows of other ranks arrive as copies, and outputs come back for the weights
     return sum(sizes[name] for name in kept)
 
 
@@ -206,8 +213,7 @@ def _activations(m: Model, last: bool) -> dict[str, float]:
     parts["temporary tensors"] = temporary
     if m.tensor_model_parallel_size > 1:
         parts["communication: gathered sequence"] = 2 * n.group * m.hidden_size * m.element_bytes
-    if m.expert_model_parallel_size > 1:
-        parts["communication: rows sent and received"] = 2 * n.expert * m.hidden_size * m.element_bytes
+    parts["communication: rows sent and received"] = 2 * n.received * m.hidden_size * m.element_bytes
     return {name: size for name, size in parts.items() if size}
 
 
@@ -228,4 +234,6 @@ def memory(m: Model) -> Memory:
     outside = {"allocator's gaps": FRAGMENTS * sum(parts.values()), "CUDA context": CONTEXT_GIB * GIB}
     if m.gpus > 1:
         outside["NCCL buffers"] = NCCL_GIB * GIB
-    return Memory(parts, outside, ERROR_BAR if m.gpus == 1 else ERROR_BAR_LAYOUT)
+    if m.symmetric:  # two halves, each with rows, ids and weights
+        outside["symmetric memory"] = 2 * rows(m).received * (m.hidden_size * e + 8 * m.moe_router_topk)
+    return Memory(parts, outside, ERROR_BAR if m.measured_layout else ERROR_BAR_LAYOUT)

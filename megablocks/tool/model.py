@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
-from megablocks.kinds import MLP_IMPLS
+from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
 from megablocks.monitor.flops import MEMORY_GIB, GPTShape, figure
 from megablocks.tool.commands import Parser
 
 PREFIX = "megablocks_"
 VOCABULARY = 50257
 """Of GPT-2, if no vocabulary is given."""
+HOST_GPUS = 8  # that NVLink joins
 
 
 def option(default: Any, text: str, choices: Sequence[Any] | None = None) -> Any:
@@ -56,6 +57,7 @@ class Model:
     add_bias_linear: bool = option(False, "biases in dense products")
     untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
     hidden_dropout: float = option(0.1, "dropout behind attention and MLP; its masks take memory")
+    attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time")
     bf16: bool = option(True, "16-bit weights and activations (float16 counts the same); off: all float32")
     tensor_model_parallel_size: int = option(1, "TP")
     pipeline_model_parallel_size: int = option(1, "PP")
@@ -68,6 +70,8 @@ class Model:
     mlp_impl: str = option("auto", "how the experts are computed", MLP_IMPLS)
     recompute_activation: bool = option(False, "recompute the experts' activation in backward")
     quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS)
+    dispatcher: str = option("auto", "how rows reach the experts of other ranks", DISPATCHER_CHOICES)
+    dispatch_rows_factor: float = option(2.0, "rows that symmetric has room for, as a multiple of an even load's")
     fused_loss: bool = option(True, "projection and loss in one op, without float32 logits")
     fused_loss_kept_gib: float | None = option(
         None, "GiB of logits that it keeps for backward; unset: a tenth of the GPU's memory"
@@ -143,6 +147,19 @@ class Model:
     def micro_batches(self) -> int:
         assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether experts exchange rows through symmetric memory: the rule of `megablocks.moe.dispatchers`."""
+        ep = self.expert_model_parallel_size
+        if ep * self.etp > HOST_GPUS or ep == 1 or self.etp > 1 or self.dispatcher == "all_to_all":
+            return False
+        return self.dispatcher == "symmetric" or self.dispatch_rows_factor >= ep
+
+    @property
+    def measured_layout(self) -> bool:
+        """Whether steps of such a layout were measured: one GPU, or two with data or expert parallelism."""
+        return self.gpus == self.data_parallel_size <= 2 and self.etp == 1
 
     @property
     def tokens(self) -> int:

@@ -1,76 +1,69 @@
-"""The time of a training step: each part's bound (`monitor.bounds`) times how far the part was from it when measured.
+"""The time of a training step, part by part: its products at the rate that they reach, its bytes, and what waits.
 
-On several GPUs the formulas of communication come on top. Nothing was measured there: their error bar is a guess.
+A part takes its FLOPs at PRODUCTS_RATE of the peak plus its bytes at the peak (`monitor.bounds`), times a factor that
+two profiles of steps gave. docs/tool.md says which runs set which number, and how far the plan is from all others.
 """
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 from megablocks.monitor.bounds import RunSizes, bounds
-from megablocks.monitor.flops import mfu, peak_bandwidth, peak_flops
+from megablocks.monitor.flops import mfu, peak_bandwidth
 from megablocks.tool.memory import parameters, rows
-from megablocks.tool.model import Model
+from megablocks.tool.model import HOST_GPUS, Model
 
-TIMES_BOUND = {
-    "experts": 2.20,
-    "routing": 1.56,
-    "attention": 5.43,
-    "dense products": 1.36,
-    "norms": 1.69,
-    "embedding and loss": 1.36,
-    "elementwise": 2.67,
-    "optimizer": 1.19,
-    "gradients": 1.39,
+PRODUCTS_RATE = 0.8
+"""Of the peak that large products reach: 790 of 989 TFLOP/s on an H200. Twelve measured layers of experts take 0.92 to
+0.99 of their FLOPs at this rate plus their bytes (benchmarks/results/h200/peers_paper.json)."""
+TIMES = {
+    "experts": 1.28,
+    "routing": 1.11,
+    "dense products": 0.87,
+    "norms": 1.74,
+    "embedding and loss": 1.20,
+    "elementwise": 1.47,
+    "optimizer": 1.24,
+    "gradients": 1.58,
 }
-"""Measured time over bound. Source: the profile in benchmarks/notes/training_step.md, dMoE-Small with micro-batches of
-128 on an H200. That profile has another loss, so the fused loss counts as a dense product, and its passes below."""
-EXPERTS_TIMES_BYTES = 1.48
-"""The same for experts that memory limits, whose factor above is that of their arithmetic. Source: README.md's layer
-of Medium, forward and backward: 1.15 ms, for 3.7 GB."""
+"""Measured time over that of FLOPs and bytes, from results/h200/profiles/dmoe_small.json and dmoe_fine.json: the mean,
+from which each is within 5 %. Routing with CHOICE_BYTES and gradients with COPIES are solved from the two. Elementwise
+is that of dmoe_fine.json, which has no dropout."""
+ATTENTION, EXPONENTIAL_FLOPS, ATTENTION_DROPOUT_FLOPS = 1.77, 256, 1281
+"""Measured time over that of the products and exponentials at the peak (dmoe_fine.json). An exponential takes as long
+as 256 FLOPs: 16 and 4,096 a clock in an SM of an H100 or H200. A dropped weight takes as long as 1,281 in each pass:
+the rest of dmoe_small.json, whose sequences are shorter as well."""
+DROPOUT_BYTES = 10
+"""As which a random number of the dropout behind attention and MLP counts. From dmoe_small.json."""
+CHOICE_BYTES = 13
+"""As which each of a token's choices counts at each expert, because the kernel looks at all of them. Both profiles."""
+COPIES = 13
+"""Elements of H for each token and layer, read or written by copies and by what fills and adds up gradients. Both."""
+IDLE_MS = 7.4
+"""Of a step in which the GPU has nothing to do, because the host waited for it. From dmoe_small.json."""
+HOST_LAYER_MS = 7.3
+"""Of the host for a layer of a micro-batch, forward and backward. If the GPU needs less, it waits. Set by the step of
+dMoE-Small with micro-batches of 32: 349.5 ms for 48 of them."""
+RANKS_MS = 20.0
+"""That ranks wait in a step for one another and for the host's work on collectives. Set by the 8 layers on two GPUs
+with data parallelism, and measured on two only."""
 IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
 """The experts' time beside "fused": geometric mean of README.md's three shapes."""
-IDLE_MS = 11.0
-"""Of a step, mostly the host's work around the optimizer. With the next it is what is left of six measured steps."""
-IDLE_LAYER_MS = 0.4
-"""Of each layer in each micro-batch: gaps between launches, and copies."""
 LOSS_PASSES = 3
 """Passes over the logits by kernels other than the products. Source: benchmarks/notes/loss.md."""
 PLAIN_LOSS_PASSES = 26
 """Megatron's loss in float32, counted in the bytes of bfloat16. Source: the same."""
-COPY_RATE = 0.9
-"""Of the peak bandwidth that a kernel that only moves bytes reaches: 4.3 of 4.8 TB/s on an H200."""
-LINK_GB, NETWORK_GB, HOST_GPUS = 450.0, 50.0, 8
-"""GB/s in one direction: a GPU's NVLink of an H100 or H200 host, and one 400 Gbit/s adapter a GPU. Data sheets."""
-LINK_SHARE = 0.6
-"""Of these rates that NCCL reaches. Assumed."""
+HOST_GB, HOST_US = 330.0, 18.0
+"""GB/s in one direction between GPUs of a host, and µs before the first byte: least squares over the exchanges of
+benchmarks/results/h200/expert_parallel.json."""
+NETWORK_GB, NETWORK_US = 40.0, 36.0
+"""Between hosts. Assumed: one adapter of 400 Gbit/s a GPU at 80 %, and twice the latency."""
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
-"""Of the time on one H200, which the six measured steps hold, and elsewhere, which is a guess."""
+"""Of the time on one or two H200s, which the measured steps hold, and elsewhere, which is a guess."""
 
 
-_ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks")
+_ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks")
 """Parts that a step has once, however many micro-batches it has."""
-
-
-class Conditions(NamedTuple):
-    """What else decides a step's time, beside the model and its layout.
-
-    host_gb, network_gb: GB/s in one direction that a GPU's collectives reach inside a host and between hosts.
-    host_us, network_us: microseconds before their first byte. host_gpus: GPUs of a host.
-    experts_tflops: rate of the experts' kernels, forward and backward; None: from the steps measured on an H200.
-    skew: rows of the fullest expert-parallel rank over the mean. row_a_rank: the all-to-all sends a token once to each
-    rank that holds one of its experts, instead of once to each expert.
-    """
-
-    host_gb: float = LINK_GB * LINK_SHARE
-    network_gb: float = NETWORK_GB * LINK_SHARE
-    host_us: float = 0.0
-    network_us: float = 0.0
-    host_gpus: int = HOST_GPUS
-    experts_tflops: float | None = None
-    skew: float = 1.0
-    row_a_rank: bool = False
 
 
 class StepTime(NamedTuple):
@@ -104,36 +97,32 @@ def run_sizes(m: Model) -> RunSizes:
     )
 
 
-def _communication(m: Model, on: Conditions) -> dict[str, float]:
+def _communication(m: Model) -> dict[str, float]:
     """Milliseconds a step, nothing of it hidden behind other work."""
     p, n, e = parameters(m), rows(m), m.element_bytes
     tp, ep, dp, pp = (m.tensor_model_parallel_size, m.expert_model_parallel_size, m.data_parallel_size,
                       m.pipeline_model_parallel_size)  # fmt: skip
 
     def latency(ranks: int, near: int) -> float:
-        return 0.0 if ranks == 1 else (on.host_us if ranks <= near else on.network_us) / 1e3
+        return 0.0 if ranks == 1 else (HOST_US if ranks <= near else NETWORK_US) / 1e3
 
     def reduced(sent: float, ranks: int, apart: int) -> float:
         """For bytes that each of `ranks` ranks sends around rings. apart: distance of two neighbors in global ranks.
 
         A ring enters and leaves a host once, and a host has as many rings as the group has ranks on it.
         """
-        near = max(1, on.host_gpus // apart)
-        rate = on.host_gb if ranks <= near else min(on.host_gb, near * on.network_gb)
+        near = max(1, HOST_GPUS // apart)
+        rate = HOST_GB if ranks <= near else min(HOST_GB, near * NETWORK_GB)
         return 1e3 * sent * (ranks - 1) / ranks / (rate * 1e9) + latency(ranks, near)
 
     def exchanged(sent: float, ranks: int, apart: int) -> float:
         """For bytes that each rank sends in equal parts to all, itself included; both kinds of links work at once."""
-        near = min(ranks, max(1, on.host_gpus // apart))
-        inside, outside = (near - 1) / on.host_gb, (ranks - near) / on.network_gb
+        near = min(ranks, max(1, HOST_GPUS // apart))
+        inside, outside = (near - 1) / HOST_GB, (ranks - near) / NETWORK_GB
         return 1e3 * sent / ranks * max(inside, outside) / 1e9 + latency(ranks, near)
 
     hidden = n.group * m.hidden_size * e  # of a micro-batch
     layers, moe = m.num_layers / pp, m.shape.num_moe_layers / pp
-    pairs = n.expert * m.hidden_size * e
-    if on.row_a_rank and m.num_experts:  # ranks that a token's distinct experts lie on, by chance, over its experts
-        missed = math.comb(m.num_experts - m.num_experts // ep, m.moe_router_topk)
-        pairs *= ep * (1 - missed / math.comb(m.num_experts, m.moe_router_topk)) / m.moe_router_topk
     inner = m.tensor_model_parallel_size * m.context_parallel_size
     # Summed in float32. The distributed optimizer sums each rank's part only, and sends the new weights.
     each = 4 + e if m.use_distributed_optimizer else 2 * 4
@@ -141,43 +130,77 @@ def _communication(m: Model, on: Conditions) -> dict[str, float]:
     gradients += reduced(each * p.experts_per_gpu, m.expert_data_parallel_size, ep * m.etp) if m.num_experts else 0.0
     return {
         "gradients over data-parallel ranks": gradients,
-        "all-to-all of the experts": m.micro_batches * moe * 4 * exchanged(pairs, ep, m.etp),
+        "all-to-all of the experts": m.micro_batches * moe * 4 * exchanged(n.sent * m.hidden_size * e, ep, m.etp),
         "tensor parallelism": m.micro_batches * layers * 8 * reduced(hidden, tp, 1),
     }
 
 
-def step_time(m: Model, on: Conditions = Conditions()) -> StepTime | None:  # noqa: B008 - immutable
-    """None where the bounds are unknown: another GPU than those of `monitor.flops`, or float32."""
-    run = run_sizes(m)
-    least, bandwidth = bounds(run), peak_bandwidth(m.gpu)
+def _of_one_gpu(m: Model) -> dict[str, float]:
+    """Milliseconds a step in which the GPU computes or moves bytes of its own; empty where bounds are unknown."""
+    least, bandwidth, s, n = bounds(run_sizes(m)), peak_bandwidth(m.gpu), m.shape, rows(m)
     if not least or bandwidth is None:
-        return None
-    parts = {part: TIMES_BOUND[part] * bound.least for part, bound in least.items()}
+        return {}
+
+    def moved(num_bytes: float) -> float:
+        return 1e3 * num_bytes / bandwidth
+
+    stages, tokens = m.pipeline_model_parallel_size, m.tokens / m.gpus
+    hidden = tokens * s.num_layers * m.hidden_size * m.element_bytes
+    logits = n.group * m.vocab_size * m.element_bytes / m.tensor_model_parallel_size
+    passes = LOSS_PASSES if m.fused_loss else PLAIN_LOSS_PASSES
+    more = {
+        "routing": moved(tokens * s.num_moe_layers * s.num_experts * s.top_k * CHOICE_BYTES),
+        "embedding and loss": moved(m.micro_batches * logits * passes / stages),
+        "elementwise": moved(2 * hidden / m.element_bytes * DROPOUT_BYTES) if m.hidden_dropout else 0.0,
+        # Data parallelism multiplies all gradients by a number before it adds them up.
+        "gradients": least["gradients"].bytes if m.data_parallel_size > 1 else 0.0,
+    }
+    parts = {}
+    for part, bound in least.items():
+        if part != "attention":
+            parts[part] = TIMES[part] * (bound.arithmetic / PRODUCTS_RATE + bound.bytes + more.get(part, 0.0))
+    # 14 FLOPs for each score and feature of a head; forward and backward take the exponential, and drop it.
+    beside = ATTENTION * EXPONENTIAL_FLOPS + (ATTENTION_DROPOUT_FLOPS if m.attention_dropout else 0)
+    parts["attention"] = least["attention"].arithmetic * (ATTENTION + 2 * beside / 14 / s.head_dim)
+    parts["copies"] = moved(COPIES * hidden)
+    query, key = s.num_attention_heads, s.num_query_groups or s.num_attention_heads
+    if key != query:  # keys and values are copied to every head of a group, and their gradients added up
+        parts["copies"] += moved(4 * (query + key) * s.head_dim * tokens * s.num_layers * m.element_bytes)
     if "experts" in parts:
-        experts = least["experts"]
-        peak = peak_flops(m.gpu)
-        times = TIMES_BOUND["experts"] if on.experts_tflops is None or peak is None else peak / on.experts_tflops / 1e12
-        parts["experts"] = max(times * experts.arithmetic, EXPERTS_TIMES_BYTES * experts.bytes)
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             gated = 2 if m.swiglu else 1
             parts["experts"] *= 1 + gated / (gated + 1) / 3
-    n = rows(m)
-    logits = n.group * m.vocab_size * m.element_bytes / m.tensor_model_parallel_size
-    again = max(0.0, 1 - m.kept_logits / logits) if m.fused_loss else 0.0
-    passes = LOSS_PASSES if m.fused_loss else PLAIN_LOSS_PASSES
-    moved = m.micro_batches * logits * passes / m.pipeline_model_parallel_size
-    parts["embedding and loss"] *= 1 + again / 3  # a fourth product for the logits that were not kept
-    parts["embedding and loss"] += 1e3 * moved / (COPY_RATE * bandwidth)
+    if m.fused_loss:  # a fourth product for the logits that were not kept
+        again = max(0.0, 1 - m.kept_logits / logits) / 3
+        parts["embedding and loss"] += (
+            TIMES["embedding and loss"] * again * least["embedding and loss"].arithmetic / PRODUCTS_RATE
+        )
     if m.recompute_granularity == "full":
-        for part in ("experts", "routing", "attention", "dense products", "norms", "elementwise"):
-            parts[part] = parts.get(part, 0.0) * 4 / 3
-    parts["idle and copies"] = IDLE_MS + IDLE_LAYER_MS * m.num_layers / m.pipeline_model_parallel_size * m.micro_batches
-    parts |= {f"communication: {name}": ms for name, ms in _communication(m, on).items() if ms}
-    if on.skew > 1:
-        busy = parts.get("experts", 0.0) + parts.get("communication: all-to-all of the experts", 0.0)
-        parts["waiting for the fullest rank"] = (on.skew - 1) * busy
+        for part in {"experts", "routing", "attention", "dense products", "norms", "elementwise"} & parts.keys():
+            parts[part] *= 4 / 3
+    return parts
+
+
+def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
+    """None where the bounds are unknown: another GPU than those of `monitor.flops`, or float32.
+
+    skew: rows of the fullest expert-parallel rank over the mean.
+    """
+    parts = _of_one_gpu(m)
+    if not parts:
+        return None
+    communication = {f"communication: {name}": ms for name, ms in _communication(m).items() if ms}
+    exchange = communication.get("communication: all-to-all of the experts", 0.0)
     stages = m.pipeline_model_parallel_size
+    host = HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
+    host *= 4 / 3 if m.recompute_granularity == "full" else 1
+    parts["idle"] = max(IDLE_MS, host - sum(parts.values()) - exchange)
+    parts |= communication
+    if m.gpus > 1:
+        parts["waiting for other ranks"] = RANKS_MS
+    if skew > 1:
+        parts["waiting for the fullest rank"] = (skew - 1) * (parts.get("experts", 0.0) + exchange)
     if stages > 1:
         repeated = sum(ms for name, ms in parts.items() if name not in _ONCE)
         # The others wait for the last stage too, which has the loss and as many layers as they.
@@ -185,5 +208,5 @@ def step_time(m: Model, on: Conditions = Conditions()) -> StepTime | None:  # no
         parts["waiting for the last stage"] = last
         parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches
     rate = m.tokens / sum(parts.values()) * 1e3
-    measured = m.gpus == 1 and "H200" in m.gpu and m.recompute_granularity is None
+    measured = m.measured_layout and "H200" in m.gpu and m.recompute_granularity is None
     return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), ERROR_BAR if measured else ERROR_BAR_LAYOUT)

