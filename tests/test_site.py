@@ -14,6 +14,8 @@ from urllib.parse import unquote
 
 import pytest
 
+from megablocks.tool.commands import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 TOOLS = "material", "mkdocs", "mkdocstrings_handlers"
@@ -44,6 +46,26 @@ def test_the_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     for message in rows:
         for part in message.split("…"):
             assert part.strip() in whole, message
+
+
+@pytest.mark.parametrize(
+    ("task", "answer"),
+    [
+        ("I want to see it train", "bash exp/smoke/dmoe.sh"),
+        ("I have a Hugging Face model", 'experts_implementation="megablocks"'),
+        ("I want to convert a checkpoint", "python -m megablocks convert "),
+        ("I want the fastest implementation for my shape", "python -m megablocks bench "),
+        ("I got an error", "(troubleshooting.md)"),
+    ],
+)
+def test_a_new_users_task_takes_at_most_three_commands_from_the_first_page(task: str, answer: str) -> None:
+    sections = re.split(r"(?m)^## ", (DOCS / "index.md").read_text())
+    (section,) = (one for one in sections if one.startswith(f"{task}\n"))
+    assert answer in section
+    commands = re.findall(r"(?m)^    (\S.*)$", section.split("```")[0])
+    assert len(commands) + 1 <= 3  # with `pip install`, which stands above
+    for name in re.findall(r"python -m megablocks (\w+)", section):
+        assert name in COMMANDS
 
 
 class _Page(HTMLParser):
