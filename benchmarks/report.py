@@ -80,13 +80,14 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     seeds = max(one.seeds for one in summaries.values())
+    many = "one seed" if seeds == 1 else f"up to {seeds} seeds an arm"
     text = [
         f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, one order of data, and the same seeds of data and "
-        f"initialization ({seeds} a quality figure at most). Learning rate: {rate}, cosine decay to a tenth over the "
+        f"initialization ({many}). Learning rate: {rate}, cosine decay to a tenth over the "
         "run. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
         "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
@@ -283,11 +284,11 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "easy the loss of a mid-run dips, which moves a time to the dense loss."
     )
     if single := [one.label for one in summaries.values() if one.seeds == 1]:
-        lines.append(f"One seed, so no spread: {', '.join(single)}.")
+        named = "every arm" if len(single) == len(summaries) else ", ".join(single)
+        lines.append(f"One seed, so no spread: {named}.")
     if record["settings"]["rates"] != "tuned":
         lines.append("The learning rates are not tuned for each arm.")
     lines += [f"{ARMS[arm].label}: not run: {why}." for arm, why in record["not_run"].items()]
-    lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if ARMS[one.arm].note]
     lines.append("Skewed loads that no router makes are in `benchmarks/layers.py`, not here.")
     return "\n".join(f"- {line}" for line in lines)
 

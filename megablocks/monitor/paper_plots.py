@@ -23,11 +23,10 @@ def _style(arm: str) -> tuple[str, str, str]:
         return "tab:blue", "o", "-"
     from matplotlib import colormaps
 
-    family = next((start, marker, line) for start, marker, line in _FAMILIES if arm.startswith(start))
-    siblings = [name for name in ARMS if name.startswith(family[0]) and name not in (BASE, "dmoe")]
-    maps = {"tutel-": "autumn", "capacity-": "summer", "": "cool"}
-    place = siblings.index(arm) / max(1, len(siblings) - 1)
-    return colormaps[maps[family[0]]](0.85 * place), family[1], family[2]  # type: ignore[return-value]
+    marker, line = next((marker, line) for start, marker, line in _FAMILIES if arm.startswith(start))
+    # tab20 begins with two blues, which stay dMoE's. The arms of the paper are first in the table and get its rest.
+    colors = [*colormaps["tab20"].colors[2:], *colormaps["tab20b"].colors]  # type: ignore[attr-defined]
+    return colors[list(ARMS).index(arm)], marker, line
 
 
 def title_of(record: dict[str, Any]) -> str:
