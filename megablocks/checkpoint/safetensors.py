@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.checkpoint.journal import Journal
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -132,8 +133,18 @@ class NewTensor(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_folder(folder: Path, tensors: Iterable[NewTensor], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write the tensors into files of at most `shard_bytes`, and the index if there are several."""
+def write_folder(
+    folder: Path,
+    tensors: Iterable[NewTensor],
+    shard_bytes: int = SHARD_BYTES,
+    journal: Journal | None = None,
+    skipped: Callable[[int], None] = lambda size: None,
+) -> None:
+    """Write the tensors into files of at most `shard_bytes`, and the index if there are several.
+
+    Args:
+        journal: of `folder`; a file that it has as finished stays. skipped: called with the bytes of such a file.
+    """
     shards: list[list[NewTensor]] = []
     room = 0
     for tensor in tensors:
@@ -145,7 +156,12 @@ def write_folder(folder: Path, tensors: Iterable[NewTensor], shard_bytes: int = 
     one = len(shards) == 1
     names = [WHOLE if one else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
+        if journal is not None and journal.finished(name):
+            skipped(sum(tensor.nbytes for tensor in shard))
+            continue
         _write_file(folder / name, shard)
+        if journal is not None:
+            journal.finish(name)
     if not one:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}

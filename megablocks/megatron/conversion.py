@@ -19,7 +19,7 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -36,8 +36,10 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.storage import WriteResult
 
 from megablocks.checkpoint import atomic
+from megablocks.checkpoint.journal import Journal
 from megablocks.checkpoint.layout import Block, Model, Rule, Stored, Units
 from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io, planned
@@ -353,18 +355,26 @@ class _FromUnits(SavePlanner):
         return data
 
 
-def write(folder: Path, units: Units, layout: Mapping[str, Stored], said: Callable[[int], None]) -> None:
-    """Write a checkpoint that `--load folder` starts from at iteration 0, and the driver's flags, flags.txt.
+def write(
+    journal: Journal,
+    units: Units,
+    layout: Mapping[str, Stored],
+    said: Callable[[int], None],
+    skipped: Callable[[int], None],
+) -> None:
+    """Write a checkpoint that `--load` of the journal's folder starts from at iteration 0, and the driver's flags.
 
     Args:
-        layout: of Megatron's tensors. said: called with the bytes of each block that was written.
+        journal: a file that it has as finished stays. layout: of Megatron's tensors.
+        said: called with the bytes of each block that was written. skipped: with those of a file that stays.
     """
+    folder = journal.folder
     flags = flags_of(units.model)
     run = ["--seq-length", str(units.model.max_positions), "--micro-batch-size", "1"]
     args = planned.parse([*flags, *run, "--tokenizer-type", "NullTokenizer"], 1)
     args.padded_vocab_size = units.model.vocab_size
     release = folder / "release"
-    release.mkdir(parents=True)
+    release.mkdir(exist_ok=True)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}
     objects = {_object_key("common_state"): common, **_extra_states(layout)}
     plans, where = _plans(units, layout)
@@ -380,12 +390,29 @@ def write(folder: Path, units: Units, layout: Mapping[str, Stored], said: Callab
     planner = _FromUnits(read, objects)
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(True)
-    # A file for each plan. The writer keeps the last block of each of a file's tensors until the file is complete.
-    done = [writer.write_data(plan, planner).value() for plan in writer.prepare_global_plan(plans)]
+
+    def written(plan: SavePlan) -> list[WriteResult]:
+        """The plan's file: where it has which block. As a note that is name, offset, first byte, length, bytes."""
+        name = f"release/{plan.storage_data.prefix}0.distcp"
+        if (notes := journal.finished(name)) is not None:
+            skipped(sum(note[-1] for note in notes))
+            return [_result(Path(name).name, *note) for note in notes]
+        # The writer keeps the last block of each of a file's tensors until the file is complete.
+        found: list[WriteResult] = writer.write_data(plan, planner).value()
+        places = [(one.index, one.storage_data, one.size_in_bytes) for one in found]
+        journal.finish(name, [(i.fqn, i.offset, at.offset, at.length, size) for i, at, size in places])
+        return found
+
+    done = [written(plan) for plan in writer.prepare_global_plan(plans)]  # a file each
     writer.finish(metadata, done)
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / atomic.POINTER).write_text("release")
     (folder / "flags.txt").write_text("\n".join(_lines(flags)) + "\n")
+
+
+def _result(file: str, name: str, offset: list[int] | None, start: int, length: int, size: int) -> WriteResult:
+    index = MetadataIndex(name, None if offset is None else torch.Size(offset))
+    return WriteResult(index, size, _StorageInfo(file, start, length))
 
 
 def _object_key(name: str, number: int = 0, numbers: int = 1) -> str:

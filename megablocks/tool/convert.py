@@ -12,7 +12,8 @@ one checkpoint of them. Its format is found out. Formats:
 
 No value is computed or rounded, so the way there and back gives the same bytes. Tensors are read and written one by
 one. Every key of FROM must be known and none may be missing. TO must not exist; what is written gets this name at the
-end, so an interrupted conversion leaves nothing that loads. DRY_RUN=1 checks keys, shapes and sizes and writes nothing.
+end, so an interrupted conversion leaves nothing that loads; the same command goes on from the files that are complete.
+DRY_RUN=1 checks keys, shapes and sizes and writes nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import megablocks
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.checkpoint.families import (
@@ -42,8 +44,9 @@ from megablocks.checkpoint.families import (
     layer_config,
     model_of,
 )
+from megablocks.checkpoint.journal import Journal
 from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, check_names, layout_of
-from megablocks.checkpoint.safetensors import NewTensor, SafetensorsFolder, write_folder
+from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
 from megablocks.files import sync
 from megablocks.tool.commands import Parser
@@ -71,15 +74,22 @@ class Progress:
     """A line on stderr every ten seconds."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.done = total, 0
+        self.total, self.done, self.skipped = total, 0, 0
         self._started = self._said = time.monotonic()
+
+    def skip(self, size: int) -> None:
+        """Of a file that an interrupted conversion has left complete."""
+        if not self.skipped:
+            print("megablocks convert: goes on where it was interrupted", file=sys.stderr, flush=True)
+        self.skipped += size
+        self.add(size)
 
     def add(self, size: int) -> None:
         self.done += size
         now = time.monotonic()
         if now - self._said >= _SECONDS_BETWEEN_LINES:
             self._said = now
-            speed = self.done / (now - self._started)
+            speed = max(self.done - self.skipped, 1) / (now - self._started)
             rest = (self.total - self.done) / speed
             print(
                 f"megablocks convert: {self.done / 2**30:.1f} of {self.total / 2**30:.1f} GiB, "
@@ -93,11 +103,13 @@ class Opened:
     """What is converted.
 
     format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json; for a run, which has
-    none, made from the run's flags. layout: where its tensors lie. folder: the files that are copied with the weights.
+    none, made from the run's flags. layout: where its tensors lie. weights: their folder. folder: the files that are
+    copied with the weights.
     """
 
     def __init__(self, folder: Path, like: Path | None) -> None:
         self.folder: Path | None = None
+        self.weights = folder
         source: Source
         if (folder / CONFIG).is_file():
             self.config = _read_config(folder)
@@ -127,7 +139,7 @@ class Opened:
         chosen, found = conversion.choose_checkpoint(folder)
         for warning in found:
             print(f"megablocks convert: warning: {warning}", file=sys.stderr)
-        checkpoint = conversion.Checkpoint(chosen)
+        self.weights, checkpoint = chosen, conversion.Checkpoint(chosen)
         self.format, self.model = "megatron", conversion.model_of(checkpoint.args, chosen)
         self.family = family_for(self.model)
         self.config = config_of(self.model, self.family)
@@ -138,6 +150,13 @@ class Opened:
         if changed := differences(model_of(config, like / CONFIG), self.model):
             raise ConfigError(f"--like={str(like)!r}: describes another model: {changed}")
         self.config, self.family, self.folder = config, family_of(config, like), like
+
+
+    def identity(self, to: str) -> str:
+        """A text that is another one if other files would be written."""
+        states = {path.name: path.stat() for path in self.weights.iterdir() if path.is_file()}
+        files = sorted((name, state.st_size, state.st_mtime_ns) for name, state in states.items())
+        return json.dumps([megablocks.__version__, str(self.weights.resolve()), files, self.config, to])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -165,7 +184,11 @@ def _copy_others(opened: Opened, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_files(opened: Opened, layout: Mapping[str, Stored], target: Path, to: str, progress: Progress) -> None:
+def _write_files(
+    opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress
+) -> None:
+    target = journal.folder
+
     def tensor(stored: Stored) -> NewTensor:
         def blocks() -> Any:
             for block in opened.units.blocks(stored):
@@ -174,7 +197,7 @@ def _write_files(opened: Opened, layout: Mapping[str, Stored], target: Path, to:
 
         return NewTensor(stored.name, opened.units.dtype_of(stored), stored.shape, blocks)
 
-    write_folder(target, [tensor(stored) for stored in layout.values()])
+    write_folder(target, [tensor(stored) for stored in layout.values()], SHARD_BYTES, journal, progress.skip)
     (target / CONFIG).write_text(json.dumps(opened.config, indent=2) + "\n", encoding="utf-8")
     if to == "ours":
         content = json.dumps(layer_config(opened.model).to_dict(), indent=2)
@@ -211,16 +234,14 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
     if dry_run:
         return f"would convert {what}"
     partial = target.with_name(f".{target.name}.partial")
-    if partial.exists():  # of an interrupted conversion
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-    progress = Progress(total)
+    journal, progress = Journal(partial, opened.identity(to)), Progress(total)
     if to == "megatron":
-        conversion.write(partial, opened.units, layout, progress.add)
+        conversion.write(journal, opened.units, layout, progress.add, progress.skip)
     else:
-        _write_files(opened, layout, partial, to, progress)
-    for path in (*(path for path in partial.rglob("*")), partial):
+        _write_files(opened, layout, journal, to, progress)
+    for path in (*partial.rglob("*"), partial):
         sync(path)
+    journal.close()
     os.rename(partial, target)
     sync(target.parent)
     return f"converted {what}"

@@ -206,27 +206,74 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_an_interrupted_conversion_leaves_nothing_that_loads(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def _interrupted(source: Path, target: Path, at: int, monkeypatch: Any) -> Path:
+    """Convert with a file a tensor until the unit number `at` is read. Returns the hidden folder."""
     read, count = layout.Units.read, 0
 
     def interrupted(self: Any, unit: str) -> Tensor:
         nonlocal count
         count += 1
-        if count == 20:
+        if count == at:
             raise KeyboardInterrupt
         return read(self, unit)
 
     with monkeypatch.context() as patch:
         patch.setattr(layout.Units, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            convert(source, tmp_path / "ours", "ours")
-    assert not (tmp_path / "ours").exists()
-    (partial,) = (path for path in tmp_path.iterdir() if path != source)
+            convert(source, target, "ours")
+    assert not target.exists()
+    (partial,) = target.parent.glob(".*")
+    return partial
+
+
+def _units_read(source: Path, target: Path, monkeypatch: Any) -> list[str]:
+    """What a conversion reads of the source."""
+    read, units = layout.Units.read, []
+
+    def counted(self: Any, unit: str) -> Tensor:
+        units.append(unit)
+        return read(self, unit)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layout.Units, "read", counted)
+        convert(source, target, "ours")
+    return units
+
+
+def test_K10_an_interrupted_conversion_loads_nowhere_and_goes_on(
+    source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    convert(source, tmp_path / "whole", "ours")
+    monkeypatch.setattr("megablocks.tool.convert.SHARD_BYTES", 1)  # a file for each tensor
+    partial = _interrupted(source, tmp_path / "ours", 20, monkeypatch)
     with pytest.raises(ConfigError, match="neither config.json nor a checkpoint"):
         convert(partial, tmp_path / "to", "hf")
-    convert(source, tmp_path / "ours", "ours")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
-    assert len(_read(tmp_path / "ours")) == 3 + LAYERS * (6 + 1 + 3)
+    files = sorted(partial.glob("*.safetensors"))
+    damaged = files[0].read_bytes()
+    files[0].write_bytes(damaged[:-1] + bytes([damaged[-1] ^ 1]))  # its size stays
+    times = {path.name: path.stat().st_mtime_ns for path in files}
+
+    units = _units_read(source, tmp_path / "ours", monkeypatch)
+    assert units[0] == "model.embed_tokens.weight", "the damaged file is written anew"
+    assert 1 < len(units) < 35 and "model.layers.0.input_layernorm.weight" not in units
+    assert capsys.readouterr().err == "megablocks convert: goes on where it was interrupted\n"
+    kept = [name for name, time in times.items() if (tmp_path / "ours" / name).stat().st_mtime_ns == time]
+    assert kept == [path.name for path in files[1:-1]], "but for the damaged file and the last, which was cut off"
+    ours, whole = _read(tmp_path / "ours"), _read(tmp_path / "whole")
+    assert ours.keys() == whole.keys() and all(torch.equal(ours[name], tensor) for name, tensor in whole.items())
+    names = {path.name for path in (tmp_path / "ours").iterdir()} - {path.name for path in files}
+    assert all(name.startswith("model") for name in names - {"config.json", "moe_config.json"}), names
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_an_interrupted_conversion_of_other_files_starts_anew(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("megablocks.tool.convert.SHARD_BYTES", 1)
+    _interrupted(source, tmp_path / "ours", 20, monkeypatch)
+    changed = {name: tensor + 1 for name, tensor in _tensors().items()}
+    (source / "model.safetensors").unlink()
+    _write(tmp_path / "changed", changed, CONFIG).joinpath("model.safetensors").rename(source / "model.safetensors")
+    assert len(_units_read(source, tmp_path / "ours", monkeypatch)) == 35
+    assert torch.equal(_read(tmp_path / "ours")["model.norm.weight"], changed["model.norm.weight"])
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

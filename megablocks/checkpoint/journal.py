@@ -1,0 +1,56 @@
+"""Which files of unfinished work are complete, so that the same command goes on where it stopped."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megablocks.checkpoint.atomic import hash_files
+from megablocks.files import write_durably
+
+_NOTES = ".journal"
+
+
+class Journal:
+    """Notes on the complete files of a folder, one note a file, in a folder beside them.
+
+    Args:
+        folder: is made, and emptied first if its notes are of other work.
+        work: says what is written into the folder, and from what.
+    """
+
+    def __init__(self, folder: Path, work: str) -> None:
+        self.folder, self._notes = folder, folder / _NOTES
+        if self._read("work") == work:
+            return
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+        self._write("work", work)
+
+    def finished(self, name: str) -> Any:
+        """What `finish` was given for a file, or None if the file must be written: its hash is compared."""
+        note = self._read(name)
+        if note is None or not (self.folder / name).is_file():
+            return None
+        return note["more"] if note["file"] == hash_files(self.folder, [name])[name] else None
+
+    def finish(self, name: str, more: Any = True) -> None:
+        """Note that a file is complete and on disk. more: anything of JSON but null."""
+        self._write(name, {"file": hash_files(self.folder, [name])[name], "more": more})
+
+    def close(self) -> None:
+        """Remove the notes, when the folder is complete."""
+        shutil.rmtree(self._notes)
+
+    def _path(self, name: str) -> Path:
+        return self._notes / f"{name}.json"
+
+    def _read(self, name: str) -> Any:
+        path = self._path(name)
+        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+
+    def _write(self, name: str, content: Any) -> None:
+        write_durably(self._path(name), json.dumps(content))
