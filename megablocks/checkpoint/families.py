@@ -54,6 +54,7 @@ class Family(NamedTuple):
     rules: where its files keep the tensors whose names differ from Llama's.
     derived: fields of `Model` that follow from several of config.json.
     written: what a new config.json says beside all these.
+    yarn: what Megatron takes for these of scaled rotary positions; empty where it cannot scale them.
     """
 
     architecture: str
@@ -63,6 +64,11 @@ class Family(NamedTuple):
     rules: tuple[Rule, ...]
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     written: Callable[[Model], Mapping[str, Any]] = lambda model: {}
+    yarn: Mapping[str, Any] = {}
+
+
+_YARN_FACTORS = {"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 
 def _dense_of_qwen(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -92,6 +98,21 @@ def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
         "q_lora_rank": model.q_lora_rank,
         "num_nextn_predict_layers": 0,
     }
+
+
+def _windows(layers: int) -> list[str]:
+    return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
+
+
+def _of_gpt_oss(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if config.get("quantization_config"):
+        raise ConfigError(
+            "quantization_config: must be left out; save the model in bf16 (Mxfp4Config(dequantize=True))"
+        )
+    types, allowed = config.get("layer_types"), _windows(config["num_hidden_layers"])
+    if types not in (None, allowed):
+        raise ConfigError(f"layer_types={types}: must alternate, {allowed[:2]} …")
+    return {}
 
 
 FAMILIES = {
@@ -161,11 +182,32 @@ FAMILIES = {
         ),
         _of_deepseek,
         _written_for_deepseek,
+        _YARN,
+    ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        {
+            "num_experts": ("num_local_experts",),
+            "expert_width": ("intermediate_size",),
+            "head_dim": ("head_dim",),
+            "clamp": ("swiglu_limit",),
+            "window": ("sliding_window",),
+        },
+        {"normalize_top_k": True},
+        {"hidden_act": "silu", "attention_bias": True, "swiglu_alpha": 1.702},
+        (
+            Rule(f"{_LAYER}mlp.router.weight", (_ROUTER,)),
+            Rule(f"{_LAYER}mlp.router.bias", (f"{_LAYER}mlp.router.layer.bias",)),
+            Rule(f"{_LAYER}mlp.experts.gate_up_proj", (_EXPERT + "w1", _EXPERT + "v1"), "alternating"),
+            Rule(f"{_LAYER}mlp.experts.gate_up_proj_bias", (_EXPERT + "b1", _EXPERT + "c1"), "alternating"),
+            Rule(f"{_LAYER}mlp.experts.down_proj", (_EXPERT + "w2",)),
+            Rule(f"{_LAYER}mlp.experts.down_proj_bias", (_EXPERT + "b2",)),
+        ),
+        _of_gpt_oss,
+        lambda model: {"layer_types": _windows(model.num_layers)},
+        {**_YARN, "truncate": False},
     ),
 }
-_YARN_FACTORS = {"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
-_YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
-"""What Megatron's latent attention takes for these, without a flag."""
 
 
 def family_of(config: Mapping[str, Any], where: object) -> str:
@@ -211,12 +253,14 @@ def check_computable(config: Mapping[str, Any], where: object) -> None:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    kinds = ("default", "yarn") if "kv_lora_rank" in config else ("default",)
+    yarn = FAMILIES[family_of(config, where)].yarn
+    kinds = ("default", "yarn") if yarn else ("default",)
     if kind not in kinds:
         raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")
-    for name, needed in _YARN.items() if kind == "yarn" else ():
-        if rope.get(name, needed) != needed:
-            raise ConfigError(f"{where}: {name}={rope[name]!r}: must be {needed} for Megatron")
+    for name, needed in {**yarn, "attention_factor": None}.items() if kind == "yarn" else ():
+        found = rope.get(name, True if name == "truncate" else needed)
+        if found != needed:
+            raise ConfigError(f"{where}: {name}={found!r}: must be {needed} for Megatron")
 
 
 def family_for(model: Model) -> str:
@@ -239,7 +283,7 @@ def config_of(model: Model, name: str) -> dict[str, Any]:
     names = {**{field: (one,) for field, one in _FIELDS.items()}, **family.fields}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.yarn is not None:
-        rope |= {"rope_type": "yarn", **dict(zip(_YARN_FACTORS, model.yarn, strict=True)), **_YARN}
+        rope |= {"rope_type": "yarn", **dict(zip(_YARN_FACTORS, model.yarn, strict=True)), **family.yarn}
     return {
         "architectures": [family.architecture],
         "model_type": name,

@@ -35,7 +35,8 @@ class Model:
     score_bias: a bias of each expert's score, for the selection only. shared_width: of an expert that every token
     passes. kv_lora_rank: latent attention, with the four sizes after it; q_lora_rank is None where queries have one
     projection. yarn: factor, mscale and mscale_all_dim of scaled rotary positions. tied: the output layer has the
-    embedding's weight.
+    embedding's weight. clamp: of gpt-oss's gate; then attention, router and experts have biases, and attention a sink a
+    head. window: of attention in every second layer, from the first on.
     """
 
     num_layers: int
@@ -67,6 +68,8 @@ class Model:
     rope_dim: int | None = None
     v_dim: int | None = None
     yarn: tuple[float, float, float] | None = None
+    clamp: float | None = None
+    window: int | None = None
 
     def units(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of every unit, in the order in which they are written."""
@@ -79,7 +82,10 @@ class Model:
                 "post_attention_layernorm": (hidden,),
                 **{f"mlp.{name}": shape for name, shape in self._mlp(number).items()},
             }
-            names = {name if re.search(r"\.[wv]\d$|bias$", name) else f"{name}.weight": layer[name] for name in layer}
+            names = {
+                name if re.search(r"\.[wvbc]\d$|bias$|sinks$", name) else f"{name}.weight": layer[name]
+                for name in layer
+            }
             units |= {f"model.layers.{number}.{name}": shape for name, shape in names.items()}
         units["model.norm.weight"] = (hidden,)
         if not self.tied:
@@ -96,6 +102,8 @@ class Model:
                 per_head = self.qk_norm == "head"
                 shapes |= {"q_norm": (self.head_dim if per_head else queries,)}
                 shapes |= {"k_norm": (self.head_dim if per_head else keys,)}
+            if self.clamp is not None:
+                shapes |= {f"{name}.bias": (shape[0],) for name, shape in shapes.items()} | {"sinks": (heads,)}
             return shapes
         assert self.nope_dim is not None and self.rope_dim is not None and self.v_dim is not None
         queries = heads * (self.nope_dim + self.rope_dim)
@@ -122,8 +130,12 @@ class Model:
         if self.score_bias:
             shapes["router.expert_score_bias"] = (self.num_experts,)
         # one matrix of all experts after the other: a reader keeps one of them
-        experts = [f"experts.{e}.{name}" for name in ("w1", "v1", "w2") for e in range(self.num_experts)]
-        shapes |= dict.fromkeys(experts, (self.expert_width, self.hidden_size))
+        matrix, width = (self.expert_width, self.hidden_size), (self.expert_width,)
+        experts: dict[str, tuple[int, ...]] = {"w1": matrix, "v1": matrix, "w2": matrix}
+        if self.clamp is not None:
+            shapes["router.layer.bias"] = (self.num_experts,)
+            experts |= {"b1": width, "c1": width, "b2": (self.hidden_size,)}
+        shapes |= {f"experts.{e}.{name}": experts[name] for name in experts for e in range(self.num_experts)}
         return shapes | (gated(self.shared_width, "shared_expert.") if self.shared_width else {})
 
 
@@ -149,6 +161,11 @@ PACKINGS = {
     "transposed": Packing(lambda _, units: units[0].t(), lambda _, block, shapes: [block.t()]),
     "rows": Packing(
         lambda _, units: torch.cat(units), lambda _, block, shapes: list(block.split([shape[0] for shape in shapes]))
+    ),
+    # gpt-oss: of each column a value of the gate and one of the projection up, transposed
+    "alternating": Packing(
+        lambda _, units: torch.stack(units, 1).flatten(0, 1).t(),
+        lambda _, block, shapes: list(block.t().unflatten(0, (-1, 2)).unbind(1)),
     ),
     "qkv": Packing(_pack_qkv, _unpack_qkv),  # key-value head by head: its queries, its key, its value
 }
@@ -185,11 +202,15 @@ class Stored:
     blocks: list[Block] = field(default_factory=list)
 
     @property
+    def numbers(self) -> tuple[int, ...]:
+        """How many layers, experts or both the blocks are of."""
+        return tuple(len({block.at[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].at)))
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        numbers = tuple(len({block.at[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].at)))
         if self.rule.merged:
-            return (math.prod(numbers) * self.block_shape[0], *self.block_shape[1:])
-        return (*numbers, *self.block_shape)
+            return (math.prod(self.numbers) * self.block_shape[0], *self.block_shape[1:])
+        return (*self.numbers, *self.block_shape)
 
 
 def layout_of(model: Model, rules: Iterable[Rule]) -> dict[str, Stored]:

@@ -319,7 +319,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     if args.use_distributed_optimizer:
         out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
     if args.num_experts:
-        out["add_bias_linear"] = (False, "experts without bias")
+        if not args.quick_geglu:  # gpt-oss's gate, whose experts have biases
+            out["add_bias_linear"] = (False, "experts without bias")
         out["moe_token_dispatcher_type"] = ("alltoall", "dropless")
         if args.moe_router_score_function == "softmax" and (args.moe_router_topk == 1 or args.moe_num_experts):
             # As in the old fork. With top-1 a softmax after top-k would make every weight 1.

@@ -34,7 +34,8 @@ from megablocks.megatron.failures import cause_of, line_of
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
     "seq_length", "max_position_embeddings", "vocab_size", "bf16", "fp16",
-    "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "add_bias_linear", "add_qkv_bias", "normalization",
+    "swiglu", "squared_relu", "quick_geglu", "openai_gelu", "activation_func_clamp_value", "glu_linear_offset",
+    "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "add_qkv_bias", "normalization",
     "apply_layernorm_1p", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent",
     "untie_embeddings_and_output_weights",
     "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size", "moe_router_topk",

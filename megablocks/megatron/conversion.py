@@ -77,6 +77,18 @@ _BOTH = {
     ),
     "mlp.shared_experts.linear_fc2.weight": (("mlp.shared_expert.down_proj.weight",), "same"),
 }  # fmt: skip
+_OF_GPT_OSS = {
+    "self_attention.linear_qkv.bias": (
+        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"), "qkv",
+    ),
+    "self_attention.linear_proj.bias": (("self_attn.o_proj.bias",), "same"),
+    "self_attention.core_attention.softmax_offset": (("self_attn.sinks",), "same"),
+    "mlp.router.bias": (("mlp.router.layer.bias",), "same"),
+    "mlp.experts.experts.linear_fc1.weight": (("mlp.experts.{e}.w1", "mlp.experts.{e}.v1"), "rows"),
+    "mlp.experts.experts.linear_fc1.bias": (("mlp.experts.{e}.b1", "mlp.experts.{e}.c1"), "rows"),
+    "mlp.experts.experts.linear_fc2.weight": (("mlp.experts.{e}.w2",), "transposed"),
+    "mlp.experts.experts.linear_fc2.bias": (("mlp.experts.{e}.b2",), "same"),
+}  # fmt: skip
 _OUTSIDE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -87,9 +99,12 @@ _OUTSIDE = (
 def rules_of(model: Model, per_layer: bool) -> tuple[Rule, ...]:
     """Megatron's names. per_layer: each layer has tensors of its own, as where dense layers stand among the others."""
     prefix = "decoder.layers.{l}." if per_layer else "decoder.layers."
+    found = {**(_HEADS if model.kv_lora_rank is None else _LATENT), **_BOTH}
+    if model.clamp is not None:  # the last rule of a unit counts
+        found |= _OF_GPT_OSS
     layers = (
         Rule(prefix + stored, tuple(_UNIT + unit for unit in units), packing)
-        for stored, (units, packing) in {**(_HEADS if model.kv_lora_rank is None else _LATENT), **_BOTH}.items()
+        for stored, (units, packing) in found.items()
     )
     return (*_OUTSIDE, *layers)
 
@@ -97,6 +112,8 @@ def rules_of(model: Model, per_layer: bool) -> tuple[Rule, ...]:
 _MUST: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
     "swiglu": (True,),
+    "quick_geglu": (False,),
+    "glu_linear_offset": (0.0,),
     "add_bias_linear": (False,),
     "add_qkv_bias": (False,),
     "position_embedding_type": ("rope",),
@@ -119,14 +136,31 @@ _MUST: dict[str, tuple[Any, ...]] = {
 }
 """What a run must have been given so that a family of Hugging Face computes the same. A capacity and token rounding
 drop tokens in training; the converted model drops none."""
-
-
+_MUST_GPT_OSS = _MUST | {
+    "swiglu": (False,),
+    "quick_geglu": (True,),
+    "bias_gelu_fusion": (False,),
+    "glu_linear_offset": (1.0,),
+    "add_bias_linear": (True,),
+    "add_qkv_bias": (False, True),
+    "position_embedding_type": ("rope", "yarn"),
+    "yarn_beta_fast": (None, 32),
+    "yarn_beta_slow": (None, 1),
+    "yarn_original_max_position_embeddings": (None, 4096),
+    "yarn_correction_range_round_to_int": (False,),
+    "window_attn_skip_freq": (2,),
+    "softmax_type": ("learnable",),
+    "megablocks_layer": ("megatron",),
+}
+"""The same where the gate is clamped."""
 _LATENT_SIZES = {"nope_dim": "qk_head_dim", "rope_dim": "qk_pos_emb_head_dim", "v_dim": "v_head_dim"}
 
 
 def model_of(args: argparse.Namespace, where: object) -> Model:
     """What the flags of a run say of its model. Raises ConfigError, which names a flag that no family has."""
-    for name, allowed in _MUST.items():
+    clamp = getattr(args, "activation_func_clamp_value", None)
+    must = _MUST if clamp is None else _MUST_GPT_OSS | {"window_size": ((*(args.window_size or (127,))[:1], 0),)}
+    for name, allowed in must.items():
         value = getattr(args, name, allowed[0])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
         if value not in allowed:
@@ -145,8 +179,10 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
     if latent:
         names = {"kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", **_LATENT_SIZES}
         more = {field: getattr(args, name) for field, name in names.items()}
-        if args.rope_type == "yarn":
-            more["yarn"] = (float(args.rotary_scaling_factor), float(args.mscale), float(args.mscale_all_dim))
+    if clamp is not None:
+        more = {"clamp": clamp, "window": args.window_size[0] + 1}
+    if args.rope_type == "yarn" if latent else args.position_embedding_type == "yarn":
+        more["yarn"] = (float(args.rotary_scaling_factor), float(args.mscale), float(args.mscale_all_dim))
     return Model(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -200,6 +236,8 @@ def flags_of(model: Model) -> list[str]:
         pattern = ",".join("0" if layer in model.dense_layers else "1" for layer in range(model.num_layers))
         values["moe-layer-freq"] = f"[{pattern}]"
     switches = ["--swiglu", "--disable-bias-linear"]
+    if model.clamp is not None:  # Megatron's fused gate clamps before it adds the bias
+        switches = ["--quick-geglu", "--no-bias-gelu-fusion"]
     if model.kv_lora_rank is None:
         values |= {"num-query-groups": model.num_kv_heads, "kv-channels": model.head_dim}
         switches.append("--group-query-attention")
@@ -210,8 +248,15 @@ def flags_of(model: Model) -> list[str]:
         if model.q_lora_rank is None:
             raise ConfigError("q_lora_rank=None: must be a number for Megatron, which norms the queries' low rank")
         values |= {"q-lora-rank": model.q_lora_rank}
-        values |= dict(zip(("rotary-scaling-factor", "mscale", "mscale-all-dim"), model.yarn or (), strict=False))
         switches += ["--multi-latent-attention", "--qk-layernorm"]
+    if model.yarn is not None:
+        values |= dict(zip(("rotary-scaling-factor", "mscale", "mscale-all-dim"), model.yarn, strict=True))
+    if model.clamp is not None:  # our experts have no clamp, our attention no window and no sinks
+        values |= {"megablocks-layer": "megatron", "megablocks-attention": "megatron"}
+        values |= {"activation-func-clamp-value": model.clamp, "glu-linear-offset": 1, "softmax-type": "learnable"}
+        values |= {"window-size": f"{(model.window or 0) - 1},0", "window-attn-skip-freq": 2}
+        values["position-embedding-type"] = "rope" if model.yarn is None else "yarn"
+        switches.append("--no-yarn-correction-range-round-to-int")
     if model.score_function == "sigmoid":
         if model.top_k == 1:
             raise ConfigError("num_experts_per_tok=1: must be > 1 with a sigmoid router for Megatron")
@@ -415,17 +460,17 @@ def _result(file: str, name: str, offset: list[int] | None, start: int, length: 
     return WriteResult(index, size, _StorageInfo(file, start, length))
 
 
-def _object_key(name: str, number: int = 0, numbers: int = 1) -> str:
-    key: str = ShardedObject(name, None, (numbers,), (number,)).unique_key
+def _object_key(name: str, number: tuple[int, ...] = (0,), numbers: tuple[int, ...] = (1,)) -> str:
+    key: str = ShardedObject(name, None, numbers, number).unique_key
     return key
 
 
 def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:
     """The empty objects that Megatron asks for beside the weight of each linear layer."""
-    found = [(stored, block.at or (0,)) for stored in layout.values() for block in stored.blocks]
     return {
-        _object_key(f"{stored.name.removesuffix('weight')}_extra_state", number, len(stored.blocks)): None
-        for stored, (number, *_) in found
+        _object_key(f"{stored.name.removesuffix('weight')}_extra_state", block.at or (0,), stored.numbers or (1,)): None
+        for stored in layout.values()
+        for block in stored.blocks
         if re.search(r"\.linear_\w+\.weight$", stored.name)
     }
 

@@ -151,7 +151,6 @@ class Opened:
             raise ConfigError(f"--like={str(like)!r}: describes another model: {changed}")
         self.config, self.family, self.folder = config, family_of(config, like), like
 
-
     def identity(self, to: str) -> str:
         """A text that is another one if other files would be written."""
         states = {path.name: path.stat() for path in self.weights.iterdir() if path.is_file()}
@@ -184,9 +183,7 @@ def _copy_others(opened: Opened, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _write_files(
-    opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress
-) -> None:
+def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress) -> None:
     target = journal.folder
 
     def tensor(stored: Stored) -> NewTensor:
@@ -218,6 +215,8 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
     if opened.format == to:
         raise ConfigError(f"--to={to}: {source} has this format already; choose another one")
     model = opened.model
+    if to == "ours" and model.clamp is not None:
+        raise ConfigError(f"--to=ours: {source} has a clamped gate and a router's bias, which dMoE lacks; use megatron")
     if to == "megatron":
         _need_megatron()
         check_computable(opened.config, source / CONFIG)
