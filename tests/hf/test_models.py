@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor, nn
 
 import megablocks.hf
@@ -42,13 +44,28 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 20, "attn_layer_period": 1,
         "attn_layer_offset": 0, "expert_layer_period": 1, "expert_layer_offset": 0, "use_mamba_kernels": False,
     },
+    "OpenAIPrivacyFilter": {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20, "head_dim": 12, "swiglu_limit": 0.3,
+    },
+    "AriaText": {"moe_num_experts": 5, "moe_topk": 2, "intermediate_size": 20},
+    "MuseSparkText": {
+        "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20, "moe_intermediate_size": 14,
+        "head_dim": 12, "moe_hidden_size": 16,
+    },
 }  # fmt: skip
+if Version(transformers.__version__) < Version("5.23"):  # without those flags of the decorator
+    del MODELS["AriaText"], MODELS["MuseSparkText"]
+CLASSES = {"OpenAIPrivacyFilter": "OpenAIPrivacyFilterForTokenClassification", "MuseSparkText": "MuseSparkTextModel"}
+GENERATING = [name for name in MODELS if name not in CLASSES]
 
 
 def _model(name: str, **changed: Any) -> Any:
+    module = importlib.import_module(
+        getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling")
+    )
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **MODELS[name], **changed})
     torch.manual_seed(0)
-    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    model = getattr(module, CLASSES.get(name, f"{name}ForCausalLM"))(config)
     for parameter in model.parameters():
         if parameter.dim() > 1:
             nn.init.normal_(parameter, std=0.2)
@@ -62,9 +79,14 @@ def _tokens(rows: int = 2) -> Tensor:
 def _step(model: Any, implementation: str) -> dict[str, Tensor]:
     model.set_experts_implementation(implementation)
     model.zero_grad()
-    out = model(_tokens(), labels=_tokens())
-    out.loss.backward()
-    return {"logits": out.logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    if type(model).__name__ in CLASSES.values():
+        logits = model(_tokens())[0]
+        loss = (logits * torch.linspace(-1, 1, logits.numel()).view_as(logits)).mean()
+    else:
+        out = model(_tokens(), labels=_tokens())
+        logits, loss = out.logits, out.loss
+    loss.backward()
+    return {"logits": logits.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -74,10 +96,10 @@ def test_H1_logits_and_gradients_of_a_model(name: str) -> None:
     assert actual.keys() == expected.keys()
     assert any("experts.down_proj" in key for key in expected)
     for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
+        torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
 
 
-@pytest.mark.parametrize("name", ["Mixtral", "GptOss"])
+@pytest.mark.parametrize("name", GENERATING)
 def test_H1_generation_gives_the_same_tokens(name: str) -> None:
     model = _model(name)
     outs = []

@@ -45,7 +45,7 @@ def _experts(model: Any) -> list[nn.Module]:
 def _assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert actual.keys() == expected.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(actual[key], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
+        torch.testing.assert_close(actual[key], value, rtol=1e-5, atol=1e-5, msg=lambda m, n=key: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("name", NAMES)

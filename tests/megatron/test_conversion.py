@@ -76,7 +76,9 @@ def _model(name: str) -> Any:
 
 @torch.no_grad()
 def _logits_of_folder(folder: Path) -> Tensor:
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)(_tokens()).logits
+    model, unset = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(unset.values()), unset
+    return model(_tokens()).logits
 
 
 @torch.no_grad()
