@@ -180,8 +180,8 @@ def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
     """ids, weights (T, K): a product a pair with a copy of its expert's weights; no sorting."""
     module, (num_tokens, top_k), experts = call.module, ids.shape, call.up.w.shape[0]
-    used = ((ids >= 0) & (ids < experts)).view(-1, 1)
-    ids = ids.flatten().clamp(0, experts - 1)
+    given = ids.flatten()
+    ids = given.clamp(0, experts - 1)
 
     def linear(rows: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
         out = weight.each(rows, ids)
@@ -192,7 +192,8 @@ def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
     if getattr(module, "has_post_expert_norm", False):
         rows = module.post_expert_norm(rows)
     acc = torch.promote_types(rows.dtype, torch.float32)
-    rows = torch.where(used, rows.to(acc) * weights.reshape(-1, 1).to(acc), 0)
+    rows = rows * weights.reshape(-1, 1).to(acc)  # in acc: this promotes the rows, without a launch for them
+    rows.masked_fill_((ids != given).unsqueeze(1), 0)
     return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
 
 
