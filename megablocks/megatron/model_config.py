@@ -133,6 +133,12 @@ def check_without_engine(config: TransformerConfig) -> None:
             )
     if HAVE_TE:
         return
+    clamp = config.activation_func_clamp_value
+    if config.bias_activation_fusion and config.add_bias_linear and clamp is not None:
+        raise ConfigError(
+            "bias_activation_fusion=True: must be False (--no-bias-gelu-fusion) with biases and "
+            f"activation_func_clamp_value={clamp}, or the gate is clamped before its bias is added"
+        )
     for name in _OF_ENGINE_ALONE:
         if getattr(config, name):
             raise ConfigError(f"{name}=True: needs Transformer Engine, which is not installed")

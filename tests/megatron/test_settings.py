@@ -329,6 +329,21 @@ def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
         check_without_engine(config)
 
 
+def test_L2_a_gate_that_is_clamped_before_its_bias_is_refused() -> None:
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    from megablocks.megatron.model_config import check_without_engine
+
+    if HAVE_TE:
+        pytest.skip("Transformer Engine is installed")
+    config = _config(add_bias_linear=True)
+    config.activation_func_clamp_value, config.bias_activation_fusion = 7.0, True
+    with pytest.raises(ConfigError, match=r"bias_activation_fusion=True: must be False \(--no-bias-gelu-fusion\) with"):
+        check_without_engine(config)
+    config.bias_activation_fusion = False
+    check_without_engine(config)
+
+
 def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
     from megablocks.megatron.model_config import moe_config
 
