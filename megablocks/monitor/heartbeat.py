@@ -52,11 +52,12 @@ class Heartbeat:
         self.rank, self.timeout = rank, timeout
         self.interval = min(1.0, timeout / 5)
         self._watched = [(rank + 1 + i) % world_size for i in range(min(_WATCHED, world_size - 1))]
-        self._prefix = f"heartbeat/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # restarts share the store
+        self._prefix = "heartbeat"
         self._address = (host, port)
         self._stopped = threading.Event()
         self._connected = threading.Event()
         self._impatient = False
+        self._beats = 0
         self._last_word = "done"
         self._read_end, self._write_end = os.pipe()
         for end in (self._read_end, self._write_end):
@@ -107,6 +108,7 @@ class Heartbeat:
         except RuntimeError as error:
             _say(f"rank {self.rank}: no heartbeat, the store at {host}:{port} does not answer ({error})")
             return
+        threading.Thread(target=self._watch_store, name="heartbeat of the store", daemon=True).start()
         now = time.monotonic()
         seen = {rank: (-1, now) for rank in self._watched}
         try:
@@ -116,12 +118,24 @@ class Heartbeat:
                     return
                 store.set(own, str(beat))
                 self._connected.set()
+                self._beats = beat
                 self._look(store, seen)
                 self._sleep(self.interval)
         except RuntimeError as error:  # the process that hosts the store has ended
             self._sleep(2 * self.interval)  # it may have ended because all ranks end
             reason = str(error).splitlines()[0]
             self._end(f"the rendezvous store at {host}:{port} is gone: the launcher or rank 0 has ended ({reason})")
+
+    def _watch_store(self) -> None:
+        """End this rank if the store is silent: a request to a stopped process, or to a lost machine, never returns."""
+        seen, silence = -1, 0.0  # not the clock, which runs on while this process is stopped
+        while not self._stopped.wait(self.interval):
+            silence = silence + self.interval if seen == self._beats else 0.0
+            seen = self._beats
+            if silence > self._limit(started=True):
+                host, port = self._address
+                where = f"the rendezvous store at {host}:{port} has been silent for {silence:.0f} s"
+                self._end(f"{where}: the launcher or rank 0 is stopped or cut off")
 
     def _look(self, store: Any, seen: dict[int, tuple[int, float]]) -> None:
         if store.check([f"{self._prefix}/dead"]):

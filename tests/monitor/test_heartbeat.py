@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,7 @@ for rank, life in enumerate(lives):
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 for way in ways:
     os.write(way, str(store.port).encode())
-while not all(store.check([f"heartbeat/0/{rank}"]) for rank in range(len(lives))):
+while not all(store.check([f"heartbeat/{rank}"]) for rank in range(len(lives))):
     time.sleep(0.05)
 if frozen is not None:
     os.kill(pids[frozen], signal.SIGSTOP)
@@ -62,6 +63,41 @@ def test_F1_all_other_ranks_name_a_stopped_rank(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert said[rank].startswith(f"rank {rank}: rank 2 (") and f"pid {pids[2]}) has been silent" in said[rank]
         assert len(said[rank].strip().splitlines()) == 1
+
+
+_STOPPED_STORE = """
+import os, signal, time
+from torch.distributed import TCPStore
+from megablocks.monitor.heartbeat import Heartbeat
+reading, writing = os.pipe()
+host = os.fork()
+if host == 0:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.write(writing, str(store.port).encode())
+    time.sleep(900)
+    os._exit(0)
+print(host, flush=True)
+beat = Heartbeat("127.0.0.1", int(os.read(reading, 16)), 1, 2, 4.0)
+assert beat.wait_until_known()
+os.kill(host, signal.SIGSTOP)
+time.sleep(90)
+"""
+
+
+def test_F1_a_rank_ends_when_the_process_with_the_store_is_stopped() -> None:
+    """A request to it never returns."""
+    command = [sys.executable, "-c", _STOPPED_STORE]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as rank:
+        assert rank.stdout is not None and rank.stderr is not None
+        host = int(rank.stdout.readline())
+        try:
+            assert rank.wait() == heartbeat.EXIT_CODE
+        finally:
+            os.kill(host, signal.SIGKILL)
+        said = rank.stderr.read()
+    assert said.startswith("rank 1: the rendezvous store at 127.0.0.1:") and said.count("\n") == 1
+    assert said.endswith(" s: the launcher or rank 0 is stopped or cut off; this rank ends\n")
 
 
 def test_F1_ranks_that_end_normally_at_different_times_raise_no_alarm(tmp_path: Path) -> None:
