@@ -188,6 +188,20 @@ def make_room(root: Path | str, iteration: int) -> Path | None:
     return aside
 
 
+def prune(root: Path | str, saved: int, keep: int) -> None:
+    """Remove the complete checkpoints before iteration `saved`, but the newest `keep - 1` of them.
+
+    Call it once `saved` is complete. Torn folders, links and later iterations stay. A folder loses its marker first, so
+    that an interrupted removal leaves a torn checkpoint and no damaged one.
+    """
+    folders = [folder_of(root, i) for i in iterations(root) if i < saved]
+    complete = [folder for folder in folders if (folder / MARKER).is_file() and not folder.is_symlink()]
+    for folder in complete[: max(0, len(complete) - keep + 1)]:
+        (folder / MARKER).unlink()
+        sync(folder)
+        shutil.rmtree(folder)
+
+
 def drop(folder: Path | None) -> None:
     """Remove the folder that `make_room` returned."""
     if folder is not None and folder.exists():

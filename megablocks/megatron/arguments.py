@@ -60,6 +60,9 @@ class DriverSettings:
     verify_checkpoint: bool = option(
         True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
     )
+    keep_checkpoints: int = option(
+        0, "after a save, remove the run's older checkpoints but the newest so many, this one included; 0: keep all"
+    )
     allow_other_model: bool = option(
         False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
     )
@@ -81,6 +84,8 @@ class DriverSettings:
             raise ConfigError(f"loss_spike_window={self.loss_spike_window}: must be >= 4")
         if not self.hang_timeout >= 0:
             raise ConfigError(f"hang_timeout={self.hang_timeout}: must be >= 0 seconds")
+        if self.keep_checkpoints < 0:
+            raise ConfigError(f"keep_checkpoints={self.keep_checkpoints}: must be >= 0; 0 keeps all")
         if self.fused_loss_kept_gib is not None and not self.fused_loss_kept_gib >= 0:
             raise ConfigError(f"fused_loss_kept_gib={self.fused_loss_kept_gib}: must be >= 0")
 
@@ -98,6 +103,9 @@ ALIASES: dict[str, tuple[str, type]] = {
 _PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
+    "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
+    "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
+    "--megablocks-keep-checkpoints",
 }
 """Megatron's flags that this driver does not take, and why."""
 _MEGATRONS_EXPERTS = "must be left out, or use Megatron's own layer (--megablocks-layer megatron)"

@@ -161,21 +161,15 @@ def _refusal(file: str, error: pickle.UnpicklingError, advice: str = "") -> Chec
     )
 
 
-def write_in_process(args: Any) -> bool:
+def write_in_process() -> None:
     """Let synchronous saves work without a helper process. Call it before the first save.
 
     megatron-core 0.19.2 passes results from writer to trainer through a `multiprocessing.Manager`, a process that
     imports torch first: 3 to 10 seconds at the first save of each rank. It also outlives a rank that is killed. If
     writer and trainer are one process, a plain queue is enough.
-
-    Returns:
-        whether the run's saves are synchronous.
     """
-    if args.async_save:
-        return False
     if filesystem_async._results_queue is None:
         filesystem_async._results_queue = queue.Queue()
-    return True
 
 
 def keep_random_state() -> None:

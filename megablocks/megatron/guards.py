@@ -265,7 +265,7 @@ class Guards:
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         self.read()
-        if self.args.ckpt_format != "torch_dist" or self.args.async_save or kwargs.get("non_persistent_ckpt"):
+        if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
         folder, aside = atomic.folder_of(root, iteration), None
@@ -284,11 +284,19 @@ class Guards:
                 merged = {name: entry for part in hashes for name, entry in part.items()}
                 atomic.mark_complete(folder, iteration, merged)
                 atomic.drop(aside)
+                self._prune(root, iteration)
             dist.barrier()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             if rank == 0:
                 atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
+
+    def _prune(self, root: Path, saved: int) -> None:
+        try:
+            if self.settings.keep_checkpoints:
+                atomic.prune(root, saved, self.settings.keep_checkpoints)
+        except OSError as error:  # the new checkpoint is whole, so the run goes on
+            print_rank_0(f"WARNING: an older checkpoint could not be removed: {error}")
 
     def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]

@@ -167,7 +167,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     _announce(args, run_dir)
     optimizer_state.install()
     fused_optimizer.install(args, settings.fused_optimizer)
-    checkpoint_io.write_in_process(args)
+    checkpoint_io.write_in_process()
     checkpoint_io.name_write_errors()
     checkpoint_io.keep_random_state()
     guards.install()

@@ -125,6 +125,36 @@ def test_K6_a_marker_that_cannot_be_written_leaves_the_checkpoint_torn(
     assert atomic.find_latest_complete(tmp_path).iteration == 2
 
 
+def test_K8_older_checkpoints_go_and_the_saved_the_torn_and_the_later_stay(tmp_path: Path) -> None:
+    for iteration in (2, 4, 6, 8, 10):
+        make(tmp_path, iteration, complete=iteration != 4)
+    atomic.prune(tmp_path, 8, 5)
+    assert atomic.iterations(tmp_path) == [2, 4, 6, 8, 10]
+    atomic.prune(tmp_path, 8, 2)
+    assert atomic.iterations(tmp_path) == [4, 6, 8, 10]
+    atomic.prune(tmp_path, 8, 1)
+    assert atomic.iterations(tmp_path) == [4, 8, 10]
+    atomic.verify(atomic.folder_of(tmp_path, 8))
+
+
+def test_K8_a_removal_that_is_interrupted_leaves_a_torn_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for iteration in (2, 4):
+        make(tmp_path, iteration)
+
+    def interrupted(folder: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("shutil.rmtree", interrupted)
+    with pytest.raises(OSError, match="Input/output"):
+        atomic.prune(tmp_path, 4, 1)
+    monkeypatch.undo()
+    assert atomic.find_latest_complete(tmp_path).iteration == 4
+    (atomic.folder_of(tmp_path, 4) / atomic.MARKER).unlink()
+    assert atomic.find_latest_complete(tmp_path).iteration is None, "a folder without a marker is not loaded"
+
+
 def test_K3_room_is_made_for_a_save_and_a_complete_checkpoint_kept_until_it_is_replaced(tmp_path: Path) -> None:
     torn, whole = make(tmp_path, 2, complete=False), make(tmp_path, 4)
     assert atomic.make_room(tmp_path, 2) is None and not torn.exists()

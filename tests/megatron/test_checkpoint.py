@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def save(layout: Layout, folder: str) -> dict[str, Any]:
 
     from megablocks.megatron.checkpoint_io import write_in_process
 
-    write_in_process(argparse.Namespace(async_save=False))
+    write_in_process()
 
     trainer, result = Trainer(layout), Trained()
     for _ in range(BEFORE):

@@ -175,6 +175,9 @@ REFUSED = {
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",
     "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0 seconds",
     "--moe-num-expert 8": "--moe-num-expert: no such flag, did you mean --moe-num-experts?",
+    "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
+    "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
+    "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--sft": "sft=True: must be left out; this driver pretrains GPT models only",
     "--data-prefix /nowhere": "/nowhere: no such data folder",
 }

@@ -146,7 +146,7 @@ def crosswise(folders: dict[bool, str]) -> dict[str, Any]:
 
     from megablocks.megatron.checkpoint_io import write_in_process
 
-    write_in_process(argparse.Namespace(async_save=False))
+    write_in_process()
     layout, out = test_checkpoint.BASE.but(layers=2), {}
     with kernels(layout):
         for first, folder in folders.items():
