@@ -3,7 +3,10 @@
 #
 # Environment (all optional):
 #   NGPU            processes on this machine, one for each GPU (without a GPU: CPU processes)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several machines, as in torchrun; one machine needs none of them
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several machines: how many, which of them this is, name and port of
+#                   machine 0, where they meet; one machine needs none of them
+#   LOCAL_ADDR      name of this machine for the others (default: its host name)
+#   MAX_RESTARTS    how often torchrun starts the ranks again after one died (default 0); they resume by themselves
 #   STEPS           training steps, if the positional argument is not given
 #   DATA_PREFIX     folder written by scripts/prepare_data.py (default data/stdlib)
 #   FLAGS           more driver flags, which override those of the script (FLAGS="--log-interval 10 --eval-iters 5")
@@ -16,6 +19,7 @@
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
+MAX_RESTARTS=${MAX_RESTARTS:-0}
 DATA_PREFIX=$(realpath -m -- "${DATA_PREFIX:-$ROOT/data/stdlib}")
 
 # What all published runs share (arXiv 2211.15841 and the scripts of its repository).
@@ -64,17 +68,24 @@ _check_settings() {
     _check_whole NNODES 1 65536
     [ "$NNODES" -gt 1 ] || [ "$NODE_RANK" = 0 ] || die "NODE_RANK=$NODE_RANK: must be 0 because NNODES=$NNODES"
     _check_whole NODE_RANK 0 $((NNODES - 1))
+    _check_whole MAX_RESTARTS 0 1000
     [ -z "${MASTER_PORT:-}" ] || _check_whole MASTER_PORT 1 65535
     [ "$NNODES" -eq 1 ] || [ -n "${MASTER_ADDR:-}" ] ||
         die "MASTER_ADDR is unset: NNODES=$NNODES needs the address of the first machine"
 }
 
 _rendezvous() { # sets RENDEZVOUS, torchrun's arguments for one or several machines
+    local host=false
+    [ "$NODE_RANK" -ne 0 ] || host=true
     RENDEZVOUS=(--standalone)
     if [ "$NNODES" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then
-        RENDEZVOUS=(--nnodes "$NNODES" --node-rank "$NODE_RANK"
-            --master-addr "${MASTER_ADDR:-localhost}" --master-port "${MASTER_PORT:-6000}")
+        # c10d, because a machine that comes back cannot join a static rendezvous. Each waits ten minutes for the others.
+        RENDEZVOUS=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id megablocks
+            --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-6000}"
+            --rdzv-conf "is_host=$host,join_timeout=600,read_timeout=600")
+        [ -z "${LOCAL_ADDR:-}" ] || RENDEZVOUS+=(--local-addr "$LOCAL_ADDR")
     fi
+    [ "$MAX_RESTARTS" -eq 0 ] || RENDEZVOUS+=(--max-restarts "$MAX_RESTARTS")
 }
 
 _check_machine() {
@@ -106,7 +117,8 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
         1) die "EXP_DIR=$EXP_DIR is in use by another run: $choose, or wait until that run ends" ;;
         *) say "EXP_DIR=$EXP_DIR cannot be locked here: do not start a second run in it" ;;
         esac
-        [ -z "$content" ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
+        # A job that restarts by itself may have been interrupted before its first save.
+        [ -z "$content" ] || [ "$MAX_RESTARTS" -gt 0 ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
             die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: $choose or remove it"
         echo "$1" >"$EXP_DIR/command.txt"
     fi
@@ -156,7 +168,9 @@ launch() {
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
         --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard"
         "${flags[@]}")
-    run=("$ROOT/scripts/torchrun.py" "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]}")
+    # --load also into an empty folder: ranks that torchrun starts again with this command line then resume.
+    run=("$ROOT/scripts/torchrun.py" "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]:0:2}"
+        --load "$EXP_DIR/checkpoints" "${command[@]:2}")
     if [ "${DRY_RUN:-0}" = 1 ]; then
         printf '%q ' "${PYTHON:-python3}" "${run[@]}"
         echo

@@ -1,7 +1,8 @@
 """torchrun for exp/common.sh: a signal lets every rank save its state and exit, however long the save takes.
 
 SIGINT, SIGTERM and SIGHUP send SIGTERM to each rank: the training driver saves after its step and exits 0. SIGQUIT
-kills the ranks. Plain torchrun passes its own signal on to the ranks, kills them 30 s later and ends with a traceback.
+kills the ranks. After a signal no rank is started again. Plain torchrun passes its own signal on to the ranks, kills
+them 30 s later and ends with a traceback.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from types import FrameType
 import psutil
 
 _is_stopping = False
+_asked: set[int] = set()
+"""Ranks that were asked to end. A rank that starts after the signal is not among them."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
@@ -26,9 +29,22 @@ def _stop(number: int, _frame: FrameType | None) -> None:
     ranks = psutil.Process().children()
     if not ranks:
         os._exit(128 + number)  # a normal exit would wait for the other machines of the rendezvous
+    _send(ranks, signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
+    _asked.update(rank.pid for rank in ranks)
+
+
+def _send(ranks: list[psutil.Process], number: int) -> None:
     for rank in ranks:
         with suppress(psutil.Error):
-            rank.send_signal(signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
+            rank.send_signal(number)
+
+
+def _end_if_restarted() -> None:
+    """After a signal torchrun must not start the ranks again, which it does if one of them failed to save."""
+    restarted = [rank for rank in psutil.Process().children() if rank.pid not in _asked]
+    if restarted:
+        _send(restarted, signal.SIGKILL)
+        os._exit(1)
 
 
 def main() -> int:
@@ -36,6 +52,9 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, _stop)
+    if any(argument.startswith(("--max-restarts", "--max_restarts")) for argument in sys.argv):
+        # Else torch 2.13 keeps one store for all restarts, and restarted ranks read the addresses of the dead ones.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
 
@@ -47,6 +66,8 @@ def main() -> int:
             ended = pool.submit(torchrun)
             while not ended.done():
                 time.sleep(0.2)  # short, because a signal that another thread got does not end it
+                if _is_stopping:
+                    _end_if_restarted()
             ended.result()
     except ChildFailedError as error:
         if not _is_stopping:

@@ -131,7 +131,7 @@ def test_layer_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "torch.Size([4, 32, 64])" in capsys.readouterr().out
 
 
-_OF_PAGES = r"(?:NGPU=\S+ )?(?:bash exp/|python scripts/)"
+_OF_PAGES = r"(?:\w+=\S+ )*(?:bash exp/|python scripts/)"
 
 
 def _cheap(page: Path) -> list[str]:

@@ -17,6 +17,7 @@ import functools
 import json
 import math
 import os
+import socket
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,6 +114,7 @@ class Guards:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if self.heartbeat is not None:
             self.heartbeat.wait_until_known()
+        _check_same_checkpoint(self.args)
         _check_memory(self.args)
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
@@ -382,6 +384,18 @@ def _together(check: Any) -> None:
     for message in failures:
         if message is not None:
             raise CheckpointError(message)
+
+
+def _check_same_checkpoint(args: argparse.Namespace) -> None:
+    """Refuse to start where ranks found different checkpoints to resume from, as without a shared folder."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (socket.gethostname(), args.ckpt_step if args.load else None))
+    for rank, (host, iteration) in enumerate(found):
+        if iteration != found[0][1]:
+            raise CheckpointError(
+                f"{args.load or args.save}: rank 0 on {found[0][0]} resumes from iteration {found[0][1]}, rank {rank} "
+                f"on {host} from {iteration}: every machine must see one shared folder"
+            )
 
 
 def _check_memory(args: argparse.Namespace) -> None:

@@ -71,6 +71,12 @@ def bad_environment() -> str | None:
         return f"RANK={rank}: must be smaller than WORLD_SIZE={world}; {advice}"
     if not os.environ.get("MASTER_ADDR"):
         return f"MASTER_ADDR={os.environ.get('MASTER_ADDR')!r}: must be the host name of rank 0; {advice}"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if restarts != "0" and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return (
+            f"--max-restarts={restarts}: torchrun keeps the addresses of dead ranks, so that restarted ones hang; set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 with --standalone or --rdzv-backend c10d, or leave it out"
+        )
     return None
 
 

@@ -145,8 +145,10 @@ def test_L1_positional_arguments_and_environment_reach_the_command() -> None:
     assert words[-3:] == ["--log-interval", "10", "--no-bf16"]
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "6001"}
     words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", **several)
-    got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
-    assert got == ["2", "1", "host0", "6001"] and "--standalone" not in words
+    assert [_option(words, name) for name in ("--nnodes", "--rdzv-endpoint")] == ["2", "host0:6001"]
+    assert "is_host=false" in _option(words, "--rdzv-conf") and not {"--standalone", "--max-restarts"} & set(words)
+    words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", **{**several, "NODE_RANK": "0"}, MAX_RESTARTS="2")
+    assert "is_host=true" in _option(words, "--rdzv-conf") and _option(words, "--max-restarts") == "2"
 
 
 PARSE = """
@@ -294,6 +296,7 @@ def test_only_the_default_data_is_made(tmp_path: Path) -> None:
         ("MASTER_PORT", "99999", "1 to 65535"),
         ("NNODES", "two", "1 to 65536"),
         ("NNODES", "0", "1 to 65536"),
+        ("MAX_RESTARTS", "often", "0 to 1000"),
     ],
 )
 def test_a_setting_that_is_no_whole_number_of_its_range_is_one_line(
@@ -340,15 +343,16 @@ def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict
 
     run.mkdir()
     assert _run(SMOKE, str(run), "3", **launch).returncode == 0, "an empty folder is a fresh run"
-    assert "--load" not in ran.read_text()
+    assert ran.read_text().count(f"--load {run}/checkpoints ") == 1, "ranks that torchrun starts again resume"
     command = (run / "command.txt").read_text()
     assert "--train-iters 3" in command.replace("'", "") and (run / "train.log").exists()
 
     assert "holds no checkpoint to resume from" in _refusal(_run(SMOKE, str(run), "3", **launch))
+    assert _run(SMOKE, str(run), "3", MAX_RESTARTS="1", **launch).returncode == 0, "a job may die before its first save"
     (run / "checkpoints/iter_0000002").mkdir(parents=True)
     ran.unlink()
     assert _run(SMOKE, str(run), "3", **launch).returncode == 0, "the same command goes on"
-    assert f"--load {run}/checkpoints" in ran.read_text()
+    assert ran.read_text().endswith(f"--load {run}/checkpoints "), "also with another --load in FLAGS"
     assert (run / "command.txt").read_text() == command
 
     ran.unlink()
@@ -498,7 +502,10 @@ def test_L1_docker_mounts_the_parent_folder() -> None:
 
 def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> None:
     # The pause: a script that stops reading after the first name must not fail, however late the second comes.
-    for name, text in (("scontrol", "echo host0; sleep 0.1; echo host1"), ("srun", 'exec env SLURM_NODEID=1 "$@"')):
+    for name, text in (
+        ("scontrol", "echo host0; sleep 0.1; echo host1"),
+        ("srun", 'shift; exec env SLURM_NODEID=1 SLURMD_NODENAME=host1 "$@"'),
+    ):
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "host[0-1]", "SLURM_JOB_ID": "123456"}
@@ -507,8 +514,9 @@ def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> Non
     done = subprocess.run(script, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     words = shlex.split(done.stdout)
-    got = [_option(words, name) for name in ("--nnodes", "--node-rank", "--master-addr", "--master-port")]
-    assert got == ["2", "1", "host0", "23456"], done.stderr
+    names = ("--nnodes", "--rdzv-endpoint", "--rdzv-conf", "--local-addr", "--max-restarts")
+    got = [_option(words, name) for name in names]
+    assert got == ["2", "host0:23456", "is_host=false,join_timeout=600,read_timeout=600", "host1", "3"], done.stderr
     assert _flags(words)["--micro-batch-size"] == "32"
 
 

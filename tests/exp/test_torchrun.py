@@ -1,11 +1,13 @@
-"""scripts/torchrun.py saves and stops its ranks at a signal; so does the launcher, with a real run."""
+"""scripts/torchrun.py saves and stops its ranks at a signal and starts dead ones again; so does the launcher."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
+import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +30,45 @@ while not asked:
 print("asked", flush=True)
 time.sleep(float(sys.argv[1]))
 print("saved", flush=True)
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+"""
+RANKS = """
+import datetime, os, pathlib, signal
+import torch
+import torch.distributed as dist
+from megablocks.files import write_durably
+from megablocks.monitor.heartbeat import Heartbeat
+
+saved = pathlib.Path("saved")
+beat = Heartbeat.from_environment(20)
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
+first = int(saved.read_text()) if saved.exists() else 0
+os.write(1, f"from {first}\\n".encode())  # whole, whoever else writes
+
+
+def once(name, *pids):
+    if os.environ["MACHINE"] == "1" and not os.path.exists(name):
+        pathlib.Path(name).touch()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+
+
+try:
+    for step in range(first + 1, 9):
+        if step == 3:
+            once("a dead rank", os.getpid())
+        if step == 6:
+            once("a dead machine", os.getppid(), os.getpid())
+        total = torch.tensor(step)
+        dist.all_reduce(total)
+        assert total == 2 * step, "the ranks are at different steps"
+        if dist.get_rank() == 0 and step % 2 == 0:
+            write_durably(saved, str(step))
+        dist.barrier()
+except RuntimeError:
+    os._exit(75)
+beat.stop()
+dist.barrier()
 """
 
 
@@ -46,7 +87,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **environment}
         with open(tmp_path / "log", "ab") as log:
-            options = {"start_new_session": True, "preexec_fn": heed_signals}
+            options = {"start_new_session": True, "preexec_fn": heed_signals, "cwd": tmp_path}
             started.append(subprocess.Popen(command, env=variables, stdout=log, stderr=log, **options))
         return started[-1]
 
@@ -62,6 +103,12 @@ def _wait_for(pattern: str, log: Path, process: subprocess.Popen[bytes]) -> None
     while not re.search(pattern, log.read_text()):
         assert process.poll() is None and time.monotonic() < end, log.read_text()[-3000:]
         time.sleep(0.1)
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def _torchrun(tmp_path: Path, *arguments: str) -> list[str]:
@@ -87,6 +134,39 @@ def test_sigquit_kills_ranks_that_do_not_end(start, tmp_path: Path) -> None:
     process.send_signal(signal.SIGQUIT)
     assert process.wait(PATIENCE_S) == 1
     assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+def test_after_a_signal_no_rank_is_started_again(start, tmp_path: Path) -> None:
+    process = start(*_torchrun(tmp_path, "--standalone", "--max-restarts", "2", "--nproc-per-node", "1"), "0", "1")
+    _wait_for("rank 0", tmp_path / "log", process)
+    process.terminate()
+    assert process.wait(PATIENCE_S) == 1
+    assert (tmp_path / "log").read_text().count("saved\n") == 1
+
+
+def test_F2_a_dead_rank_and_a_machine_that_comes_back_resume(start, tmp_path: Path) -> None:
+    """Two machines on one host, each a torchrun of its own with one rank."""
+    (tmp_path / "ranks.py").write_text(RANKS)
+    dry = ["bash", str(ROOT / "exp/smoke/dmoe.sh"), "run"]
+    settings = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "MAX_RESTARTS": "3"}
+    machines = []
+    for number in ("0", "1"):
+        environment = {**os.environ, **settings, "NODE_RANK": number, "NGPU": "1", "DRY_RUN": "1"}
+        printed = subprocess.run(dry, env=environment, capture_output=True, text=True, check=True).stdout
+        words = shlex.split(printed)
+        words[words.index("--rdzv-conf") + 1] += ",keep_alive_interval=1"  # 3 s until a machine counts as dead, not 15
+        machines.append([sys.executable, *words[1 : words.index("-m")], str(tmp_path / "ranks.py")])
+
+    def machine(number: int) -> subprocess.Popen[bytes]:
+        return start(*machines[number], MACHINE=str(number))
+
+    first, second = machine(0), machine(1)
+    assert second.wait(PATIENCE_S) == -signal.SIGKILL, (tmp_path / "log").read_text()[-3000:]
+    again = machine(1)
+    codes = [first.wait(PATIENCE_S), again.wait(PATIENCE_S)]
+    log = (tmp_path / "log").read_text()
+    assert codes == [0, 0] and (tmp_path / "saved").read_text() == "8", log[-3000:]
+    assert re.findall(r"^from (\d+)$", log, re.M) == ["0", "0", "2", "2", "4", "4"], log[-3000:]
 
 
 def test_a_signal_ends_the_wait_for_other_machines(start, tmp_path: Path) -> None:

@@ -283,6 +283,12 @@ def test_L2_a_full_memory_is_one_line(driver: Driver) -> None:
         ({"MASTER_PORT": None}, "MASTER_PORT=None: must be a whole number"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR=None: must be the host name of rank 0"),
         ({"LOCAL_RANK": None}, None),
+        (
+            {"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            "--max-restarts=3: torchrun keeps",
+        ),
+        ({"TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "False"}, None),
+        ({"TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"}, None),
         ({}, None),
     ],
 )

@@ -120,6 +120,14 @@ def kill_while_writing(rank: int, step: int, items: int = 4) -> None:
     filesystem_async._write_item = write_item
 
 
+def sees_no_checkpoint(rank: int) -> None:
+    """`rank` finds no checkpoint, as on a machine that does not see the others' folder."""
+    from megablocks.checkpoint import atomic
+
+    if _rank() == rank:
+        atomic.find_latest_complete = lambda root: atomic.Latest(None, warnings=[f"{root}: empty here"])
+
+
 def file_size_limit(size: int) -> None:
     """No file grows beyond `size` bytes. To a process this looks like a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

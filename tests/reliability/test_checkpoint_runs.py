@@ -1,8 +1,8 @@
 """Checkpoints of the real driver: runs resume exactly, and torn or damaged checkpoints are not loaded.
 
 One history serves several tests. A run of 100 steps saves at 50 and 100. A second run starts from the save at 50. It is
-stopped by SIGTERM and resumed; killed while it saves; its pointer is garbled; and it is resumed to the end. Its last
-checkpoint must be bit-identical to the first run's.
+stopped by SIGTERM and resumed; killed while it saves; meets a NaN on one rank; finds the disk full; its pointer is
+garbled; and it is resumed to the end. Its last checkpoint must be bit-identical to the first run's.
 """
 
 from __future__ import annotations
@@ -80,19 +80,25 @@ def save_at(source: Path, target: Path, *iterations: int) -> Path:
 
 @dataclasses.dataclass
 class History:
-    """The runs and what they left. `resumed`: the second folder; `stopped_at`: the iteration at which SIGTERM came."""
+    """The runs and what they left. `resumed`: the second folder; `stopped_at`: the iteration at which SIGTERM came.
+
+    kept: the iterations with a folder after the last run, which keeps two.
+    """
 
     straight: Path
     resumed: Path
     full: Run
     terminated: Run
     killed: Run
+    nan: Run
+    full_disk: Run
     last: Run
     terminated_codes: list[int | None]
     killed_codes: list[int | None]
     stopped_at: int
     after_kill: atomic.Latest
     torn: list[str]
+    kept: list[int]
 
 
 @pytest.fixture(scope="module")
@@ -116,26 +122,27 @@ def history(zygote, tiny_data, tmp_path_factory) -> History:
     after_kill = atomic.find_latest_complete(resumed)
     torn = atomic.files_of(atomic.folder_of(resumed, 80))
 
+    fault = ("nan_in_loss", {"rank": 1, "step": stopped_at + 2})
+    nan = driver.run(*resume, 1000, ranks=2, model=MODEL, faults=[fault], expect=1)
+    limit = ("file_size_limit", {"size": 100_000})
+    flags = (*resume, stopped_at + 2, "--megablocks-keep-checkpoints", 1)
+    full_disk = driver.run(*flags, ranks=2, model=MODEL, faults=[limit], expect=None)
+
     (resumed / atomic.POINTER).write_bytes(b"\0\0\0\0")
-    last = driver.run(*resume, 100, ranks=2, model=MODEL, expect=None)
-    return History(
-        straight, resumed, full, terminated, killed, last, terminated_codes, killed_codes, stopped_at, after_kill, torn
-    )
+    last = driver.run(*resume, 100, "--megablocks-keep-checkpoints", 2, ranks=2, model=MODEL, expect=None)
+    codes, kept = (terminated_codes, killed_codes), atomic.iterations(resumed)
+    runs = (full, terminated, killed, nan, full_disk, last)
+    return History(straight, resumed, *runs, *codes, stopped_at, after_kill, torn, kept)
 
 
-def test_K1_resumed_run_equals_the_straight_one_bit_for_bit(history: History) -> None:
-    assert history.last.codes() == [0, 0], history.last.text()[-3000:]
-    one = contents(atomic.folder_of(history.straight, 100))
-    two = contents(atomic.folder_of(history.resumed, 100))
+def assert_bit_identical(first: Path, second: Path) -> tuple[dict[str, Any], Any]:
+    """Compare two checkpoints. Returns the tensors of the first, and the flags of its run."""
+    one, two = contents(first), contents(second)
     assert one.keys() == two.keys()
     common = [key for key in one if key.startswith("common_state")]
     assert len(common) == 1
     for key in one.keys() - set(common):
         assert plain(one[key]) == plain(two[key]), key
-    for name in ("exp_avg.", "exp_avg_sq.", "rng_state", "expert_bias", "experts.w1", "word_embeddings"):
-        assert any(name in key for key in one), f"no {name} among {sorted(one)}"
-    bias = next(value for key, value in one.items() if key.endswith("expert_bias"))
-    assert bias.abs().max() > 0.005, "the expert bias moved"
     (one_common,), (two_common,) = one[common[0]], two[common[0]]
     assert one_common.keys() == two_common.keys()
     for key in one_common.keys() - {"args"}:
@@ -143,7 +150,17 @@ def test_K1_resumed_run_equals_the_straight_one_bit_for_bit(history: History) ->
     position = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples", "curr_iteration")
     for name in position:
         assert getattr(one_common["args"], name) == getattr(two_common["args"], name), name
-    assert one_common["args"].consumed_train_samples == 800
+    return one, one_common["args"]
+
+
+def test_K1_resumed_run_equals_the_straight_one_bit_for_bit(history: History) -> None:
+    assert history.last.codes() == [0, 0], history.last.text()[-3000:]
+    one, args = assert_bit_identical(atomic.folder_of(history.straight, 100), atomic.folder_of(history.resumed, 100))
+    for name in ("exp_avg.", "exp_avg_sq.", "rng_state", "expert_bias", "experts.w1", "word_embeddings"):
+        assert any(name in key for key in one), f"no {name} among {sorted(one)}"
+    bias = next(value for key, value in one.items() if key.endswith("expert_bias"))
+    assert bias.abs().max() > 0.005, "the expert bias moved"
+    assert args.consumed_train_samples == 800
 
 
 def test_K1_losses_continue_as_if_nothing_had_happened(history: History) -> None:
@@ -168,6 +185,37 @@ def test_K3_kill_in_mid_save_leaves_a_torn_checkpoint_that_is_ignored(history: H
     assert history.after_kill.iteration == history.stopped_at and history.after_kill.has_marker
     assert re.search(rf"iter_0*80: torn \(no {atomic.MARKER}\), ignored", history.last.text())
     assert min(history.last.losses()) == history.stopped_at + 1
+
+
+def test_K8_a_failed_save_removes_nothing_and_a_whole_one_leaves_as_many_as_asked(history: History) -> None:
+    assert 75 in history.full_disk.codes() or history.full_disk.codes() == [1, 1]
+    newest = f"iteration {history.stopped_at} is the newest complete checkpoint"
+    assert "File too large" in history.full_disk.text() and newest in history.full_disk.text()
+    assert min(history.last.losses()) == history.stopped_at + 1
+    complete = [i for i in history.kept if (atomic.folder_of(history.resumed, i) / atomic.MARKER).is_file()]
+    assert complete == [history.stopped_at, 100] and 50 not in history.kept
+
+
+def test_F3_a_nan_leaves_what_the_next_run_needs(history: History) -> None:
+    assert f"step {history.stopped_at + 2}: NaN or Inf on rank 1 in the loss" in history.nan.text()
+    assert sorted(history.nan.losses()) == [history.stopped_at + 1]
+    assert min(history.full_disk.losses()) == history.stopped_at + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_F1_a_run_with_a_stopped_rank_goes_on_bit_for_bit(driver: Driver, history: History, rank: int) -> None:
+    folder = save_at(history.straight, driver.folder / "run", 50)
+    resume = ("--load", folder, "--save", folder, "--save-interval", 100, "--megablocks-hang-timeout", 20)
+    stop = ("signal_self", {"rank": rank, "step": 53, "number": int(signal.SIGSTOP)})
+    with driver.start(*resume, ranks=2, model=MODEL, faults=[stop]) as run:
+        run.wait_for(r"iteration +52/")
+        started = time.monotonic()
+        codes = run.wait(ranks=[1 - rank])
+    assert codes[1 - rank] == 75 and time.monotonic() - started < 120
+    assert f"rank {rank} (" in run.text() if rank else "the launcher or rank 0 is stopped" in run.text()
+    driver.run(*resume, ranks=2, model=MODEL)
+    assert_bit_identical(atomic.folder_of(history.straight, 100), atomic.folder_of(folder, 100))
 
 
 def test_K4_garbled_pointer_falls_back_with_a_warning(history: History) -> None:

@@ -98,6 +98,17 @@ def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: 
     assert f"{tmp_path / 'none'}: no checkpoint to resume from" in line
 
 
+def test_ranks_that_find_different_checkpoints_are_one_line(driver: Driver, checkpoint: Path) -> None:
+    fault = [("sees_no_checkpoint", {"rank": 1})]
+    flags = (*STEPS, "--load", checkpoint, "--save", checkpoint, "--save-interval", "2")
+    run = driver.run(*flags, ranks=2, model=MODEL, faults=fault, expect=1)
+    (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert (
+        line.startswith(f"pretrain_gpt: {checkpoint}: rank 0 on ") and " resumes from iteration 2, rank 1 on " in line
+    )
+    assert line.endswith(" from None: every machine must see one shared folder") and not run.losses()
+
+
 def test_K7_sigint_saves_and_exits_zero_and_a_second_ends_at_once(driver: Driver, tmp_path: Path) -> None:
     endless = ("--train-iters", "100000", "--save", tmp_path / "run", "--save-interval", "100000")
     with driver.start(*endless, ranks=2, model=MODEL) as run:
