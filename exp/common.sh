@@ -108,7 +108,7 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
     [ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: $choose"
     problem=$(mkdir -p -- "$EXP_DIR" 2>&1) || die "EXP_DIR=$EXP_DIR cannot be made (${problem##*: }): $choose"
     if [ "$NODE_RANK" -eq 0 ]; then # the other machines may share the folder
-        content=$(ls -A "$EXP_DIR" 2>/dev/null) || true
+        content=$(ls -A -I train.log "$EXP_DIR" 2>/dev/null) || true # another machine may have begun the log
         [ -z "$content" ] || [ "$(cat "$EXP_DIR/command.txt" 2>/dev/null)" = "$1" ] ||
             die "EXP_DIR=$EXP_DIR is not empty and is no run of this command: $choose or remove it"
         { exec {LOCK}>>"$EXP_DIR/command.txt"; } 2>/dev/null || die "EXP_DIR=$EXP_DIR cannot be written to: $choose"

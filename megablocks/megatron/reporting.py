@@ -89,7 +89,10 @@ class Reporter:
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
         wrap_training(
-            setup_model_and_optimizer=self._setup, training_log=self._training_log, print_rank_last=self._print
+            setup_model_and_optimizer=self._setup,
+            training_log=self._training_log,
+            print_rank_last=self._print,
+            save_checkpoint=self._save_checkpoint,
         )
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -170,6 +173,11 @@ class Reporter:
         if self._is_writer and (force or time.monotonic() - self._saved_at > _SAVE_EVERY_S):
             self.history.save()
             self._saved_at = time.monotonic()
+
+    def _save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._save(force=True)  # a run that is killed and resumes from here has the rows up to here
+        return result
 
     def finish(self) -> None:
         """Write the files and pictures and print the summary, on the rank that has the losses."""

@@ -342,6 +342,7 @@ def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict
     launch = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
 
     run.mkdir()
+    (run / "train.log").touch()  # by another machine of the run, which may come first
     assert _run(SMOKE, str(run), "3", **launch).returncode == 0, "an empty folder is a fresh run"
     assert ran.read_text().count(f"--load {run}/checkpoints ") == 1, "ranks that torchrun starts again resume"
     command = (run / "command.txt").read_text()

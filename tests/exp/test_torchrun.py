@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megablocks.checkpoint import atomic
@@ -177,16 +179,54 @@ def test_a_signal_ends_the_wait_for_other_machines(start, tmp_path: Path) -> Non
     assert process.wait(20) == 128 + signal.SIGTERM
 
 
-@pytest.mark.slow
-def test_ctrl_c_saves_and_the_same_command_resumes(start, tmp_path: Path) -> None:
-    """The whole of it: launcher, torchrun and two ranks of the training driver."""
+def _smoke(tmp_path: Path, save_interval: int) -> dict[str, str]:
+    """The environment of a tiny run of exp/smoke/dmoe.sh, whose data it makes."""
     pytest.importorskip("megatron.training")
     prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(tmp_path / "set"), "--workers", "1"]
     prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3"]
     subprocess.run(prepare, check=True, capture_output=True)
     settings = {"PYTHON": sys.executable, "NGPU": "2", "DATA_PREFIX": str(tmp_path / "set"), "CUDA_VISIBLE_DEVICES": ""}
     settings["FLAGS"] = "--num-layers 1 --hidden-size 32 --ffn-hidden-size 32 --seq-length 32 --log-interval 1"
-    settings["FLAGS"] += " --eval-iters 0 --save-interval 100000 --lr-decay-iters 100000"
+    settings["FLAGS"] += f" --eval-iters 0 --save-interval {save_interval} --lr-decay-iters 100000"
+    return settings
+
+
+def _losses(path: Path) -> dict[int, tuple[str, str]]:
+    with open(path, newline="") as file:
+        return {int(row["iteration"]): (row["tokens"], row["train_loss"]) for row in csv.DictReader(file)}
+
+
+@pytest.mark.slow
+def test_F2_the_launchers_of_two_machines_train_as_one_through_two_faults(start, tmp_path: Path) -> None:
+    """Launchers, torchruns and ranks of the driver: a rank is killed, then a whole machine, which comes back."""
+    settings, log, smoke = _smoke(tmp_path, 50), tmp_path / "log", ("bash", str(ROOT / "exp/smoke/dmoe.sh"))
+    assert start(*smoke, str(tmp_path / "straight"), "400", **settings).wait(PATIENCE_S) == 0, log.read_text()[-3000:]
+    log.unlink()
+    settings |= {"NNODES": "2", "NGPU": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+
+    def machine(number: int) -> subprocess.Popen[bytes]:
+        return start(*smoke, str(tmp_path / "run"), "400", **settings, NODE_RANK=str(number), MAX_RESTARTS="3")
+
+    first, second = machine(0), machine(1)
+    _wait_for(r"iteration +6\d/", log, first)
+    (rank,) = (p for p in psutil.Process(second.pid).children(recursive=True) if p.cmdline()[1:3] == ["-u", "-m"])
+    rank.kill()
+    _wait_for(r"(?s)loaded checkpoint.*iteration +18\d/", log, first)
+    os.killpg(second.pid, signal.SIGKILL)
+    again = machine(1)
+    codes = [first.wait(2 * PATIENCE_S), again.wait(PATIENCE_S)]
+    assert codes == [0, 0] and log.read_text().count("successfully loaded checkpoint") >= 2, log.read_text()[-3000:]
+    rows = [_losses(tmp_path / name / "loss.csv") for name in ("run", "straight")]
+    assert rows[0].keys() == rows[1].keys() == set(range(1, 401))
+    # Megatron counts a run's first step twice: its second line is the mean of two steps.
+    means = {int(step) + 2 for step in re.findall(r"successfully loaded .* at iteration (\d+)", log.read_text())}
+    assert {step for step in rows[0] if rows[0][step] != rows[1][step]} <= means
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_and_the_same_command_resumes(start, tmp_path: Path) -> None:
+    """The whole of it: launcher, torchrun and two ranks of the training driver."""
+    settings = _smoke(tmp_path, 100000)
     command = ("bash", str(ROOT / "exp/smoke/dmoe.sh"), str(tmp_path / "run"), "100000")
     saved = []
     for number in (signal.SIGINT, signal.SIGTERM):
