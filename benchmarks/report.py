@@ -91,7 +91,7 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "run. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
         "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
-        "Each number is computed from `record.json` beside this report: a line a run, with its command, environment, "
+        "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
         "losses, speeds, drops and loads. The command of the comparison:",
     ]
     if record["tuning"]:
@@ -145,9 +145,7 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
             verdict = "which is beyond the spread of the seeds."
         elif apart > 0:
             verdict = (
-                "which one seed does not tell from chance."
-                if min(a.seeds, b.seeds) == 1
-                else "within the seeds' spread."
+                "which may be chance with one seed." if min(a.seeds, b.seeds) == 1 else "within the seeds' spread."
             )
         else:
             verdict = "so the paper's order does not hold here."
@@ -196,8 +194,7 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         whole = given * record["settings"]["ngpu"] == record["runs"][0]["batch"]
         text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else ''}."
         if any(run["micro_batch"] != given for run in record["runs"]):
-            text += " An arm that could not train with it, because its experts' load took too much memory, got the next"
-            text += " smaller one."
+            text += " An arm that failed with it, out of memory or in a kernel of another package, got the next smaller one."
     best = ", ".join(ARMS[arm].label for arm in front)
     tail = (
         f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""
@@ -283,6 +280,7 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "Every evaluation reads other samples of the validation text, the same for all arms of a seed. Where they are "
         "easy the loss of a mid-run dips, which moves a time to the dense loss."
     )
+    lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if one.arm == "expert-choice"]
     if single := [one.label for one in summaries.values() if one.seeds == 1]:
         named = "every arm" if len(single) == len(summaries) else ", ".join(single)
         lines.append(f"One seed, so no spread: {named}.")

@@ -51,7 +51,7 @@ from megablocks.monitor.paper_arms import (
 START_S = 25.0
 """First estimate of what a run takes beside its steps: imports, compilation, evaluations."""
 LEAST_STEPS = 20
-_OUT_OF_MEMORY = re.compile(r"out of memory|ALLOC_FAILED")
+_OUT_OF_MEMORY = re.compile(r"^(\S+: failed: )?pretrain_gpt: .*(out of memory|ALLOC_FAILED)", re.MULTILINE)
 _CRASHED = re.compile(r"illegal memory access")
 """What another package's layer also does at a micro-batch that is too large: Tutel's kernels have 32-bit indices."""
 
@@ -289,6 +289,7 @@ class Comparison:
                 history = self.run(arm, folder, schedule, seed=seed, rate=rate)
             except Failed as error:
                 if self._lower_micro_batch(arm, error.output):
+                    tuned.pop(arm, None)  # its runs went with the larger micro-batch
                     plan = self.plan()
                     waiting = list(plan)
                 else:
@@ -311,13 +312,18 @@ class Comparison:
         reason = _OUT_OF_MEMORY.search(output) or (_CRASHED.search(output) if ARMS[arm].needs else None)
         if reason is None or not smaller:
             return False
-        found |= {"micro_batch_size": smaller[-1], "failed": {**found.get("failed", {}), str(size): reason.group()}}
+        found |= {
+            "micro_batch_size": smaller[-1],
+            "failed": {**found.get("failed", {}), str(size): reason.group(reason.lastindex or 0)},
+        }
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(found, indent=1) + "\n")
         for kind in ("runs", "tuning"):
             shutil.rmtree(self.out / kind / arm, ignore_errors=True)
-        _say(f"{arm}: {reason.group()} with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
+        _say(
+            f"{arm}: {reason.group(reason.lastindex or 0)} with a micro-batch of {size}; all its runs start again with {smaller[-1]}"
+        )
         return True
 
     def dry_run(self) -> None:

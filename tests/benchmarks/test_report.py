@@ -61,7 +61,7 @@ def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path)
     text = _text(tmp_path)
     assert "One seed, so no spread: every arm." in text
     assert "Tutel, dynamic capacity (0): not run: tutel is not installed." in text
-    assert "which one seed does not tell from chance." in text
+    assert "which may be chance with one seed." in text
 
 
 def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
