@@ -28,8 +28,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED = 256
 
 
-def _round_up(n: int, multiple: int = _ALIGNED) -> int:
-    return cdiv(n, multiple) * multiple
+def _round_up(n: int) -> int:
+    return cdiv(n, _ALIGNED) * _ALIGNED
 
 
 class Layout:
@@ -99,18 +99,6 @@ class Exchange:
                 f"rank {kind - 1} of the expert group sent nothing for {self.limit_s:g} s, waited for by rank "
                 f"{self.rank}: see its log. The step's result is NaN"
             )
-
-    def _blocks(self) -> dict[str, Any]:
-        from megablocks.ops.exchange_triton import CHUNK
-
-        size = self.layout
-        return {
-            "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": next_power_of_2(size.top_k),
-            "BLOCK": min(next_power_of_2(size.hidden), 512), "num_warps": 4,
-        }  # fmt: skip
-
-    def _limit(self) -> int:
-        return 0 if interpreted() else math.ceil(self.limit_s * 1e9)  # without a GPU there is no clock to read
 
     def _common(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any], slice]:
         """The kernels' last arguments, and which programs run."""
