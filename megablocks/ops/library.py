@@ -109,12 +109,6 @@ class Op:
         """The arguments by field, as `definition` takes them."""
         return self._signature.flat((*args, *self._signature.defaults[len(args) :]))
 
-    def register_fake(self, fake: Callable[..., Any]) -> Callable[..., Any]:
-        """As `CustomOpDef.register_fake`; `fake` takes the parameters of the implementation, by position."""
-        signature = self._signature
-        self.definition.register_fake(lambda *args: _plain(fake(*signature.nested(args))))
-        return fake
-
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
         """As `CustomOpDef.register_autograd`.
 
@@ -221,7 +215,7 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
 
 def custom_op(
-    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[[Any], Any] | None = None
+    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[[Any], Any]
 ) -> Callable[[Callable[..., Any]], Op]:
     """`torch.library.custom_op` with the additions that this file's docstring lists.
 
@@ -237,9 +231,12 @@ def custom_op(
 
         of_schema.__signature__ = signature.of_schema  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(of_schema, mutates_args=mutates_args)
-        op = Op(torch.library.custom_op(name, of_schema, mutates_args=mutates_args, schema=schema), implementation)
-        if fake is not None:
-            op.register_fake(lambda *args: fake(SimpleNamespace(**dict(zip(signature.names, args, strict=True)))))
-        return op
+        definition = torch.library.custom_op(name, of_schema, mutates_args=mutates_args, schema=schema)
+
+        @definition.register_fake
+        def of_shapes(*args: Any) -> Any:
+            return _plain(fake(SimpleNamespace(**dict(zip(signature.names, signature.nested(args), strict=True)))))
+
+        return Op(definition, implementation)
 
     return register

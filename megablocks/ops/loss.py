@@ -62,7 +62,10 @@ def cross_entropy_gradient_ref(logits: Tensor, labels: Tensor, maximum: Tensor, 
     return torch.where(grad[:, None] == 0, 0.0, wide).to(logits.dtype)
 
 
-@custom_op("megablocks::cross_entropy_sums")
+@custom_op(
+    "megablocks::cross_entropy_sums",
+    fake=lambda a: a.logits.new_empty((3, len(a.logits)), dtype=torch.promote_types(a.logits.dtype, torch.float32)),
+)
 def cross_entropy_sums_op(logits: Tensor, labels: Tensor) -> Tensor:
     if runs_triton(logits):
         from megablocks.ops.loss_triton import sums_launch
@@ -71,13 +74,7 @@ def cross_entropy_sums_op(logits: Tensor, labels: Tensor) -> Tensor:
     return cross_entropy_sums_ref(logits, labels)
 
 
-@cross_entropy_sums_op.register_fake
-def _(logits: Tensor, labels: Tensor) -> Tensor:
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    return torch.empty((3, len(logits)), dtype=dtype, device=logits.device)
-
-
-@custom_op("megablocks::cross_entropy_gradient_", mutates_args=("logits",))
+@custom_op("megablocks::cross_entropy_gradient_", mutates_args=("logits",), fake=lambda a: None)
 def cross_entropy_gradient_op(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
     """Write the gradient of the logits in their place."""
     if runs_triton(logits):
@@ -86,11 +83,6 @@ def cross_entropy_gradient_op(logits: Tensor, labels: Tensor, maximum: Tensor, t
         gradient_launch(logits, labels, maximum, total, grad)
     else:
         logits.copy_(cross_entropy_gradient_ref(logits, labels, maximum, total, grad))
-
-
-@cross_entropy_gradient_op.register_fake
-def _(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
-    return None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

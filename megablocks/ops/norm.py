@@ -51,7 +51,12 @@ def kernels_take(x: Tensor) -> bool:
     return runs_triton(x) and x.shape[1] <= _MAX_HIDDEN
 
 
-@custom_op("megablocks::norm")
+def _fake_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rstd = a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32))
+    return a.x.new_empty(a.x.shape), rstd.new_empty(0) if a.bias is None else torch.empty_like(rstd), rstd
+
+
+@custom_op("megablocks::norm", fake=_fake_norm)
 def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and r of `norm_ref`; g = weight + offset."""
     if kernels_take(x):
@@ -62,13 +67,10 @@ def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: 
     return y, mean, rstd
 
 
-@norm_op.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = x.new_empty(x.shape[0], dtype=torch.promote_types(x.dtype, torch.float32))
-    return x.new_empty(x.shape), rstd.new_empty(0) if bias is None else torch.empty_like(rstd), rstd
-
-
-@custom_op("megablocks::norm_backward")
+@custom_op(
+    "megablocks::norm_backward",
+    fake=lambda a: (a.x.new_empty(a.x.shape), a.rstd.new_empty(a.x.shape[1]), a.rstd.new_empty(a.x.shape[1])),
+)
 def norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,14 +80,6 @@ def norm_backward_op(
 
         return norm_backward_launch(dy, x, weight, mean, rstd, offset)
     return norm_backward_ref(dy, x, weight, mean, rstd, offset)
-
-
-@norm_backward_op.register_fake
-def _(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    sums = rstd.new_empty(x.shape[1])
-    return x.new_empty(x.shape), sums, torch.empty_like(sums)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

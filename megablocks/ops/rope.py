@@ -38,7 +38,7 @@ def rope_ref(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transpo
     return torch.cat((y.to(x.dtype), x[..., rotated:]), -1)
 
 
-@custom_op("megablocks::rope")
+@custom_op("megablocks::rope", fake=lambda a: a.x.new_empty(a.x.shape))
 def rope_op(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transposed: bool) -> Tensor:
     """As `rope_ref`."""
     if runs_triton(x):
@@ -46,11 +46,6 @@ def rope_op(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transpos
 
         return rope_launch(x, angles, interleaved, scale, transposed)
     return rope_ref(x, angles, interleaved, scale, transposed)
-
-
-@rope_op.register_fake
-def _(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transposed: bool) -> Tensor:
-    return x.new_empty(x.shape)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

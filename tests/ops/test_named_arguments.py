@@ -1,6 +1,7 @@
 """An op's NamedTuples: one argument in Python, one of torch's for each field, on every way that an op is called."""
 
 import contextlib
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -34,17 +35,16 @@ def formula(scale: Scale, x: Tensor, choice: Choice, places: int = 3) -> Tensor:
     return torch.round(y if scale.shift is None else y + scale.shift, decimals=places)
 
 
-@custom_op("megablocks_test::named")
+def _fake_named(a: SimpleNamespace) -> Result:
+    assert type(a.scale) is Scale and type(a.choice) is Choice and isinstance(a.places, int)
+    return Result(torch.empty_like(a.x), a.x.new_empty(2, dtype=torch.int32))
+
+
+@custom_op("megablocks_test::named", fake=_fake_named)
 def named_op(scale: Scale, x: Tensor, choice: Choice, places: int = 3) -> Result:
     """A NamedTuple first, one in the middle, and a default behind."""
     assert type(scale) is Scale and type(choice) is Choice
     return Result(formula(scale, x, choice, places), torch.ones(2, dtype=torch.int32))
-
-
-@named_op.register_fake
-def _(scale: Scale, x: Tensor, choice: Choice, places: int) -> Result:
-    assert type(scale) is Scale and type(choice) is Choice and isinstance(places, int)
-    return Result(torch.empty_like(x), x.new_empty(2, dtype=torch.int32))
 
 
 def _save(ctx, inputs, output) -> None:
@@ -68,14 +68,9 @@ def _backward(ctx, grad, _):
 named_op.register_autograd(_backward, setup_context=_save)
 
 
-@custom_op("megablocks_test::unnamed_gradient")
+@custom_op("megablocks_test::unnamed_gradient", fake=lambda a: torch.empty_like(a.x))
 def constant_op(x: Tensor, scale: Scale) -> Tensor:
     return x * scale.factor
-
-
-@constant_op.register_fake
-def _(x: Tensor, scale: Scale) -> Tensor:
-    return torch.empty_like(x)
 
 
 constant_op.register_autograd(
@@ -178,4 +173,4 @@ def test_two_fields_of_one_name_are_refused() -> None:
         return x
 
     with pytest.raises(ValueError, match="duplicate parameter name: 'factor'"):
-        custom_op("megablocks_test::both")(both)
+        custom_op("megablocks_test::both", fake=lambda a: a.x)(both)
