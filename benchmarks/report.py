@@ -194,7 +194,9 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         whole = given * record["settings"]["ngpu"] == record["runs"][0]["batch"]
         text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else ''}."
         if any(run["micro_batch"] != given for run in record["runs"]):
-            text += " An arm that failed with it, out of memory or in a kernel of another package, got the next smaller one."
+            text += (
+                " An arm that failed with it, out of memory or in another package's kernel, got the next smaller one."
+            )
     best = ", ".join(ARMS[arm].label for arm in front)
     tail = (
         f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""

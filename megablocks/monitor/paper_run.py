@@ -312,18 +312,17 @@ class Comparison:
         reason = _OUT_OF_MEMORY.search(output) or (_CRASHED.search(output) if ARMS[arm].needs else None)
         if reason is None or not smaller:
             return False
+        why = reason.group(reason.lastindex or 0)
         found |= {
             "micro_batch_size": smaller[-1],
-            "failed": {**found.get("failed", {}), str(size): reason.group(reason.lastindex or 0)},
+            "failed": {**found.get("failed", {}), str(size): why},
         }
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(found, indent=1) + "\n")
         for kind in ("runs", "tuning"):
             shutil.rmtree(self.out / kind / arm, ignore_errors=True)
-        _say(
-            f"{arm}: {reason.group(reason.lastindex or 0)} with a micro-batch of {size}; all its runs start again with {smaller[-1]}"
-        )
+        _say(f"{arm}: {why} with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
         return True
 
     def dry_run(self) -> None:
