@@ -49,6 +49,14 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message)
 
 
+def need_megatron() -> None:
+    """Raises ConfigError with what to install, unless Megatron and what it imports are there."""
+    from megablocks.megatron.pretrain_gpt import missing
+
+    if (problem := missing()) is not None:
+        raise ConfigError(problem)
+
+
 def progress(text: str) -> None:
     """Show on a terminal what runs now, in place of the last text: the first run of a kernel compiles it."""
     if sys.stderr.isatty():

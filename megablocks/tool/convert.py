@@ -49,7 +49,7 @@ from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, che
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
 from megablocks.files import sync
-from megablocks.tool.commands import Parser
+from megablocks.tool.commands import Parser, need_megatron
 
 FORMATS = ("hf", "ours", "megatron")
 CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
@@ -133,7 +133,7 @@ class Opened:
         if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
             what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
             raise ConfigError(f"{folder}: {what}; give a folder of safetensors files or a run's checkpoints")
-        _need_megatron()
+        need_megatron()
         from megablocks.megatron import conversion
 
         chosen, found = conversion.choose_checkpoint(folder)
@@ -166,13 +166,6 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{path}: damaged: {error}") from None
-
-
-def _need_megatron() -> None:
-    from megablocks.megatron.pretrain_gpt import missing
-
-    if (problem := missing()) is not None:
-        raise ConfigError(problem)
 
 
 def _copy_others(opened: Opened, target: Path) -> None:
@@ -218,7 +211,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
     if to == "ours" and model.clamp is not None:
         raise ConfigError(f"--to=ours: {source} has a clamped gate and a router's bias, which dMoE lacks; use megatron")
     if to == "megatron":
-        _need_megatron()
+        need_megatron()
         check_computable(opened.config, source / CONFIG)
         from megablocks.megatron import conversion
 

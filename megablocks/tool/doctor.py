@@ -23,6 +23,7 @@ from megablocks.ops.hopper import is_available, switched_on
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
 from megablocks.tool.commands import Parser, progress
 from megablocks.tool.env import WITH_HOPPER
+from megablocks.tool.timing import milliseconds
 
 EXPECTED_TFLOPS: dict[str, tuple[tuple[str, float], ...]] = {"up": (("H200", 626.0),), "down": (("H200", 545.0),)}
 """Of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0" and "down S0"."""
@@ -73,20 +74,6 @@ def families(device: torch.device) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _timed(run: Callable[[], Any], device: torch.device) -> float:
-    """Median seconds of a call, after three that compile and warm up."""
-    samples = []
-    for number in range(13):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        torch.cuda.synchronize(device)
-        if number >= 3:
-            samples.append(start.elapsed_time(end) / 1e3)
-    return median(samples)
-
-
 def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     """TFLOP/s of the grouped products, their share of the chip, and what was expected."""
     from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
@@ -110,7 +97,8 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     with torch.no_grad():
         for product, (flops, run) in runs.items():
             progress(f"timing {product}")
-            rate = flops / _timed(run, device)
+            times = [milliseconds(run) for _ in range(13)]
+            rate = 1e3 * flops / median(times[3:])  # the first ones compile and warm up
             expected = figure(EXPECTED_TFLOPS[product], name)
             ok = expected is None or rate >= SLOW * expected * 1e12
             found[product] = {

@@ -76,10 +76,12 @@ def _products(x: torch.Tensor) -> str:
 
 
 def _fused(x: torch.Tensor) -> str:
+    import torch
+
     from megablocks.moe.impls import sorted_dispatch
     from megablocks.ops.fused.mlp import up_kernels
 
-    offsets = x.new_zeros(2, dtype=_int32())
+    offsets = x.new_zeros(2, dtype=torch.int32)
     kernels = up_kernels(x, x[None], None, None, None, sorted_dispatch(offsets, len(x)))
     return _path_of(kernels, _products(x))
 
@@ -113,12 +115,6 @@ def _plain(x: torch.Tensor) -> str:
     from megablocks.ops.library import runs_triton
 
     return TRITON if runs_triton(x) else REFERENCE
-
-
-def _int32() -> Any:
-    import torch
-
-    return torch.int32
 
 
 FAMILIES: dict[str, Callable[[torch.Tensor], str]] = {

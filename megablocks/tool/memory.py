@@ -217,10 +217,6 @@ def _activations(m: Model, last: bool) -> dict[str, float]:
     return {name: size for name, size in parts.items() if size}
 
 
-def _total(parts: dict[str, float]) -> float:
-    return sum(parts.values())
-
-
 def memory(m: Model) -> Memory:
     """What the fullest GPU holds at the fullest moment: the end of forward, or the first backward behind it."""
     p, e = parameters(m), m.element_bytes
@@ -228,8 +224,8 @@ def memory(m: Model) -> Memory:
     dense, experts = shards if m.use_distributed_optimizer else (1, 1)
     state = OPTIMIZER_BYTES[m.bf16] * (p.dense_per_gpu / dense + p.experts_per_gpu / experts)
     parts: dict[str, float] = {"weights": e * p.per_gpu, "main gradients": 4 * p.per_gpu, "optimizer state": state}
-    stages: list[dict[str, float]] = [_activations(m, last) for last in {m.pipeline_model_parallel_size == 1, True}]
-    fullest: dict[str, float] = max(stages, key=_total)
+    stages = [_activations(m, last) for last in {m.pipeline_model_parallel_size == 1, True}]
+    fullest = max(stages, key=lambda stage: sum(stage.values()))
     parts |= fullest
     outside = {"allocator's gaps": FRAGMENTS * sum(parts.values()), "CUDA context": CONTEXT_GIB * GIB}
     if m.gpus > 1:

@@ -18,7 +18,7 @@ from typing import Any
 
 from megablocks.config import ConfigError
 from megablocks.monitor.flops import MEMORY_GIB, figure
-from megablocks.tool.commands import Parser
+from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import GIB, Memory, memory, parameters
 from megablocks.tool.model import Model, add_flags, from_driver, from_flags
 from megablocks.tool.step_time import StepTime, step_time
@@ -40,10 +40,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     for name in given:
         if name not in _OF_THE_MACHINE:
             raise ConfigError(f"--{name.replace('_', '-')}: give it behind --, with the driver's flags")
-    from megablocks.megatron.pretrain_gpt import missing
-
-    if (problem := missing()) is not None:
-        raise ConfigError(problem)
+    need_megatron()
     from megablocks.megatron.planned import parse
 
     args = parse(words[cut + 1 :], options.gpus or 1)
