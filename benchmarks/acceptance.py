@@ -574,14 +574,14 @@ def main() -> int:
         # A shell without job control starts background processes with SIGINT ignored, which benchmarks would inherit.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaves through `run`, which stops its benchmark
-    from megablocks.monitor.history import write_atomically
+    from megablocks.files import write_durably
 
     options.out.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + options.seconds
 
     def judged() -> list[Row]:
         rows = [judge(line, options.out) for line in LINES]
-        write_atomically(options.out / "acceptance.md", table(rows) + "\n")
+        write_durably(options.out / "acceptance.md", table(rows) + "\n")
         return rows
 
     for name in names:

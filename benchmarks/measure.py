@@ -230,7 +230,7 @@ def write_result(
     taken_on: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the result of a run atomically. taken_on: the `environment` of the run, by default this one."""
-    from megablocks.monitor.history import write_atomically
+    from megablocks.files import write_durably
 
     result = {
         "format": FORMAT,
@@ -245,7 +245,7 @@ def write_result(
     # One record per line, so that a diff shows which case changed.
     head = json.dumps({key: value for key, value in result.items() if key != "records"}, indent=1)
     lines = ",\n".join(json.dumps(record) for record in records)
-    write_atomically(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
+    write_durably(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
 
 
 def read_result(path: Path) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def draw(path: Path) -> Path:
     Raises:
         ValueError: the file is no complete result, its benchmark has no plot, its gate is red, or the run is void.
     """
-    from megablocks.monitor.history import write_atomically
+    from megablocks.files import write_durably
 
     result = read_result(path)
     name = result["benchmark"]
@@ -170,7 +170,7 @@ def draw(path: Path) -> Path:
     data = io.BytesIO()
     PLOTS[name](result).savefig(data, format="png")
     out = path.with_suffix(".png")
-    write_atomically(out, data.getvalue())
+    write_durably(out, data.getvalue())
     return out
 
 

@@ -237,13 +237,13 @@ def save_at_interrupt(exit_signal: int) -> None:
 
 
 def _announce(args: Any, run_dir: str | None) -> None:
+    from megablocks.files import write_durably
     from megablocks.monitor.env_report import env_report
-    from megablocks.monitor.history import write_atomically
 
     if args.rank != 0:
         return
     if run_dir:
-        write_atomically(Path(run_dir) / "env.txt", env_report())
+        write_durably(Path(run_dir) / "env.txt", env_report())
     for dest, value in args.megablocks_automatic.items():
         print(f"set automatically: {dest} = {value}", flush=True)
 

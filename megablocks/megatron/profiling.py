@@ -20,9 +20,10 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.training import training
 from torch.profiler import record_function
 
+from megablocks.files import write_durably
 from megablocks.megatron.reporting import shape_of, wrap_training
 from megablocks.monitor.bounds import RunSizes
-from megablocks.monitor.history import History, write_atomically
+from megablocks.monitor.history import History
 from megablocks.monitor.trace import RANGE_PREFIX
 
 MODULES = (
@@ -113,5 +114,5 @@ class StepProfile:
             tokens_per_second=median(rates) if rates else None,
         )
         folder = Path(args.tensorboard_dir).parent / "torch_profile"
-        write_atomically(folder / "run.json", sizes.to_json())
+        write_durably(folder / "run.json", sizes.to_json())
         print(f"profile: {folder}; scripts/profile_step.py OUT --trace FILE makes a table of it", flush=True)

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 from megatron.training.global_vars import get_wandb_writer
 
+from megablocks.files import write_durably
 from megablocks.megatron.load import gather_load
 from megablocks.monitor.expert_load import LoadSummary
 from megablocks.monitor.flops import GPTShape, mfu
-from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line, write_atomically
+from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss
 
 _SAVE_EVERY_S = 20.0
@@ -198,7 +199,7 @@ class Reporter:
         for number, row in zip(self.layers, rows, strict=True):
             mean = max(sum(row), 1) / len(row)
             lines += [f"{number},{expert},{count},{count / mean:.4f}" for expert, count in enumerate(row)]
-        write_atomically(run_dir / "expert_load.csv", "\n".join(lines) + "\n")
+        write_durably(run_dir / "expert_load.csv", "\n".join(lines) + "\n")
         last = max((i for i, row in self.history.rows.items() if "empty_experts" in row), default=0)
         title = f"expert load, log interval that ends at iteration {last}"
         plot_expert_load(rows, run_dir / "expert_load.png", title=title, layers=self.layers)

@@ -30,8 +30,6 @@ LOSS_COLUMNS = (
 """tokens: consumed so far. expert_load_max_over_mean: of the log interval, the mean over the layers. empty_experts: of
 the log interval, the sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
 
-write_atomically = write_durably
-
 
 def parse_log_line(line: str) -> dict[str, float]:
     """Numbers of a Megatron log line ("... iteration 5/ 10 | lm loss: 9.1E+00 | ..."), by name."""
@@ -80,7 +78,7 @@ class History:
         lines = [",".join(self.columns)]
         for _, row in sorted(self.rows.items()):
             lines.append(",".join(_format(row[name]) if name in row else "" for name in self.columns))
-        write_atomically(self.path, "\n".join(lines) + "\n")
+        write_durably(self.path, "\n".join(lines) + "\n")
 
 
 def _format(value: float) -> str:

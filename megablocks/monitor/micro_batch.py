@@ -25,7 +25,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megablocks.config import ConfigError
-from megablocks.monitor.history import parse_log_line, write_atomically
+from megablocks.files import write_durably
+from megablocks.monitor.history import parse_log_line
 from megablocks.monitor.profile_step import EXAMPLE, command_in
 
 FLAGS = "--train-iters 3 --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --micro-batch-size"
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     chosen = max((trial for trial in trials if trial.fits), key=lambda trial: trial.micro_batch_size, default=None)
     found = {"micro_batch_size": chosen and chosen.micro_batch_size, "trials": [asdict(trial) for trial in trials]}
-    write_atomically(out / "micro_batch.json", json.dumps(found, indent=1) + "\n")
+    write_durably(out / "micro_batch.json", json.dumps(found, indent=1) + "\n")
     if chosen is None:
         print(f"find_micro_batch: not even --micro-batch-size {sizes[0]} fits; spread the model or recompute",
               file=sys.stderr)  # fmt: skip

@@ -6,7 +6,8 @@ import io
 from pathlib import Path
 from typing import Any
 
-from megablocks.monitor.history import History, write_atomically
+from megablocks.files import write_durably
+from megablocks.monitor.history import History
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -21,7 +22,7 @@ def new_figure(width: float, height: float) -> Any:
 def save_figure(figure: Any, path: Path) -> None:
     data = io.BytesIO()
     figure.savefig(data, format="png")
-    write_atomically(path, data.getvalue())
+    write_durably(path, data.getvalue())
 
 
 def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = None) -> None:

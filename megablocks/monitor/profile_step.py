@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
+from megablocks.files import write_durably
 from megablocks.monitor.bounds import Bound, RunSizes, bounds
 from megablocks.monitor.flops import mfu
-from megablocks.monitor.history import write_atomically
 from megablocks.monitor.parts import COMMUNICATION, IDLE, PARTS, part_of
 from megablocks.monitor.plots import plot_parts
 from megablocks.monitor.trace import Step, exclusive_times, read_step
@@ -154,8 +154,8 @@ def to_json(profile: Profile) -> dict[str, Any]:
 def write(profile: Profile, out: Path, title: str) -> str:
     """Write profile.md, profile.json and profile.png into the folder `out`. Returns the text of the first."""
     text = markdown(profile, title)
-    write_atomically(out / "profile.md", text)
-    write_atomically(out / "profile.json", json.dumps(to_json(profile), indent=1) + "\n")
+    write_durably(out / "profile.md", text)
+    write_durably(out / "profile.json", json.dumps(to_json(profile), indent=1) + "\n")
     bars = [(r.part, r.ms, *(r.bound or (0.0, 0.0))) for r in profile.rows]
     plot_parts(bars, out / "profile.png", title=f"{title}: {profile.ms:.0f} ms a step")
     return text

@@ -175,11 +175,11 @@ def main(argv: Sequence[str]) -> int:
     whole, text = json.dumps(found, indent=1), text_of(found)
     print(whole if options.json else text)
     if options.out:
-        from megablocks.monitor.history import write_atomically
+        from megablocks.files import write_durably
 
         options.out.mkdir(parents=True, exist_ok=True)
-        write_atomically(options.out / "bench.json", whole + "\n")
-        write_atomically(options.out / "bench.txt", text + "\n")
+        write_durably(options.out / "bench.json", whole + "\n")
+        write_durably(options.out / "bench.txt", text + "\n")
         plot(found, options.out / "bench.png")
     wrong = {name: why for name, why in found["failed"].items() if name not in PEERS}
     for name, why in wrong.items():

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from megablocks.files import write_durably
 from megablocks.monitor.expert_load import LoadSummary
-from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line, write_atomically
+from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss
 
 LINE = (
@@ -52,14 +53,14 @@ def test_a_csv_with_other_columns_is_ignored(tmp_path: Path) -> None:
 
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loss.csv"
-    write_atomically(path, "old")
+    write_durably(path, "old")
 
     def full(handle: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(OSError, match="No space"):
-        write_atomically(path, "new")
+        write_durably(path, "new")
     assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
 
 
