@@ -1,8 +1,25 @@
 """Files that a crash leaves whole or absent, and their hashes."""
 
+import fcntl
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def exclusive(folder: Path, busy: Exception) -> Iterator[None]:
+    """Hold `folder`, which exists, until the block or this process ends. Raises `busy` if another one holds it."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise busy from None
+        yield
+    finally:
+        os.close(handle)
 
 
 def write_durably(path: Path, data: str | bytes) -> None:

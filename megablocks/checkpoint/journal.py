@@ -25,9 +25,9 @@ class Journal:
         self.folder, self._notes = folder, folder / _NOTES
         if self._read("work") == work:
             return
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
         self._write("work", work)
 
     def finished(self, name: str) -> Any:
@@ -50,7 +50,10 @@ class Journal:
 
     def _read(self, name: str) -> Any:
         path = self._path(name)
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
+        try:
+            return json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):  # absent or damaged: the file is written again
+            return None
 
     def _write(self, name: str, content: Any) -> None:
         write_durably(self._path(name), json.dumps(content))

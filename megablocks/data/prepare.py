@@ -7,7 +7,6 @@ and then renamed. The same inputs, options and package versions give the same by
 from __future__ import annotations
 
 import argparse
-import fcntl
 import hashlib
 import os
 import platform
@@ -31,7 +30,7 @@ from megablocks.data.pipeline import Raw, SplitWriter, encode_all, unigram_stati
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
-from megablocks.files import sha256_of, sync
+from megablocks.files import exclusive, sha256_of, sync
 
 # Enough text to train a vocabulary of 50k, in seconds.
 _SAMPLE_BYTES = 32 << 20
@@ -265,12 +264,7 @@ def prepare(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--out={str(args.out)!r}: cannot be made ({error.strerror}); choose another folder"
         ) from None
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise DataError(f"{partial}: another process prepares the same folder: wait until it ends") from None
+    with exclusive(partial, DataError(f"{partial}: another process prepares the same folder: wait until it ends")):
         for leftover in partial.iterdir():
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         try:
@@ -279,8 +273,6 @@ def prepare(args: argparse.Namespace) -> None:
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
-    finally:
-        os.close(lock)
     seconds = time.monotonic() - started
     for name, counts in content["splits"].items():
         _say(f"{name}: {counts['documents']:,} documents, {counts['tokens']:,} tokens")

@@ -75,7 +75,8 @@ class Comparison:
         self.out, self.settings, self.data, self.valid_tokens = out, settings, data, valid_tokens
         self.model = MODELS[settings.model]
         self.not_run = {name: f"{arm.needs} is not installed" for name in settings.arms
-                        if (arm := ARMS[name]).needs and importlib.util.find_spec(arm.needs) is None}  # fmt: skip
+                        if (arm := ARMS[name]).needs and importlib.util.find_spec(arm.needs) is None
+                        and not all(self._is_done(name, seed) for seed in settings.seeds_of(name))}  # fmt: skip
         self.arms = [name for name in settings.arms if name not in self.not_run]
         self.failed: dict[str, str] = {}
         self._child: subprocess.Popen[bytes] | None = None
@@ -84,6 +85,9 @@ class Comparison:
         self._took: list[tuple[float, float]] = []  # of the runs of this process: estimated and real seconds
 
     # ---- the folder
+
+    def _is_done(self, arm: str, seed: int) -> bool:
+        return (self.out / "runs" / arm / str(seed) / "done.json").is_file()
 
     def open(self) -> None:
         """Make and lock the folder. Raises ConfigError if it is in use or holds a comparison of other settings."""
@@ -272,8 +276,8 @@ class Comparison:
         while waiting:
             arm, seed = waiting[0]
             folder = self.out / "runs" / arm / str(seed)
-            is_new, began = not (folder / "done.json").is_file(), time.time()
-            open_ones = [a for a, s in waiting if not (self.out / "runs" / a / str(s) / "done.json").is_file()]
+            is_new, began = not self._is_done(arm, seed), time.time()
+            open_ones = [a for a, s in waiting if not self._is_done(a, s)]
             left, number = sum(self._estimate(one, tokens) for one in open_ones), len(plan) - len(waiting) + 1
             if self.settings.rates == "tuned":
                 untuned = set(open_ones) - set(tuned)

@@ -48,7 +48,7 @@ from megablocks.checkpoint.journal import Journal
 from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, check_names, layout_of
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
-from megablocks.files import sync
+from megablocks.files import exclusive, sync
 from megablocks.tool.commands import Parser, need_megatron
 
 FORMATS = ("hf", "ours", "megatron")
@@ -226,15 +226,17 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
     if dry_run:
         return f"would convert {what}"
     partial = target.with_name(f".{target.name}.partial")
-    journal, progress = Journal(partial, opened.identity(to)), Progress(total)
-    if to == "megatron":
-        conversion.write(journal, opened.units, layout, progress.add, progress.skip)
-    else:
-        _write_files(opened, layout, journal, to, progress)
-    for path in (*partial.rglob("*"), partial):
-        sync(path)
-    journal.close()
-    os.rename(partial, target)
+    partial.mkdir(parents=True, exist_ok=True)
+    with exclusive(partial, ConfigError(f"{target}: another process converts into it; wait until it ends")):
+        journal, progress = Journal(partial, opened.identity(to)), Progress(total)
+        if to == "megatron":
+            conversion.write(journal, opened.units, layout, progress.add, progress.skip)
+        else:
+            _write_files(opened, layout, journal, to, progress)
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
+        journal.close()
+        os.rename(partial, target)
     sync(target.parent)
     return f"converted {what}"
 

@@ -185,6 +185,15 @@ def test_arms_without_their_package_are_named_and_not_replaced(tmp_path: Path) -
     assert set(comparison.not_run.values()) == {"tutel is not installed"} and len(comparison.not_run) == 4
 
 
+@pytest.mark.skipif(importlib.util.find_spec("tutel") is not None, reason="Tutel is installed")
+def test_finished_runs_need_no_package(tmp_path: Path) -> None:
+    done = tmp_path / "runs/tutel-1/1234/done.json"
+    done.parent.mkdir(parents=True)
+    done.touch()
+    settings = Settings.from_environment("toy", {**VARIABLES, "ARMS": "dense,tutel-1"}, data="0", commit="abc")
+    assert Comparison(tmp_path, settings, tmp_path, 10**6).arms == ["dense", "tutel-1"]
+
+
 def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     _comparison(out)

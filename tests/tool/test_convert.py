@@ -16,6 +16,7 @@ from megablocks.checkpoint import layout, safetensors
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.checkpoint.families import FAMILIES, model_of
 from megablocks.config import ConfigError, MoEConfig
+from megablocks.files import exclusive
 from megablocks.moe.layer import dMoE
 from megablocks.tool.commands import main
 from megablocks.tool.convert import convert
@@ -274,6 +275,15 @@ def test_an_interrupted_conversion_of_other_files_starts_anew(source: Path, tmp_
     _write(tmp_path / "changed", changed, CONFIG).joinpath("model.safetensors").rename(source / "model.safetensors")
     assert len(_units_read(source, tmp_path / "ours", monkeypatch)) == 35
     assert torch.equal(_read(tmp_path / "ours")["model.norm.weight"], changed["model.norm.weight"])
+
+
+def test_a_conversion_into_a_folder_in_work_is_refused(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("megablocks.tool.convert.SHARD_BYTES", 1)
+    partial = _interrupted(source, tmp_path / "ours", 20, monkeypatch)
+    with exclusive(partial, AssertionError()), pytest.raises(ConfigError, match="another process converts into it"):
+        convert(source, tmp_path / "ours", "ours")
+    next((partial / ".journal").glob("model*.json")).write_text("{")  # a damaged note
+    convert(source, tmp_path / "ours", "ours")
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
