@@ -68,9 +68,11 @@ ARMS = {
         "--global-batch-size 64 --micro-batch-size 8 --megablocks-rope megatron",
     ),
 }  # fmt: skip
-# A GPU has 64 sequences of dMoE-Small, 32 of the model of 8 layers; losses differ, because two GPUs see more data.
+# A GPU has 64 sequences of dMoE-Small and of the fine-grained model, 32 of the model of 8 layers. Losses differ,
+# because two GPUs see more data.
 _SMALL = "--micro-batch-size 64 --global-batch-size {}"
 _EIGHT = "--num-layers 8 --micro-batch-size 32 --global-batch-size {}"
+_FINE = "--micro-batch-size 16 --global-batch-size {}"
 _SIXTEEN_EXPERTS = ("16", "2")
 ARMS |= {
     "small-1": Arm("dMoE-Small, 1 GPU", "dmoe/dmoe_125m_8gpu.sh", _SMALL.format(64)),
@@ -78,6 +80,8 @@ ARMS |= {
     "small-ep2-all-to-all": Arm(
         "dMoE-Small, 2 GPUs", "dmoe/dmoe_125m_8gpu.sh", _SMALL.format(128) + " --megablocks-dispatcher all_to_all", 2
     ),
+    "fine-1": Arm("fine-grained dMoE, 1 GPU", "dmoe/dmoe_fine_1gpu.sh", _FINE.format(64)),
+    "fine-ep2": Arm("fine-grained dMoE, 2 GPUs", "dmoe/dmoe_fine_1gpu.sh", _FINE.format(128), 2),
     "eight-1": Arm("8 layers, 1 GPU", "dmoe/dmoe_46m_8gpu.sh", _EIGHT.format(32), 1, _SIXTEEN_EXPERTS),
     "eight-ep2": Arm("8 layers, 2 GPUs", "dmoe/dmoe_46m_8gpu.sh", _EIGHT.format(64), 2, _SIXTEEN_EXPERTS),
     "eight-dp2": Arm(
@@ -101,10 +105,12 @@ class Measured(NamedTuple):
     loss: float
 
 
-def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(
+    arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS
+) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
     flags = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= {arm.flags}"
-    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS), *arm.arguments]
+    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(steps), *arm.arguments]
     return command, {"NGPU": str(arm.gpus), "PYTHON": sys.executable, "DATA_PREFIX": str(data), "FLAGS": flags}
 
 
@@ -130,13 +136,14 @@ def read_log(text: str) -> Measured:
     )
 
 
-def run(arm: Arm, checkout: Path, data: Path) -> Measured:
+def run(arm: Arm, checkout: Path, data: Path, steps: int = STEPS) -> str:
+    """What a run prints. Ends the program with the run's last line if it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        command, variables = command_of(arm, checkout, data, Path(folder) / "run")
+        command, variables = command_of(arm, checkout, data, Path(folder) / "run", steps)
         done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"training_step: {arm.script} failed: {done.stderr.strip().splitlines()[-1]}")
-    return read_log(done.stdout)
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {arm.script} failed: {done.stderr.strip().splitlines()[-1]}")
+    return done.stdout
 
 
 def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate) -> list[dict[str, Any]]:
@@ -176,7 +183,7 @@ def main() -> int:
     runs: dict[str, list[Measured]] = {name: [] for name in arms}
     for number in range(options.rounds):
         for name, arm in arms.items():
-            runs[name].append(one := run(arm, checkouts[name], options.data))
+            runs[name].append(one := read_log(run(arm, checkouts[name], options.data)))
             share = "" if one.mfu is None else f", MFU {one.mfu:.1%}"
             print(f"round {number + 1}: {name}: {one.ms:.1f} ms, {one.tokens_per_second:,.0f} tokens/s{share}, "
                   f"{one.peak_gib:.1f} GiB, first step {one.first_s:.1f} s", flush=True)  # fmt: skip
