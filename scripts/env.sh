@@ -41,7 +41,7 @@ _make_env() { # EXTRA…: makes .venv with this checkout installed in place; com
         return 1
     fi
     echo "env: installing megablocks[$extras] (torch downloads some gigabytes)" >&2
-    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input \
+    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
         -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" >&2 || {
         echo "env: pip could not install megablocks[$extras] into $_root/.venv: see its message above" >&2
         return 1
