@@ -126,12 +126,15 @@ def _communication(m: Model) -> dict[str, float]:
     inner = m.tensor_model_parallel_size * m.context_parallel_size
     # Summed in float32. The distributed optimizer sums each rank's part only, and sends the new weights.
     each = 4 + e if m.use_distributed_optimizer else 2 * 4
+    # A pass exchanges rows twice a layer and sums hidden states twice; a sum is a reduce-scatter and an all-gather.
+    # Full recomputation repeats the forward pass with what it sends.
+    passes = m.micro_batches * (3 if m.recompute_granularity == "full" else 2)
     gradients = reduced(each * p.dense_per_gpu, dp, inner)
     gradients += reduced(each * p.experts_per_gpu, m.expert_data_parallel_size, ep * m.etp) if m.num_experts else 0.0
     return {
         "gradients over data-parallel ranks": gradients,
-        "all-to-all of the experts": m.micro_batches * moe * 4 * exchanged(n.sent * m.hidden_size * e, ep, m.etp),
-        "tensor parallelism": m.micro_batches * layers * 8 * reduced(hidden, tp, 1),
+        "all-to-all of the experts": passes * moe * 2 * exchanged(n.sent * m.hidden_size * e, ep, m.etp),
+        "tensor parallelism": passes * layers * 4 * reduced(hidden, tp, 1),
     }
 
 

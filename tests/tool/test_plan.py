@@ -305,6 +305,19 @@ def test_an_exchange_sends_a_row_to_each_rank_over_both_kinds_of_links() -> None
         assert _part(m, name) == pytest.approx(1e3 * 8 * 24 * 4 * (tokens * reached * 768 * 2 * seconds + late))
 
 
+def test_full_recomputation_repeats_what_forward_sends() -> None:
+    """By hand: 2 more exchanges beside 4, and 2 more sums of hidden states beside 4. Gradients are sent once."""
+    m = _with(FINE, gpus=4, tensor_model_parallel_size=2, expert_model_parallel_size=2, global_batch_size=64)
+    again = _with(m, recompute_granularity="full")
+    for name in ("communication: all-to-all of the experts", "communication: tensor parallelism"):
+        assert 0 < _part(m, name) == pytest.approx(_part(again, name) * 4 / 6)
+    name = "communication: gradients over data-parallel ranks"
+    assert 0 < _part(m, name) == _part(again, name)
+    # 4 micro-batches of 8 · 4096 tokens, 24 layers; each sum of 768 · 2 bytes goes twice over half of the ring.
+    both_ways = 2 * (8 * 4096 * 768 * 2 / 2 / 330e9 + 18e-6)
+    assert _part(again, "communication: tensor parallelism") == pytest.approx(1e3 * 4 * 24 * 6 * both_ways)
+
+
 def test_links_give_the_measured_exchanges() -> None:
     records = json.loads((RESULTS / "expert_parallel.json").read_text())["records"]
     alone = [one for one in records if one["alone"]]
