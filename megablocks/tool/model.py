@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,10 +24,18 @@ VOCABULARY = 50257
 HOST_GPUS = 8  # that NVLink joins
 
 
-def option(default: Any, text: str, choices: Sequence[Any] | None = None) -> Any:
-    """A field of which `plan` makes a flag. A default of ... must be given."""
+_LEAST = {"int": 1, "float": 0}
+"""The smallest value of a number, by its type, unless the field names another one."""
+
+
+def option(default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None) -> Any:
+    """A field of which `plan` makes a flag. A default of ... must be given. least: None takes that of `_LEAST`."""
     given = {} if default is ... else {"default": default}
-    return field(**given, metadata={"help": text, "choices": choices})
+    return field(**given, metadata={"help": text, "choices": choices, "least": least})
+
+
+def _kind(one: dataclasses.Field[Any]) -> str:
+    return str(one.type).split(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +52,11 @@ class Model:
     kv_channels: int | None = option(None, "width of a head; unset: H / heads")
     num_query_groups: int | None = option(None, "heads of keys and values; unset: as many as attention heads")
     ffn_hidden_size: int | None = option(None, "width of dense layers; unset: 4·H, gated 8/3·H")
-    num_experts: int = option(0, "experts of a layer; 0: a dense model")
+    num_experts: int = option(0, "experts of a layer; 0: a dense model", least=0)
     moe_router_topk: int = option(1, "experts of a token")
     moe_ffn_hidden_size: int | None = option(None, "width of an expert; unset: as dense layers")
-    moe_shared_expert_intermediate_size: int = option(0, "width of the shared expert; 0: none")
-    num_moe_layers: int | None = option(None, "layers with experts; unset: all of a model with experts")
+    moe_shared_expert_intermediate_size: int = option(0, "width of the shared expert; 0: none", least=0)
+    num_moe_layers: int | None = option(None, "layers with experts; unset: all of a model with experts", least=0)
     swiglu: bool = option(False, "gated activation: two up-projections")
     normalization: str = option("LayerNorm", "kind of norm", ("LayerNorm", "RMSNorm"))
     position_embedding_type: str = option(
@@ -69,7 +77,7 @@ class Model:
     recompute_granularity: str | None = option(None, "full: keep only each layer's input", ("selective", "full"))
     mlp_impl: str = option("auto", "how the experts are computed", MLP_IMPLS)
     recompute_activation: bool = option(False, "recompute the experts' activation in backward")
-    quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS)
+    quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS, least=-1)
     dispatcher: str = option("auto", "how rows reach the experts of other ranks", DISPATCHER_CHOICES)
     dispatch_rows_factor: float = option(2.0, "rows that symmetric has room for, as a multiple of an even load's")
     fused_loss: bool = option(True, "projection and loss in one op, without float32 logits")
@@ -80,9 +88,7 @@ class Model:
     gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
 
     def __post_init__(self) -> None:
-        for name in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "gpus"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be >= 1")
+        check_least(vars(self))
         if self.num_experts and not 1 <= self.moe_router_topk <= self.num_experts:
             raise ConfigError(f"moe_router_topk={self.moe_router_topk}: must be 1 to num_experts={self.num_experts}")
         if self.mlp_impl == "reference":
@@ -101,6 +107,7 @@ class Model:
                 object.__setattr__(self, name, value)
         if self.moe_ffn_hidden_size is None:
             object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
+        check_least(vars(self))  # a rule may give a width of 0
         self._check_layout()
         if self.global_batch_size is None:
             object.__setattr__(self, "global_batch_size", self.micro_batch_size * self.data_parallel_size)
@@ -115,6 +122,12 @@ class Model:
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
             raise ConfigError(f"gpus={self.gpus}: must be a multiple of TP · PP · CP = {ranks}")
+        most = self.num_layers if self.num_experts else 0
+        if self.num_moe_layers is not None and self.num_moe_layers > most:
+            name = "num_layers" if self.num_experts else "num_experts"
+            raise ConfigError(
+                f"num_moe_layers={self.num_moe_layers}: must be <= {most}, for {name}={getattr(self, name)}"
+            )
         if self.num_layers % self.pipeline_model_parallel_size:
             stages = self.pipeline_model_parallel_size
             raise ConfigError(f"pipeline_model_parallel_size={stages}: must divide num_layers={self.num_layers}")
@@ -211,11 +224,20 @@ class Model:
         )
 
 
+def check_least(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number that is smaller than its field of `Model` allows. None is unset."""
+    for one in dataclasses.fields(Model):
+        least, value = one.metadata["least"], values.get(one.name)
+        least = _LEAST.get(_kind(one)) if least is None else least
+        if least is not None and value is not None and not value >= least:
+            raise ConfigError(f"{one.name}={value}: must be >= {least}")
+
+
 def add_flags(parser: Parser) -> None:
     """A flag for each field of `Model`. All default to None: `Model` has the defaults."""
     kinds = {"int": int, "float": float}
     for one in dataclasses.fields(Model):
-        kind, default = str(one.type).split(" ")[0], one.default
+        kind, default = _kind(one), one.default
         unset = default is dataclasses.MISSING or default is None
         text = one.metadata["help"] + ("" if unset else f" (default: {default})")
         flag = "--" + one.name.replace("_", "-")

@@ -20,7 +20,7 @@ from megablocks.config import ConfigError
 from megablocks.monitor.flops import MEMORY_GIB, figure
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import Model, add_flags, from_driver, from_flags
+from megablocks.tool.model import Model, add_flags, check_least, from_driver, from_flags
 from megablocks.tool.step_time import StepTime, step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
@@ -40,6 +40,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     for name in given:
         if name not in _OF_THE_MACHINE:
             raise ConfigError(f"--{name.replace('_', '-')}: give it behind --, with the driver's flags")
+    check_least(vars(options))
     need_megatron()
     from megablocks.megatron.planned import parse
 

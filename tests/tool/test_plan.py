@@ -159,6 +159,13 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--num-experts", "3", "--moe-router-topk", "4"], "moe_router_topk=4: must be 1 to num_experts=3"),
         ([*FLAGS, "--mlp-impl", "reference"], "mlp_impl='reference': is for tests; nothing is known about its time"),
         ([*FLAGS, "--global-batch-size", "3"], "global_batch_size=3: must be a multiple of micro_batch_size=2 times"),
+        ([*FLAGS, "--global-batch-size", "0"], "global_batch_size=0: must be >= 1"),
+        ([*FLAGS, "--fused-loss-kept-gib", "nan"], "fused_loss_kept_gib=nan: must be >= 0"),
+        ([*FLAGS, "--num-experts", "-2"], "num_experts=-2: must be >= 0"),
+        ([*FLAGS, "--num-attention-heads", "65"], "kv_channels=0: must be >= 1"),
+        ([*FLAGS, "--num-moe-layers", "3", "--num-experts", "4"], "num_moe_layers=3: must be <= 2, for num_layers=2"),
+        ([*FLAGS, "--num-moe-layers", "2"], "num_moe_layers=2: must be <= 0, for num_experts=0"),
+        (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
         (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
         (["--", *FLAGS, "--num-experts", "4", "--megablocks-layer", "tutel"], "megablocks_"),
@@ -171,6 +178,14 @@ def test_bad_input_is_one_line(words: list[str], said: str, capsys: pytest.Captu
     assert main(["plan", *words]) == 2
     out = capsys.readouterr()
     assert out.out == "" and out.err.startswith(f"megablocks plan: {said}") and out.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("flag", ["tensor-model", "pipeline-model", "expert-model", "expert-tensor", "context"])
+@pytest.mark.parametrize("size", ["0", "-1"])
+def test_no_parallel_size_is_below_1(flag: str, size: str, capsys: pytest.CaptureFixture[str]) -> None:
+    name = f"{flag}-parallel-size"
+    assert main(["plan", *FLAGS, "--num-experts", "4", f"--{name}", size]) == 2
+    assert capsys.readouterr().err == f"megablocks plan: {name.replace('-', '_')}={size}: must be >= 1\n"
 
 
 def test_text_says_what_json_says(capsys: pytest.CaptureFixture[str]) -> None:
