@@ -19,8 +19,10 @@ from typing import Any
 from megablocks.config import ConfigError
 from megablocks.monitor.flops import MEMORY_GIB, figure
 from megablocks.tool.commands import Parser, need_megatron
+from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
 from megablocks.tool.model import Model, add_flags, check_least, from_driver, from_flags
+from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import StepTime, step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
@@ -90,14 +92,16 @@ def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
     if capacity is None:
         return "unknown", f"needs {need:.1f} GiB a GPU; the memory of {m.gpu} is unknown here"
     bar = found.error_bar * found.peak / GIB
+    size = f"{need:.1f} ± {bar:.1f} of {capacity:.1f} GiB"
     if need + bar <= capacity:
-        return "yes", f"fits: {need:.1f} of {capacity:.1f} GiB, error bar included"
+        return "yes", f"fits: {size}"
     fits, said = ("maybe", "may not fit") if need <= capacity else ("no", "does not fit")
     for text, other in changes(m):
         after = memory(other)
-        if (after.needed + after.error_bar * after.peak) / GIB <= capacity:
-            return fits, f"{said}: {need:.1f} of {capacity:.1f} GiB; {text} needs {after.needed / GIB:.1f}"
-    return fits, f"{said}: {need:.1f} of {capacity:.1f} GiB; spread it over more GPUs, by --tensor-model-parallel-size"
+        bar = after.error_bar * after.peak
+        if after.needed + bar <= capacity * GIB:
+            return fits, f"{said}: {size}; {text} needs {after.needed / GIB:.1f} ± {bar / GIB:.1f}"
+    return fits, f"{said}: {size}; spread it over more GPUs, by --tensor-model-parallel-size"
 
 
 def report(m: Model) -> dict[str, Any]:
@@ -137,6 +141,10 @@ def _rows(values: dict[str, float], digits: int) -> list[str]:
     return [f"  {name:<50}{value:>10.{digits}f}" for name, value in values.items()]
 
 
+def _bar(share: float | None, guess: float) -> str:
+    return "" if share is None else f"  ± {share:.0%}{', a guess' if share == guess else ''}"
+
+
 def text_of(found: dict[str, Any]) -> str:
     m, p, mem, step = found["model"], found["parameters"], found["memory"], found["step"]
     layout = ", ".join(
@@ -152,7 +160,7 @@ def text_of(found: dict[str, Any]) -> str:
         "",
         f"{'memory of a GPU':<52}{'GiB':>10}",
         *_rows(mem["parts"], 2),
-        f"{'peak of tensors':<52}{mem['peak']:>10.2f}  ± {mem['error_bar']:.0%}",
+        f"{'peak of tensors':<52}{mem['peak']:>10.2f}{_bar(mem['error_bar'], MEMORY_GUESS)}",
         *_rows(mem["outside_of_tensors"], 2),
         f"{'needed':<52}{mem['needed']:>10.2f}",
         "",
@@ -162,7 +170,9 @@ def text_of(found: dict[str, Any]) -> str:
     else:
         share = "unknown" if step["mfu"] is None else f"{step['mfu']:.1%}"
         lines += [f"{'a step':<52}{'ms':>10}", *_rows(step["parts"], 1)]
-        lines += [f"{'together':<52}{step['ms']:>10.1f}  ± {step['error_bar']:.0%}"]
+        lines += [f"{'together':<52}{step['ms']:>10.1f}{_bar(step['error_bar'], TIME_GUESS)}"]
+        if step["error_bar"] is None:
+            lines.append("no error bar: the host sets the pace, and was measured for layers with experts only")
         lines += [f"tokens/s: {step['tokens_per_second']:,.0f}; MFU: {share}"]
     if m["gpus"] > 1:
         lines.append("several GPUs: only two were measured; no communication is hidden behind other work")

@@ -59,7 +59,8 @@ benchmarks/results/h200/expert_parallel.json."""
 NETWORK_GB, NETWORK_US = 40.0, 36.0
 """Between hosts. Assumed: one adapter of 400 Gbit/s a GPU at 80 %, and twice the latency."""
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
-"""Of the time on one or two H200s, which the measured steps hold, and elsewhere, which is a guess."""
+"""Of the time. The first is that of one or two H200s: all measured steps stay within it. The second is a guess, for
+everything else."""
 
 
 _ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks")
@@ -67,12 +68,16 @@ _ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel 
 
 
 class StepTime(NamedTuple):
-    """parts: milliseconds of a step. mfu: None for an unknown GPU."""
+    """Times of a step. parts: milliseconds. mfu: None for an unknown GPU.
+
+    error_bar: share of the time. None where the host sets the pace of layers without experts: HOST_LAYER_MS comes from
+    layers with experts, so no measured step says how far off such a time is.
+    """
 
     parts: dict[str, float]
     tokens_per_second: float
     mfu: float | None
-    error_bar: float
+    error_bar: float | None
 
     @property
     def milliseconds(self) -> float:
@@ -198,7 +203,8 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
     stages = m.pipeline_model_parallel_size
     host = HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
     host *= 4 / 3 if m.recompute_granularity == "full" else 1
-    parts["idle"] = max(IDLE_MS, host - sum(parts.values()) - exchange)
+    waits = host - sum(parts.values()) - exchange
+    parts["idle"] = max(IDLE_MS, waits)
     parts |= communication
     if m.gpus > 1:
         parts["waiting for other ranks"] = RANKS_MS
@@ -212,4 +218,6 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
         parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches
     rate = m.tokens / sum(parts.values()) * 1e3
     measured = m.measured_layout and "H200" in m.gpu and m.recompute_granularity is None
-    return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), ERROR_BAR if measured else ERROR_BAR_LAYOUT)
+    bar = ERROR_BAR if measured else ERROR_BAR_LAYOUT
+    unknown = waits > IDLE_MS and m.shape.num_moe_layers < m.num_layers
+    return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), None if unknown else bar)

@@ -92,6 +92,36 @@ def test_small_steps_wait_for_the_host_and_ranks_for_one_another() -> None:
     assert large is not None and large.parts["idle"] == step_time.IDLE_MS
 
 
+def test_a_dense_model_that_waits_for_the_host_has_no_error_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    dense = ROWS["dense-small"]  # 236 ms of the GPU, 2 · 12 · 7.3 of the host
+    bars = {1: None, 16: None, 32: None, 64: 0.20, 128: 0.20}  # at 32 the host takes 350 ms
+    for size, bar in bars.items():
+        time = step_time.step_time(_with(dense, micro_batch_size=size))
+        assert time is not None and time.error_bar == bar, size
+    half = _with(ROWS["eight-1"], num_moe_layers=4)
+    for m, bar in ((ROWS["eight-1"], 0.20), (half, None), (_with(half, gpus=4, global_batch_size=None), None)):
+        assert step_time.step_time(m).error_bar == bar  # type: ignore[union-attr]
+    assert main(["plan", *FLAGS]) == 0
+    _, below = capsys.readouterr().out.split("together ")
+    total, reason, *_ = below.splitlines()
+    assert "±" not in total and reason.startswith("no error bar: the host sets the pace")
+    assert main(["plan", *FLAGS, "--num-experts", "4"]) == 0
+    assert "± 20%\n" in capsys.readouterr().out
+    assert main(["plan", *FLAGS, "--num-experts", "4", "--gpus", "4"]) == 0
+    assert "± 20%, a guess\n" in (text := capsys.readouterr().out) and "± 40%, a guess\n" in text
+
+
+def test_the_verdict_names_the_error_bar_that_it_counts() -> None:
+    """By hand: dMoE-Small with micro-batches of 128 needs 104.4 GiB; the bar is 10 % of the peak of 100.8."""
+    found = memory.memory(SMALL)
+    for capacity, fits, start in (
+        (114.6, "yes", "fits: 104.4 ± 10.1 of 114.6 GiB"),
+        (114.4, "maybe", "may not fit: 104.4 ± 10.1 of 114.4 GiB; --micro-batch-size 64 needs 84.5 ± 8.1"),
+        (104.3, "no", "does not fit: 104.4 ± 10.1 of 104.3 GiB; --micro-batch-size 64 needs 84.5 ± 8.1"),
+    ):
+        assert plan.verdict(SMALL, found, capacity) == (fits, start)
+
+
 def test_attention_pays_for_exponentials_and_dropout_by_hand() -> None:
     def attention(m: Model) -> float:
         return step_time.step_time(m).parts["attention"]  # type: ignore[union-attr]
