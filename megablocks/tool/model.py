@@ -22,6 +22,11 @@ PREFIX = "megablocks_"
 VOCABULARY = 50257
 """Of GPT-2, if no vocabulary is given."""
 HOST_GPUS = 8  # that NVLink joins
+_NOT_PLANNED = {
+    "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
+    "mtp_num_layers": "the layers of multi-token prediction are not counted",
+}
+"""The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
 
 _LEAST = {"int": 1, "float": 0}
@@ -93,14 +98,14 @@ class Model:
             raise ConfigError(f"moe_router_topk={self.moe_router_topk}: must be 1 to num_experts={self.num_experts}")
         if self.mlp_impl == "reference":
             raise ConfigError("mlp_impl='reference': is for tests; nothing is known about its time")
-        width = 4 * self.hidden_size
+        width, capacity = 4 * self.hidden_size, figure(MEMORY_GIB, self.gpu)
         rules = {
             "kv_channels": self.hidden_size // self.num_attention_heads,
             "num_query_groups": self.num_attention_heads,
             "ffn_hidden_size": width * 2 // 3 // 64 * 64 if self.swiglu else width,
             "num_moe_layers": self.num_layers if self.num_experts else 0,
             "expert_tensor_parallel_size": self.tensor_model_parallel_size,
-            "fused_loss_kept_gib": (figure(MEMORY_GIB, self.gpu) or 0.0) / 10,
+            "fused_loss_kept_gib": None if capacity is None else capacity / 10,
         }
         for name, value in rules.items():
             if getattr(self, name) is None:
@@ -140,8 +145,8 @@ class Model:
 
     @property
     def kept_logits(self) -> float:
-        """Bytes of logits that the fused loss keeps at most."""
-        return (self.fused_loss_kept_gib or 0.0) * 2**30
+        """Bytes of logits that the fused loss keeps at most; infinite, thus all, if the GPU's memory is unknown."""
+        return math.inf if self.fused_loss_kept_gib is None else self.fused_loss_kept_gib * 2**30
 
     @property
     def etp(self) -> int:
@@ -261,8 +266,11 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     """From the validated arguments of a driver's command line.
 
     Raises:
-        ConfigError: another layer than ours, or one with a capacity.
+        ConfigError: another layer than ours, one with a capacity, or a part that no formula here counts.
     """
+    for name, why in _NOT_PLANNED.items():
+        if getattr(args, name):
+            raise ConfigError(f"{name}={getattr(args, name)}: is not planned, leave it out; {why}")
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name = f"capacity_factor={factor}" if factor is not None else f"layer={layer!r}"

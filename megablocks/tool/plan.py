@@ -88,10 +88,10 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
 
 def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
     """Whether the model fits into `capacity` GiB: yes, maybe (within the error bar), no or unknown; and a line."""
-    need = found.needed / GIB
+    need, bar = found.needed / GIB, found.error_bar * found.peak / GIB
     if capacity is None:
-        return "unknown", f"needs {need:.1f} GiB a GPU; the memory of {m.gpu} is unknown here"
-    bar = found.error_bar * found.peak / GIB
+        kept = ", if it keeps all logits" if m.fused_loss and m.fused_loss_kept_gib is None else ""
+        return "unknown", f"needs {need:.1f} ± {bar:.1f} GiB a GPU{kept}; the memory of {m.gpu} is unknown here"
     size = f"{need:.1f} ± {bar:.1f} of {capacity:.1f} GiB"
     if need + bar <= capacity:
         return "yes", f"fits: {size}"

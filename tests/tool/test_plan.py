@@ -34,6 +34,7 @@ MEGATRONS_ROTATION = {"dmoe-fine", "dmoe-fine-16", "dmoe-fine-32"}
 SMALL = ROWS["dmoe-small-128"]
 FINE = dataclasses.replace(ROWS["dmoe-fine-32 with our rotary embedding"], micro_batch_size=8)
 FLAGS = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 2".split()
+DRIVER_FLAGS = [*FLAGS, *"--max-position-embeddings 32 --position-embedding-type rope --vocab-size 64 --bf16".split()]
 
 
 def test_every_measured_step_is_compared_and_enough_set_nothing() -> None:
@@ -122,6 +123,20 @@ def test_the_verdict_names_the_error_bar_that_it_counts() -> None:
         assert plan.verdict(SMALL, found, capacity) == (fits, start)
 
 
+def test_a_gpu_of_unknown_memory_keeps_all_logits() -> None:
+    """A tenth of that memory is unknown. By hand: 131,072 tokens times 32,768 words in 2 bytes are 8 GiB."""
+    unknown = _with(SMALL, gpu="Some New GPU", fused_loss_kept_gib=None, mlp_impl="fused")
+    found = memory.memory(unknown)
+    assert found.parts["loss: kept logits"] == 8 * 2**30 < SMALL.kept_logits
+    assert found.peak == memory.memory(SMALL).peak
+    _, line = plan.verdict(unknown, found, None)
+    assert line == "needs 104.4 ± 10.1 GiB a GPU, if it keeps all logits; the memory of Some New GPU is unknown here"
+    none = _with(unknown, fused_loss_kept_gib=0.0)
+    assert "loss: kept logits" not in memory.memory(none).parts
+    assert "logits" not in plan.verdict(none, memory.memory(none), None)[1]
+    assert json.loads(json.dumps(plan.report(unknown), allow_nan=False))["model"]["fused_loss_kept_gib"] is None
+
+
 def test_attention_pays_for_exponentials_and_dropout_by_hand() -> None:
     def attention(m: Model) -> float:
         return step_time.step_time(m).parts["attention"]  # type: ignore[union-attr]
@@ -199,6 +214,11 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
         (["--", *FLAGS, "--num-experts", "4", "--megablocks-layer", "tutel"], "megablocks_"),
+        (
+            ["--", *DRIVER_FLAGS, "--multi-latent-attention"],
+            "multi_latent_attention=True: is not planned, leave it out",
+        ),
+        (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
         (["--", "--help"], "--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help"),
     ],
 )
