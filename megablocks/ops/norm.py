@@ -37,14 +37,15 @@ def norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset:
 def norm_backward_ref(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64)."""
+    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64). RMSNorm's dbias is empty."""
     dy, wide = dy.to(rstd.dtype), x.to(rstd.dtype)
     hat = (wide if mean is None else wide - mean.unsqueeze(1)) * rstd.unsqueeze(1)
     d = dy * (weight.to(rstd.dtype) + offset)
     dx = d - hat * (d * hat).mean(1, keepdim=True)
+    d_bias = dy.new_empty(0)
     if mean is not None:
-        dx = dx - d.mean(1, keepdim=True)
-    return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), dy.sum(0)
+        dx, d_bias = dx - d.mean(1, keepdim=True), dy.sum(0)
+    return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), d_bias
 
 
 def kernels_take(x: Tensor) -> bool:
@@ -69,7 +70,11 @@ def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: 
 
 @custom_op(
     "megablocks::norm_backward",
-    fake=lambda a: (a.x.new_empty(a.x.shape), a.rstd.new_empty(a.x.shape[1]), a.rstd.new_empty(a.x.shape[1])),
+    fake=lambda a: (
+        a.x.new_empty(a.x.shape),
+        a.rstd.new_empty(a.x.shape[1]),
+        a.rstd.new_empty(0 if a.mean is None else a.x.shape[1]),
+    ),
 )
 def norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float

@@ -1,8 +1,8 @@
 """Triton kernels of LayerNorm and RMSNorm, one pass over memory each.
 
 1. norm       a program normalizes ROWS rows, each wholly in registers; the mean and r of each row are stored
-2. backward   P programs walk the tiles: dX of each row; per program the sums of dY · x̂ and of dY over its rows. The P
-              partial results are added in their order: no atomics
+2. backward   P programs walk the tiles: dX of each row; per program the sum of dY · x̂ over its rows, for LayerNorm
+              also that of dY. The P partial results are added in their order: no atomics
 
 Bytes a row: forward 2·H elements, backward 3·H, which bound both.
 """
@@ -77,9 +77,10 @@ def _norm_backward_kernel(
         if mean_ptr is not None:
             dx -= (tl.sum(d, 1) / H)[:, None]
         tl.store(dx_ptr + at, (dx * rstd[:, None]).to(dx_ptr.dtype.element_ty), mask=inside)
-    partial_ptr += tl.program_id(0) * 2 * H
+    partial_ptr += tl.program_id(0) * (1 if mean_ptr is None else 2) * H
     tl.store(partial_ptr + h, tl.sum(d_factor, 0), mask=h < H)
-    tl.store(partial_ptr + H + h, tl.sum(d_bias, 0), mask=h < H)
+    if mean_ptr is not None:
+        tl.store(partial_ptr + H + h, tl.sum(d_bias, 0), mask=h < H)
 
 
 def _sizes(hidden: int) -> dict[str, int]:
@@ -113,10 +114,10 @@ def norm_backward_launch(
     sizes = _sizes(hidden)
     tiles = cdiv(num_rows, sizes["ROWS"])
     programs, dx = min(tiles, _PROGRAMS), torch.empty_like(x)
-    partial = torch.empty(programs, 2, hidden, dtype=torch.float32, device=x.device)
+    partial = torch.empty(programs, 1 if mean is None else 2, hidden, dtype=torch.float32, device=x.device)
     if x.numel():
         _norm_backward_kernel[(programs,)](
             dy, x, weight, mean, rstd, dx, partial, num_rows, tiles, hidden, offset, **sizes
         )
     # Two sums, because outputs of an op may not share memory.
-    return dx, partial[:, 0].sum(0), partial[:, 1].sum(0)
+    return dx, partial[:, 0].sum(0), rstd.new_empty(0) if mean is None else partial[:, 1].sum(0)

@@ -243,6 +243,7 @@ def _samples():
         ),
         "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
         "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
+        "rms_norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), None, torch.rand(T) + 1, 0.0)),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
