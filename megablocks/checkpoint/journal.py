@@ -21,9 +21,9 @@ class Journal:
         work: says what is written into the folder, and from what.
     """
 
-    def __init__(self, folder: Path, work: str) -> None:
+    def __init__(self, folder: Path, work: dict[str, str]) -> None:
         self.folder, self._notes = folder, folder / _NOTES
-        if self._read("work") == work:
+        if begun(folder) == work:
             return
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.iterdir():
@@ -32,7 +32,7 @@ class Journal:
 
     def finished(self, name: str) -> Any:
         """What `finish` was given for a file, or None if the file must be written: its hash is compared."""
-        note = self._read(name)
+        note = _read(self.folder, name)
         if note is None or not (self.folder / name).is_file():
             return None
         return note["more"] if note["file"] == hash_files(self.folder, [name])[name] else None
@@ -45,15 +45,22 @@ class Journal:
         """Remove the notes, when the folder is complete."""
         shutil.rmtree(self._notes)
 
-    def _path(self, name: str) -> Path:
-        return self._notes / f"{name}.json"
-
-    def _read(self, name: str) -> Any:
-        path = self._path(name)
-        try:
-            return json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):  # absent or damaged: the file is written again
-            return None
-
     def _write(self, name: str, content: Any) -> None:
-        write_durably(self._path(name), json.dumps(content))
+        write_durably(_note(self.folder, name), json.dumps(content))
+
+
+def begun(folder: Path) -> dict[str, str]:
+    """The work of which a folder has notes, as `Journal` was given it; empty if there are none."""
+    found = _read(folder, "work")
+    return found if isinstance(found, dict) else {}
+
+
+def _note(folder: Path, name: str) -> Path:
+    return folder / _NOTES / f"{name}.json"
+
+
+def _read(folder: Path, name: str) -> Any:
+    try:
+        return json.loads(_note(folder, name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # absent or damaged: the file is written again
+        return None

@@ -26,7 +26,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +44,12 @@ from megablocks.checkpoint.families import (
     layer_config,
     model_of,
 )
-from megablocks.checkpoint.journal import Journal
+from megablocks.checkpoint.journal import Journal, begun
 from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, check_names, layout_of
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
 from megablocks.files import exclusive, sync
+from megablocks.monitor.env_report import commit
 from megablocks.tool.commands import Parser, need_megatron
 
 FORMATS = ("hf", "ours", "megatron")
@@ -151,11 +152,20 @@ class Opened:
             raise ConfigError(f"--like={str(like)!r}: describes another model: {changed}")
         self.config, self.family, self.folder = config, family_of(config, like), like
 
-    def identity(self, to: str) -> str:
-        """A text that is another one if other files would be written."""
-        states = {path.name: path.stat() for path in self.weights.iterdir() if path.is_file()}
-        files = sorted((name, state.st_size, state.st_mtime_ns) for name, state in states.items())
-        return json.dumps([megablocks.__version__, str(self.weights.resolve()), files, self.config, to])
+    def identity(self, to: str) -> dict[str, str]:
+        """Two texts that decide which files are written. beside: of all that `--like` may replace."""
+        package = [megablocks.__version__, commit()]
+        files = _states(path for path in self.weights.iterdir() if path.is_file())
+        beside = [str(self.folder.resolve()), _states(_others(self.folder))] if self.folder is not None else []
+        return {
+            "weights": json.dumps([package, str(self.weights.resolve()), files, to]),
+            "beside": json.dumps([beside, self.config]),
+        }
+
+
+def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
+    """Names, sizes and times of files, from which one sees that a file is another one."""
+    return sorted((path.name, (state := path.stat()).st_size, state.st_mtime_ns) for path in paths)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -168,12 +178,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: damaged: {error}") from None
 
 
-def _copy_others(opened: Opened, target: Path) -> None:
+def _others(folder: Path) -> Iterator[Path]:
     """The tokenizer and what else stands beside the weights; of code and other weights nothing."""
-    for path in sorted(opened.folder.iterdir()) if opened.folder is not None else ():
+    for path in sorted(folder.iterdir()):
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.suffix != ".py" and path.name not in (CONFIG, LAYER_CONFIG):
-            shutil.copyfile(path, target / path.name)
+            yield path
 
 
 def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress) -> None:
@@ -192,7 +202,8 @@ def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal,
     if to == "ours":
         content = json.dumps(layer_config(opened.model).to_dict(), indent=2)
         (target / LAYER_CONFIG).write_text(content + "\n", encoding="utf-8")
-    _copy_others(opened, target)
+    for path in _others(opened.folder) if opened.folder is not None else ():
+        shutil.copyfile(path, target / path.name)
 
 
 def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_run: bool = False) -> str:
@@ -228,7 +239,14 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
     partial = target.with_name(f".{target.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     with exclusive(partial, ConfigError(f"{target}: another process converts into it; wait until it ends")):
-        journal, progress = Journal(partial, opened.identity(to)), Progress(total)
+        identity, before = opened.identity(to), begun(partial)
+        if identity["weights"] == before.get("weights") and identity["beside"] != before.get("beside"):
+            given = "no --like" if like is None else f"--like={str(like)!r}"
+            raise ConfigError(
+                f"{given}: the interrupted conversion into {target} took another config.json or other files beside the "
+                f"weights; give the --like that it had, or remove {partial}"
+            )
+        journal, progress = Journal(partial, identity), Progress(total)
         if to == "megatron":
             conversion.write(journal, opened.units, layout, progress.add, progress.skip)
         else:

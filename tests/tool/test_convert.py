@@ -207,7 +207,7 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
-def _interrupted(source: Path, target: Path, at: int, monkeypatch: Any) -> Path:
+def _interrupted(source: Path, target: Path, at: int, monkeypatch: Any, like: Path | None = None) -> Path:
     """Convert with a file a tensor until the unit number `at` is read. Returns the hidden folder."""
     read, count = layout.Units.read, 0
 
@@ -221,7 +221,7 @@ def _interrupted(source: Path, target: Path, at: int, monkeypatch: Any) -> Path:
     with monkeypatch.context() as patch:
         patch.setattr(layout.Units, "read", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            convert(source, target, "ours")
+            convert(source, target, "ours", like)
     assert not target.exists()
     (partial,) = target.parent.glob(".*")
     return partial
@@ -275,6 +275,42 @@ def test_an_interrupted_conversion_of_other_files_starts_anew(source: Path, tmp_
     _write(tmp_path / "changed", changed, CONFIG).joinpath("model.safetensors").rename(source / "model.safetensors")
     assert len(_units_read(source, tmp_path / "ours", monkeypatch)) == 35
     assert torch.equal(_read(tmp_path / "ours")["model.norm.weight"], changed["model.norm.weight"])
+
+
+def test_an_interrupted_conversion_with_another_like_is_refused(
+    source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """Both folders have the same config.json. The first one's tokenizer must not travel with the second one's."""
+    monkeypatch.setattr("megablocks.tool.convert.SHARD_BYTES", 1)
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(CONFIG))
+        (tmp_path / name / f"{name}.model").write_text(name)
+    partial = _interrupted(source, tmp_path / "ours", 20, monkeypatch, tmp_path / "first")
+    noted = {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()}
+    words = ["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]
+    for more, said in (([], "no --like"), (["--like", str(tmp_path / "second")], f"--like='{tmp_path / 'second'}'")):
+        assert main([*words, *more]) == 2
+        line = capsys.readouterr().err
+        assert line.startswith(f"megablocks convert: {said}: the interrupted conversion into {tmp_path / 'ours'} took ")
+        assert line.endswith(f"; give the --like that it had, or remove {partial}\n") and line.count("\n") == 1
+    assert {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()} == noted
+    (tmp_path / "first/first.model").write_text("changed since")
+    with pytest.raises(ConfigError, match="other files beside the weights"):
+        convert(source, tmp_path / "ours", "ours", tmp_path / "first")
+    (partial / ".journal/work.json").write_text('"of an older package"')  # other work: it starts anew
+    convert(source, tmp_path / "ours", "ours", tmp_path / "second")
+    assert {path.name for path in (tmp_path / "ours").glob("*.model")} == {"second.model"}
+
+
+@pytest.mark.parametrize("changed", ["megablocks.__version__", "megablocks.tool.convert.commit"])
+def test_an_interrupted_conversion_of_another_package_starts_anew(
+    changed: str, source: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("megablocks.tool.convert.SHARD_BYTES", 1)
+    _interrupted(source, tmp_path / "ours", 20, monkeypatch)
+    monkeypatch.setattr(changed, (lambda: "another") if changed.endswith("commit") else "another")
+    assert len(_units_read(source, tmp_path / "ours", monkeypatch)) == 35
 
 
 def test_a_conversion_into_a_folder_in_work_is_refused(source: Path, tmp_path: Path, monkeypatch: Any) -> None:
