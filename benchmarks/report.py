@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -92,18 +93,17 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
         "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
         "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
-        "losses, speeds, drops and loads. The command of the comparison:",
+        "losses, speeds, drops and loads. The command of the comparison, where DATA is the folder of this data set:",
     ]
     if record["tuning"]:
         tried = "; ".join(f"{ARMS[arm].label}: {', '.join(f'{rate} → {loss:.4f}' for rate, loss in losses.items())}"
                           for arm, losses in record["tuning"].items())  # fmt: skip
         text.insert(-1, f"Validation losses of the tuning, each on a tenth of the tokens: {tried}.")
-    names = ("budget", "seeds", "rates", "batch", "micro_batch", "ngpu", "flags")
-    values = " ".join(f'{name.upper()}="{settings[name]}"' for name in names if settings[name] not in (0, ""))
-    return (
-        "\n\n".join(text)
-        + f"\n\n    {values} ARMS={','.join(settings['arms'])} bash exp/paper/compare.sh OUT {settings['model']}"
-    )
+    names = ("budget", "seeds", "rates", "batch", "micro_batch", "save_every", "ngpu", "flags")
+    given = {name.upper(): str(settings[name]) for name in names if settings[name] not in (0, "")}
+    given |= {"ARMS": ",".join(settings["arms"]), "DATA_PREFIX": "DATA"}
+    values = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
+    return "\n\n".join([*text, f"    {values} bash exp/paper/compare.sh OUT {settings['model']}"])
 
 
 def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
@@ -294,9 +294,9 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 
 
 def commands(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
-    """The first seed's command of each arm; the record has all."""
+    """The first seed's command of each arm; the record has all. It has no folder of a machine, so the data is added."""
     first = {arm: next(run for run in record["runs"] if run["arm"] == arm) for arm in summaries}
-    return "\n\n".join(f"{summaries[arm].label}:\n\n    {run['launch']}" for arm, run in first.items())
+    return "\n\n".join(f"{summaries[arm].label}:\n\n    DATA_PREFIX=DATA {run['launch']}" for arm, run in first.items())
 
 
 def _picture(name: str, title: str) -> str:

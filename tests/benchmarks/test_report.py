@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 import report
 
+from megablocks.monitor.paper_arms import Settings
 from megablocks.monitor.paper_results import Span, summarize
 from megablocks.testing.paper_runs import write_runs
+
+from .conftest import BENCHMARKS
 
 
 def _text(folder: Path, *arguments: str) -> str:
@@ -29,6 +33,30 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     assert "| dense over dMoE, time to the dense loss | 1.33 | 1.8 to 2.4 |" in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
+
+
+def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
+    """What a reader copies is read back as compare.sh reads it: only data and commit are not in it."""
+    record = write_runs(tmp_path)
+    changed = {"save_every": "200M", "rates": "tuned", "ngpu": 2, "flags": "--moe-z-loss-coeff 0.1 --name 'a b'"}
+    for settings in (record["settings"], {**record["settings"], **changed}):
+        (tmp_path / "record.json").write_text(json.dumps({**record, "settings": settings}))
+        text = _text(tmp_path)
+        [line] = [line for line in text.splitlines() if line.endswith("compare.sh OUT toy")]
+        *words, bash, script, out, model = shlex.split(line)
+        given = dict(word.split("=", 1) for word in words)
+        assert given.pop("DATA_PREFIX") == "DATA"
+        read = Settings.from_environment(model, given, data=settings["data"], commit=settings["commit"])
+        assert read == Settings.from_dict(settings) and (bash, script, out) == ("bash", "exp/paper/compare.sh", "OUT")
+        _, below = text.split(": commands\n")
+        launches = [line.strip() for line in below.splitlines() if line.startswith("    ")]
+        assert launches == [f"DATA_PREFIX=DATA {run['launch']}" for run in record["runs"] if run["seed"] == 1234]
+
+
+def test_the_kept_report_is_that_of_its_record() -> None:
+    folder = BENCHMARKS
+    record = report.read_record(folder / "results/h200/paper_xs")
+    assert (folder / "RESULTS.md").read_text() == report.report([(record, "results/h200/paper_xs/")])
 
 
 def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:
