@@ -197,14 +197,14 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             text += (
                 " An arm that failed with it, out of memory or in another package's kernel, got the next smaller one."
             )
-    best = ", ".join(ARMS[arm].label for arm in front)
-    tail = (
-        f"Of dMoE and the arms with a capacity, no other is both sooner done and better than: {best}." if points else ""
-    )
+    best = "; ".join(ARMS[arm].label for arm in front)
+    tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
+    if len(front) < len(points):
+        tail += " Every other arm takes at least as long as one of these, and its loss is not lower."
     pictures = [_picture(name, title) for name, title in
                 (("step", "Step time and memory"), ("pareto", "Loss and time by capacity factor"),
                  ("drops_and_load", "Dropped pairs and load over tokens"))]  # fmt: skip
-    return "\n\n".join([text, table(head, rows), tail, *pictures])
+    return "\n\n".join([text, table(head, rows), *([tail] if points else []), *pictures])
 
 
 def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
@@ -254,13 +254,14 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
     tokens = run["curve"]["tokens"][-1]
     lines = [
         f"The paper trains on 10B tokens of the Pile, this run on {count(tokens)} of another text, "
-        f"{10e9 / tokens:,.0f} times fewer: losses do not compare, differences between arms only in their order.",
+        f"{10e9 / tokens:,.0f} times fewer. Its losses cannot be compared with the paper's; of the differences between "
+        "arms only the order can.",
         f"The paper's GPUs are eight A100-80GB, these {record['settings']['ngpu']} × {run['environment']['gpu']}.",
     ]
     if dmoe is not None:
         lines.append(
-            f"dMoE takes {dmoe.step_ms / base.step_ms:.2f} times the dense step's time here; the ratio of the times to "
-            "a loss is that of the tokens that they need over this."
+            f"A step of dMoE takes {dmoe.step_ms / base.step_ms:.2f} times as long as a dense step here. The time to a "
+            "loss, dense over dMoE, is the ratio of the tokens that both need for it, divided by this number."
         )
         if "tutel-0" in summaries and dmoe.load is not None:
             lines.append(
@@ -275,12 +276,12 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
 def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     run = record["runs"][0]
     lines = [
-        f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The schedule ends with it, so a "
-        "loss in mid-run is not that of a run that ends there.",
+        f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The learning rate's schedule "
+        "ends with the budget, so a loss in the middle of a run is not the loss of a run that ends there.",
     ]
     lines.append(
-        "Every evaluation reads other samples of the validation text, the same for all arms of a seed. Where they are "
-        "easy the loss of a mid-run dips, which moves a time to the dense loss."
+        "Each evaluation of a run reads other samples of the validation text; all arms of a seed read the same. Easy "
+        "samples lower the loss of one evaluation, and this changes a time to the dense loss."
     )
     lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if one.arm == "expert-choice"]
     if single := [one.label for one in summaries.values() if one.seeds == 1]:

@@ -1,7 +1,7 @@
-"""The time of a training step, part by part: its products at the rate that they reach, its bytes, and what waits.
+"""The time of a training step, part by part: compute, memory traffic, communication and waiting.
 
-A part takes its FLOPs at PRODUCTS_RATE of the peak plus its bytes at the peak (`monitor.bounds`), times a factor that
-two profiles of steps gave. docs/tool.md says which runs set which number, and how far the plan is from all others.
+A part takes its FLOPs at PRODUCTS_RATE of the peak, plus its bytes at the peak bandwidth (`monitor.bounds`), times a
+measured factor. docs/tool.md says which run set which number, and how far the plan is from all other runs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from megablocks.tool.memory import parameters, rows
 from megablocks.tool.model import HOST_GPUS, Model
 
 PRODUCTS_RATE = 0.8
-"""Of the peak that large products reach: 790 of 989 TFLOP/s on an H200. Twelve measured layers of experts take 0.92 to
-0.99 of their FLOPs at this rate plus their bytes (benchmarks/results/h200/peers_paper.json)."""
+"""Share of the peak that large products reach: 790 of 989 TFLOP/s on an H200. Twelve measured layers of experts take
+0.92 to 0.99 times the sum of their FLOPs at this rate and their bytes (benchmarks/results/h200/peers_paper.json)."""
 TIMES = {
     "experts": 1.28,
     "routing": 1.11,
@@ -26,45 +26,48 @@ TIMES = {
     "optimizer": 1.24,
     "gradients": 1.58,
 }
-"""Measured time over that of FLOPs and bytes, from results/h200/profiles/dmoe_small.json and dmoe_fine.json: the mean,
-from which each is within 5 %. Routing with CHOICE_BYTES and gradients with COPIES are solved from the two. Elementwise
-is that of dmoe_fine.json, which has no dropout."""
+"""Measured time over the time of FLOPs and bytes. A factor is the mean of two profiles, dmoe_small.json and
+dmoe_fine.json in results/h200/profiles, and each of the two is within 5 % of it. Exceptions: both profiles together
+give routing with CHOICE_BYTES, and gradients with COPIES; elementwise is from dmoe_fine.json, which has no dropout."""
 ATTENTION, EXPONENTIAL_FLOPS, ATTENTION_DROPOUT_FLOPS = 1.77, 256, 1281
-"""Measured time over that of the products and exponentials at the peak (dmoe_fine.json). An exponential takes as long
-as 256 FLOPs: 16 and 4,096 a clock in an SM of an H100 or H200. A dropped weight takes as long as 1,281 in each pass:
-the rest of dmoe_small.json, whose sequences are shorter as well."""
+"""1. Attention's measured time over the time of its products and exponentials at the peak, from dmoe_fine.json.
+2. FLOPs that take as long as one exponential: an SM of an H100 or H200 computes 4,096 FLOPs or 16 exponentials a clock.
+3. FLOPs that take as long as the dropout of one attention weight, in forward and again in backward. They fill the gap
+between the first two numbers and dmoe_small.json; that model has shorter sequences too."""
 DROPOUT_BYTES = 10
-"""As which a random number of the dropout behind attention and MLP counts. From dmoe_small.json."""
+"""Bytes that take as long as one random number of the dropout after attention and MLP. From dmoe_small.json."""
 CHOICE_BYTES = 13
-"""As which each of a token's choices counts at each expert, because the kernel looks at all of them. Both profiles."""
+"""Bytes that take as long as one look of the routing kernel, which looks at every expert for each of a token's choices.
+From both profiles."""
 COPIES = 13
-"""Elements of H for each token and layer, read or written by copies and by what fills and adds up gradients. Both."""
+"""Passes over the hidden states of all layers, by copies and by kernels that fill or add up gradients. From both
+profiles."""
 IDLE_MS = 7.4
-"""Of a step in which the GPU has nothing to do, because the host waited for it. From dmoe_small.json."""
+"""Milliseconds of a step in which the GPU has nothing to do, because the host waited for it. From dmoe_small.json."""
 HOST_LAYER_MS = 7.3
-"""Of the host for a layer of a micro-batch, forward and backward. If the GPU needs less, it waits. Set by the step of
-dMoE-Small with micro-batches of 32: 349.5 ms for 48 of them."""
+"""Milliseconds that the host needs for a layer and a micro-batch, forward and backward. A GPU that needs less time
+waits. Set by the step of dMoE-Small with micro-batches of 32: 349.5 ms for 12 layers and 4 micro-batches."""
 RANKS_MS = 20.0
-"""That ranks wait in a step for one another and for the host's work on collectives. Set by the 8 layers on two GPUs
-with data parallelism, and measured on two only."""
+"""Milliseconds of a step in which ranks wait for one another and for the host's work on collectives. Set by the step of
+the 8 layers with data parallelism over two GPUs. Nothing was measured on more GPUs."""
 IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
-"""The experts' time beside "fused": geometric mean of README.md's three shapes."""
+"""The experts' time over that of "fused": geometric mean over the three shapes of README.md."""
 LOSS_PASSES = 3
-"""Passes over the logits by kernels other than the products. Source: benchmarks/notes/loss.md."""
+"""Passes over the logits by the fused loss's kernels other than the products. Source: benchmarks/notes/loss.md."""
 PLAIN_LOSS_PASSES = 26
-"""Megatron's loss in float32, counted in the bytes of bfloat16. Source: the same."""
+"""The same for Megatron's loss, which computes in float32. Counted as passes over logits in bfloat16."""
 HOST_GB, HOST_US = 330.0, 18.0
-"""GB/s in one direction between GPUs of a host, and µs before the first byte: least squares over the exchanges of
+"""Bandwidth in one direction between GPUs of a host, in GB/s, and latency in µs. Least-squares fit to the exchanges of
 benchmarks/results/h200/expert_parallel.json."""
 NETWORK_GB, NETWORK_US = 40.0, 36.0
-"""Between hosts. Assumed: one adapter of 400 Gbit/s a GPU at 80 %, and twice the latency."""
+"""The same between hosts. Assumed: one adapter of 400 Gbit/s for each GPU at 80 %, and twice the latency."""
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
 """Of the time. The first is that of one or two H200s: all measured steps stay within it. The second is a guess, for
 everything else."""
 
 
 _ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks")
-"""Parts that a step has once, however many micro-batches it has."""
+"""Parts that a step has once, and not once for each micro-batch."""
 
 
 class StepTime(NamedTuple):
@@ -85,7 +88,7 @@ class StepTime(NamedTuple):
 
 
 def run_sizes(m: Model) -> RunSizes:
-    """The sizes from which the bounds are computed."""
+    """The sizes from which `monitor.bounds` computes the bounds."""
     p = parameters(m)
     return RunSizes(
         shape=m.shape,
@@ -103,7 +106,7 @@ def run_sizes(m: Model) -> RunSizes:
 
 
 def _communication(m: Model) -> dict[str, float]:
-    """Milliseconds a step, nothing of it hidden behind other work."""
+    """Milliseconds a step. No communication is hidden behind other work."""
     p, n, e = parameters(m), rows(m), m.element_bytes
     tp, ep, dp, pp = (m.tensor_model_parallel_size, m.expert_model_parallel_size, m.data_parallel_size,
                       m.pipeline_model_parallel_size)  # fmt: skip
@@ -112,16 +115,20 @@ def _communication(m: Model) -> dict[str, float]:
         return 0.0 if ranks == 1 else (HOST_US if ranks <= near else NETWORK_US) / 1e3
 
     def reduced(sent: float, ranks: int, apart: int) -> float:
-        """For bytes that each of `ranks` ranks sends around rings. apart: distance of two neighbors in global ranks.
+        """Milliseconds of a reduce-scatter or an all-gather over rings of `ranks` ranks.
 
-        A ring enters and leaves a host once, and a host has as many rings as the group has ranks on it.
+        sent: bytes of the whole tensor. apart: distance between neighbors of a ring, in global ranks. A ring enters
+        and leaves each host once. A host has as many rings as the group has ranks on it.
         """
         near = max(1, HOST_GPUS // apart)
         rate = HOST_GB if ranks <= near else min(HOST_GB, near * NETWORK_GB)
         return 1e3 * sent * (ranks - 1) / ranks / (rate * 1e9) + latency(ranks, near)
 
     def exchanged(sent: float, ranks: int, apart: int) -> float:
-        """For bytes that each rank sends in equal parts to all, itself included; both kinds of links work at once."""
+        """Milliseconds of an all-to-all. sent: bytes of each rank, in equal parts for all ranks, itself included.
+
+        apart: as in `reduced`. Links within a host and links between hosts work at the same time.
+        """
         near = min(ranks, max(1, HOST_GPUS // apart))
         inside, outside = (near - 1) / HOST_GB, (ranks - near) / NETWORK_GB
         return 1e3 * sent / ranks * max(inside, outside) / 1e9 + latency(ranks, near)
@@ -144,7 +151,7 @@ def _communication(m: Model) -> dict[str, float]:
 
 
 def _of_one_gpu(m: Model) -> dict[str, float]:
-    """Milliseconds a step in which the GPU computes or moves bytes of its own; empty where bounds are unknown."""
+    """Milliseconds a step, by part, in which a GPU computes or moves bytes of its own. Empty if bounds are unknown."""
     least, bandwidth, s, n = bounds(run_sizes(m)), peak_bandwidth(m.gpu), m.shape, rows(m)
     if not least or bandwidth is None:
         return {}
@@ -167,7 +174,7 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
     for part, bound in least.items():
         if part != "attention":
             parts[part] = TIMES[part] * (bound.arithmetic / PRODUCTS_RATE + bound.bytes + more.get(part, 0.0))
-    # 14 FLOPs for each score and feature of a head; forward and backward take the exponential, and drop it.
+    # A score takes 14 FLOPs for each feature of a head. Forward and backward both compute its exponential and dropout.
     beside = ATTENTION * EXPONENTIAL_FLOPS + (ATTENTION_DROPOUT_FLOPS if m.attention_dropout else 0)
     parts["attention"] = least["attention"].arithmetic * (ATTENTION + 2 * beside / 14 / s.head_dim)
     parts["copies"] = moved(COPIES * hidden)
@@ -179,7 +186,7 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             gated = 2 if m.swiglu else 1
             parts["experts"] *= 1 + gated / (gated + 1) / 3
-    if m.fused_loss:  # a fourth product for the logits that were not kept
+    if m.fused_loss:  # backward computes the logits that were not kept again: a fourth product
         again = max(0.0, 1 - m.kept_logits / logits) / 3
         parts["embedding and loss"] += (
             TIMES["embedding and loss"] * again * least["embedding and loss"].arithmetic / PRODUCTS_RATE
@@ -191,9 +198,9 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
 
 
 def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
-    """None where the bounds are unknown: another GPU than those of `monitor.flops`, or float32.
+    """The time of a step. None if the bounds are unknown: a GPU that `monitor.flops` does not know, or float32.
 
-    skew: rows of the fullest expert-parallel rank over the mean.
+    skew: rows of the fullest expert-parallel rank over the mean of all ranks.
     """
     parts = _of_one_gpu(m)
     if not parts:
@@ -212,7 +219,7 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
         parts["waiting for the fullest rank"] = (skew - 1) * (parts.get("experts", 0.0) + exchange)
     if stages > 1:
         repeated = sum(ms for name, ms in parts.items() if name not in _ONCE)
-        # The others wait for the last stage too, which has the loss and as many layers as they.
+        # The other stages wait for the last one: it has as many layers as they have, and the loss.
         last = parts["embedding and loss"] * (stages - 1)
         parts["waiting for the last stage"] = last
         parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches

@@ -33,6 +33,8 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     assert "| dense over dMoE, time to the dense loss | 1.33 | 1.8 to 2.4 |" in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
+    assert "this Pareto front of training time and final loss: dMoE. Every other arm takes at least as long" in text
+    assert "A step of dMoE takes 1.00 times as long as a dense step here." in text
 
 
 def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
