@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -45,6 +45,11 @@ CASES = {
     "exchange-top8": Case(4096, 4096, 64, 128, 8, alone=True),
 }
 CALLS = 10
+PHASES = {"forward": False, "step": True}
+"""Whether the phase runs the backward pass."""
+
+Arms = dict[str, dict[str, float]]
+"""Arm → phase → the median of its rounds in ms."""
 
 
 def step_of(layer: Any, x: Any, dy: Any, backward: bool) -> Any:
@@ -89,29 +94,62 @@ def graph(fn: Callable[[], object]) -> Callable[[], object]:
     return captured.replay
 
 
-def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> dict[str, dict[str, float]]:
-    """Arm → phase → the median of its rounds in ms."""
+def layer_inputs(case: Case) -> tuple[Any, Any]:
+    """x and dy (T, H) of this rank."""
     import torch
     import torch.distributed as dist
 
+    device = torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw).requires_grad_()
+    return x, torch.randn(x.shape, device=device, dtype=torch.bfloat16, generator=draw)
+
+
+def layer_of(case: Case, kind: str, group: Any) -> Any:
+    """The layer with dispatcher `kind`; all kinds have the same weights."""
+    import torch
+
     from megablocks import MoEConfig, dMoE
 
-    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
     config = MoEConfig(
         hidden_size=case.hidden, ffn_hidden_size=case.width, num_experts=case.experts, top_k=case.top_k,
-        activation="swiglu", max_tokens=case.tokens, load_balancing_loss_weight=0.0,
+        activation="swiglu", max_tokens=case.tokens, load_balancing_loss_weight=0.0, dispatcher=kind,
     )  # fmt: skip
-    draw = torch.Generator(device).manual_seed(rank)
-    x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw).requires_grad_()
-    dy = torch.randn(x.shape, device=device, dtype=torch.bfloat16, generator=draw)
+    torch.manual_seed(0)  # of the router
+    device = torch.device("cuda", torch.cuda.current_device())
+    return dMoE(config, expert_parallel_group=group, seed=1, device=device, dtype=torch.bfloat16)
 
-    def layer(kind: str, group: Any) -> Any:
-        torch.manual_seed(0)  # of the router
-        return dMoE(
-            config.replace(dispatcher=kind), expert_parallel_group=group, seed=1, device=device, dtype=torch.bfloat16
-        )
 
-    layers = {kind: layer(kind, dist.group.WORLD) for kind in ("symmetric", "all_to_all")}
+def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
+    """Whether all of `got` are right on every rank."""
+    import torch
+    import torch.distributed as dist
+
+    worst = torch.tensor(max(relative_error(a, b) for a, b in zip(got, want, strict=True)), device="cuda")
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    error = worst.item()
+    good = error <= TOLERANCE
+    gate.take({"good": key, "error": error} if good else {"bad": key, "why": f"error {error:.2g}"})
+    return good
+
+
+def times_of(timers: dict[str, Callable[[], float]], rounds: int) -> Arms:
+    """Of timers with keys ARM/PHASE."""
+    arms: Arms = {}
+    for timed, values in interleave(timers, rounds).items():
+        arm, phase = timed.split("/")
+        arms.setdefault(arm, {})[phase] = median(values)
+    for phases in arms.values():
+        if "step" in phases:
+            phases["backward"] = phases["step"] - phases["forward"]
+    return arms
+
+
+def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
+    import torch.distributed as dist
+
+    x, dy = layer_inputs(case)
+    layers = {kind: layer_of(case, kind, dist.group.WORLD) for kind in ("symmetric", "all_to_all")}
     got = {}
     for kind, module in layers.items():
         y = step_of(module, x, dy, True)
@@ -119,30 +157,35 @@ def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> dict[str, dict[
             t.detach().clone()
             for t in (y, x.grad, module.experts.w1.grad, *(p.grad for p in module.router.parameters()))
         ]
-    error = max(relative_error(a, b) for a, b in zip(got["symmetric"], got["all_to_all"], strict=True))
-    worst = torch.tensor(error, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    good = worst.item() <= TOLERANCE
-    name = f"{key}/symmetric"
-    gate.take({"good": name, "error": worst.item()} if good else {"bad": name, "why": f"error {worst.item():.2g}"})
+    judge(gate, f"{key}/symmetric", got["symmetric"], got["all_to_all"])
     del got
-    layers["one GPU"] = layer("auto", None)
+    layers["one GPU"] = layer_of(case, "auto", None)
     timers = {}
-    for phase, backward in (("forward", False), ("step", True)):
+    for phase, backward in PHASES.items():
         for kind, module in layers.items():
             timers[f"{kind}, eager/{phase}"] = timer(partial(step_of, module, x, dy, backward))
         timers[f"symmetric, captured/{phase}"] = timer(graph(partial(step_of, layers["symmetric"], x, dy, backward)))
-    times = interleave(timers, rounds)
-    arms: dict[str, dict[str, float]] = {}
-    for timed, values in times.items():
-        arm, phase = timed.split("/")
-        arms.setdefault(arm, {})[phase] = median(values)
-    for phases in arms.values():
-        phases["backward"] = phases["step"] - phases["forward"]
-    return arms
+    yield times_of(timers, rounds)
 
 
-def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> dict[str, dict[str, float]]:
+def exchange_inputs(case: Case) -> tuple[Any, Any]:
+    """x (T, H) of this rank and random experts (T, K) int32."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    draw = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw)
+    ids = torch.rand(case.tokens, case.experts, device=device, generator=draw).topk(case.top_k, 1).indices.int()
+    return x, ids
+
+
+def with_rates(figures: dict[str, float], sent: float) -> dict[str, float]:
+    """The figures (ms), with the bytes that cross the link and their rates."""
+    return {**figures, "sent_mb": sent / 1e6, **{f"{n}_gb_s": sent / ms / 1e6 for n, ms in figures.items()}}
+
+
+def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
     """The two exchanges of a layer whose experts cost nothing."""
     import torch
     import torch.distributed as dist
@@ -152,11 +195,8 @@ def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> dict[str, di
     from megablocks.ops.routing.dispatch import make_routing
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", torch.cuda.current_device())
-    draw = torch.Generator(device).manual_seed(rank)
-    x = torch.randn(case.tokens, case.hidden, device=device, dtype=torch.bfloat16, generator=draw)
-    ids = torch.rand(case.tokens, case.experts, device=device, generator=draw).topk(case.top_k, 1).indices.int()
-    routing = make_routing(ids, torch.ones(ids.shape, device=device), case.experts)
+    x, ids = exchange_inputs(case)
+    routing = make_routing(ids, torch.ones(ids.shape, device=x.device), case.experts)
     dispatcher = SymmetricDispatcher(dist.group.WORLD, case.experts, max_tokens=case.tokens, strict=True)
     exchange = dispatcher._exchange(x, routing)
     assert exchange is not None
@@ -171,14 +211,11 @@ def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> dict[str, di
     def back() -> Any:
         return to_home(exchange, rows, local_ids, ids)
 
-    expected = x.float() * sum((owners == r).any(1, keepdim=True).float() for r in range(world))
-    error = relative_error(back(), expected)
-    gate.take({"good": key, "error": error} if error <= TOLERANCE else {"bad": key, "why": f"error {error:.2g}"})
+    judge(gate, key, [back()], [x.float() * sum((owners == r).any(1, keepdim=True).float() for r in range(world))])
     # Captured: the launches of a layer's exchanges hide behind its products. One graph of a pair of exchanges.
     names = {"dispatch": there, "combine": back}
-    times = interleave({name: timer(graph(fn)) for name, fn in names.items()}, rounds)
-    got = {name: median(values) for name, values in times.items()}
-    return {"exchange": {**got, "sent_mb": sent / 1e6, **{f"{n}_gb_s": sent / ms / 1e6 for n, ms in got.items()}}}
+    arms = times_of({f"exchange/{name}": timer(graph(fn)) for name, fn in names.items()}, rounds)
+    yield {"exchange": with_rates(arms["exchange"], sent)}
 
 
 def tflops(case: Case, phase: str, ms: float) -> float:
@@ -206,24 +243,30 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them
-    gate, records = Gate(ours=lambda key: True), []
+    gate, records, taken_on = Gate(ours=lambda key: True), [], environment()
+    path = options.out or result_path("expert_parallel", torch.cuda.get_device_name())
+    path.parent.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        if dist.get_rank() == 0:
+            write(path, "expert_parallel", gate=gate, summary={"rounds": options.rounds}, records=records,
+                  taken_on=taken_on)  # fmt: skip
+
     for name in chosen:
         case = CASES[name]
-        arms = (exchange_case if case.alone else layer_case)(case, options.rounds, name, gate)
+        for arms in (exchange_case if case.alone else layer_case)(case, options.rounds, name, gate):
+            for arm, figures in arms.items():
+                record = {"case": name, **case._asdict(), "arm": arm, "world": dist.get_world_size(), **figures}
+                if not case.alone:
+                    record |= {f"{p}_tflops": tflops(case, p, figures[p]) for p in ("forward", "backward")}
+                records.append(record)
+                if dist.get_rank() == 0:
+                    print(name, arm, {k: round(v, 4) for k, v in record.items() if isinstance(v, float)}, flush=True)
+            save()  # a later arm that hangs does not lose it
         torch.cuda.empty_cache()
-        for arm, figures in arms.items():
-            record = {"case": name, **case._asdict(), "arm": arm, "world": dist.get_world_size(), **figures}
-            if not case.alone:
-                record |= {f"{phase}_tflops": tflops(case, phase, figures[phase]) for phase in ("forward", "backward")}
-            records.append(record)
-            if dist.get_rank() == 0:
-                print(name, arm, {k: round(v, 4) for k, v in record.items() if isinstance(v, float)}, flush=True)
+    save()
     if dist.get_rank() == 0:
         gate.report()
-        path = options.out or result_path("expert_parallel", torch.cuda.get_device_name())
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, "expert_parallel", gate=gate, summary={"rounds": options.rounds}, records=records,
-              taken_on=environment())  # fmt: skip
     dist.barrier()
     dist.destroy_process_group()
     sys.exit(0 if gate.green else 1)
