@@ -1,6 +1,7 @@
 """A dMoE layer with its experts over the GPUs of one host: forward and backward, by dispatcher, and the exchange alone.
 
     torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--rounds N] [--cases NAME,…] [--out FILE.json]
+    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py --peer vdev_2d [--rows-factor F] [the same]
 
 Arms: "symmetric", captured in a CUDA graph and eager; "all_to_all" over NCCL, eager, because it reads sizes on the
 host; "one GPU" with all experts and the same number of tokens, eager, while the other GPUs do the same. The arms run in
@@ -8,6 +9,9 @@ turn. An arm's time is the slowest rank's; a round begins with a barrier. TFLOP/
 experts' products only; the times include the router. Backward is the whole step less the forward pass.
 
 The gate: y, dx and the gradients of w1 and the router by "symmetric" against "all_to_all". DRY_RUN=1 prints the cases.
+
+With --peer: only "all_to_all" and torch's own exchange over NVSHMEM (vdev_2d.py), which needs a launch of its own. The
+gate compares y, dx and the gradient of w1. A peer that fails is left out, and the program still ends with 0.
 """
 
 from __future__ import annotations
@@ -45,6 +49,7 @@ CASES = {
     "exchange-top8": Case(4096, 4096, 64, 128, 8, alone=True),
 }
 CALLS = 10
+PEERS = ("vdev_2d",)
 PHASES = {"forward": False, "step": True}
 """Whether the phase runs the backward pass."""
 
@@ -228,11 +233,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--peer", choices=PEERS)
+    parser.add_argument("--rows-factor", type=float, default=1.25, help="of the peer's buffers, see vdev_2d.py")
     options = parser.parse_args()
     chosen = pick(parser, "--cases", options.cases, CASES)
+    if options.peer:
+        import vdev_2d
     if dry_run():
         for name in chosen:
             print(name, CASES[name])
+        if options.peer:
+            print(*vdev_2d.ARMS, sep="\n")
         return
     need_gpu()
     if "LOCAL_RANK" not in os.environ:
@@ -243,8 +254,13 @@ def main() -> None:
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them
-    gate, records, taken_on = Gate(ours=lambda key: True), [], environment()
-    path = options.out or result_path("expert_parallel", torch.cuda.get_device_name())
+    of_layer, of_exchange = layer_case, exchange_case
+    if options.peer:
+        peer = vdev_2d.Peer([CASES[name] for name in chosen], options.rows_factor)
+        of_layer, of_exchange = peer.layer_case, peer.exchange_case
+    gate, records, taken_on = Gate(ours=lambda key: not options.peer), [], environment()
+    path = options.out or result_path(f"expert_parallel_{options.peer}" if options.peer else "expert_parallel",
+                                      torch.cuda.get_device_name())  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
 
     def save() -> None:
@@ -254,7 +270,7 @@ def main() -> None:
 
     for name in chosen:
         case = CASES[name]
-        for arms in (exchange_case if case.alone else layer_case)(case, options.rounds, name, gate):
+        for arms in (of_exchange if case.alone else of_layer)(case, options.rounds, name, gate):
             for arm, figures in arms.items():
                 record = {"case": name, **case._asdict(), "arm": arm, "world": dist.get_world_size(), **figures}
                 if not case.alone:
@@ -269,6 +285,9 @@ def main() -> None:
         gate.report()
     dist.barrier()
     dist.destroy_process_group()
+    if options.peer:  # the peer frees its memory by collectives, which ranks that exit one by one would wait for
+        sys.stdout.flush()
+        os._exit(0)
     sys.exit(0 if gate.green else 1)
 
 
