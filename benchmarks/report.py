@@ -74,14 +74,19 @@ def _or_dash(value: float | None, form: str) -> str:
 # ---- one section each: (record, summaries) → text
 
 
+def _seeds(summaries: dict[str, Summary]) -> str:
+    counts = {one.seeds for one in summaries.values()}
+    most = "one seed" if max(counts) == 1 else f"{max(counts)} seeds"
+    return most if len(counts) == 1 else f"up to {most} an arm"
+
+
 def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     settings, run = record["settings"], record["runs"][0]
     model, where = MODELS[settings["model"]], run["environment"]
     tokens = run["curve"]["tokens"][-1]
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
-    seeds = max(one.seeds for one in summaries.values())
-    many = "one seed" if seeds == 1 else f"up to {seeds} seeds an arm"
+    many = _seeds(summaries)
     text = [
         f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
@@ -319,9 +324,11 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Summary]], str]] = {
 def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
     """RESULTS.md of (record, folder of its pictures relative to the report)."""
     parts = ["# Dropless against dropping, padding and dense models", "Written by `benchmarks/report.py`; do not edit."]
-    for record, folder in records:
+    titles = [MODELS[record["settings"]["model"]].title for record, _ in records]
+    for (record, folder), title in zip(records, titles, strict=True):
         summaries = summarize(record)
-        title = MODELS[record["settings"]["model"]].title
+        if titles.count(title) > 1:
+            title += f", {_seeds(summaries)}"
         for name, section in SECTIONS.items():
             parts += [
                 f"## {title}: {name[0].lower()}{name[1:]}",

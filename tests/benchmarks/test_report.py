@@ -55,10 +55,11 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
         assert launches == [f"DATA_PREFIX=DATA {run['launch']}" for run in record["runs"] if run["seed"] == 1234]
 
 
-def test_the_kept_report_is_that_of_its_record() -> None:
-    folder = BENCHMARKS
-    record = report.read_record(folder / "results/h200/paper_xs")
-    assert (folder / "RESULTS.md").read_text() == report.report([(record, "results/h200/paper_xs/")])
+def test_the_kept_report_is_that_of_its_records() -> None:
+    folders = ["results/h200/paper_xs_two_seeds", "results/h200/paper_xs"]
+    text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
+    assert (BENCHMARKS / "RESULTS.md").read_text() == text
+    assert "## XS, 2 seeds: set-up" in text and "## XS, one seed: set-up" in text
 
 
 def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:
