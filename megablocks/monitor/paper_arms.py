@@ -273,9 +273,12 @@ class Schedule(NamedTuple):
         # A run that would not save before its end does not save at all: started again it is the same run.
         saves = 0 < self.save_interval < self.steps
         save = f"--save-interval {self.save_interval}" if saves else "--save="
+        # 200 steps, as in the published scripts, where they are 1 % of a run. Here at most a tenth.
+        warmup = min(max(200 / self.steps, 0.01), 0.1)
         return (
-            f"--global-batch-size {self.batch} --log-interval {self.log_interval} --eval-interval {self.eval_interval} "
-            f"--eval-iters {self.eval_iters} --log-memory-interval {self.eval_interval} {save}"
+            f"--lr-warmup-fraction {warmup:g} --global-batch-size {self.batch} --log-interval {self.log_interval} "
+            f"--eval-interval {self.eval_interval} --eval-iters {self.eval_iters} "
+            f"--log-memory-interval {self.eval_interval} {save}"
         )
 
 

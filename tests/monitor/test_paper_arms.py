@@ -134,6 +134,14 @@ def test_evaluations_read_no_more_than_there_is_and_short_runs_do_not_save() -> 
     assert Schedule.of(_settings(SAVE_EVERY="0"), 1e10, 10**9).flags.endswith("--save=")
 
 
+@pytest.mark.parametrize(
+    ("steps", "share"), [(20, "0.1"), (800, "0.1"), (4000, "0.05"), (20000, "0.01"), (10**6, "0.01")]
+)
+def test_a_run_warms_up_over_200_steps_or_a_tenth(steps: int, share: str) -> None:
+    schedule = Schedule.of(_settings(), 1e8, 10**7)._replace(steps=steps)
+    assert schedule.flags.startswith(f"--lr-warmup-fraction {share} --")
+
+
 def test_learning_rates() -> None:
     assert rates_of(_settings(), "capacity-1") == ("0.0006", "6e-05")
     assert rates_of(_settings(RATES="published"), "capacity-1") == ("1.5e-4", "1e-5")
