@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -259,13 +261,63 @@ def test_bad_settings_are_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def _toy_data(folder: Path) -> str:
+    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(folder)]
+    prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
+    subprocess.run(prepare, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    return str(folder)
+
+
+def _learned(out: Path) -> list[dict]:
+    """The runs of a record without their times and their folders."""
+    runs = json.loads((out / "record.json").read_text())["runs"]
+    timed = {"seconds", "tokens_per_second"}
+    return [
+        {"arm": run["arm"], **{part: {name: values for name, values in run[part].items() if name not in timed}
+                               for part in ("validation", "curve")}}
+        for run in runs
+    ]  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("seed", [1, 2])
+def test_a_comparison_killed_at_three_random_points_learns_the_same(tmp_path: Path, seed: int) -> None:
+    """Runs save twice, so a kill lands before, between and after saves. The report has all runs, once."""
+    environment = _environment(DATA_PREFIX=_toy_data(tmp_path / "set"), SAVE_EVERY="3k")
+    began = time.monotonic()
+    subprocess.run([*COMPARE, str(tmp_path / "whole"), "toy"], env=environment, check=True, capture_output=True)
+    took, draw = time.monotonic() - began, random.Random(seed)
+    out = tmp_path / "out"
+    for _ in range(3):
+        comparison = subprocess.Popen([*COMPARE, str(out), "toy"], env=environment, stdout=subprocess.DEVNULL,
+                                      stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+        time.sleep(draw.uniform(0.1, 0.3) * took)
+        assert comparison.poll() is None
+        for pid in _descendants(comparison.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        comparison.wait()
+    subprocess.run([*COMPARE, str(out), "toy"], env=environment, check=True, capture_output=True)
+    assert _learned(out) == _learned(tmp_path / "whole")
+    quality = [
+        (folder / "RESULTS.md").read_text().split("quality at equal tokens")[1].split("\n## ")[0]
+        for folder in (out, tmp_path / "whole")
+    ]
+    assert quality[0] == quality[1]
+
+
+def _descendants(pid: int) -> list[int]:
+    """The process, its children and theirs, in whatever sessions they are."""
+    import psutil
+
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+
+
 @pytest.mark.xdist_group("ranks")
 def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
     """Stopped once in its first run, then completed, then started again: nothing is repeated and the record stays."""
-    prepare = [sys.executable, str(ROOT / "scripts/prepare_data.py"), "--out", str(tmp_path / "set")]
-    prepare += ["--vocab-size", "600", "--max-bytes", "300000", "--valid-fraction", "0.3", "--workers", "1"]
-    subprocess.run(prepare, check=True, capture_output=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    out, environment = tmp_path / "out", _environment(DATA_PREFIX=str(tmp_path / "set"))
+    out, environment = tmp_path / "out", _environment(DATA_PREFIX=_toy_data(tmp_path / "set"))
     command = [*COMPARE, str(out), "toy"]
 
     first = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
