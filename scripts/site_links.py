@@ -14,6 +14,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)|(?<=src=\")(?!\w+:)([^\"]+)")
+FENCE = re.compile(r"(?m)^(```\w+) .*$")
+"""The start of a snippet, with the word that tells the tests how to run it. MkDocs knows a language only."""
 HOME = "README.md"
 
 
@@ -53,7 +55,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links as they must be on the site."""
+    """Links and snippets as they must be on the site."""
     source = Path(page.file.abs_src_path)
     here = Path(page.file.src_uri).parent
 
@@ -63,4 +65,4 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
             return match[0]
         return Path(os.path.relpath(place_of(target), here)).as_posix()
 
-    return LINK.sub(moved, markdown)
+    return FENCE.sub(r"\1", LINK.sub(moved, markdown))

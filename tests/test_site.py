@@ -82,7 +82,7 @@ class _Page(HTMLParser):
 
 
 @pytest.mark.skipif(any(find_spec(tool) is None for tool in TOOLS), reason="needs the extra docs")
-def test_the_built_site_has_no_dead_link(tmp_path: Path) -> None:
+def test_the_built_site_has_no_dead_link_and_no_raw_markdown(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
@@ -90,6 +90,7 @@ def test_the_built_site_has_no_dead_link(tmp_path: Path) -> None:
     assert {tmp_path / path.with_suffix(".html").name for path in DOCS.glob("*.md")} <= set(pages)
     dead = []
     for path, page in pages.items():
+        assert "```" not in path.read_text(), f"{path.name}: a snippet is not rendered"
         for link in page.links:
             target, _, anchor = unquote(link).partition("#")
             if re.match(r"\w+:", link) or target.startswith("/") and path.name == "404.html":
