@@ -20,7 +20,7 @@ if [ "${DRY_RUN:-0}" = 1 ]; then
 fi
 
 source scripts/env.sh
-use_env megatron dev
+use_env megatron dev docs
 export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 status=0
 bash scripts/check.sh || status=1
