@@ -81,6 +81,12 @@ class _Page(HTMLParser):
         self.links += [values[name] for name in ("href", "src") if name in values]
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+def test_no_snippet_is_wider_than_the_page(page: Path) -> None:
+    for snippet in re.findall(r"(?ms)^```\w.*?\n(.*?)^```", page.read_text()):
+        assert max(map(len, snippet.splitlines())) <= 88, snippet
+
+
 @pytest.mark.skipif(any(find_spec(tool) is None for tool in TOOLS), reason="needs the extra docs")
 def test_the_built_site_has_no_dead_link_and_no_raw_markdown(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
