@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -87,14 +88,15 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     many = _seeds(summaries)
+    warmup = re.search(r"--lr-warmup-fraction (\S+)", run["launch"])  # before it was in the command it was 1 %
     text = [
         f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, one order of data, and the same seeds of data and "
-        f"initialization ({many}). Learning rate: {rate}, cosine decay to a tenth over the "
-        "run. Text: the data set with fingerprint "
+        f"initialization ({many}). Learning rate: {rate}, a warm-up over {float(warmup[1]) if warmup else 0.01:.0%} "
+        "of the run, cosine decay to a tenth. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
         "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
         "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "

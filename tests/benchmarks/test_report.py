@@ -31,6 +31,7 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     whole, sooner = 20 * 8.192, (20 - 5) * 8.192
     assert f"| dMoE | {sooner / 60:.2f}" in text and f"| dense | {whole / 60:.2f} | 1.00 |" in text
     assert "| dense over dMoE, time to the dense loss | 1.33 | 1.8 to 2.4 |" in text
+    assert "Learning rate: 6e-4 for every arm, a warm-up over 10% of the run, cosine decay to a tenth." in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
     assert "this Pareto front of training time and final loss: dMoE. Every other arm takes at least as long" in text
@@ -59,6 +60,7 @@ def test_the_kept_report_is_that_of_its_records() -> None:
     folders = ["results/h200/paper_xs_two_seeds", "results/h200/paper_xs"]
     text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
     assert (BENCHMARKS / "RESULTS.md").read_text() == text
+    assert text.count("a warm-up over 1% of the run") == 2  # in these runs it was the script's own
     assert "## XS, 2 seeds: set-up" in text and "## XS, one seed: set-up" in text
 
 
