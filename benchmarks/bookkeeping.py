@@ -79,13 +79,12 @@ def launches(fn: Callable[[], Any], calls: int = 5) -> list[tuple[str, float]]:
     import torch
     from torch.profiler import ProfilerActivity, profile
 
+    from megablocks.testing.syncs import no_sync
+
     fn()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         fn()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as run:
         for _ in range(calls):
             fn()

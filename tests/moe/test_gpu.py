@@ -1,7 +1,5 @@
 """Layers on a GPU, each way of computing experts: values, identical reruns, kernels launched, no wait for the host."""
 
-import contextlib
-
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -13,6 +11,7 @@ from megablocks.ops.routing.dispatch import Routing, build_dispatch, make_routin
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.routings import ROUTINGS
+from megablocks.testing.syncs import no_sync
 
 from .harness import build
 
@@ -21,15 +20,6 @@ pytestmark = pytest.mark.gpu
 IMPLS = ("grouped", "sparse", "scatter", "fused")
 every_impl = pytest.mark.parametrize("impl", IMPLS)
 every_shape = pytest.mark.parametrize("activation, recompute", [("gelu", False), ("gelu", True), ("swiglu", True)])
-
-
-@contextlib.contextmanager
-def no_sync():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _experts(routing, impl, activation, dtype, width, recompute=False):

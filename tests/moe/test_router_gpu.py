@@ -6,6 +6,7 @@ import torch
 from megablocks.config import TOKEN_ROUNDINGS, MoEConfig
 from megablocks.moe.router import make_router, route
 from megablocks.ops.routing.dispatch import count_valid
+from megablocks.testing.syncs import no_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -41,15 +42,12 @@ def test_route_equals_the_cpus_without_a_synchronization(changes, padded):
     on_device, mask = logits.cuda().requires_grad_(), padding.cuda() if padded else None
     router = make_router(cfg, device="cuda")
     x = torch.randn(200, 4, device="cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         got = route(on_device, cfg, training=True, padding_mask=mask)
         (got.weight.sum() + sum(got.losses.values())).backward()
         router(x, padding_mask=mask).weight.sum().backward()
         if cfg.expert_score_bias:
             router.update_expert_score_bias()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     if cfg.token_rounding is not None:  # which of equal tokens are kept depends on a rounding, too
         loads = got.metrics["rounded_per_expert"].cpu()
         assert torch.equal(loads, expected.metrics["rounded_per_expert"])
@@ -69,12 +67,9 @@ def test_N2_every_rounding_repeats_under_a_seed_without_a_synchronization(rule):
     runs = []
     for _ in range(10):
         torch.manual_seed(1)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             routing = route(logits, cfg, training=True)
             (grad,) = torch.autograd.grad(routing.weight.square().sum(), [logits])
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         runs.append((routing.token, routing.expert, routing.weight, grad))
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
     loads, counts = (routing.metrics[f"{name}_per_expert"] for name in ("rounded", "tokens"))
@@ -93,13 +88,10 @@ def test_more_experts_or_choices_than_the_kernel_holds(num_experts, top_k, rule)
     results = []
     for device in ("cpu", "cuda"):
         leaf = logits.to(device).requires_grad_()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             routing = route(leaf, cfg, training=True)
             total = routing.weight.sin().sum() + routing.losses["load_balancing_loss"]
             (grad,) = torch.autograd.grad(total, leaf)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         results.append([t.cpu() for t in (routing.expert, routing.token, routing.weight, grad)])
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)

@@ -16,17 +16,9 @@ from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
 from megablocks.ops.routing.topk import RouterOptions, route_topk
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.routings import ROUTINGS
+from megablocks.testing.syncs import no_sync
 
 pytestmark = pytest.mark.gpu
-
-
-@contextlib.contextmanager
-def no_sync():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def _layer(x, w1, w2, b1, weight, d, fused):

@@ -16,6 +16,7 @@ from megablocks.ops.grouped import grouped_mm_triton as twin
 from megablocks.ops.hopper import Tile
 from megablocks.ops.launch import interpreted
 from megablocks.testing.poison import poisoned_empty
+from megablocks.testing.syncs import no_sync
 from ops.far_rows import far_rows
 
 pytestmark = pytest.mark.any_device
@@ -398,11 +399,8 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
         ]  # fmt: skip
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = run()

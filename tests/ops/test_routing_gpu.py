@@ -23,17 +23,9 @@ from megablocks.ops.routing.rounding import route_rounded
 from megablocks.ops.routing.topk import RouterOptions, route_topk
 from megablocks.ops.sparse.matrix import topology
 from megablocks.testing.routings import ROUTINGS
+from megablocks.testing.syncs import no_sync
 
 pytestmark = pytest.mark.gpu
-
-
-@contextlib.contextmanager
-def no_sync():
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def launches(fn):
