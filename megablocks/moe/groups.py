@@ -1,11 +1,9 @@
-"""Process-group helpers: sizes that need no initialized process group, expert groups, and who owns which expert."""
+"""Process-group helpers: sizes that need no initialized process group, and who owns which expert."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 
@@ -55,22 +53,3 @@ def shard_of(rank: int, size: int, num_experts: int, *, ffn_shards: int = 1, ffn
     block, shard = (rank // ffn_shards, rank % ffn_shards) if ffn_fastest else (rank % blocks, rank // blocks)
     local = num_experts // blocks
     return ExpertShard(block * local, local, shard, ffn_shards)
-
-
-def new_expert_groups(expert_parallel_size: int) -> tuple[ProcessGroup, ProcessGroup]:
-    """Split the world into expert-parallel groups of neighboring ranks.
-
-    Every rank of the world must call it. Returns this rank's (expert group, group of the ranks that hold the same
-    experts and therefore average their expert gradients).
-    """
-    world, rank = dist.get_world_size(), dist.get_rank()
-    if expert_parallel_size < 1 or world % expert_parallel_size:
-        raise ValueError(f"expert_parallel_size={expert_parallel_size}: must divide the world size {world}")
-
-    def make(groups: Iterable[range]) -> ProcessGroup:
-        made = {ranks: dist.new_group(list(ranks)) for ranks in groups}
-        return next(group for ranks, group in made.items() if rank in ranks)
-
-    size = expert_parallel_size
-    experts = make(range(start, start + size) for start in range(0, world, size))
-    return experts, make(range(start, world, size) for start in range(size))

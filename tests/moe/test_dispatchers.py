@@ -8,7 +8,7 @@ from megablocks.config import MoEConfig
 from megablocks.kinds import IMPLS
 from megablocks.moe.dispatchers import AllToAllDispatcher, LocalDispatcher
 from megablocks.moe.experts import Experts
-from megablocks.moe.groups import ExpertShard, new_expert_groups, shard_of
+from megablocks.moe.groups import ExpertShard, shard_of
 from megablocks.ops.routing.dispatch import make_routing
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import experts_oracle, relative_error
@@ -231,16 +231,6 @@ def test_shards_cover_every_expert_once_in_both_orders():
     assert shard_of(3, 4, 8, ffn_shards=2, ffn_fastest=False) == ExpertShard(4, 4, 1, 2)
     assert shard_of(1, 4, 8, ffn_shards=2) == ExpertShard(0, 4, 1, 2)
     assert shard_of(1, 4, 8, ffn_shards=2, ffn_fastest=False) == ExpertShard(4, 4, 0, 2)
-
-
-def _groups():
-    expert_group, data_group = new_expert_groups(2)
-    return dist.get_process_group_ranks(expert_group), dist.get_process_group_ranks(data_group)
-
-
-def test_expert_groups_are_neighbors_and_data_groups_hold_the_same_experts():
-    results = run_distributed_test(_groups, 4)
-    assert results == [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]
 
 
 def _frozen(frozen_experts, x_needs_grad):
