@@ -200,7 +200,6 @@ def test_every_transposition_on_a_gpu(dtype: torch.dtype, block: int) -> None:
 TILES = {
     "pingpong": hopper.PINGPONG,
     "wide": hopper.WIDE,
-    "tall": hopper.TALL,
     "few rows": hopper.FEW_ROW,
     "few columns": hopper.FEW_COLUMN,
     "whole blocks": hopper.Tile(128, 128, 3, pingpong=True, out_parts=4, out_buffers=2, BK=128),
@@ -215,8 +214,7 @@ def test_every_hopper_tile(name: str, inner: int) -> None:
     tile, p = TILES[name], pattern(9, 12, 128, 0.5, torch.device("cuda"), run=2)
 
     def sdd_of(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
-        chosen = hopper.PINGPONG if name == "tall" else tile
-        return hopper.sdd(a, b, *where(p), p.blocks.run, tile=chosen)
+        return hopper.sdd(a, b, *where(p), p.blocks.run, tile=tile)
 
     def spmm_of(*args: Any) -> Tensor:
         fits = tile.pingpong or (tile.BN == 256) == args[-1]  # blocks of 128 are no operand of 256 columns

@@ -73,7 +73,6 @@ class _Plan(Tile):
 
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
 WIDE = Tile(64, 256, 4, out_parts=2)
-TALL = Tile(128, 128, 4, out_parts=2)
 FEW_ROW = Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2)
 FEW_COLUMN = Tile(64, 256, 3, out_parts=2, out_buffers=2)
 MANY_COLUMNS = 2048  # block columns, as 64 experts of width 4096 have
