@@ -285,14 +285,14 @@ def ragged_m(
     return _launch(x, w, None, None, offsets, gather, tile)
 
 
-def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor, *, tile: Tile | None = None) -> Tensor:
+def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
     """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum."""
-    return _launch(x, w, x2, v, offsets, None, tile)
+    return _launch(x, w, x2, v, offsets, None)
 
 
 def _launch(
     x: Tensor, w: Tensor, x2: Tensor | None, v: Tensor | None, offsets: Tensor, gather: Tensor | None,
-    tile: Tile | None,
+    tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]

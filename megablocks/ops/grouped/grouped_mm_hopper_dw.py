@@ -386,16 +386,16 @@ def ragged_k(
 
 def ragged_k_gated(
     a: Tensor, a2: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *,
-    add_to: tuple[Tensor, Tensor] | None = None, tile: Tile | None = None,
+    add_to: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`ragged_k` of a and of a2 in one launch, which reads b's rows for both: (E, M, N) each. See supports_gated."""
-    o, o2 = _launch(a, a2, b, offsets, gather, add_to, tile)
+    o, o2 = _launch(a, a2, b, offsets, gather, add_to)
     return o, o2
 
 
 def _launch(
     a: Tensor, a2: Tensor | None, b: Tensor, offsets: Tensor, gather: Tensor | None, add_to: tuple[Tensor, ...] | None,
-    tile: Tile | None,
+    tile: Tile | None = None,
 ) -> list[Tensor]:  # fmt: skip
     assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N = offsets.shape[0] - 1, a.shape[1], b.shape[1]
