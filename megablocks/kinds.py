@@ -27,9 +27,8 @@ class Impl(NamedTuple):
 
     function: called as `megablocks.moe.impls.ImplFunction`.
     summary: one clause for help texts.
-    saves: what it saves for backward beside the weights, by default and with recompute_activation.
-        T tokens, R pairs, H hidden, I expert width; "pre-activations" are one or two (R, I) tensors.
-    keeps: the same as names of tensors, for `megablocks.tool.memory`. recompute_activation leaves out "activation".
+    keeps: what it saves for backward beside the weights, as the names of tensors of `megablocks.tool.memory`.
+        recompute_activation leaves out "activation".
     not_quantized: those of `QUANTIZED` that it refuses, because it does not save the tensor or saves it as it is.
     recomputes_pre: whether recompute_activation leaves out the pre-activations too, not only the activation.
     width_multiple: of which the expert width on a rank must be a multiple.
@@ -39,7 +38,6 @@ class Impl(NamedTuple):
 
     function: str
     summary: str
-    saves: str
     keeps: tuple[str, ...]
     not_quantized: tuple[str, ...] = ()
     recomputes_pre: bool = False
@@ -52,14 +50,12 @@ IMPLS = {
     "grouped": Impl(
         "megablocks.moe.impls:grouped",
         "grouped GEMMs that gather the tokens themselves; any width, no padding",
-        "tokens (T, H), pre-activations, activation (R, I), output (R, H); the activation is recomputed on request",
         keeps=("tokens", "pre", "activation", "output"),
         batch_invariant=True,
     ),
     "fused": Impl(
         "megablocks.moe.impls:fused",
         "the whole MLP in one op that saves the least (SonicMoE)",
-        "tokens (T, H), pre-activations; on request only the tokens",
         keeps=("tokens", "pre"),
         not_quantized=("quantize_scatter_num_bits",),
         recomputes_pre=True,
@@ -68,8 +64,6 @@ IMPLS = {
     "sparse": Impl(
         "megablocks.moe.impls:sparse",
         "block-sparse products (MegaBlocks); each expert's rows are padded to whole blocks",
-        "rows (N, H) with their padding, pre-activations, activation, output (N, H); the activation is recomputed on "
-        "request",
         keeps=("tokens", "rows", "pre", "activation", "output"),
         width_multiple=64,
         pads=True,
@@ -77,7 +71,6 @@ IMPLS = {
     "scatter": Impl(
         "megablocks.moe.impls:scatter",
         "products that gather, weight and scatter rows in their own loads and stores (ScatterMoE)",
-        "tokens (T, H), pre-activations, activation (R, I); the activation is recomputed on request",
         keeps=("tokens", "pre", "activation"),
         not_quantized=QUANTIZED,
         batch_invariant=True,
@@ -85,7 +78,6 @@ IMPLS = {
     "reference": Impl(
         "megablocks.moe.impls:reference",
         "a float32 loop over the experts, for comparison; it synchronizes with the host",
-        "everything that autograd saves, in float32",
         keeps=("tokens", "rows", "pre", "activation", "output"),
         not_quantized=QUANTIZED[:2],
     ),
