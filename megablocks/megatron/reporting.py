@@ -24,7 +24,7 @@ from megablocks.files import write_durably
 from megablocks.megatron.load import gather_load
 from megablocks.monitor.expert_load import LoadSummary
 from megablocks.monitor.flops import GPTShape, mfu
-from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line
+from megablocks.monitor.history import History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss
 
 _SAVE_EVERY_S = 20.0
@@ -82,7 +82,7 @@ class Reporter:
         self._model: list[torch.nn.Module] = []
         self.summary: LoadSummary | None = None
         self.dropped = 0
-        self.history = History((run_dir or Path()) / "loss.csv", LOSS_COLUMNS)
+        self.history = History(run_dir or Path())
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._device_name = "cpu"

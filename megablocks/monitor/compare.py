@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megablocks.kinds import MLP_IMPLS
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 from megablocks.monitor.plots import plot_runs
 
 ROOT = Path(__file__).parents[2]
@@ -90,18 +90,12 @@ def _command(experiment: Path, folder: Path, steps: int, impl: str, seed: int) -
     return ["bash", str(experiment), str(folder), str(steps)], f"{ours} {os.environ.get('FLAGS', '')}".strip()
 
 
-def _read(folder: Path) -> History:
-    history = History(folder / "loss.csv", LOSS_COLUMNS)
-    history.load(up_to=sys.maxsize)
-    return history
-
-
 def _is_done(folder: Path, steps: int, flags: str) -> bool:
     """Whether `folder` holds a run with these FLAGS, the end of its command, that reached the last step."""
     command, given = folder / "command.txt", flags.split()
     if not command.is_file() or shlex.split(command.read_text())[-len(given) :] != given:
         return False
-    return max(_read(folder).rows, default=0) == steps
+    return max(History.of_run(folder).rows, default=0) == steps
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print(f"{options.out}: still to run: {', '.join(missing)}")
         return 2
-    runs = {name: _read(options.out / name) for name in plan}
+    runs = {name: History.of_run(options.out / name) for name in plan}
     plot_runs(runs, options.out / "runs.png", title=f"{options.experiment.stem}, {options.steps} steps")
     noise = distance(runs[noise_run], runs[first])
     text, within = verdict({name: runs[name] for name in options.impls}, noise)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import csv
 import re
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from megablocks.files import write_durably
@@ -43,12 +44,18 @@ def parse_log_line(line: str) -> dict[str, float]:
 
 
 class History:
-    """A table of floats with fixed columns and one row per iteration, which is the first column."""
+    """`loss.csv` in the folder of a run: floats in LOSS_COLUMNS, with one row per iteration."""
 
-    def __init__(self, path: Path, columns: Iterable[str]) -> None:
-        self.path = path
-        self.columns = tuple(columns)
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "loss.csv"
         self.rows: dict[int, dict[str, float]] = {}
+
+    @classmethod
+    def of_run(cls, folder: Path) -> History:
+        """All rows of an earlier run."""
+        history = cls(folder)
+        history.load(up_to=sys.maxsize)
+        return history
 
     def load(self, up_to: int) -> None:
         """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns."""
@@ -56,17 +63,17 @@ class History:
             return
         with open(self.path, newline="") as file:
             reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != self.columns:
+            if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
                 return
             for row in reader:
-                iteration = int(row[self.columns[0]])
+                iteration = int(row["iteration"])
                 if iteration <= up_to:
                     self.add(iteration, {name: float(text) for name, text in row.items() if text})
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
         """Set values of `iteration`. Other columns of the row keep their values. Unknown names are ignored."""
-        row = self.rows.setdefault(iteration, {self.columns[0]: iteration})
-        row.update({name: value for name, value in values.items() if name in self.columns})
+        row = self.rows.setdefault(iteration, {"iteration": iteration})
+        row.update({name: value for name, value in values.items() if name in LOSS_COLUMNS})
 
     def series(self, column: str) -> tuple[list[int], list[float]]:
         """The iterations at which `column` has a value, in order, and these values."""
@@ -75,9 +82,9 @@ class History:
 
     def save(self) -> None:
         """Write the CSV file. Integers have no decimal point, other values 7 significant digits, as in the log."""
-        lines = [",".join(self.columns)]
+        lines = [",".join(LOSS_COLUMNS)]
         for _, row in sorted(self.rows.items()):
-            lines.append(",".join(_format(row[name]) if name in row else "" for name in self.columns))
+            lines.append(",".join(_format(row[name]) if name in row else "" for name in LOSS_COLUMNS))
         write_durably(self.path, "\n".join(lines) + "\n")
 
 

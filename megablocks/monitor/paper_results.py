@@ -11,13 +11,12 @@ import itertools
 import json
 import re
 import statistics
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings
 
 FORMAT = 1
@@ -137,8 +136,7 @@ def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
     if not (folder / "done.json").is_file():
         raise ConfigError(f"{folder}: is no finished run; start the comparison again with the same command")
     facts = json.loads((folder / "done.json").read_text())
-    history = History(folder / "loss.csv", LOSS_COLUMNS)
-    history.load(up_to=sys.maxsize)
+    history = History.of_run(folder)
     log = (folder / "train.log").read_text(errors="replace")
     first = first_intervals(log)
     seconds = train_seconds(history, first)
@@ -188,9 +186,7 @@ def _tried(folder: Path) -> dict[str, float]:
     """Final validation loss by learning rate."""
     out = {}
     for run in sorted(folder.iterdir(), key=lambda path: float(path.name)):
-        history = History(run / "loss.csv", LOSS_COLUMNS)
-        history.load(up_to=sys.maxsize)
-        out[run.name] = history.series("validation_loss")[1][-1]
+        out[run.name] = History.of_run(run).series("validation_loss")[1][-1]
     return out
 
 

@@ -30,7 +30,7 @@ from typing import Any
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
 from megablocks.monitor.env_report import commit
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 from megablocks.monitor.micro_batch import divisors
 from megablocks.monitor.paper_arms import (
     ARMS,
@@ -222,7 +222,7 @@ class Comparison:
         """The run in `folder`, now or before. Raises Stopped or Failed."""
         size = self.found(arm)["micro_batch_size"]
         launch = launch_of(self.settings, arm, schedule, folder, seed=seed, rate=rate, micro_batch=size)
-        done, history = folder / "done.json", History(folder / "loss.csv", LOSS_COLUMNS)
+        done = folder / "done.json"
         if done.is_file():
             if json.loads(done.read_text())["launch"] != launch.portable(folder):
                 raise Failed(f"{folder}: holds a run of another command; remove it or choose another OUT")
@@ -231,8 +231,7 @@ class Comparison:
                 shutil.rmtree(folder)
             began = time.time()
             self._call(launch)
-            history.load(up_to=sys.maxsize)
-            if "validation_loss" not in history.rows.get(schedule.steps, {}):
+            if "validation_loss" not in History.of_run(folder).rows.get(schedule.steps, {}):
                 raise Failed(f"{folder}: ended before step {schedule.steps}; see its train.log")
             if ARMS[arm].log not in (folder / "train.log").read_text(errors="replace"):
                 raise Failed(f"{folder}: its log lacks {ARMS[arm].log!r}: another layer ran; see its train.log")
@@ -244,9 +243,7 @@ class Comparison:
                 "micro_batch": size, "learning_rate": float(rate[0]), "wall_s": time.time() - began,
             }  # fmt: skip
             write_durably(done, json.dumps(facts, indent=1) + "\n")
-        history.rows.clear()
-        history.load(up_to=sys.maxsize)
-        return history
+        return History.of_run(folder)
 
     def _tuning_schedule(self, tokens: float) -> Schedule:
         batch = Schedule.of(self.settings, tokens, self.valid_tokens).batch

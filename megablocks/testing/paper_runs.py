@@ -8,7 +8,7 @@ from typing import Any
 
 from megablocks.files import write_durably
 from megablocks.monitor import paper_results
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 from megablocks.monitor.paper_arms import ARMS, MODELS, Schedule, Settings, launch_of
 
 STEPS, BATCH, EVERY = 20, 8, 5
@@ -22,7 +22,7 @@ ENVIRONMENT = (
 
 def write_run(folder: Path, arm: str, seed: int, settings: Settings, final: float) -> None:
     """A finished run at 1000 tokens/s, whose first step compiled; every tenth pair of an arm with a capacity drops."""
-    model, history = MODELS[settings.model], History(folder / "loss.csv", LOSS_COLUMNS)
+    model, history = MODELS[settings.model], History(folder)
     tokens_a_step = BATCH * model.sequence
     for i in (1, *range(EVERY, STEPS + 1, EVERY)):
         row = {"tokens": i * tokens_a_step, "train_loss": final, "tokens_per_second": 1000.0 if i > 1 else 1.0}

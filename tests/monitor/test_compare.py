@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from megablocks.monitor import compare
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 
 ROOT = Path(__file__).parents[2]
 
 
 def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0, seed: int = 1234) -> None:
     """Write a folder as a launch leaves it. The folder is named after its mlp_impl."""
-    history = History(folder / "loss.csv", LOSS_COLUMNS)
+    history = History(folder)
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
@@ -33,12 +33,12 @@ def _curve(offset: float = 0.0, wobble: float = 0.0) -> list[float]:
 def test_distance_uses_the_iterations_that_both_curves_have(tmp_path: Path) -> None:
     _run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])
     _run(tmp_path / "b", [4.3, 2.6, 2.0])
-    a, b = compare._read(tmp_path / "a"), compare._read(tmp_path / "b")
+    a, b = History.of_run(tmp_path / "a"), History.of_run(tmp_path / "b")
     assert compare.distance(a, b) == pytest.approx((math.sqrt((0.09 + 0.16) / 3), 0.3, 0.4))
     _run(tmp_path / "nan", [4.0, math.nan, 2.0])
     _run(tmp_path / "later", [4.0], every=100)
     for name in ("nan", "later"):
-        assert compare.distance(a, compare._read(tmp_path / name)) == (math.inf, math.inf, math.inf)
+        assert compare.distance(a, History.of_run(tmp_path / name)) == (math.inf, math.inf, math.inf)
 
 
 @pytest.mark.parametrize("offset, status", [(0.01, 0), (0.2, 1), (math.nan, 1)])

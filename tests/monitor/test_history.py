@@ -29,12 +29,12 @@ def test_every_number_of_a_log_line_is_read() -> None:
 
 
 def test_history_survives_a_resume_and_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:
-    first = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    first = History(tmp_path)
     for iteration in (1, 2, 3, 4):
         first.add(iteration, {"train_loss": 1 / iteration, "tokens": 256 * iteration, "unknown": 5.0})
     first.add(2, {"validation_loss": 0.75})
     first.save()
-    again = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    again = History(tmp_path)
     again.load(up_to=3)
     assert again.series("train_loss") == ([1, 2, 3], [1.0, 0.5, pytest.approx(1 / 3, rel=1e-6)])
     assert again.series("validation_loss") == ([2], [0.75])
@@ -46,7 +46,7 @@ def test_history_survives_a_resume_and_drops_rows_after_the_checkpoint(tmp_path:
 
 def test_a_csv_with_other_columns_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text("step,loss\n1,2\n")
-    history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    history = History(tmp_path)
     history.load(up_to=10)
     assert not history.rows
 
@@ -74,7 +74,7 @@ def test_load_summary_equals_a_hand_count() -> None:
 
 
 def test_plots_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path) -> None:
-    history = History(tmp_path / "loss.csv", LOSS_COLUMNS)
+    history = History(tmp_path)
     for iteration in range(1, 6):
         history.add(iteration, {"train_loss": 6 / iteration})
     plot_loss(history, tmp_path / "bare.png")

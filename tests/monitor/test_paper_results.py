@@ -10,7 +10,7 @@ import pytest
 
 from megablocks.config import ConfigError
 from megablocks.monitor import paper_plots, paper_results
-from megablocks.monitor.history import LOSS_COLUMNS, History
+from megablocks.monitor.history import History
 from megablocks.monitor.paper_arms import ROOT, Settings
 from megablocks.testing.paper_runs import write_runs
 
@@ -27,7 +27,7 @@ def test_the_first_interval_of_each_process_is_known() -> None:
 
 
 def test_compilation_counts_at_the_median_speed() -> None:
-    history = History(Path(), LOSS_COLUMNS)
+    history = History(Path())
     for i, rate in ((1, 1.0), (2, 100.0), (3, 50.0), (4, 100.0)):
         history.add(i, {"tokens": 100 * i, "tokens_per_second": rate})
     assert paper_results.train_seconds(history, {1}) == pytest.approx({1: 1.0, 2: 2.0, 3: 4.0, 4: 5.0})
