@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import logging
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 
 logger = logging.getLogger(__name__)
-_logged: set[str] = set()
 
 InitFn = Callable[[Tensor], Any]
 _COMPUTE: dict[str, Callable[[ExpertCall], Tensor]] = {name: load(impl.function) for name, impl in IMPLS.items()}
@@ -304,10 +303,9 @@ def _check_shard(shard: ExpertShard, config: MoEConfig) -> None:
     check_width(config.mlp_impl, config.ffn_hidden_size, shard.ffn_size)
 
 
+@cache
 def _log_once(message: str) -> None:
-    if message not in _logged:
-        _logged.add(message)
-        logger.info(message)
+    logger.info(message)
 
 
 @contextlib.contextmanager

@@ -385,7 +385,7 @@ def test_N9_compile_a_whole_layer(impl):
 def test_auto_says_once_what_it_picked(caplog):
     from megablocks.moe import experts
 
-    experts._logged.clear()
+    experts._log_once.cache_clear()
     config = config_of(mlp_impl="auto")
     layer, (x, _) = dMoE(config), batch(config, 3)
     with caplog.at_level(logging.INFO, logger="megablocks.moe.experts"):
