@@ -128,13 +128,14 @@ def save_hugging_face(folder: Path, name: str, trust_remote_code: bool) -> Token
     return TokenizerSpec(HUGGING_FACE, _HF_FOLDER, len(tokenizer), tokenizer.eos_token_id, runs_code)
 
 
-def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path, eod: str = "<|endoftext|>") -> TokenizerSpec:
+def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path) -> TokenizerSpec:
     """Save GPT-2's byte-level BPE, given by its two files.
 
     It is saved as a Hugging Face tokenizer, because Megatron's GPT2BPETokenizer downloads a configuration even if it
     has both files.
     """
     library, transformers = _need("tokenizers"), _need("transformers")
+    eod = "<|endoftext|>"
     try:
         vocabulary = json.loads(vocab_file.read_text(encoding="utf-8"))
         bpe = library.ByteLevelBPETokenizer(str(vocab_file), str(merges_file))

@@ -72,9 +72,9 @@ class Heartbeat:
         env = os.environ
         return cls(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), timeout)
 
-    def wait_until_known(self, timeout: float = 60.0) -> bool:
-        """Wait until the store holds this rank's first beat. Before that the other ranks cannot miss it."""
-        return self._connected.wait(timeout)
+    def wait_until_known(self) -> bool:
+        """Wait, at most a minute, until the store holds this rank's first beat. Before that nobody can miss it."""
+        return self._connected.wait(60.0)
 
     def fail(self, error: BaseException) -> None:
         """End because of `error`, and make the other ranks end too. If a watched rank is dead, name it and exit.
