@@ -81,10 +81,12 @@ class _Page(HTMLParser):
         self.links += [values[name] for name in ("href", "src") if name in values]
 
 
-@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [path for path in sorted(DOCS.glob("*.md")) if "```" in path.read_text()], ids=lambda path: path.stem
+)
 def test_no_snippet_is_wider_than_the_page(page: Path) -> None:
     for snippet in re.findall(r"(?ms)^```\w.*?\n(.*?)^```", page.read_text()):
-        assert max(map(len, snippet.splitlines())) <= 88, snippet
+        assert all(len(line) <= 88 for line in snippet.splitlines()), snippet
 
 
 @pytest.mark.skipif(any(find_spec(tool) is None for tool in TOOLS), reason="needs the extra docs")

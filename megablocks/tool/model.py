@@ -234,7 +234,7 @@ def check_least(values: Mapping[str, Any]) -> None:
     for one in dataclasses.fields(Model):
         least, value = one.metadata["least"], values.get(one.name)
         least = _LEAST.get(_kind(one)) if least is None else least
-        if least is not None and value is not None and not value >= least:
+        if least is not None and value is not None and not least <= value < math.inf:
             raise ConfigError(f"{one.name}={value}: must be >= {least}")
 
 

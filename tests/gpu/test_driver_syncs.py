@@ -1,5 +1,6 @@
 """S1: between log intervals a training step reads nothing from the GPU."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -38,11 +39,15 @@ EXPERTS = "--moe-num-experts 8 --moe-top-k 2 --moe-loss-weight 0.1 --moe-zloss-w
 def run(*flags):
     """Its exit status and what it printed. A run that hangs is aborted, and prints the stack of each of its threads."""
     command = [sys.executable, "-X", "faulthandler", "-c", PROGRAM, *DRIVER, *flags]
-    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    child = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )  # fmt: skip
     try:
         said, _ = child.communicate(timeout=300)
     except subprocess.TimeoutExpired:
         child.send_signal(signal.SIGABRT)
+        child.wait(timeout=30)
+        os.killpg(child.pid, signal.SIGKILL)  # what it started may hold the pipe open
         said, _ = child.communicate()
     return child.returncode, said
 
