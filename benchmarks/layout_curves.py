@@ -2,7 +2,8 @@
 
     python benchmarks/layout_curves.py --data FOLDER [--layouts NAME,…] [--steps N] [--out FILE]
 
-Every run sees the same sequences in the same order: 128 a step, with dropout. A layout adds the same numbers in another
+A layout sees the sequences of one GPU in the same order, 128 a step, with dropout; the other seed has another order and
+another initialization. A layout adds the same numbers in another
 order and draws other dropout masks, so its curve is not the same. It must be closer to the curve of one GPU than the
 curve of a second seed is: that is the gate. "distance" is the mean absolute difference of the logged losses from step
 20 on; one logged loss is the mean of ten steps. Tokens/s is the median of the second half, peak memory the first

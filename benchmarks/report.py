@@ -94,13 +94,15 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
-        f"{model.sequence} tokens; all arms train in bf16 with Adam, one order of data, and the same seeds of data and "
-        f"initialization ({many}). Learning rate: {rate}, a warm-up over {float(warmup[1]) if warmup else 0.01:.0%} "
-        "of the run, cosine decay to a tenth. Text: the data set with fingerprint "
-        f"`{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and saves. The "
-        "load of the experts is that of the routers as they train, unless an arm's name says uniform or skewed.",
+        f"{model.sequence} tokens; all arms train in bf16 with Adam, and for each seed they share the order "
+        f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "
+        f"{float(warmup[1]) if warmup else 0.01:.0%} of the run, cosine decay to a tenth. Text: the data set "
+        f"with fingerprint `{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and "
+        "saves. The load of the experts is that of the routers as they train, unless an arm's name says uniform or "
+        "skewed.",
         "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
-        "losses, speeds, drops and loads. The command of the comparison, where DATA is the folder of this data set:",
+        "losses, speeds, drops and loads. The command of the comparison, for the code of that commit, where DATA is "
+        "the folder of this data set:",
     ]
     if record["tuning"]:
         tried = "; ".join(f"{ARMS[arm].label}: {', '.join(f'{rate} → {loss:.4f}' for rate, loss in losses.items())}"
@@ -149,7 +151,7 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
         a, b = summaries[better], summaries[worse]
         apart = b.loss.mean - a.loss.mean
         if a.loss.high < b.loss.low and min(a.seeds, b.seeds) > 1:
-            verdict = "which is beyond the spread of the seeds."
+            verdict = "and the seeds of the two do not overlap."
         elif apart > 0:
             verdict = (
                 "which may be chance with one seed." if min(a.seeds, b.seeds) == 1 else "within the seeds' spread."

@@ -26,7 +26,7 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     text = _text(tmp_path)
     assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
     assert "| dense | 4.0100 (4.0000 to 4.0200) | – | – | 2 | – | – | 0.0006 |" in text
-    assert "dMoE is 0.3000 below ours, capacity 1, which is beyond the spread of the seeds." in text
+    assert "dMoE is 0.3000 below ours, capacity 1, and the seeds of the two do not overlap." in text
     # 8 sequences of 1024 tokens at 1000 tokens/s are 8.192 s a step; dMoE's loss falls by 0.1 a step to 3.51.
     whole, sooner = 20 * 8.192, (20 - 5) * 8.192
     assert f"| dMoE | {sooner / 60:.2f}" in text and f"| dense | {whole / 60:.2f} | 1.00 |" in text
