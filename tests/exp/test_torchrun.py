@@ -26,12 +26,18 @@ RANK = """
 import os, signal, sys, time
 asked = []
 signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-print("rank", os.environ["RANK"], flush=True)
+
+
+def say(line):  # in one write: print() writes the end of a line by itself, and another rank may write between
+    os.write(1, f"{line}\\n".encode())
+
+
+say("rank " + os.environ["RANK"])
 while not asked:
     time.sleep(0.05)
-print("asked", flush=True)
+say("asked")
 time.sleep(float(sys.argv[1]))
-print("saved", flush=True)
+say("saved")
 sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 else 0)
 """
 RANKS = """
