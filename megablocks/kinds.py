@@ -25,7 +25,7 @@ def load(path: str) -> Any:
 class Impl(NamedTuple):
     """A way to compute the experts.
 
-    function: called as `megablocks.moe.impls.ImplFunction`.
+    function: from a `megablocks.moe.impls.ExpertCall` to (T, H).
     summary: one clause for help texts.
     keeps: what it saves for backward beside the weights, as the names of tensors of `megablocks.tool.memory`.
         recompute_activation leaves out "activation".

@@ -37,6 +37,20 @@ def test_every_name_of_the_api_exists() -> None:
             assert find_spec(name), name
 
 
+def test_every_name_of_the_package_in_a_text_exists() -> None:
+    """`megablocks.a.b` in a docstring, comment or page is a module, or stands in the module before it."""
+    texts = [*(ROOT / "megablocks").rglob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    texts += [*DOCS.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    names = {name for path in texts for name in re.findall(r"`(megablocks(?:\.\w+)+)", path.read_text())}
+    assert len(names) > 30
+    for name in names:
+        file, last = ROOT / (name.replace(".", "/") + ".py"), name.rpartition(".")[2]
+        if not file.exists() and not file.with_suffix("").is_dir():
+            module = file.parent.with_suffix(".py")
+            source = module if module.exists() else file.parent / "__init__.py"
+            assert source.exists() and re.search(rf"\b{last}\b", source.read_text()), name
+
+
 def test_the_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     """Each part of a message, between the places where values stand, is in the source."""
     source = "".join(path.read_text() for path in sorted((ROOT / "megablocks").rglob("*.py")))
