@@ -22,13 +22,13 @@ fi
 source scripts/env.sh
 use_env megatron dev docs
 export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-status=0
-bash scripts/check.sh || status=1
-# pytest runs last, so that its summary ends the output.
+status=0 last=""
+bash scripts/check.sh || { status=1 last="test: scripts/check.sh failed; its output stands before that of the tests"; }
 if nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
     echo "test: first the CPU path, then the tests for the GPU"
     CUDA_VISIBLE_DEVICES="" "$PYTHON" -m pytest "${args[@]}" || status=$?
     args+=(-m "gpu or any_device")
 fi
 "$PYTHON" -m pytest "${args[@]}" || status=$?
+[ -z "$last" ] || echo "$last"
 exit "$status"

@@ -113,3 +113,16 @@ def test_L3_an_environment_that_lacks_an_extra_is_completed_not_remade(bare: Pat
     assert done.returncode == 1 and f"completing {bare}/.venv" in done.stderr
     log = (bare / "pip.log").read_text()
     assert f"-c {bare}/scripts/constraints.txt -e {bare}[megatron,dev]" in log
+
+
+@pytest.mark.parametrize(("tests", "compiling", "expected"), [(0, 0, 0), (5, 0, 1), (0, 6, 1)])
+def test_ci_passes_exactly_when_the_tests_and_the_other_releases_do(
+    tmp_path: Path, tests: int, compiling: int, expected: int
+) -> None:
+    _script(tmp_path / ".ci/run", (ROOT / ".ci/run").read_text())
+    _script(tmp_path / "scripts/env.sh", "use_env() { PYTHON=python3; }\n")
+    _script(tmp_path / "scripts/test.sh", f"sleep 0.2; exit {tests}\n")
+    _script(tmp_path / "scripts/compile_releases.sh", f"echo compiled; exit {compiling}\n")
+    done = subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (expected, "")
+    assert done.stdout == ("compiled\n" if compiling else "")
