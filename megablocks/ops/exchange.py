@@ -26,6 +26,7 @@ from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _ALIGNED = 256
+_STAYS = "The step's result is NaN, and so is every later one until all ranks restart"
 
 
 def _round_up(n: int) -> int:
@@ -85,6 +86,9 @@ class Exchange:
     def check(self) -> None:
         """Raise if a kernel that has run reported a fault. No synchronization.
 
+        A fault stays. The other ranks do not see it, and after a time-out the ranks no longer agree on the number of
+        the next exchange.
+
         Raises:
             RuntimeError: a peer sent nothing in time, or more rows arrived than `max_rows`.
         """
@@ -92,12 +96,12 @@ class Exchange:
         if kind > self.layout.ranks:
             raise RuntimeError(
                 f"max_rows={self.max_rows}: {rows} rows arrived for this rank's experts; raise dispatch_rows_factor or "
-                "balance the load. The step's result is NaN"
+                f"balance the load. {_STAYS}"
             )
         if kind:
             raise RuntimeError(
                 f"rank {kind - 1} of the expert group sent nothing for {self.limit_s:g} s, waited for by rank "
-                f"{self.rank}: see its log. The step's result is NaN"
+                f"{self.rank}: see its log. {_STAYS}"
             )
 
     def _common(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any], slice]:
