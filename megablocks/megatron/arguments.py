@@ -379,6 +379,12 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("tensorboard_dir=None: --use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.save and args.save_interval is None:
         raise ConfigError(f"save={args.save!r}: needs --save-interval")
+    if args.init_model_with_meta_device and not args.use_megatron_fsdp:
+        raise ConfigError(
+            "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
+        )
+    if args.use_torch_fsdp2 and not torch.cuda.is_available():
+        raise ConfigError("use_torch_fsdp2=True: needs a GPU; leave it out")
     asks_for_engine = args.transformer_impl == "transformer_engine" and "transformer_impl" in args.megablocks_explicit
     if asks_for_engine and importlib.util.find_spec("transformer_engine") is None:
         raise ConfigError("transformer_impl='transformer_engine': needs Transformer Engine, which is not installed")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.activations import fast_gelu, squared_relu
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megablocks.config import ConfigError, MoEConfig, check_width
@@ -124,21 +125,17 @@ def _check_experts(config: TransformerConfig) -> None:
 
 
 def check_without_engine(config: TransformerConfig) -> None:
-    """What Megatron accepts and then does wrongly without Transformer Engine, on any device; dense models too."""
+    """Refuse what Megatron accepts and then does wrongly, most of it without Transformer Engine; dense models too."""
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:
             raise ConfigError(
                 f"overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: must be True and "
                 "False with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
             )
+    if config.activation_func_clamp_value is not None:
+        _check_clamp(config)
     if HAVE_TE:
         return
-    clamp = config.activation_func_clamp_value
-    if config.bias_activation_fusion and config.add_bias_linear and clamp is not None:
-        raise ConfigError(
-            "bias_activation_fusion=True: must be False (--no-bias-gelu-fusion) with biases and "
-            f"activation_func_clamp_value={clamp}, or the gate is clamped before its bias is added"
-        )
     for name in _OF_ENGINE_ALONE:
         if getattr(config, name):
             raise ConfigError(f"{name}=True: needs Transformer Engine, which is not installed")
@@ -146,6 +143,25 @@ def check_without_engine(config: TransformerConfig) -> None:
         for module in ("layernorm", "mla_up_proj"):
             if module in (config.recompute_modules or ()):
                 raise ConfigError(f"recompute_modules={module!r}: needs Transformer Engine, which is not installed")
+
+
+def _check_clamp(config: TransformerConfig) -> None:
+    """Refuse a clamp that Megatron would not apply, or would apply before the bias."""
+    clamp = f"activation_func_clamp_value={config.activation_func_clamp_value}"
+    if not config.gated_linear_unit:
+        raise ConfigError(f"{clamp}: needs --swiglu or --quick-geglu; without a gate Megatron does not clamp")
+    if not config.bias_activation_fusion:
+        return
+    if config.activation_func is not quick_gelu:
+        raise ConfigError(
+            f"bias_activation_fusion=True: must be False (--no-bias-swiglu-fusion) with {clamp}, which Megatron's fused "
+            "gate ignores"
+        )
+    if config.add_bias_linear and not HAVE_TE:
+        raise ConfigError(
+            f"bias_activation_fusion=True: must be False (--no-bias-gelu-fusion) with biases and {clamp}, or the gate "
+            "is clamped before its bias is added"
+        )
 
 
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:

@@ -178,6 +178,8 @@ REFUSED = {
     "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
+    "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
+    "--use-torch-fsdp2": "use_torch_fsdp2=True: needs a GPU; leave it out",
     "--sft": "sft=True: must be left out; this driver pretrains GPT models only",
     "--data-prefix /nowhere": "/nowhere: no such data folder",
 }

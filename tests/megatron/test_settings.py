@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -329,19 +330,33 @@ def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
         check_without_engine(config)
 
 
-def test_L2_a_gate_that_is_clamped_before_its_bias_is_refused() -> None:
+def test_L2_a_clamp_that_megatron_would_not_apply_is_refused() -> None:
+    """Megatron clamps where it does not fuse, and in the fused quick GeGLU; there before it adds the bias."""
+    from megatron.core.activations import squared_relu
     from megatron.core.extensions.transformer_engine import HAVE_TE
+    from megatron.core.fusions.fused_bias_geglu import quick_gelu
+    from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
     from megablocks.megatron.model_config import check_without_engine
 
-    if HAVE_TE:
-        pytest.skip("Transformer Engine is installed")
-    config = _config(add_bias_linear=True)
-    config.activation_func_clamp_value, config.bias_activation_fusion = 7.0, True
-    with pytest.raises(ConfigError, match=r"bias_activation_fusion=True: must be False \(--no-bias-gelu-fusion\) with"):
-        check_without_engine(config)
-    config.bias_activation_fusion = False
-    check_without_engine(config)
+    large = torch.full((1, 4), 9.0)
+    assert bias_swiglu_impl(large, None)[0, 0] > 80, "Megatron's fused SwiGLU clamps now: allow it"
+    fused = r"bias_activation_fusion=True: must be False \(--no-bias-{}-fusion\) with {}activation_func_clamp_value=7.0"
+    gelu = None if HAVE_TE else fused.format("gelu", "biases and ")
+    for function, gated, bias, fusion, message in (
+        (F.silu, True, False, True, fused.format("swiglu", "")),
+        (F.silu, True, True, True, fused.format("swiglu", "")),
+        (F.silu, True, True, False, None),
+        (F.gelu, True, False, True, fused.format("swiglu", "")),
+        (quick_gelu, True, False, True, None),
+        (quick_gelu, True, True, True, gelu),
+        (quick_gelu, True, True, False, None),
+        (squared_relu, False, False, False, "activation_func_clamp_value=7.0: needs --swiglu or --quick-geglu"),
+    ):
+        config = _config(activation_func=function, gated_linear_unit=gated, add_bias_linear=bias)
+        config.activation_func_clamp_value, config.bias_activation_fusion = 7.0, fusion
+        with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
+            check_without_engine(config)
 
 
 def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
