@@ -154,8 +154,8 @@ def _check_clamp(config: TransformerConfig) -> None:
         return
     if config.activation_func is not quick_gelu:
         raise ConfigError(
-            f"bias_activation_fusion=True: must be False (--no-bias-swiglu-fusion) with {clamp}, which Megatron's fused "
-            "gate ignores"
+            f"bias_activation_fusion=True: must be False (--no-bias-swiglu-fusion) with {clamp}, which the fused gate "
+            "ignores"
         )
     if config.add_bias_linear and not HAVE_TE:
         raise ConfigError(
