@@ -5,8 +5,7 @@ Importing this package loads no torch, triton or megatron; each public name is i
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from megablocks.kinds import on_first_use
 
 __version__ = "1.0.0.dev0"
 
@@ -32,15 +31,4 @@ _PUBLIC = {
 _SUBMODULES = ("backend", "grouped_gemm_util", "layers", "ops")
 
 __all__ = ["__version__", *_PUBLIC]
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"megablocks.{name}")
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'megablocks' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__getattr__, __dir__ = on_first_use("megablocks", _PUBLIC, _SUBMODULES)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 QUANTIZED = ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits")
@@ -20,6 +22,26 @@ def load(path: str) -> Any:
     """What "module:name" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
+
+
+def on_first_use(
+    package: str, public: Mapping[str, str], submodules: Iterable[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a package that imports its names on first use.
+
+    Args:
+        public: each public name, and the module that has it.
+        submodules: modules of the package that are attributes of it without an import.
+    """
+
+    def get(name: str) -> Any:
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")
+        if name not in public:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(public[name]), name)
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *public})
 
 
 class Impl(NamedTuple):

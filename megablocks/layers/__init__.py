@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import Any
+from megablocks.kinds import on_first_use
 
 _PUBLIC = {
     "Arguments": "megablocks.layers.arguments",
@@ -17,16 +16,5 @@ _SUBMODULES = (
     "router", "sharedexpert_registry",
 )  # fmt: skip
 
-__all__ = list(_PUBLIC)
-
-
-def __getattr__(name: str) -> Any:
-    if name in _SUBMODULES:
-        return importlib.import_module(f"megablocks.layers.{name}")
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'megablocks.layers' has no attribute {name!r}")
-    return getattr(importlib.import_module(_PUBLIC[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_PUBLIC})
+__all__ = [*_PUBLIC]
+__getattr__, __dir__ = on_first_use("megablocks.layers", _PUBLIC, _SUBMODULES)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megablocks import moe
 from megablocks.config import MoEConfig
 from megablocks.layers import dmlp_registry
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.mlp import SparseMLP
 from megablocks.layers.moe import MoE, ParallelMLP
+from megablocks.moe import layer
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 
@@ -59,10 +59,10 @@ class ParallelDroplessMLP(ParallelMLP):
 class dMoE(MoE):  # noqa: N801
     """megablocks 0.10's dropless layer, as `MoE`. `dMoE(config)` with a `MoEConfig` gives a `megablocks.moe.dMoE`."""
 
-    _of_config = moe.dMoE
+    _of_config = layer.dMoE
 
     def _init_experts_mlp(self, args: Arguments) -> ParallelDroplessMLP:
         return ParallelDroplessMLP(args)
 
 
-dMoE.register(moe.dMoE)
+dMoE.register(layer.dMoE)

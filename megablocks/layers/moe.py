@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks import moe
 from megablocks.config import MoEConfig
 from megablocks.layers import mpu, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
@@ -21,6 +20,7 @@ from megablocks.layers.losses import (
 )
 from megablocks.layers.mlp import MLP
 from megablocks.layers.router import LearnedRouter
+from megablocks.moe import layer
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.dispatchers import make_dispatcher
 from megablocks.moe.groups import group_size
@@ -154,7 +154,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         ValueError: another argument is given beside an `Arguments`.
     """
 
-    _of_config: type[moe.MoELayer] = moe.MoE
+    _of_config: type[layer.MoELayer] = layer.MoE
 
     def __new__(cls, args: Arguments | MoEConfig | None = None, **options: Any) -> Any:
         if isinstance(args, MoEConfig):
@@ -197,4 +197,4 @@ class MoE(nn.Module, metaclass=ABCMeta):
         return (add(shared, out[0]), out[1]) if isinstance(out, tuple) else add(shared, out)
 
 
-MoE.register(moe.MoE)
+MoE.register(layer.MoE)
