@@ -34,7 +34,7 @@ from torch import Tensor
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import moe_config, needs_megatron_routing
 from megablocks.megatron.settings import settings_of
-from megablocks.moe.router import route_with_sums
+from megablocks.moe.router import route
 from megablocks.ops.routing.dispatch import Routing
 
 
@@ -98,7 +98,7 @@ class MegaBlocksRouter(TopKRouter):
         learning = self.training and torch.is_grad_enabled()  # false in the first pass of a recomputed layer
         if not self.z_weight:
             logits = self.apply_z_loss(logits, padding_mask=padding_mask)
-        routing, sums = route_with_sums(
+        routing = route(
             logits,
             self.loss_config if learning else self.moe_config,
             score_bias=self.expert_bias,
@@ -107,7 +107,7 @@ class MegaBlocksRouter(TopKRouter):
             padding_mask=padding_mask,
         )
         if learning:
-            weight = self._attach_losses(routing, sums, padding_mask)
+            weight = self._attach_losses(routing, padding_mask)
             if self.dense_losses:
                 weight = self._attach_dense_losses(weight, logits, padding_mask, seq, batch)
             routing = dataclasses.replace(routing, weight=weight, losses={})  # which the weights now carry
@@ -116,7 +116,7 @@ class MegaBlocksRouter(TopKRouter):
                 self.local_tokens_per_expert += routing.metrics["tokens_per_expert"]
         return routing
 
-    def _attach_losses(self, routing: Routing, sums: Tensor, padding_mask: Tensor | None) -> Tensor:
+    def _attach_losses(self, routing: Routing, padding_mask: Tensor | None) -> Tensor:
         """The weights (R,), unchanged, with the gradients of the losses that `route` computed behind them."""
         weight, losses = routing.weight, routing.losses
         tokens = routing.num_tokens if padding_mask is None else (~padding_mask).sum()
@@ -130,8 +130,9 @@ class MegaBlocksRouter(TopKRouter):
                 valid_token_count=tokens,
             )
         if "global_aux_loss" in self.own_losses:  # one row stands for all tokens, which Megatron would add up to it
-            load = routing.metrics["tokens_per_expert"].unsqueeze(0)
-            weight = self._apply_global_aux_loss(weight, sums.unsqueeze(0), load, with_padding_mask=True)
+            assert routing.score_sums is not None
+            load, sums = routing.metrics["tokens_per_expert"].unsqueeze(0), routing.score_sums.unsqueeze(0)
+            weight = self._apply_global_aux_loss(weight, sums, load, with_padding_mask=True)
         if self.z_weight:
             weight = self._attach_z_loss(weight, losses["z_loss"], tokens)
         return weight

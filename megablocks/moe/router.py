@@ -12,6 +12,7 @@ The linear layer's weight (E, H) must be equal on every rank: seed torch's gener
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -39,6 +40,7 @@ class Router(nn.Module):
     """A linear layer in front of `route`; the subclasses say which routers there are, `megablocks.kinds.ROUTERS`."""
 
     router_type: str
+    expert_score_bias: Tensor | None
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Router(nn.Module):
                 nn.init.normal_(self.layer.weight, std=config.init_std)
             else:
                 init_method(self.layer.weight)
+        self.register_buffer("expert_score_bias", None)
 
     def logits(self, x: Tensor) -> Tensor:
         """(..., H) → (T, E) in the weight's dtype, with jitter in training."""
@@ -87,14 +90,14 @@ class Router(nn.Module):
 
     def choose(self, x: Tensor) -> Routing:
         """Route x (T, H) without losses, and without counting its load; for top-k alone."""
-        bias = getattr(self, "expert_score_bias", None)
-        return route(self.logits(x), self.config, score_bias=bias, training=False)
+        return route(self.logits(x), self.config, score_bias=self.expert_score_bias, training=False)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """Route by the logits (T, E) that `logits(x)` returned, for callers that need them too."""
         return route(
             logits,
             self.config,
+            score_bias=self.expert_score_bias,
             training=self.training,
             loss_group=self.loss_group,
             padding_mask=padding_mask,
@@ -115,28 +118,18 @@ class TopKRouter(Router):
     """
 
     router_type = "topk"
-    expert_score_bias: Tensor | None
     tokens_since_update: Tensor | None
 
     def __init__(self, config: MoEConfig, *, device: torch.device | str | None = None, **kwargs: Any) -> None:
         super().__init__(config, device=device, **kwargs)
-        bias = counts = None
+        self.register_buffer("tokens_since_update", None, persistent=False)
         if config.expert_score_bias:
-            bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
-            counts = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
-        self.register_buffer("expert_score_bias", bias)
-        self.register_buffer("tokens_since_update", counts, persistent=False)
+            self.expert_score_bias = torch.zeros(config.num_experts, dtype=torch.float32, device=device)
+            self.tokens_since_update = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
         """As the base's; counts the load for the next update of the bias."""
-        routing = route(
-            logits,
-            self.config,
-            score_bias=self.expert_score_bias,
-            training=self.training,
-            loss_group=self.loss_group,
-            padding_mask=padding_mask,
-        )
+        routing = super().route(logits, padding_mask=padding_mask)
         counts = self.tokens_since_update
         if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
             counts += routing.metrics["tokens_per_expert"]
@@ -217,24 +210,6 @@ def route(
     Raises:
         ValueError: logits or padding_mask of another shape.
     """
-    return route_with_sums(
-        logits, config, score_bias=score_bias, training=training, loss_group=loss_group, padding_mask=padding_mask
-    )[0]
-
-
-def route_with_sums(
-    logits: Tensor,
-    config: MoEConfig,
-    *,
-    score_bias: Tensor | None,
-    training: bool,
-    loss_group: dist.ProcessGroup | None,
-    padding_mask: Tensor | None,
-) -> tuple[Routing, Tensor]:
-    """As `route`, and the sums (E,) of the tokens' scores, for load-balancing losses of another kind.
-
-    They are differentiable where the config weighs a loss in training.
-    """
     num_tokens = logits.shape[0]
     if logits.dim() != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
@@ -263,7 +238,7 @@ def route_with_sums(
         routing.losses["load_balancing_loss"] = loss
     if options.z_weight:
         routing.losses["z_loss"] = out.z
-    return routing, out.sums
+    return dataclasses.replace(routing, score_sums=out.sums)
 
 
 _Result = tuple[Routing, RouterOutput | RoundedOutput | RouterLosses]
