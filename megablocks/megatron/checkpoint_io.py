@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import functools
 import io
 import pickle
 import queue
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.megatron.failures import cause_of, line_of
+from megablocks.megatron.wrap import wrap
 
 MODEL = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "group_query_attention",
@@ -89,20 +89,18 @@ def differences(args: argparse.Namespace, saved: argparse.Namespace, names: tupl
 
 
 def restrict_unpickling() -> None:
-    """Let checkpoints hold only the classes that torch and Megatron put there. Call it once a process or more often.
+    """Let checkpoints hold only the classes that torch and Megatron put there.
 
     torch.distributed.checkpoint unpickles `.metadata` and objects without a restriction, so that a file could run any
     code. From here on `.metadata` may hold the classes of `_OF_DATACLASSES` and `_OTHERS`. An object may hold those
     that torch.load(weights_only=True) allows, to which Megatron adds some (megatron.core.safe_globals).
     """
-    if hasattr(FileSystemReader.read_data, "__wrapped__"):
-        return
     # A random state is an array of numpy, whose module has one name before numpy 2 and another since.
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
     torch.serialization.add_safe_globals([(safe_globals._reconstruct, name) for name in names])
     filesystem.pickle = types.SimpleNamespace(**{**vars(pickle), "load": _load_metadata})  # type: ignore[assignment, attr-defined]
-    DefaultLoadPlanner.load_bytes = _load_bytes(DefaultLoadPlanner.load_bytes)  # type: ignore[method-assign]
-    FileSystemReader.read_data = _read_data(FileSystemReader.read_data)  # type: ignore[method-assign]
+    wrap(DefaultLoadPlanner, load_bytes=_load_bytes)
+    wrap(FileSystemReader, read_data=_read_data)
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -123,32 +121,24 @@ def _load_metadata(file: IO[bytes]) -> Any:
         raise _refusal(file.name, error) from error
 
 
-def _load_bytes(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_bytes(self: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-        copy = io.BytesIO()
-        torch.save(torch.load(value), copy)  # this load is restricted; the original's, of our copy, is not
-        copy.seek(0)
-        original(self, read_item, copy)
-
-    return load_bytes
+def _load_bytes(original: Any, planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+    copy = io.BytesIO()
+    torch.save(torch.load(value), copy)  # this load is restricted; the original's, of our copy, is not
+    copy.seek(0)
+    original(planner, read_item, copy)
 
 
-def _read_data(original: Any) -> Any:
-    @functools.wraps(original)
-    def read_data(self: FileSystemReader, plan: Any, planner: Any) -> Any:
-        files = defaultdict(list)
-        for item in plan.items:
-            files[self.storage_data[item.storage_index].relative_path].append(item)
-        done = original(self, dataclasses.replace(plan, items=[]), planner)
-        for name, items in files.items():
-            try:
-                done = original(self, dataclasses.replace(plan, items=items), planner)
-            except pickle.UnpicklingError as error:
-                raise _refusal(f"{self.path}/{name}", error, _TRUST) from error
-        return done
-
-    return read_data
+def _read_data(original: Any, reader: FileSystemReader, plan: Any, planner: Any) -> Any:
+    files = defaultdict(list)
+    for item in plan.items:
+        files[reader.storage_data[item.storage_index].relative_path].append(item)
+    done = original(reader, dataclasses.replace(plan, items=[]), planner)
+    for name, items in files.items():
+        try:
+            done = original(reader, dataclasses.replace(plan, items=items), planner)
+        except pickle.UnpicklingError as error:
+            raise _refusal(f"{reader.path}/{name}", error, _TRUST) from error
+    return done
 
 
 def _refusal(file: str, error: pickle.UnpicklingError, advice: str = "") -> CheckpointError:
@@ -173,42 +163,32 @@ def write_in_process() -> None:
 
 
 def keep_random_state() -> None:
-    """Let building the data iterators keep the random state. Call it once a process or more often.
+    """Let building the data iterators keep the random state.
 
     A torch DataLoader iterator draws a seed for its workers when it is built. A resumed run builds it after the
     checkpoint has restored the generator, so that on a CPU, where dropout draws from the same generator, dropout would
     differ from that of the run that it continues.
     """
-    original = training.build_train_valid_test_data_iterators
-    if hasattr(original, "__wrapped__"):
-        return
+    wrap(training, build_train_valid_test_data_iterators=_with_own_random_state)
 
-    @functools.wraps(original)
-    def build(*args: Any, **kwargs: Any) -> Any:
-        with torch.random.fork_rng(devices=[]):
-            return original(*args, **kwargs)
 
-    training.build_train_valid_test_data_iterators = build
+def _with_own_random_state(original: Any, *args: Any, **kwargs: Any) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        return original(*args, **kwargs)
 
 
 def name_write_errors() -> None:
     """Let a failed write, as on a full disk, say why. Megatron reports only the type of the error."""
-    writer = filesystem_async.FileSystemWriterAsync
-    original = writer.write_preloaded_data
-    if hasattr(original, "names_write_errors"):
-        return
+    wrap(filesystem_async.FileSystemWriterAsync, write_preloaded_data=_write)
 
-    @functools.wraps(original)
-    def write(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
-        error = result[1] if result is not None else None
-        if not isinstance(error, Exception):
-            return result
-        # torch.save replaces the file's error by its own if it happens inside a tensor.
-        cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__cause__ or cause.__context__
-        raise error if cause is None else cause
 
-    write.names_write_errors = True  # type: ignore[attr-defined]
-    writer.write_preloaded_data = staticmethod(write)
+def _write(original: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(*args, **kwargs)
+    error = result[1] if result is not None else None
+    if not isinstance(error, Exception):
+        return result
+    # torch.save replaces the file's error by its own if it happens inside a tensor.
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__ or cause.__context__
+    raise error if cause is None else cause

@@ -37,6 +37,7 @@ from megablocks.megatron import checkpoint_io
 from megablocks.megatron.arguments import DriverSettings
 from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
 from megablocks.megatron.reporting import shape_of, wrap_training
+from megablocks.megatron.wrap import wrap
 from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
 from megablocks.monitor.heartbeat import Heartbeat
@@ -92,8 +93,7 @@ class Guards:
             setup_model_and_optimizer=self._setup,
             train_step=self._train_step,
         )
-        received = DistributedSignalHandler.signals_received
-        DistributedSignalHandler.signals_received = functools.partialmethod(_signals, received)
+        wrap(DistributedSignalHandler, signals_received=_signals)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.is_training and torch.cuda.is_available():
@@ -352,22 +352,18 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
 
 
 def choose_before_reading_args() -> None:
-    """Let --use-checkpoint-args read the checkpoint that `choose_checkpoint` chooses. May be called repeatedly."""
-    original = checkpointing.load_args_from_checkpoint
-    if hasattr(original, "__wrapped__"):
-        return
-
-    @functools.wraps(original)
-    def load_args(args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
-        choose_checkpoint(args)
-        if args.load and args.ckpt_step:
-            checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
-        return original(args, *rest, **options)
-
-    checkpointing.load_args_from_checkpoint = load_args
+    """Let --use-checkpoint-args read the checkpoint that `choose_checkpoint` chooses."""
+    wrap(checkpointing, load_args_from_checkpoint=_load_args)
 
 
-def _signals(handler: DistributedSignalHandler, original: Any) -> list[bool]:
+def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
+    choose_checkpoint(args)
+    if args.load and args.ckpt_step:
+        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
+    return original(args, *rest, **options)
+
+
+def _signals(original: Any, handler: DistributedSignalHandler) -> list[bool]:
     """`original`, which asks every rank for the signal to exit; one rank needs no tensor here either."""
     return [handler._signal_received] if dist.get_world_size() == 1 else original(handler)
 

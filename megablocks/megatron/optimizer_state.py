@@ -16,24 +16,25 @@ then has four faults, of which the second and third make a resumed run train wro
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from megablocks.megatron.wrap import wrap
+
 
 def install() -> bool:
-    """Apply the fixes, once a process. Returns whether they are needed, that is, whether torch's AdamW is in use."""
+    """Apply the fixes. Returns whether they are needed, that is, whether torch's AdamW is in use."""
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return False
-    if not hasattr(DistributedOptimizer.state_dict, "__wrapped__"):
-        DistributedOptimizer.state_dict = _with_state(DistributedOptimizer.state_dict)
-        DistributedOptimizer.load_state_dict = _with_own_steps(DistributedOptimizer.load_state_dict)
-        DistributedOptimizer._set_main_param_and_optimizer_states = _without_steps(
-            DistributedOptimizer._set_main_param_and_optimizer_states
-        )
+    wrap(
+        DistributedOptimizer,
+        state_dict=_with_state,
+        load_state_dict=_with_own_steps,
+        _set_main_param_and_optimizer_states=_without_steps,
+    )
     return True
 
 
@@ -41,40 +42,28 @@ def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "optimizer", None), (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _with_state(original: Any) -> Any:
-    @functools.wraps(original)
-    def state_dict(self: Any) -> Any:
-        if _is_torch_adam(self):
-            for group in self.optimizer.param_groups:
-                for parameter in group["params"]:
-                    state = self.optimizer.state[parameter]
-                    if not state:
-                        state["step"] = torch.zeros((), dtype=torch.float32)
-                        state["exp_avg"] = torch.zeros_like(parameter)
-                        state["exp_avg_sq"] = torch.zeros_like(parameter)
-        return original(self)
-
-    return state_dict
+def _with_state(original: Any, optimizer: Any) -> Any:
+    if _is_torch_adam(optimizer):
+        for group in optimizer.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = optimizer.optimizer.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros((), dtype=torch.float32)
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter)
+    return original(optimizer)
 
 
-def _with_own_steps(original: Any) -> Any:
-    @functools.wraps(original)
-    def load_state_dict(self: Any, state_dict: Any) -> None:
-        original(self, state_dict)
-        if _is_torch_adam(self):
-            for state in self.optimizer.state.values():
-                if "step" in state:
-                    state["step"] = state["step"].clone()
-
-    return load_state_dict
+def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
+    original(optimizer, state_dict)
+    if _is_torch_adam(optimizer):
+        for state in optimizer.optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"].clone()
 
 
-def _without_steps(original: Any) -> Any:
-    @functools.wraps(original)
-    def set_states(self: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-        if _is_torch_adam(self):
-            tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
-        with torch.no_grad():
-            original(self, model_param, tensors)
-
-    return set_states
+def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    if _is_torch_adam(optimizer):
+        tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
+    with torch.no_grad():
+        original(optimizer, model_param, tensors)

@@ -11,7 +11,6 @@ import functools
 import math
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from megatron.training.global_vars import get_wandb_writer
 
 from megablocks.files import write_durably
 from megablocks.megatron.load import gather_load
+from megablocks.megatron.wrap import wrap
 from megablocks.monitor.expert_load import LoadSummary
 from megablocks.monitor.flops import GPTShape, mfu
 from megablocks.monitor.history import History, parse_log_line
@@ -60,11 +60,8 @@ def shape_of(args: argparse.Namespace) -> GPTShape:
     )
 
 
-def wrap_training(**wrappers: Callable[..., Any]) -> None:
-    """Replace globals of `megatron.training.training` by wrappers, which get the original as their first argument."""
-    for name, wrapper in wrappers.items():
-        original = getattr(training, name)
-        setattr(training, name, functools.wraps(original)(functools.partial(wrapper, original)))
+wrap_training = functools.partial(wrap, training)
+"""`wrap` for globals of `megatron.training.training`."""
 
 
 class Reporter:
