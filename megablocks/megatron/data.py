@@ -171,15 +171,19 @@ def cache_folder(args: argparse.Namespace) -> str | None:
 
 def _is_read_here(vp_stage: int | None = None) -> bool:
     from megatron.core import parallel_state
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-    from megatron.training import get_args
-    from megatron.training.arguments import core_transformer_config_from_args
     from megatron.training.utils import is_first_or_last_pipeline_stage
 
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
-    if is_first_or_last_pipeline_stage(vp_stage):
-        return True
+    return is_first_or_last_pipeline_stage(vp_stage) or predicts_ahead(vp_stage)
+
+
+def predicts_ahead(vp_stage: int | None) -> bool:
+    """Whether this rank's stage has layers of multi-token prediction, which read tokens too."""
+    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+    from megatron.training import get_args
+    from megatron.training.arguments import core_transformer_config_from_args
+
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from megatron.core import mpu
 from megatron.core.rerun_state_machine import get_rerun_state_machine
-from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers
@@ -24,6 +24,7 @@ from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
 from megablocks.config import ConfigError
+from megablocks.megatron import data
 from megablocks.megatron.arguments import PREFIX, settings_from
 from megablocks.megatron.loss import loss_arguments
 from megablocks.megatron.model_config import check_config, moe_config
@@ -67,15 +68,8 @@ def _check_experts(config: TransformerConfig, settings: MegaBlocksSettings) -> N
 
 def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) -> dict[str, Tensor | None]:
     """This rank's part of the next micro-batch, on its device. All values are None if its stage reads no data."""
-    args = get_args()
-    config = core_transformer_config_from_args(args)
-    here = mtp_on_this_rank(
-        layout=config.pipeline_model_parallel_layout,
-        mtp_num_layers=config.mtp_num_layers,
-        ignore_virtual=False,
-        vp_stage=vp_stage,
-    )
-    if not is_first_or_last_pipeline_stage(vp_stage) and not here:
+    args, predicts_ahead = get_args(), data.predicts_ahead(vp_stage)
+    if not is_first_or_last_pipeline_stage(vp_stage) and not predicts_ahead:
         return dict.fromkeys(_KEYS)
     tp_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
@@ -93,7 +87,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=here,
+        mtp_on_this_rank=predicts_ahead,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=mpu.is_pipeline_first_stage(),
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
@@ -133,18 +127,16 @@ def loss_func(
     return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
 
 
-def forward_step_with(observe: Observer) -> Callable[..., tuple[Any, Any]]:
-    """Megatron's `forward_step_func` that passes each training micro-batch's loss to `observe`."""
-    return partial(forward_step, observe=observe)
-
-
 def forward_step(
     data_iterator: Iterator[dict[str, Tensor]],
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
     observe: Observer | None = None,
 ) -> tuple[Any, Any]:
-    """Run the next micro-batch through the model. Returns its output and the function that makes a loss of it."""
+    """Megatron's `forward_step_func`: run the next micro-batch. Returns the output and the function that makes a loss.
+
+    observe: gets each training micro-batch's loss.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     batch = get_batch(data_iterator, get_attr_wrapped_model(model, "vp_stage"))

@@ -57,23 +57,20 @@ _UNSUPPORTED: _Table = {
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
 """Why our layer reads nothing of Megatron's dispatchers."""
 _DISPATCHER: _Table = {
-    "moe_token_dispatcher_type": (
-        ("alltoall", "allgather"),
-        OWN_EXCHANGE,
-    ),  # "allgather" is the default of Megatron's config
-    "moe_enable_deepep": ((False,), OWN_EXCHANGE),
+    "moe_token_dispatcher_type": (("alltoall", "allgather"), OWN_EXCHANGE),  # the latter is the config's default
     "moe_flex_dispatcher_backend": (("deepep",), OWN_EXCHANGE),
-    "moe_flex_dispatcher_num_sms": ((None,), OWN_EXCHANGE),
-    "moe_deepep_num_sms": ((None,), OWN_EXCHANGE),
-    "moe_permute_fusion_into_hybridep": ((False,), OWN_EXCHANGE),
-    "moe_hybridep_pad_uneven_dispatch_inputs": ((False,), OWN_EXCHANGE),
-    "moe_hybridep_num_sms": ((None,), OWN_EXCHANGE),
     "moe_hybridep_num_sms_preprocessing": ((108,), OWN_EXCHANGE),
-    "moe_hybridep_num_blocks_permute": ((None,), OWN_EXCHANGE),
-    "moe_hybridep_num_blocks_unpermute": ((None,), OWN_EXCHANGE),
-    "moe_ncclep_static_shape": ((False,), OWN_EXCHANGE),
-    "moe_ncclep_zero_copy": ((False,), OWN_EXCHANGE),
-}
+    **dict.fromkeys(
+        ("moe_enable_deepep", "moe_permute_fusion_into_hybridep", "moe_hybridep_pad_uneven_dispatch_inputs",
+         "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
+        ((False,), OWN_EXCHANGE),
+    ),
+    **dict.fromkeys(
+        ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute",
+         "moe_hybridep_num_blocks_unpermute"),
+        ((None,), OWN_EXCHANGE),
+    ),
+}  # fmt: skip
 """Fields of Megatron's dispatchers, which stand in its own layer only."""
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _OF_ENGINE_ALONE = ("moe_router_fusion", "use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")

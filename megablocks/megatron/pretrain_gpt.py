@@ -12,6 +12,7 @@ The imports are late, so that a package that is not installed is one line too.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import os
@@ -196,7 +197,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
                 config,
                 data.datasets_provider,
                 ModelType.encoder_or_decoder,
-                gpt.forward_step_with(guards.observe),
+                functools.partial(gpt.forward_step, observe=guards.observe),
                 store=store,
                 get_embedding_ranks=gpt.embedding_ranks,
             )

@@ -26,9 +26,9 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
     Returns:
         (the routing without the dropped pairs, with the metric `dropped`; places that an expert computes on its rank).
     """
-    factor, rule, load, tokens = _factor(config), config.capacity_rule, _load(routing), routing.num_tokens
-    experts, top_k = config.num_experts, config.top_k
-    ranks = group_size(group)
+    factor, rule, load, tokens = config.capacity_factor, config.capacity_rule, _load(routing), routing.num_tokens
+    assert factor is not None, "the caller asks only where there is one"
+    experts, top_k, ranks = config.num_experts, config.top_k, group_size(group)
     if ranks == 1:
         capacity = int(capacity_of(rule, factor, top_k, tokens, experts, load))
         return apply_capacity(routing, capacity), capacity
@@ -56,16 +56,9 @@ def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGrou
     if config.capacity_rule == "megablocks" and group_size(group) > 1:
         ranks = group_size(group)
         before = _taken_before(_gather(load, group), group)
-    factor, tokens = abs(_factor(config)), routing.num_tokens
-    capacity = capacity_of(
-        config.capacity_rule, factor, config.top_k, tokens, config.num_experts, load, num_ranks=ranks
-    )
+    factor, sizes = abs(config.capacity_factor), (config.top_k, routing.num_tokens, config.num_experts)
+    capacity = capacity_of(config.capacity_rule, factor, *sizes, load, num_ranks=ranks)
     return apply_capacity(routing, capacity, before=before)
-
-
-def _factor(config: MoEConfig) -> float:
-    assert config.capacity_factor is not None, "the caller asks only where there is one"
-    return config.capacity_factor
 
 
 def _load(routing: Routing) -> Tensor:
