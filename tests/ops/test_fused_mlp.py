@@ -357,7 +357,7 @@ def test_N6_fused_mlp_of_rows_in_order_equals_that_of_a_dispatch(activation, rec
     assert torch.equal(got[0][:9], want[0][:9]) and torch.equal(got[1]["x"][:9], want[1]["x"][:9])
     for name in set(want[1]) - {"x"}:
         assert torch.equal(got[1][name], want[1][name]), name
-    with pytest.raises(ValueError, match="in_order: wants weight=None and as many tokens as rows"):
+    with pytest.raises(ValueError, match="in_order=True: needs weight=None"):
         _fused(sorted_rows, activation, in_order=True)(values | {"weight": torch.ones(11)})
 
 

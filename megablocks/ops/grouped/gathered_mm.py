@@ -35,7 +35,7 @@ from megablocks.ops.grouped.grouped_mm import (
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
-from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.routing.dispatch import Dispatch, check_tokens
 
 
 def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -169,9 +169,7 @@ gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x: Tensor, w: Tensor, dispatch: Dispatch) -> None:
-    num_tokens = dispatch.token_offsets.shape[0] - 1
-    if x.dim() != 2 or x.shape[0] != num_tokens:
-        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
+    check_tokens(x, dispatch)
     check_grouped(x, w, dispatch.expert_offsets)
 
 
@@ -180,15 +178,14 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
 
     Args:
         x: (T, H) floating.
-        w: (E, H, N), same dtype; any stride. A view `w1.transpose(1, 2)` of (E, N, H) suits best: so lies its gradient.
+        w: (E, H, N), same dtype, of any stride. A view `w1.transpose(1, 2)` of (E, N, H) is best: dw has its strides.
         dispatch: of T tokens and R pairs.
         num_bits: 4 or 8 keep x quantized (`ops.quant`) for dW; -1 as it is.
 
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x, w = under_autocast(x, w)
+    x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
@@ -205,8 +202,7 @@ def gathered_mm_gated(
     Returns:
         pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified.
     """
-    if torch.is_autocast_enabled(x.device.type):
-        x, w1, v1 = under_autocast(x, w1, v1)
+    x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")
