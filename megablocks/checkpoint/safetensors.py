@@ -101,7 +101,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         with open(path, "rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > size - 8:
-                raise ValueError(f"the header's {length} bytes are not there")
+                raise ValueError(f"it ends within its header of {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
         entries, end = {}, 0
@@ -111,10 +111,10 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             first, last = tensor["data_offsets"]
             dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
             if last - first != math.prod(shape) * dtype.itemsize:
-                raise ValueError(f"{name} has {last - first} bytes, which its shape {list(shape)} does not give")
+                raise ValueError(f"{name} has {last - first} bytes, but another shape: {list(shape)}")
             entries[name], end = _Entry(path, dtype, shape, 8 + length + first), max(end, last)
         if 8 + length + end != size:
-            raise ValueError(f"{size} bytes, its header says {8 + length + end}")
+            raise ValueError(f"it has {size} bytes, but its header describes {8 + length + end}")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: no whole safetensors file: {error}") from None
     return entries

@@ -58,7 +58,7 @@ def all_to_all(
     if not async_op:
         return _exchange(x, input_split_sizes, output_split_sizes, group), None
     if x.shape[0] != sum(input_split_sizes):
-        raise ValueError(f"x: has {x.shape[0]} rows, but input_split_sizes={list(input_split_sizes)} adds up otherwise")
+        raise ValueError(f"input_split_sizes={list(input_split_sizes)}: must add up to the {x.shape[0]} rows of x")
     return _Exchange.apply(x, output_split_sizes, input_split_sizes, group)
 
 

@@ -164,7 +164,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
     def __init__(self, args: Arguments, **options: Any) -> None:
         super().__init__()
         if options:
-            raise ValueError(f"{', '.join(options)}: must be left out, an Arguments says them itself")
+            raise ValueError(f"{', '.join(options)}: must be left out, because Arguments has them")
         # This copies and checks the object. Later changes of it do not reach the layer.
         self.args = args = dataclasses.replace(args)
         self.router = LearnedRouter(args)

@@ -50,7 +50,9 @@ class DriverSettings:
     loss_spike_factor: float = option(
         0.0, "skip the update of a step whose loss exceeds this many times the median of the past losses; 0: never"
     )
-    loss_spike_window: int = option(64, "number of past losses in that median; checkpoints keep them")
+    loss_spike_window: int = option(
+        64, "number of past losses in the median of the loss spike factor; checkpoints keep them"
+    )
     hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
     fused_optimizer: bool = option(
         True,
@@ -61,7 +63,7 @@ class DriverSettings:
         True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
     )
     keep_checkpoints: int = option(
-        0, "after a save, remove the run's older checkpoints but the newest so many, this one included; 0: keep all"
+        0, "after a save, keep only this many of the run's newest complete checkpoints; 0: keep all"
     )
     allow_other_model: bool = option(
         False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
@@ -73,7 +75,7 @@ class DriverSettings:
     )
     fused_loss_kept_gib: float | None = option(
         None,
-        "GiB of that op's logits that stay in memory for backward, which computes all others again; unset: a tenth of "
+        "GiB of logits that the fused loss keeps for backward; backward computes the others again; unset: a tenth of "
         "the GPU's memory",
     )
 

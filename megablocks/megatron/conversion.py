@@ -314,7 +314,7 @@ class Checkpoint:
         self.folder = folder
         args = checkpoint_io.saved_args(folder)
         if args is None:
-            raise atomic.CheckpointError(f"{folder}: holds no flags of a run, which say what its model is")
+            raise atomic.CheckpointError(f"{folder}: holds no flags of a run, so the sizes of its model are unknown")
         self.args = args
         self._reader = FileSystemReader(folder)
         metadata = self._reader.read_metadata()

@@ -89,7 +89,9 @@ def check_fields(values: Any, *, dispatches: bool) -> None:
             raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}; {why}")
     inside = _OFFLOADED.intersection(getattr(values, "offload_modules", None) or ())
     if inside:
-        raise ConfigError(f"offload_modules={sorted(inside)}: must not be of the experts, whose activations stay")
+        raise ConfigError(
+            f"offload_modules={sorted(inside)}: must not name the experts' modules; their activations stay on the GPU"
+        )
 
 
 def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:

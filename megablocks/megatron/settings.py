@@ -65,7 +65,9 @@ class MegaBlocksSettings:
         None, "in training, round each expert's number of tokens to a multiple of a tile, by this rule; unset: do not",
         TOKEN_ROUNDINGS,
     )  # fmt: skip
-    token_rounding_tile: int | None = option(None, "rows of that tile; unset: as many as the experts' kernels use")
+    token_rounding_tile: int | None = option(
+        None, "rows of a tile of the token rounding; unset: as many as the experts' kernels use"
+    )
     normalize_top_k: float | None = option(
         None,
         "divide a token's weights by their p-norm with this p, only with softmax before top-k; unset: as Megatron does",
@@ -84,16 +86,15 @@ class MegaBlocksSettings:
     uniform_assignment: bool = option(False, "give tokens to experts in turn, without the router, for benchmarks")
     recompute_activation: bool = option(False, "recompute the experts' activation in backward instead of saving it")
     quantize_inputs_num_bits: int = option(
-        -1, "bits to which the experts' saved input is quantized; -1: not at all", QUANTIZE_NUM_BITS
+        -1, "bits in which the experts' input is saved; -1: as it is", QUANTIZE_NUM_BITS
     )
     quantize_rematerialize_num_bits: int = option(
         -1,
-        "bits to which the experts' saved pre-activations are quantized, from which backward recomputes the "
-        "activation; -1: not at all",
+        "bits in which pre-activations are saved; backward recomputes the activation from them; -1: as they are",
         QUANTIZE_NUM_BITS,
     )
     quantize_scatter_num_bits: int = option(
-        -1, "bits to which the experts' output is quantized that is saved for the router's gradient; -1: not at all",
+        -1, "bits in which the experts' output is saved for the router's gradient; -1: as it is",
         QUANTIZE_NUM_BITS,
     )  # fmt: skip
     gradient_accumulation_fusion: bool | None = option(
@@ -104,8 +105,8 @@ class MegaBlocksSettings:
     dispatcher: str = option(
         "auto",
         "how tokens reach the experts of other ranks: symmetric, through memory that the GPUs of one host share, "
-        "without a host synchronization; all_to_all; auto: symmetric where max_tokens is known, rows cannot overflow "
-        "and the ranks can",
+        "without a host synchronization; all_to_all; auto: symmetric where the ranks can share memory, max_tokens is "
+        "known and rows cannot overflow",
         DISPATCHER_CHOICES,
     )
     max_tokens: int | None = option(
@@ -113,8 +114,8 @@ class MegaBlocksSettings:
     )
     dispatch_rows_factor: float = option(
         2.0,
-        "rows that a rank's experts take with dispatcher=symmetric, as a multiple of max_tokens times top-k; more stop "
-        "the run",
+        "rows that a rank's experts take with dispatcher=symmetric, as a multiple of max_tokens times top-k; the run "
+        "stops if more arrive",
     )
     attention: str = option(
         "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS

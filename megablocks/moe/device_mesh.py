@@ -34,7 +34,7 @@ def as_dtensors(experts: nn.Module, shard: ExpertShard, mesh: DeviceMesh) -> Non
 
     if shard.ffn_size > 1:
         ranks, most = mesh.size(), mesh.size() // shard.ffn_size
-        raise ValueError(f"expert_mesh: has {ranks} ranks, must have at most as many as experts, {most}")
+        raise ValueError(f"expert_mesh: has {ranks} ranks, must have at most one an expert, {most}")
     for name, parameter in list(experts.named_parameters(recurse=False)):
         whole = DTensor.from_local(parameter.detach(), mesh, [Shard(0)], run_check=False)
         distributed = nn.Parameter(whole, requires_grad=parameter.requires_grad)

@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
         if expert_mesh is not None:
             check_expert_mesh(expert_mesh)
             if expert_parallel_group is not None:
-                raise ValueError("expert_parallel_group: must be left out, expert_mesh says it")
+                raise ValueError("expert_parallel_group: must be left out with expert_mesh, which has a group")
             expert_parallel_group = expert_mesh.get_group()
             device = expert_mesh.device_type if device is None else device
         self.expert_parallel_group = group = expert_parallel_group

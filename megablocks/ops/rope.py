@@ -82,6 +82,6 @@ def rope(x: Tensor, angles: Tensor, *, interleaved: bool = False, scale: float =
         allowed = f"({x.shape[0]}, an even number up to {x.shape[3]})"
         raise ValueError(f"angles is {tuple(angles.shape)}: must be {allowed} for x {tuple(x.shape)}")
     if angles.requires_grad:
-        raise ValueError("angles requires a gradient: must not, detach it")
+        raise ValueError("angles requires a gradient: detach it")
     y: Tensor = rope_op(x, angles, interleaved, scale, False)
     return y

@@ -243,8 +243,8 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         if identity["weights"] == before.get("weights") and identity["beside"] != before.get("beside"):
             given = "no --like" if like is None else f"--like={str(like)!r}"
             raise ConfigError(
-                f"{given}: the interrupted conversion into {target} took another config.json or other files beside the "
-                f"weights; give the --like that it had, or remove {partial}"
+                f"{given}: the interrupted conversion into {target} copied other files beside the weights; "
+                f"give the --like that it had, or remove {partial}"
             )
         journal, progress = Journal(partial, identity), Progress(total)
         if to == "megatron":

@@ -274,7 +274,7 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name = f"capacity_factor={factor}" if factor is not None else f"layer={layer!r}"
-        raise ConfigError(f"megablocks_{name}: only dropless layers of ours are planned")
+        raise ConfigError(f"megablocks_{name}: must be left out; plan knows only our dropless layers")
     values: dict[str, Any] = {}
     for one in dataclasses.fields(Model):
         dest = one.name if hasattr(args, one.name) else PREFIX + one.name

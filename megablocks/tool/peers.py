@@ -22,7 +22,9 @@ def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
 
     def checked(call: Callable[[Problem], Step]) -> Step:
         if problem.shape.activation not in ACTIVATIONS:
-            raise ValueError(f"activation={problem.shape.activation!r}: is called with {', '.join(ACTIVATIONS)} alone")
+            raise ValueError(
+                f"activation={problem.shape.activation!r}: must be one of {', '.join(ACTIVATIONS)} for a peer"
+            )
         return call(problem)
 
     made = {name: functools.partial(checked, call) for name, call in PEERS.items()}

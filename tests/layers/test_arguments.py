@@ -113,7 +113,7 @@ def test_from_megatron_fills_then_checks():
 
 
 def test_what_arguments_say_is_not_said_twice():
-    with pytest.raises(ValueError, match="^seed: must be left out, an Arguments says them itself"):
+    with pytest.raises(ValueError, match="^seed: must be left out, because Arguments has them"):
         dMoE(_arguments(), seed=3)
 
 

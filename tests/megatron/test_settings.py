@@ -210,7 +210,7 @@ def test_config_maps() -> None:
         ("cuda_graph_impl", "local", "must be 'none'"),
         ("mtp_num_layers", 1, "must be None"),
         ("cuda_graph_modules", ["attn"], "must be []"),
-        ("offload_modules", ["moe_act"], "must not be of the experts"),
+        ("offload_modules", ["moe_act"], "must not name the experts"),
         ("moe_single_grouped_weight", True, "must be False"),
         ("expert_gtp_weight_remat_size", 2, "must be 1"),
         ("moe_token_dispatcher_type", "flex", "must be 'alltoall'"),

@@ -258,8 +258,8 @@ def test_experts_are_drawn_and_loaded_where_they_lie():
             assert mine.keys() == plain.keys() and all(torch.equal(mine[name], plain[name]) for name in plain)
         assert errors == [
             "expert_mesh: has 2 dimensions, must have one, such as mesh['experts'] of several",
-            "expert_parallel_group: must be left out, expert_mesh says it",
-            "expert_mesh: has 4 ranks, must have at most as many as experts, 2",
+            "expert_parallel_group: must be left out with expert_mesh, which has a group",
+            "expert_mesh: has 4 ranks, must have at most one an expert, 2",
         ]
 
 

@@ -273,7 +273,7 @@ def test_fused_mlp_names_what_does_not_fit():
         (MainGrads(w1=torch.zeros(3, 8, 4)), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),
         (MainGrads(w2=torch.zeros(shape).half()), r"main_grads of w2 is .* torch.float16, contiguous: " + must),
         (MainGrads(w1=torch.zeros(3, 8, 4).mT), r"main_grads of w1 is .*, of strides \(32, 1, 4\): " + must),
-        (MainGrads(v1=torch.zeros(shape)), "main_grads has a tensor for v1, which is None"),
+        (MainGrads(v1=torch.zeros(shape)), "main_grads has a tensor for v1, but v1 is None"),
     ):
         refused(message, "silu", plain, main_grads=mains)
 

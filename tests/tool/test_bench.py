@@ -51,7 +51,7 @@ def test_what_does_not_take_the_shape_is_left_out(capsys: pytest.CaptureFixture[
     assert main(["bench", *shape, "--activation", "relu", "--only", "auto,sparse,torch"]) == 0
     out = capsys.readouterr().out
     assert "\nleft out: sparse: ConfigError: ffn_hidden_size=40: must be a multiple of 64" in out
-    assert "\nleft out: torch: ValueError: activation='relu': is called with swiglu, gelu alone" in out
+    assert "\nleft out: torch: ValueError: activation='relu': must be one of swiglu, gelu for a peer" in out
 
 
 def test_a_wrong_implementation_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,8 +196,8 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
     path = source / "model.safetensors"
     whole = path.read_bytes()
     for content, what in (
-        (whole[:-1], "bytes, its header says"),
-        (whole[:100], "the header's"),
+        (whole[:-1], "bytes, but its header describes"),
+        (whole[:100], "it ends within its header"),
         (struct.pack("<Q", 4) + b"{}}}", "no whole safetensors file"),
         (b"", "no whole safetensors file"),
     ):
@@ -292,7 +292,7 @@ def test_an_interrupted_conversion_with_another_like_is_refused(
     for more, said in (([], "no --like"), (["--like", str(tmp_path / "second")], f"--like='{tmp_path / 'second'}'")):
         assert main([*words, *more]) == 2
         line = capsys.readouterr().err
-        assert line.startswith(f"megablocks convert: {said}: the interrupted conversion into {tmp_path / 'ours'} took ")
+        assert line.startswith(f"megablocks convert: {said}: the interrupted conversion into {tmp_path / 'ours'} copied ")
         assert line.endswith(f"; give the --like that it had, or remove {partial}\n") and line.count("\n") == 1
     assert {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()} == noted
     (tmp_path / "first/first.model").write_text("changed since")

@@ -399,7 +399,7 @@ def _check_main_grads(parameters: ExpertParameters, main_grads: MainGrads) -> No
         if main is None:
             continue
         if matrix is None:
-            raise ValueError(f"main_grads has a tensor for {what}, which is None: must be None there too")
+            raise ValueError(f"main_grads has a tensor for {what}, but {what} is None: must be None too")
         dtype = torch.promote_types(matrix.dtype, torch.float32)
         if main.shape != matrix.shape or main.dtype != dtype or not main.is_contiguous():
             strides = "contiguous" if main.is_contiguous() else f"of strides {main.stride()}"

@@ -255,7 +255,7 @@ def _check(x: Tensor, name: str, w: Tensor, bias: Tensor | None, dispatch: Dispa
     if dispatch.padded:
         raise ValueError("dispatch has padded rows: must be as build_dispatch made it")
     if dispatch.num_rows < dispatch.num_pairs:
-        raise ValueError("dispatch has fewer rows than pairs: mlp_impl='scatter' takes no dispatch_rows_factor < ranks")
+        raise ValueError("dispatch has fewer rows than pairs: mlp_impl='scatter' needs dispatch_rows_factor >= ranks")
     if x.dim() != 2 or x.shape[0] != rows:
         raise ValueError(f"{name} is {tuple(x.shape)}: must have {rows} rows, as the dispatch says")
     if w.dim() != 3 or w.shape[0] != experts or w.shape[1] != x.shape[1]:
