@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 PACKAGES = (
     "megablocks",
@@ -50,16 +51,24 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
+def gpus() -> list[dict[str, Any]]:
+    """Name, compute capability and GiB of each visible GPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    every = [torch.cuda.get_device_properties(i) for i in range(count)]
+    return [
+        {"name": p.name, "capability": f"{p.major}.{p.minor}", "gib": round(p.total_memory / 2**30, 1)} for p in every
+    ]
+
+
 def _devices() -> list[str]:
     try:
         import torch
     except ImportError:
         return []
-    lines = [f"torch CUDA: {torch.version.cuda or 'none'}"]
-    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(i)
-        lines.append(f"GPU {i}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB")
-    return lines
+    every = [f"GPU {i}: {gpu['name']}, {gpu['gib']:.0f} GiB" for i, gpu in enumerate(gpus())]
+    return [f"torch CUDA: {torch.version.cuda or 'none'}", *every]
 
 
 def env_report(argv: Sequence[str] | None = None) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from megablocks.monitor.env_report import commit, version
+from megablocks.monitor.env_report import commit, gpus, version
 from megablocks.tool.commands import Parser
 
 if TYPE_CHECKING:
@@ -46,17 +46,6 @@ def versions() -> dict[str, str]:
 
         cuda = torch.version.cuda or "none"
     return {**found, "CUDA (torch)": cuda, "NVIDIA driver": _driver(), "commit": commit()}
-
-
-def gpus() -> list[dict[str, Any]]:
-    """Name, compute capability and GiB of each visible GPU."""
-    import torch
-
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    every = [torch.cuda.get_device_properties(i) for i in range(count)]
-    return [
-        {"name": p.name, "capability": f"{p.major}.{p.minor}", "gib": round(p.total_memory / 2**30, 1)} for p in every
-    ]
 
 
 def _path_of(kernels: ModuleType | None, otherwise: str) -> str:
