@@ -32,7 +32,7 @@ def _gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_b: bool = False) -> Te
 def _raw_gmm(
     a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False, c: Tensor | None = None
 ) -> Tensor:
-    """As `ops.gmm`, without gradients; with trans_a each expert's aᵀ·b of a (R, M) and b (R, N): (E, M, N).
+    """Like `ops.gmm`, without gradients; with trans_a each expert's aᵀ·b of a (R, M) and b (R, N): (E, M, N).
 
     Args:
         c: of the result's shape; the result is written into it where it is given. It may be a or b.

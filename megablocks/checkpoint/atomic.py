@@ -189,10 +189,10 @@ def make_room(root: Path | str, iteration: int) -> Path | None:
 
 
 def prune(root: Path | str, saved: int, keep: int) -> None:
-    """Remove the complete checkpoints before iteration `saved`, but the newest `keep - 1` of them.
+    """Keep `saved` and the newest `keep - 1` complete checkpoints before it; remove the older complete ones.
 
     Call it once `saved` is complete. Torn folders, links and later iterations stay. A folder loses its marker first, so
-    that an interrupted removal leaves a torn checkpoint and no damaged one.
+    that an interrupted removal leaves a torn checkpoint, not a damaged one.
     """
     folders = [folder_of(root, i) for i in iterations(root) if i < saved]
     complete = [folder for folder in folders if (folder / MARKER).is_file() and not folder.is_symlink()]

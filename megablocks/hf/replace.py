@@ -13,7 +13,7 @@ from megablocks.hf.weights import check_weight
 
 @dataclass
 class Replaced:
-    """What `replace_moe` did. Its repr says it.
+    """What `replace_moe` did. Its repr prints it.
 
     names: the experts modules that are ours now.
     left: experts that were left alone, and why.
@@ -45,7 +45,7 @@ def _why_not(module: nn.Module) -> str | None:
 
 
 def replace(model: nn.Module) -> Replaced:
-    """As `megablocks.hf.replace_moe`, once `register` was called."""
+    """Like `megablocks.hf.replace_moe`, once `register` was called."""
     done = Replaced()
     for name, module in model.named_modules():
         if name.rpartition(".")[2] != "experts" and not hasattr(module, "is_transposed"):

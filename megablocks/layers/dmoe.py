@@ -15,7 +15,7 @@ from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 
 class ParallelDroplessMLP(ParallelMLP):
-    """As `ParallelMLP`, and no token is dropped: the capacity factor of `Arguments` is ignored, as in 0.10.
+    """Like `ParallelMLP`, but no token is dropped: the capacity factor of `Arguments` is ignored, as in 0.10.
 
     Methods "sparse_…" are called with mlp_impl "sparse", methods "grouped_…" with all others, so that a program may
     override either. They are the same functions here.
@@ -42,13 +42,13 @@ class ParallelDroplessMLP(ParallelMLP):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capactiy: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """As `grouped_permute_and_compute`."""
+        """Like `grouped_permute_and_compute`."""
         sparse = self.args.mlp_impl == "sparse"
         compute = self.sparse_permute_and_compute if sparse else self.grouped_permute_and_compute
         return compute(x, tokens_per_expert, indices, bin_ids, expert_weights, bins, expert_capactiy, top_k)
 
     def forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `ParallelMLP.forward_once`."""
+        """Like `ParallelMLP.forward_once`."""
         once = self.sparse_forward_once if self.args.mlp_impl == "sparse" else self.grouped_forward_once
         return once(x, expert_weights, top_experts)
 

@@ -111,7 +111,7 @@ class MLP(_ArgumentsExperts):
         return local if weight is self.w2 else local.transpose(1, 2)
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """From any layout that `Experts` takes to this one."""
+        """Convert any layout that `Experts` takes to this one."""
         super()._accept_old_layouts(state, prefix, *rest)
         flat = (self.num_local_experts * self.ffn_hidden_size, self.config.hidden_size)
         for name, _ in self._matrices():

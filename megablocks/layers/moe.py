@@ -103,7 +103,7 @@ class ParallelMLP(nn.Module):
         return self.permute_and_compute(x, counts, indices, bin_ids, weights, bins, capacity, self.top_k), counts
 
     def parallel_forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
-        """As `forward_once`, where ranks hold different experts: each computes the rows that it receives."""
+        """Like `forward_once`, where ranks hold different experts: each computes the rows that it receives."""
         if group_size(self.expert_parallel_group) == 1:
             return self.forward_once(x, expert_weights, top_experts)
         shape = (-1, self.top_k)

@@ -80,7 +80,7 @@ def hidden_sharding_degree(args: Arguments) -> int:
     """Over how many ranks each expert's width is cut.
 
     Raises:
-        ValueError: the ranks are no multiple of the experts, or do not divide the width.
+        ValueError: the number of ranks is not a multiple of the experts, or the ranks do not divide the width.
     """
     size, experts = get_expert_parallel_world_size(args), expert_sharding_degree(args)
     degree = size // experts

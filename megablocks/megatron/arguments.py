@@ -1,6 +1,6 @@
 """The driver's flags beside Megatron's: `--megablocks-*`, `--data-prefix`, the old fork's names, and defaults.
 
-Every flag of Megatron-LM stays but those of `UNSUPPORTED`. `add_arguments` is the `extra_args_provider` of Megatron's
+All flags of Megatron-LM work, except those of `UNSUPPORTED`. `add_arguments` is the `extra_args_provider` of Megatron's
 `parse_and_validate_args`. Its parser first parses; then it maps the old names to Megatron's, fills defaults that depend
 on the machine (no GPU, no Transformer Engine) and refuses bad values in one line. Megatron's own validation follows.
 

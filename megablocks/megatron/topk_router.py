@@ -153,7 +153,7 @@ class MegaBlocksRouter(TopKRouter):
     def _attach_dense_losses(
         self, weight: Tensor, logits: Tensor, padding_mask: Tensor | None, seq: int, batch: int
     ) -> Tensor:
-        """As `_attach_losses`, the losses that are not `route`'s: Megatron's, from its dense scores and map."""
+        """Like `_attach_losses`, the losses that are not `route`'s: Megatron's, from its dense scores and map."""
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=False, padding_mask=padding_mask
         )

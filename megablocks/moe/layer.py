@@ -157,7 +157,7 @@ class MoELayer(nn.Module):
         return y, extra
 
     def _one_at_a_time(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """As `_compute`, for config.batch_invariant on a CPU: each token in a batch of its own.
+        """Like `_compute`, for config.batch_invariant on a CPU: each token in a batch of its own.
 
         There torch's products choose an algorithm by the number of rows, and its elementwise functions compute the last
         few values of a tensor by other code than those before.

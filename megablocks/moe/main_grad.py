@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
-    """Where the parameter's gradients are to be added, None if it asks for nothing of the kind.
+    """The tensor to which the parameter's gradients are to be added; None if it has none.
 
     A compiled layer leaves its gradients to autograd, and so to Megatron's hook, which zero_out_wgrad tells to add them
     even where another micro-batch of the step ran eagerly, as some do once torch.compile has compiled often enough.

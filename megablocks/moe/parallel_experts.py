@@ -45,7 +45,7 @@ class ParallelExperts(nn.Module):
         grouped_in: bool = False,
         grouped_out: bool = False,
     ) -> Tensor:
-        """As `parallel_linear`."""
+        """Like `parallel_linear`."""
         return parallel_linear(
             inputs, self.weight.transpose(1, 2), k, sorted_expert_idxs, sorted_scattered_idxs, expert_offsets,
             expert_biases=self.bias, gates=gates, grouped_in=grouped_in, grouped_out=grouped_out,

@@ -128,7 +128,7 @@ class TopKRouter(Router):
             self.tokens_since_update = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
-        """As the base's; counts the load for the next update of the bias."""
+        """Like the base class; also counts the load for the next update of the bias."""
         routing = super().route(logits, padding_mask=padding_mask)
         counts = self.tokens_since_update
         if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
@@ -263,7 +263,7 @@ def _top_k(
 def _rounded(
     logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
 ) -> _Result:
-    """As `_top_k`; then the loads are rounded, so that tokens keep different numbers of experts."""
+    """Like `_top_k`; then the loads are rounded, so that tokens keep different numbers of experts."""
     assert config.token_rounding is not None
     rounding = (config.token_rounding, config.token_rounding_tile or TILE_ROWS)
     out = route_rounded(logits, options, *rounding, bias=score_bias, padding_mask=padding_mask)

@@ -45,7 +45,7 @@ class RunSizes:
 
     @classmethod
     def read(cls, path: Path) -> RunSizes:
-        """From a run.json. Raises ConfigError, which names the file and what it must hold."""
+        """Read the sizes from a run.json. Raises ConfigError, which names the file and what it must hold."""
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "shape": GPTShape(**values["shape"])})

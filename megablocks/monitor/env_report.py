@@ -33,7 +33,7 @@ VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECT
 
 
 def version(package: str) -> str:
-    """Of an installed package, or "not installed"."""
+    """The version of an installed package, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

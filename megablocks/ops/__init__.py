@@ -1,4 +1,4 @@
-"""Functional ops of a mixture-of-experts layer: torch and triton only, nothing of the package but this folder.
+"""Functional ops of a mixture-of-experts layer. They import torch, triton and this folder only.
 
 Legend: T tokens, H hidden, I expert width, E experts, K top-k, R pairs or rows, V <= R valid ones.
 

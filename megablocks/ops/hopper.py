@@ -57,7 +57,7 @@ class Tile:
 
     @property
     def left_bytes(self) -> int:
-        """Of a stage's left operand; the right one's are beside it."""
+        """Bytes of the left operand in a stage; those of the right operand follow."""
         return self.BM * self.BK * 2
 
     @property
@@ -118,7 +118,7 @@ def why_off(device: int) -> str | None:
 
 
 def runs_hopper(t: Tensor) -> bool:
-    """Whether the kernels may run on t: switched on, a Hopper GPU, bfloat16 or float16, a Triton that has them."""
+    """Whether the kernels may run on t: they are switched on, and GPU, dtype and release of Triton fit."""
     return (
         switched_on()
         and t.is_cuda

@@ -116,7 +116,7 @@ class Op:
         return self._signature.flat((*args, *self._signature.defaults[len(args) :]))
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
-        """As `CustomOpDef.register_autograd`.
+        """Like `CustomOpDef.register_autograd`.
 
         Args:
             backward: returns one gradient for each parameter of the implementation. For a NamedTuple that is None, or

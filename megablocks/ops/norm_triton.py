@@ -92,7 +92,7 @@ def _sizes(hidden: int) -> dict[str, int]:
 def norm_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `norm_ref`; one launch."""
+    """Like `norm_ref`; one launch."""
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     (num_rows, hidden), device = x.shape, x.device
     y, rstd = torch.empty_like(x), torch.empty(num_rows, dtype=torch.float32, device=device)
@@ -108,7 +108,7 @@ def norm_launch(
 def norm_backward_launch(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `norm_backward_ref`; one launch, and torch's sums of the partial results."""
+    """Like `norm_backward_ref`; one launch, and torch's sums of the partial results."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     num_rows, hidden = x.shape
     sizes = _sizes(hidden)

@@ -40,7 +40,7 @@ def rope_ref(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transpo
 
 @custom_op("megablocks::rope", fake=lambda a: a.x.new_empty(a.x.shape))
 def rope_op(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transposed: bool) -> Tensor:
-    """As `rope_ref`."""
+    """Like `rope_ref`."""
     if runs_triton(x):
         from megablocks.ops.rope_triton import rope_launch
 

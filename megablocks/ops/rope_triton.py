@@ -74,7 +74,7 @@ def _rope_kernel(
 
 
 def rope_launch(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transposed: bool) -> Tensor:
-    """As `rope_ref`; one launch."""
+    """Like `rope_ref`; one launch."""
     x, angles = x if x.stride(3) == 1 else x.contiguous(), angles.contiguous()
     (positions, batch, heads, size), rotated = x.shape, angles.shape[1]
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)

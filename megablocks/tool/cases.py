@@ -143,7 +143,7 @@ def _rope(x: Tensor) -> Outputs:
 
 
 def _rope_truth(x: Tensor) -> Outputs:
-    """By complex numbers."""
+    """Rotation by complex numbers."""
     rotated, rest = x.view(T, 1, 3, H // 3).split((20, H // 3 - 20), -1)
     angles = _angles(x.device).double()[:, None, None]
     turn = torch.polar(torch.ones_like(angles), angles)

@@ -79,7 +79,7 @@ class Progress:
         self._started = self._said = time.monotonic()
 
     def skip(self, size: int) -> None:
-        """Of a file that an interrupted conversion has left complete."""
+        """Count the bytes of a file that an interrupted conversion has left complete."""
         if not self.skipped:
             print("megablocks convert: goes on where it was interrupted", file=sys.stderr, flush=True)
         self.skipped += size

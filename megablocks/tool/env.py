@@ -49,14 +49,14 @@ def versions() -> dict[str, str]:
 
 
 def _path_of(kernels: ModuleType | None, otherwise: str) -> str:
-    """What a module of kernels is, by its name."""
+    """The kind of a module of kernels, by its name."""
     if kernels is None:
         return otherwise
     return HOPPER if "_hopper" in kernels.__name__ else TRITON
 
 
 def _products(x: torch.Tensor) -> str:
-    """Of the grouped products, which the other implementations of experts share."""
+    """Kernels of the grouped products, which the other implementations of experts share."""
     from megablocks.ops.grouped import grouped_mm as ops
 
     if (hopper := ops.hopper_ragged_m(x)) is not None:

@@ -60,7 +60,7 @@ def _layer_parts(m: Model) -> tuple[int, int, int]:
 
 
 def parameters(m: Model) -> Parameters:
-    """Of the model and of a rank of its fullest pipeline stage."""
+    """Parameters of the model, and of a rank of its fullest pipeline stage."""
     attention, mlp, expert = _layer_parts(m)
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     moe = s.num_moe_layers
@@ -195,7 +195,7 @@ class Memory(NamedTuple):
 
 
 def _activations(m: Model, last: bool) -> dict[str, float]:
-    """Of the first or the last pipeline stage. The first holds the most micro-batches, the last the logits."""
+    """Activations of the first or last pipeline stage. The first holds the most micro-batches, the last the logits."""
     n, pp = rows(m), m.pipeline_model_parallel_size
     held = 1 if last else min(pp, m.micro_batches)
     layers = m.num_layers // pp

@@ -181,7 +181,7 @@ class Model:
 
     @property
     def tokens(self) -> int:
-        """Of a step, over all ranks."""
+        """Tokens of a step, over all ranks."""
         assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
 
@@ -263,7 +263,7 @@ def from_flags(options: argparse.Namespace) -> Model:
 
 
 def from_driver(args: argparse.Namespace, gpu: str) -> Model:
-    """From the validated arguments of a driver's command line.
+    """A model from the validated arguments of a driver's command line.
 
     Raises:
         ConfigError: another layer than ours, one with a capacity, or a part that no formula here counts.

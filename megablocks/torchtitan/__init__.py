@@ -79,7 +79,7 @@ class MegaBlocksRoutedExperts(RoutedExperts):
         self.dispatcher = make_dispatcher(None, self.inner_experts.num_experts)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """As torchtitan's, and the exchange of tokens over its mesh "ep"."""
+        """Like torchtitan's, with the exchange of tokens over its mesh "ep"."""
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:

@@ -55,7 +55,7 @@ from megablocks.ops.launch import quick
 
 @dataclass(frozen=True)
 class PlanK(Plan):
-    """As Plan; `gated` with a second left operand, `add` to what is there."""
+    """Like Plan; `gated` with a second left operand, `add` to what is there."""
 
     M: int = 0
     add: bool = False
@@ -68,7 +68,7 @@ class PlanK(Plan):
 
     @property
     def tiles(self) -> int:
-        """Of an expert, whatever its rows."""
+        """Tiles of an expert; its number of rows does not matter."""
         return (1 + self.gated) * self.m_tiles * self.n_tiles
 
     @property

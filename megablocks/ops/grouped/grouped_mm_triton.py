@@ -209,7 +209,7 @@ def scattered_mm_launch(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
     rows: Rows, zero_tail: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As `scattered_mm_op`; one launch, and with `other` one sum over the column tiles."""
+    """Like `scattered_mm_op`; one launch, and with `other` one sum over the column tiles."""
     (experts, K, N), num_rows = w.shape, rows.count(x)
     y = x.new_empty(num_rows, N)
     config = choose(N, x)
@@ -237,7 +237,7 @@ def scattered_mm_dw_launch(
     a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool,
     add_to: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """As `scattered_mm_dw_ref`; one launch, and none where there are no rows, whose strides may be any.
+    """Like `scattered_mm_dw_ref`; one launch, and none where there are no rows, whose strides may be any.
 
     add_to: (E, M, N) float32, contiguous: dw is added to it, unrounded, and it is returned.
     """

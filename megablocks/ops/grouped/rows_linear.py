@@ -26,7 +26,7 @@ def rows_linear_ref(x: Tensor, w: Tensor) -> Tensor:
 
 
 def rows_linear_launch(x: Tensor, w: Tensor) -> Tensor:
-    """As `rows_linear_ref`; float32 sums. One expert owns all the rows."""
+    """Like `rows_linear_ref`; float32 sums. One expert owns all the rows."""
     from megablocks.ops.grouped.grouped_mm_triton import ragged_m
 
     offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]  # made there: nothing is copied

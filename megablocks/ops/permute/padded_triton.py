@@ -88,7 +88,7 @@ def _pad_kernel(
 def pad_launch(
     rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """As `pad_indices_ref`; one launch."""
+    """Like `pad_indices_ref`; one launch."""
     ends, pair, gather, scatter, top_k = rows
     num_pairs, num_experts, plain = (pair if scatter is None else scatter).shape[0], ends.shape[0], gather is None
     num_tokens = num_pairs // top_k if plain else 0

@@ -159,7 +159,7 @@ def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
         the module. Not differentiable.
 
     Raises:
-        ValueError: another number of bits, no matrix, or no floating dtype.
+        ValueError: another number of bits, or x is not a matrix of a floating dtype.
     """
     _check_bits(num_bits)
     if x.dim() != 2 or not x.is_floating_point():

@@ -373,7 +373,7 @@ def pad_indices(
         num_rows: N; needed where padded_bins is a tensor, which the host does not know.
 
     Raises:
-        ValueError: shapes that do not fit, R no multiple of K, or no num_rows.
+        ValueError: shapes that do not fit, R is not a multiple of K, or num_rows is missing.
     """
     if indices.dim() != 1 or bins.dim() != 1 or bins.shape[0] == 0:
         raise ValueError(f"indices {tuple(indices.shape)} and bins {tuple(bins.shape)}: must be (R,) and (E,), E >= 1")

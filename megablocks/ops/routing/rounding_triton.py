@@ -239,7 +239,7 @@ def rounded_route_launch(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, draw: Tensor | None,
     rounding: Rounding, options: RouterOptions,
 ) -> RoundedOutput:  # fmt: skip
-    """As `rounded_router_ref`, for at least one token; six launches and a scan, one more for "stochastic_score"."""
+    """Like `rounded_router_ref`, for at least one token; six launches and a scan, one more for "stochastic_score"."""
     num_tokens, num_experts = logits.shape
     values = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=logits.device)
     keys = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=logits.device)

@@ -410,7 +410,7 @@ def score_launch(
 def route_launch(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> RouterOutput:
-    """As `router_ref`; two launches."""
+    """Like `router_ref`; two launches."""
     pairs = logits.shape[0] * options.top_k
     weight = torch.empty(pairs, dtype=torch.float32, device=logits.device)
     expert, token = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
@@ -422,7 +422,7 @@ def route_launch(
 def route_backward_launch(
     logits: Tensor, padding_mask: Tensor | None, saved: RouterSaved, grads: RouterGradients, options: RouterOptions
 ) -> Tensor:
-    """As `router_backward_ref`; one launch."""
+    """Like `router_backward_ref`; one launch."""
     d_weight, d_balance, d_z, d_sums = grads
     logits, num_tokens, num_experts = logits.contiguous(), *logits.shape
     padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
@@ -441,7 +441,7 @@ def route_backward_launch(
 def weight_backward_launch(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
 ) -> Tensor:
-    """As `router_weight_backward_ref`; one launch."""
+    """Like `router_weight_backward_ref`; one launch."""
     num_tokens = weight.shape[0] // options.top_k
     out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
     sizes = _tile_sizes(num_experts, options.top_k)

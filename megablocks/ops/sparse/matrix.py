@@ -228,7 +228,7 @@ class Matrix:
         """The blocks of `dense` (rows, columns) that hold a nonzero; synchronizes with the host.
 
         Raises:
-            ValueError: `dense` is no matrix or its sides are no multiples of block_size.
+            ValueError: `dense` is not a matrix, or a side is not a multiple of block_size.
         """
         if dense.dim() != 2 or dense.shape[0] % block_size or dense.shape[1] % block_size:
             raise ValueError(f"dense is {tuple(dense.shape)}, must be 2-D, its sides multiples of {block_size}")
@@ -369,7 +369,7 @@ def _round_up(size: int) -> int:
 
 
 def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    """As `topology_op`; one launch."""
+    """Like `topology_op`; one launch."""
     from megablocks.ops.launch import next_power_of_2
 
     from .kernels import _topology_kernel
