@@ -292,7 +292,8 @@ def test_an_interrupted_conversion_with_another_like_is_refused(
     for more, said in (([], "no --like"), (["--like", str(tmp_path / "second")], f"--like='{tmp_path / 'second'}'")):
         assert main([*words, *more]) == 2
         line = capsys.readouterr().err
-        assert line.startswith(f"megablocks convert: {said}: the interrupted conversion into {tmp_path / 'ours'} copied ")
+        interrupted = f"the interrupted conversion into {tmp_path / 'ours'} copied "
+        assert line.startswith(f"megablocks convert: {said}: {interrupted}")
         assert line.endswith(f"; give the --like that it had, or remove {partial}\n") and line.count("\n") == 1
     assert {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()} == noted
     (tmp_path / "first/first.model").write_text("changed since")
