@@ -197,7 +197,7 @@ def sparse(call: ExpertCall) -> Tensor:
     (w1, v1, w2, b1, c1, b2), x, dispatch, weight, config, *_ = call
     width = w1.shape[1]
     block_size = next(size for size in BLOCKS if width % size == 0)  # `check_width` refuses other widths
-    max_rows = dispatch.num_pairs
+    max_rows = dispatch.scatter.shape[0]
     pattern, padded_offsets = topology(dispatch.expert_offsets, width, max_rows=max_rows, block_size=block_size)
     padded = pad_dispatch(dispatch, padded_offsets, pattern.shape[0])
     rows = sparse_mlp(

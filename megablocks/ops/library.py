@@ -49,12 +49,6 @@ def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 
-def check_dtype(what: str, t: Tensor, like: Tensor, name: str = "x") -> None:
-    """A ValueError unless `t` has the dtype of the operand `like`, which the caller knows as `name`."""
-    if t.dtype != like.dtype:
-        raise ValueError(f"{what} is {t.dtype}, must be {like.dtype} as {name} is: cast one, or run under autocast")
-
-
 class _Signature:
     """The parameters of an op's implementation, and the schema arguments that stand for them.
 

@@ -49,10 +49,10 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, has_torch_kernel, twin_kernels
 from megablocks.ops.hopper import runs_hopper
-from megablocks.ops.library import check_dtype, custom_op, once_differentiable, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
-from megablocks.ops.routing.dispatch import Dispatch, check_tokens
+from megablocks.ops.routing.dispatch import Dispatch
 
 _WIDTH = 8  # columns of the narrowest product that every kernel takes
 
@@ -357,9 +357,11 @@ def fused_mlp(
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight and parameters.
     """
     w1, v1, w2, b1, c1, b2 = parameters
-    x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
-    num_tokens, num_pairs = dispatch.num_tokens, dispatch.num_pairs
-    check_tokens(x, dispatch)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
+    num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
     _check(x, weight, ExpertParameters(w1, v1, w2, b1, c1, b2), dispatch, activation)
     _check_main_grads(ExpertParameters(w1, v1, w2), main_grads)
     if in_order and (weight is not None or num_tokens != num_pairs):
@@ -375,7 +377,7 @@ def _check(
     x: Tensor, weight: Tensor | None, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation
 ) -> None:
     w1, v1, w2, b1, c1, b2 = parameters
-    experts, hidden = dispatch.num_experts, x.shape[1]
+    experts, hidden = dispatch.expert_offsets.shape[0] - 1, x.shape[1]
     if w1.dim() != 3 or w1.shape[0] != experts or w1.shape[2] != hidden:
         raise ValueError(f"w1 is {tuple(w1.shape)}: must be (E, I, H) with E={experts} and H={hidden}")
     check_activation(w1, v1, activation, "v1")
@@ -384,13 +386,13 @@ def _check(
     inner = w1.shape[1]
     for what, t, shape in (
         ("w2", w2, w1.shape), ("v1", v1, w1.shape), ("b1", b1, (experts, inner)), ("c1", c1, (experts, inner)),
-        ("b2", b2, (experts, hidden)), ("weight", weight, (dispatch.num_pairs,)),
+        ("b2", b2, (experts, hidden)), ("weight", weight, (dispatch.scatter.shape[0],)),
     ):  # fmt: skip
         if t is not None and t.shape != shape:
             raise ValueError(f"{what} is {tuple(t.shape)}: must be {tuple(shape)}")
     for what, t in (("w1", w1), ("v1", v1), ("w2", w2)):
-        if t is not None:
-            check_dtype(what, t, x)
+        if t is not None and t.dtype != x.dtype:
+            raise ValueError(f"{what} is {t.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
 
 
 def _check_main_grads(parameters: ExpertParameters, main_grads: MainGrads) -> None:

@@ -35,7 +35,7 @@ from megablocks.ops.grouped.grouped_mm import (
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
-from megablocks.ops.routing.dispatch import Dispatch, check_tokens
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -169,7 +169,9 @@ gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _check(x: Tensor, w: Tensor, dispatch: Dispatch) -> None:
-    check_tokens(x, dispatch)
+    num_tokens = dispatch.token_offsets.shape[0] - 1
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
     check_grouped(x, w, dispatch.expert_offsets)
 
 
@@ -185,7 +187,8 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified.
     """
-    x, w = under_autocast(x, w)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
@@ -202,7 +205,8 @@ def gathered_mm_gated(
     Returns:
         pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified.
     """
-    x, w1, v1 = under_autocast(x, w1, v1)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.grouped.grouped_mm import twin_kernels
-from megablocks.ops.library import check_dtype, custom_op, under_autocast
+from megablocks.ops.library import custom_op, under_autocast
 
 
 def rows_linear_ref(x: Tensor, w: Tensor) -> Tensor:
@@ -68,10 +68,12 @@ def rows_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit, or a GPU on which the kernel does not run.
     """
-    x, w, bias = under_autocast(x, w, bias)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w, bias = under_autocast(x, w, bias)
     if x.dim() != 2 or w.dim() != 2 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: must be (R, K) and (N, K)")
-    check_dtype("w", w, x)
+    if x.dtype != w.dtype:
+        raise ValueError(f"w is {w.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
     if x.is_cuda and twin_kernels(x) is None:
         raise ValueError(f"x is {x.dtype} on {x.device}: must be float32 or narrower, on a GPU that runs Triton")
     y: Tensor = rows_linear_op(x, w)

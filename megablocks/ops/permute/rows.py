@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
 from megablocks.ops.quant.quant import OFF, pack, unpack
-from megablocks.ops.routing.dispatch import Dispatch, check_tokens
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 def gather_ref(x: Tensor, dispatch: Dispatch) -> Tensor:
@@ -68,7 +68,9 @@ def gather(x: Tensor, dispatch: Dispatch) -> Tensor:
     Raises:
         ValueError: x has another number of tokens than the dispatch.
     """
-    check_tokens(x, dispatch)
+    num_tokens = dispatch.token_offsets.shape[0] - 1
+    if x.dim() != 2 or x.shape[0] != num_tokens:
+        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
     return gather_op(x, dispatch)
 
 
@@ -182,7 +184,7 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
     Raises:
         ValueError: rows or weight of another length than the dispatch.
     """
-    num_rows, num_pairs = dispatch.num_rows, dispatch.num_pairs
+    num_rows, num_pairs = dispatch.pair.shape[0], dispatch.scatter.shape[0]
     if rows.dim() != 2 or rows.shape[0] != num_rows:
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (N, H) with N={num_rows}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):

@@ -114,12 +114,6 @@ class Dispatch(NamedTuple):
         return self.expert_offsets.shape[0] - 1
 
 
-def check_tokens(x: Tensor, dispatch: Dispatch) -> None:
-    """A ValueError unless x is (T, H), with the T of the dispatch."""
-    if x.dim() != 2 or x.shape[0] != dispatch.num_tokens:
-        raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={dispatch.num_tokens}, as in the dispatch")
-
-
 def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
     """The Routing of a fixed number of choices a token.
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import is_transposed
-from megablocks.ops.library import check_dtype, custom_op, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, runs_triton, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch, Rows
 
@@ -172,8 +172,9 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Returns:
         (R, N) in x's dtype; rows from the last offset on are unspecified.
     """
-    x, w = under_autocast(x, w)
-    _check(x, "x", w, bias, dispatch, dispatch.num_tokens)
+    if torch.is_autocast_enabled(x.device.type):
+        x, w = under_autocast(x, w)
+    _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     return gathered_linear_op(x, w, bias, dispatch)
 
 
@@ -239,19 +240,20 @@ def linear_combine(
     Returns:
         (T, H) in pre's dtype; 0 for a token without an expert.
     """
-    pre, gate, w = under_autocast(pre, gate, w)
+    if torch.is_autocast_enabled(pre.device.type):
+        pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)
     elif gate is not None:
         raise ValueError("gate is given: must be None without an activation")
-    _check(pre, "pre", w, bias, dispatch, dispatch.num_rows)
+    _check(pre, "pre", w, bias, dispatch, dispatch.pair.shape[0])
     if weight is not None and weight.shape != dispatch.scatter.shape:
         raise ValueError(f"weight is {tuple(weight.shape)}: must be {tuple(dispatch.scatter.shape)}, one a pair")
     return linear_combine_op(pre, gate, w, bias, weight, dispatch, activation or _IDENTITY)
 
 
 def _check(x: Tensor, name: str, w: Tensor, bias: Tensor | None, dispatch: Dispatch, rows: int) -> None:
-    experts = dispatch.num_experts
+    experts = dispatch.expert_offsets.shape[0] - 1
     if dispatch.padded:
         raise ValueError("dispatch has padded rows: must be as build_dispatch made it")
     if dispatch.num_rows < dispatch.num_pairs:
@@ -260,6 +262,7 @@ def _check(x: Tensor, name: str, w: Tensor, bias: Tensor | None, dispatch: Dispa
         raise ValueError(f"{name} is {tuple(x.shape)}: must have {rows} rows, as the dispatch says")
     if w.dim() != 3 or w.shape[0] != experts or w.shape[1] != x.shape[1]:
         raise ValueError(f"w is {tuple(w.shape)}: must be ({experts}, {x.shape[1]}, N), a matrix an expert")
-    check_dtype("w", w, x, name)
+    if w.dtype != x.dtype:
+        raise ValueError(f"w is {w.dtype}, must be {x.dtype} as {name} is: cast one, or run under autocast")
     if bias is not None and bias.shape != (experts, w.shape[2]):
         raise ValueError(f"bias is {tuple(bias.shape)}: must be ({experts}, {w.shape[2]})")
