@@ -1,4 +1,4 @@
-"""The products of fp8_kernels.py in Gluon for Hopper (sm_90): both consumers on a tile of 128 × 128, 128 of K a step.
+"""The products of fp8_kernels.py in Gluon for Hopper (sm_90). Both consumers share a tile; 128 of K are a step.
 
 The skeleton is that of megablocks/ops/grouped/grouped_mm_hopper.py. What differs: a step's products start at zero, and
 the consumer adds them, times the scales, to its float32 sums. While one consumer does that, the other multiplies.
@@ -32,7 +32,6 @@ from megablocks.ops.hopper_gluon import (
     find_tile,
     gather_rows,
     operand_buffers,
-    parts_of,
     row_ids,
     row_sources,
     store_rows,
@@ -47,6 +46,11 @@ class _Plan(Plan):
 
     weights: bool = False
     M: int = 0
+
+    @property
+    def wide(self) -> bool:
+        """Whether a step has two products of 128 columns: fewer bytes each. With `weights` registers would spill."""
+        return self.BN == 256
 
     @property
     def left_bytes(self) -> int:
@@ -86,68 +90,102 @@ def _tiles(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
 
 
 @gluon.jit
+def _scales(i, tile, groups, gather_ptr, WG: gl.constexpr, c: gl.constexpr):
+    """Where a tile's first scales are: of its rows (and which rows are the expert's), and of its columns."""
+    e, row, end, col, first, steps = tile
+    row += WG * c.rows
+    if c.weights:
+        return first * c.M + row + i, i < gl.where(steps > 0, c.rows, 0), first * c.N + col
+    else:
+        live = row + i < end
+        source = row + i
+        if c.gather:
+            source = gl.load(gather_ptr + source, mask=live, other=0)
+        return source * groups, live, (e * (c.N // 128) + col // 128) * groups
+
+
+@gluon.jit
+def _store(acc, slot: gl.constexpr, outs, row, end, col, WG: gl.constexpr, c: gl.constexpr):
+    """128 columns from col on, in two parts."""
+    y_bufs, y_desc, y_tail = outs
+    p0, p1 = gl.split(acc.reshape([c.rows, 2, 64]).permute((0, 2, 1)))
+    store_rows(p0, slot, y_bufs, y_desc, y_tail, row, end, col, WG, c)
+    store_rows(p1, slot + 1, y_bufs, y_desc, y_tail, row, end, col + 64, WG, c)
+
+
+@gluon.jit
 def _consumer(ring, outs, scales, where, WG: gl.constexpr, c: gl.constexpr):
     a_bufs, b_bufs, full, empty = ring
-    y_bufs, y_desc, y_tail = outs
     as_ptr, bs_ptr, groups = scales
     gather_ptr, offsets_ptr, blocks_ptr, experts = where
-    PARTS: gl.constexpr = c.out_parts
-    shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 32])
+    shape: gl.constexpr = [c.rows, 128]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
+    left_step: gl.constexpr = c.M if c.weights else 1
     ends, tiles, start, step, it = _tiles(offsets_ptr, experts, c, 4)
     i = gl.arange(0, c.rows, gl.SliceLayout(1, layout))
-    j = gl.arange(0, c.BN, gl.SliceLayout(0, layout))
+    j = gl.arange(0, 128, gl.SliceLayout(0, layout))
+    next_tile = _tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, blocks_ptr, c)
+    next_left, next_live, next_right = _scales(i, next_tile, groups, gather_ptr, WG, c)
+    scale = gl.load(as_ptr + next_left, mask=next_live, other=0.0)
+    if not c.weights:
+        column = gl.load(bs_ptr + next_right)
+        column1 = gl.load(bs_ptr + next_right + groups) if c.wide else column
+    part = gl.zeros(shape, gl.float32, layout)
     for tile in range(start, tiles, step):
-        e, row, end, col, first, steps = _tile(tile, ends, offsets_ptr, blocks_ptr, c)
-        row += WG * c.rows
-        if c.weights:
-            left = as_ptr + first * c.M + row + i
-            right = bs_ptr + first * c.N + col + j
-            live = i < gl.where(steps > 0, c.rows, 0)
-            out_row = e * c.M + row
-            out_end = out_row + c.rows
-        else:
-            live = row + i < end
-            source = row + i
-            if c.gather:
-                source = gl.load(gather_ptr + source, mask=live, other=0)
-            left = as_ptr + source * groups
-            right = bs_ptr + (e * (c.N // 128) + col // 128) * groups
-            out_row = row
-            out_end = end
+        e, row, end, col, first, steps = next_tile
+        left, live, right = next_left, next_live, next_right
+        # One tile ahead, so that neither its place nor its first scales are waited for.
+        next_tile = _tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, blocks_ptr, c)
+        next_left, next_live, next_right = _scales(i, next_tile, groups, gather_ptr, WG, c)
         acc = gl.zeros(shape, gl.float32, layout)
-        part = gl.zeros(shape, gl.float32, layout)
-        scale = gl.load(left, mask=live, other=0.0)
-        column = gl.load(bs_ptr) if c.weights else gl.load(right)
+        acc1 = acc
         for k in range(steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             if c.gather:  # rows came by cp.async
                 fence_async_shared()
-            part = warpgroup_mma(
-                a_bufs.index(s * 2 + WG), b_bufs.index(s).permute((1, 0)), part, use_acc=False, is_async=True
-            )
+            a = a_bufs.index(s * 2 + WG)
+            b = b_bufs.index(s)
+            part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
             # Meanwhile the next step's scales arrive. A product of scales here would wait for loads before the wgmma.
-            following = gl.minimum(k + 1, steps - 1)
+            more = k + 1 < steps
+            ahead = gl.load(
+                as_ptr + gl.where(more, left + (k + 1) * left_step, next_left),
+                mask=(live & more) | (next_live & (k + 1 >= steps)),
+                other=0.0,
+            )
             if c.weights:
-                columns = gl.load(right + k * c.N)
-                ahead = gl.load(left + following * c.M)
-                column_ahead = column
+                columns = gl.load(bs_ptr + right + k * c.N + j)
             else:
-                ahead = gl.load(left + following, mask=live, other=0.0)
-                column_ahead = gl.load(right + following)
+                at = gl.where(more, right + k + 1, next_right)
+                column_ahead = gl.load(bs_ptr + at)
+                column1_ahead = gl.load(bs_ptr + at + groups) if c.wide else column_ahead
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+            if c.wide:
+                acc += part * (scale * column)[:, None]
+                part = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True)
+                part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             mbarrier.arrive(empty.index(s), count=1)
             if c.weights:
                 acc += part * columns[None, :] * scale[:, None]
+            elif c.wide:
+                acc1 += part * (scale * column1)[:, None]
             else:
                 acc += part * (scale * column)[:, None]
             scale = ahead
-            column = column_ahead
+            if not c.weights:
+                column = column_ahead
+                column1 = column1_ahead
             it += 1
-        parts = parts_of(acc, c)
-        for p in gl.static_range(PARTS):
-            store_rows(parts[p], p, y_bufs, y_desc, y_tail, out_row, out_end, col + p * c.out_cols, WG, c)
+        row += WG * c.rows
+        if c.weights:
+            if steps == 0:  # no step has loaded the next tile's
+                scale = gl.load(as_ptr + next_left, mask=next_live, other=0.0)
+            row += e * c.M
+            end = row + c.rows
+        _store(acc, 0, outs, row, end, col, WG, c)
+        if c.wide:
+            _store(acc1, 2, outs, row, end, col + 128, WG, c)
     tma.store_wait(0)
 
 
@@ -215,9 +253,10 @@ def _launch(
     a: Quantized, b: Quantized, y: Tensor, offsets: Tensor, blocks: Tensor, gather: Tensor | None, **plan: Any
 ) -> None:
     experts = offsets.shape[0] - 1
+    wide = y.shape[1] % 256 == 0 and "weights" not in plan
     c = _Plan(
-        rows=64, BN=128, BK=GROUP, stages=6, group_m=8, lanes=lanes_of(experts), gather=gather is not None,
-        b_k_major=True, **plan,
+        rows=64, BN=256 if wide else 128, BK=GROUP, stages=4 if wide else 6, out_parts=4 if wide else 2, out_buffers=2,
+        group_m=8, lanes=lanes_of(experts), gather=gather is not None, b_k_major=True, **plan,
     )  # fmt: skip
     product_kernel[(multiprocessors(y.device.index),)](
         None if c.gather else _descriptor(a.values, c.rows),
