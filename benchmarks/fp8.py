@@ -10,7 +10,7 @@ promoted to float32 every 128 of K. SwiGLU, uniform random routing, one GPU. Arm
     fp8            dW in e4m3 too: what they multiply is transposed and quantized along tokens besides
 
 Quantizing the weights, both ways round, is timed apart, because a step of several micro-batches does it once.
-fp8_hopper.py and fp8_kernels.py have the products; a layer takes the faster of the two, product by product. torch's
+fp8_hopper.py and fp8_kernels.py have the products; a layer takes the fastest, product by product. torch's
 _grouped_mm and _scaled_grouped_mm (one scale a row) show what other kernels gain from fp8. `bounds` are the times that
 perfect kernels of the same passes would need: the longer of arithmetic and bytes, summed over the passes.
 
@@ -41,6 +41,7 @@ SMALL = ("toy", "small")
 PEAKS = {"H100": (989e12, 1979e12, 3.35e12), "H200": (989e12, 1979e12, 4.8e12)}  # bf16, e4m3 FLOP/s; bytes/s
 PRODUCT_ERROR, LAYER_ERROR = 1e-2, 0.1
 PRODUCTS = ("up", "down", "dA", "dX", "dW1", "dW2")
+HOPPER = ("Hopper", "Hopper narrow")
 RESULTS = ("y", "dx", "d_weight", "dw1", "dw2")
 ARMS = ("bf16", "fp8 + bf16 dW", "fp8")
 MICRO_BATCHES = (1, 4)
@@ -257,18 +258,19 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
     if not (check("fp8 by Triton", lambda: case.fp8(wq, triton, True, keep)) and ok):
         return
     kernels: dict[str, dict[str, Any]] = {name: {"Triton": fp8_kernels} for name in PRODUCTS}
-    for name in PRODUCTS:
-        key = f"{job}/{name}/Hopper"
+    for name, by in ((n, by) for n in PRODUCTS for by in HOPPER if by == "Hopper" or not n.startswith("dW")):
+        key = f"{job}/{name}/{by}"
         if not struck_off(key, struck):
             with candidate(key):
                 import fp8_hopper
 
+                module = fp8_hopper.NARROW if by == "Hopper narrow" else fp8_hopper
                 with poisoned_empty():
-                    got = multiply(fp8_hopper, name, keep[name])
+                    got = multiply(module, name, keep[name])
                 error = relative_error(got, multiply(fp8_kernels, name, keep[name]))
                 if error >= PRODUCT_ERROR:
                     raise ArithmeticError(f"relative error {error:.1e}")
-                kernels[name]["Hopper"] = fp8_hopper
+                kernels[name][by] = module
                 emit(good=key, error=error)
     parts = {f"{n}/{by}": lambda k=k, n=n: multiply(k, n, keep[n]) for n, of in kernels.items() for by, k in of.items()}
     d_act, z, *_ = keep["SwiGLU"]

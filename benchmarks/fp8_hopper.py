@@ -8,7 +8,9 @@ the consumer adds them, times the scales, to its float32 sums. While one consume
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -250,13 +252,14 @@ def _descriptor(t: Tensor, rows: int) -> Any:
 
 
 def _launch(
-    a: Quantized, b: Quantized, y: Tensor, offsets: Tensor, blocks: Tensor, gather: Tensor | None, **plan: Any
-) -> None:
+    a: Quantized, b: Quantized, y: Tensor, offsets: Tensor, blocks: Tensor, gather: Tensor | None, wide: bool,
+    **plan: Any,
+) -> None:  # fmt: skip
     experts = offsets.shape[0] - 1
-    wide = y.shape[1] % 256 == 0 and "weights" not in plan
     c = _Plan(
         rows=64, BN=256 if wide else 128, BK=GROUP, stages=4 if wide else 6, out_parts=4 if wide else 2, out_buffers=2,
-        group_m=8, lanes=lanes_of(experts), gather=gather is not None, b_k_major=True, **plan,
+        group_m=8, lanes=lanes_of(experts), gather=gather is not None, b_k_major=True, N=y.shape[1],
+        K=a.values.shape[1], **plan,
     )  # fmt: skip
     product_kernel[(multiprocessors(y.device.index),)](
         None if c.gather else _descriptor(a.values, c.rows),
@@ -268,11 +271,13 @@ def _launch(
     )  # fmt: skip
 
 
-def rows_product(a: Quantized, b: Quantized, offsets: Tensor, blocks: Tensor, gather: Tensor | None = None) -> Tensor:
-    """As fp8_kernels.rows_product."""
+def rows_product(
+    a: Quantized, b: Quantized, offsets: Tensor, blocks: Tensor, gather: Tensor | None = None, *, wide: bool = True
+) -> Tensor:
+    """As fp8_kernels.rows_product. wide: in tiles of 256 columns, if they divide N."""
     rows = a.values.shape[0] if gather is None else gather.shape[0]
     y = torch.empty(rows, b.values.shape[1], dtype=torch.bfloat16, device=a.values.device)
-    _launch(a, b, y, offsets, blocks, gather, N=y.shape[1], K=a.values.shape[1])
+    _launch(a, b, y, offsets, blocks, gather, wide and y.shape[1] % 256 == 0)
     return y
 
 
@@ -280,5 +285,8 @@ def weights_product(a: Quantized, b: Quantized, blocks: Tensor) -> Tensor:
     """As fp8_kernels.weights_product."""
     M, N, experts = a.values.shape[0], b.values.shape[0], blocks.shape[0] - 1
     o = torch.empty(experts, M, N, dtype=torch.bfloat16, device=a.values.device)
-    _launch(a, b, o.view(-1, N), blocks, blocks, None, N=N, K=a.values.shape[1], weights=True, M=M)
+    _launch(a, b, o.view(-1, N), blocks, blocks, None, False, weights=True, M=M)
     return o
+
+
+NARROW = SimpleNamespace(rows_product=functools.partial(rows_product, wide=False))
