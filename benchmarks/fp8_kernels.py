@@ -126,7 +126,7 @@ def _transpose_quantize_kernel(
 def _swiglu_backward_kernel(
     da_ptr, z_ptr, weight_ptr, pair_ptr, offsets_ptr, blocks_ptr, dzq_ptr, dzs_ptr, dz_ptr, scaled_ptr, dzt_ptr,
     dzts_ptr, at_ptr, ats_ptr, dots_ptr, R, P, INNER: tl.constexpr, E: tl.constexpr, LANES: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
+    TRANSPOSED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_act (R, I), z (R, 2I) → dZ quantized along columns and ⟨d_act, act⟩ of each column tile.
 
@@ -134,9 +134,12 @@ def _swiglu_backward_kernel(
     """
     block = tl.program_id(1)
     tile = tl.program_id(0)
-    e, row, end = _rows_of(block, offsets_ptr, blocks_ptr, E, LANES)
+    if TRANSPOSED:
+        e, row, end = _rows_of(block, offsets_ptr, blocks_ptr, E, LANES)
+    else:  # nothing is summed along rows, so tiles of fewer rows may cross experts
+        e, row, end = 0, block * ROWS, R
     if e < E:
-        p = row + tl.arange(0, 128)
+        p = row + tl.arange(0, ROWS)
         col = tile * 128 + tl.arange(0, 128)
         live = (p < end)[:, None]
         at = p.to(tl.int64)[:, None] * (2 * INNER) + col[None, :]
@@ -278,9 +281,10 @@ def swiglu_backward(
     else:
         left1, left2 = torch.empty_like(z), torch.empty_like(d_act)
         outs = (left1, left2, *none, *none)
-    _swiglu_backward_kernel[(inner // GROUP, padded)](
-        d_act, z, weight, pair, offsets, blocks, *dz, *outs, dots, rows, padded * GROUP,
-        INNER=inner, TRANSPOSED=transposed, num_warps=16, **_experts(blocks),
+    tile_rows = GROUP if transposed else 32
+    _swiglu_backward_kernel[(inner // GROUP, padded if transposed else cdiv(rows, tile_rows))](
+        d_act, z, weight, pair, offsets, blocks, *dz, *outs, dots, rows, padded * GROUP, INNER=inner,
+        TRANSPOSED=transposed, ROWS=tile_rows, num_warps=16 if transposed else 8, **_experts(blocks),
     )  # fmt: skip
     return dz, left1, left2, dots.sum(0)
 
