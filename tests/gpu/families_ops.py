@@ -148,6 +148,22 @@ def norm(device: torch.device) -> Step:
 
 
 @family
+def pair_mm(device: torch.device) -> Step:
+    from megablocks.ops.grouped.pair_mm import pair_mm
+
+    x, ids = draws(device)(T, H).detach(), chosen(device)[:, :2].flatten()
+    matrices = [draws(device)(E, H, WIDTH).detach(), draws(device)(E, WIDTH, H).detach().transpose(1, 2)]
+    bias, scale = draws(device)(E, WIDTH).detach(), draws(device, torch.float32)(len(ids)).detach()
+
+    def step() -> list[Tensor]:
+        few = slice(0, 48)
+        every = [pair_mm(x, w, ids, bias, scale) for w in matrices]
+        return every + [pair_mm(x[:24], w, ids[few]) for w in matrices]
+
+    return step
+
+
+@family
 def rope(device: torch.device) -> Step:
     from megablocks.ops.rope import rope
 

@@ -195,6 +195,18 @@ def norm() -> None:
         norm_backward_launch(x, x, weight, mean if centered else None, rstd, 1.0)
 
 
+@family("grouped.pair_mm_triton", "_pair_mm_kernel")
+def pair_mm() -> None:
+    from megablocks.ops.grouped.pair_mm_triton import pair_mm_launch
+
+    for dtype, pairs, (inner, outer), first in product(EVERY, (8, 512), ((2048, 1536), (13, 5)), (False, True)):
+        x, ids = torch.zeros(pairs // 4, inner, dtype=dtype), ints(pairs).long()
+        w = torch.zeros(8, inner, outer, dtype=dtype)
+        w = w.transpose(1, 2).contiguous().transpose(1, 2) if first else w
+        pair_mm_launch(x, w, ids, None, None, dtype)
+        pair_mm_launch(x, w, ids, torch.zeros(8, outer, dtype=dtype), torch.zeros(pairs), torch.float32)
+
+
 @family("rope_triton", "_rope_kernel")
 def rope() -> None:
     from megablocks.ops.rope_triton import rope_launch
