@@ -66,6 +66,11 @@ class DriverSettings:
     allow_other_model: bool = option(
         False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
     )
+    fixed_validation: bool = option(
+        False,
+        "let every evaluation read the same validation samples, whatever --seed is; else each evaluation reads the "
+        "next ones, in an order of --seed",
+    )
     fused_loss: bool = option(
         True,
         "project to the vocabulary and compute the loss in one op, in chunks of tokens, without float32 logits; off "
@@ -366,6 +371,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{dest}={value}: must be a finite number")
         if dest in FRACTIONS and not 0 <= value <= 1:
             raise ConfigError(f"{dest}={value}: must be 0 to 1")
+    if args.full_validation and args.megablocks_fixed_validation:
+        raise ConfigError("megablocks_fixed_validation=True: must be left out with --full-validation, which reads all")
     _check_sizes(args)
     _check_schedule(args)
     _check_folders(args)
