@@ -4,7 +4,7 @@
 # Environment: NGPU, DATA_PREFIX, FLAGS, PYTHON, DRY_RUN of exp/common.sh, and
 #   BUDGET       tokens of each run (100M, 10B) or minutes of the whole comparison (default 10min)
 #   ARMS         arms and groups of them, separated by commas (default paper,tutel; all)
-#   SEEDS        seeds of each arm (default 1)
+#   SEEDS        seeds of each arm, and of single ones (3,tutel-1:1; default 1)
 #   RATES        learning rate of all arms (default 6e-4), published, or tuned
 #   BATCH        sequences a step (default by budget: 128 to 512)
 #   MICRO_BATCH  micro-batch of all arms and of single ones (128,tutel-0:16), or less where it does not fit (default:

@@ -176,30 +176,30 @@ def whole(name: str, text: str, low: int = 1) -> int:
     return int(text)
 
 
-def _micro_batches(text: str) -> dict[str, int]:
-    """Sizes by arm of "128,tutel-0:16"; "" is the arm of the size without one."""
-    sizes: dict[str, int] = {}
+def _by_arm(name: str, text: str, low: int) -> dict[str, int]:
+    """Numbers by arm of "128,tutel-0:16"; "" is the arm of the one for all others."""
+    numbers: dict[str, int] = {}
     for word in filter(None, text.split(",")):
-        arm, _, size = word.rpartition(":")
+        arm, _, number = word.rpartition(":")
         if arm not in ("", *ARMS):
-            raise ConfigError(f"MICRO_BATCH={text}: {arm!r} must be one of {', '.join(ARMS)}")
-        sizes[arm] = whole("MICRO_BATCH", size, 0)
-    return sizes
+            raise ConfigError(f"{name}={text}: {arm!r} must be one of {', '.join(ARMS)}")
+        numbers[arm] = whole(name, number, low)
+    return numbers
 
 
 @dataclass(frozen=True)
 class Settings:
     """What decides a comparison's results. A folder holds runs of one such set only, but may get more arms and seeds.
 
-    arms, seeds: those of the report. rates: a learning rate of all arms, "published" or "tuned". batch: sequences
-    a step, 0 for the default by budget. micro_batch: of all arms, and of single ones (128,tutel-0:16); where there is
-    none the largest that fits. data: the set's fingerprint.
+    arms, seeds: those of the report; seeds of all arms, and of single ones (3,tutel-1:1). rates: a learning rate of all
+    arms, "published" or "tuned". batch: sequences a step, 0 for the default by budget. micro_batch: of all arms, and of
+    single ones (128,tutel-0:16); where there is none the largest that fits. data: the set's fingerprint.
     """
 
     model: str
     budget: str
     arms: tuple[str, ...]
-    seeds: int
+    seeds: str
     rates: str
     batch: int
     micro_batch: str
@@ -218,7 +218,11 @@ class Settings:
         rates, save_every, budget = get("RATES") or "6e-4", get("SAVE_EVERY") or "500M", get("BUDGET") or "10min"
         amount("BUDGET", budget)
         micro_batch = "" if get("MICRO_BATCH") == "0" else get("MICRO_BATCH") or ""
-        _micro_batches(micro_batch)
+        seeds = get("SEEDS") or "1"
+        _by_arm("MICRO_BATCH", micro_batch, 0)
+        numbers = _by_arm("SEEDS", seeds, 1)
+        if "" not in numbers or numbers.get(BASE, numbers[""]) < max(numbers.values()):
+            raise ConfigError(f"SEEDS={seeds}: must hold a number for all arms, such as 3,tutel-1:1, {BASE}'s the largest")
         if save_every != "0" and amount("SAVE_EVERY", save_every)[1]:
             raise ConfigError(f"SAVE_EVERY={save_every}: must be tokens, such as 500M, or 0 for never")
         if rates not in ("published", "tuned"):
@@ -232,7 +236,7 @@ class Settings:
             model=model,
             budget=budget,
             arms=_chosen(get("ARMS") or "paper,tutel"),
-            seeds=whole("SEEDS", get("SEEDS") or "1"),
+            seeds=seeds,
             rates=rates,
             batch=whole("BATCH", get("BATCH") or "0", 0),
             micro_batch=micro_batch,
@@ -246,8 +250,9 @@ class Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Settings:
         known = {name: values[name] for name in (field.name for field in fields(cls))}
-        micro_batch = str(known["micro_batch"] or "")  # a number in older folders and records
-        return cls(**{**known, "arms": tuple(known["arms"]), "micro_batch": micro_batch})  # type: ignore[arg-type]
+        for name in ("micro_batch", "seeds"):  # numbers in older folders and records
+            known[name] = str(known[name] or "")
+        return cls(**{**known, "arms": tuple(known["arms"])})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
         return {**asdict(self), "arms": list(self.arms)}
@@ -268,11 +273,12 @@ class Settings:
 
     def micro_batch_of(self, arm: str) -> int | None:
         """The size that was given for an arm, None if it is to be searched."""
-        sizes = _micro_batches(self.micro_batch)
+        sizes = _by_arm("MICRO_BATCH", self.micro_batch, 0)
         return sizes.get(arm, sizes.get("", 0)) or None
 
     def seeds_of(self, arm: str) -> range:
-        return range(FIRST_SEED, FIRST_SEED + min(self.seeds, ARMS[arm].seeds))
+        numbers = _by_arm("SEEDS", self.seeds, 1)
+        return range(FIRST_SEED, FIRST_SEED + min(numbers.get(arm, numbers[""]), ARMS[arm].seeds))
 
 
 class Schedule(NamedTuple):

@@ -87,6 +87,8 @@ def test_budgets(text: str, value: tuple[float, bool]) -> None:
         ("ARMS", "dmoe", "must hold dense and another arm"),
         ("SEEDS", "0", "a whole number from 1"),
         ("SEEDS", "three", "a whole number from 1"),
+        ("SEEDS", "dmoe:2", "a number for all arms"),
+        ("SEEDS", "1,dmoe:2", "dense's the largest"),
         ("RATES", "best", "published, tuned, or one learning rate"),
         ("RATES", "2", "published, tuned, or one learning rate"),
         ("SAVE_EVERY", "5min", "tokens, such as 500M, or 0"),
@@ -169,6 +171,7 @@ def test_micro_batches_by_arm(tmp_path: Path) -> None:
     some = _settings(MICRO_BATCH="tutel-1:32")
     assert [some.micro_batch_of(arm) for arm in ("dense", "tutel-1")] == [None, 32]
     assert Settings.from_dict({**before.to_dict(), "micro_batch": 0}) == _settings(MICRO_BATCH="0", ARMS="dense,dmoe")
+    assert Settings.from_dict({**before.to_dict(), "seeds": 1}) == before
     assert Settings.from_dict({**before.to_dict(), "micro_batch": 64}).micro_batch_of("dense") == 64
     _settings(MICRO_BATCH="128,tutel-0:16", ARMS="dense,dmoe,tutel-0").refuse_change(before, tmp_path)
     with pytest.raises(ConfigError, match="MICRO_BATCH=128,dmoe:16: .* was started with 128,tutel-1:32"):
@@ -184,4 +187,5 @@ def test_a_short_run_ends_at_an_evaluation() -> None:
 def test_seeds_by_arm() -> None:
     settings = _settings(SEEDS="3", ARMS="all")
     assert list(settings.seeds_of("dmoe")) == [1234, 1235, 1236]
+    assert list(_settings(SEEDS="3,tutel-1:1").seeds_of("tutel-1")) == [1234]
     assert list(settings.seeds_of("dmoe-uniform")) == [1234], "only its step time counts"

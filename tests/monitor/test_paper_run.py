@@ -307,7 +307,7 @@ def test_more_arms_and_seeds_repeat_no_run(tmp_path: Path, launches: list[str]) 
     launches.clear()
     _comparison(tmp_path, SEEDS="2").train(10e3)
     assert launches == ["capacity-1 1234", "dense 1235", "dmoe 1235", "capacity-1 1235"]
-    assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == 2
+    assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == "2"
 
 
 def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> None:
