@@ -222,7 +222,7 @@ class Settings:
         _by_arm("MICRO_BATCH", micro_batch, 0)
         numbers = _by_arm("SEEDS", seeds, 1)
         if "" not in numbers or numbers.get(BASE, numbers[""]) < max(numbers.values()):
-            raise ConfigError(f"SEEDS={seeds}: must hold a number for all arms, such as 3,tutel-1:1, {BASE}'s the largest")
+            raise ConfigError(f"SEEDS={seeds}: must be for all arms, such as 3,tutel-1:1, {BASE}'s the largest")
         if save_every != "0" and amount("SAVE_EVERY", save_every)[1]:
             raise ConfigError(f"SAVE_EVERY={save_every}: must be tokens, such as 500M, or 0 for never")
         if rates not in ("published", "tuned"):

@@ -87,7 +87,7 @@ def test_budgets(text: str, value: tuple[float, bool]) -> None:
         ("ARMS", "dmoe", "must hold dense and another arm"),
         ("SEEDS", "0", "a whole number from 1"),
         ("SEEDS", "three", "a whole number from 1"),
-        ("SEEDS", "dmoe:2", "a number for all arms"),
+        ("SEEDS", "dmoe:2", "must be for all arms"),
         ("SEEDS", "1,dmoe:2", "dense's the largest"),
         ("RATES", "best", "published, tuned, or one learning rate"),
         ("RATES", "2", "published, tuned, or one learning rate"),
