@@ -16,7 +16,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megablocks.config import ConfigError, MoEConfig, check_width
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
 
 _Table = dict[str, tuple[tuple[Any, ...], str]]
@@ -132,6 +132,7 @@ def check_without_engine(config: TransformerConfig) -> None:
                 "False with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
             )
     if HAVE_TE:
+        _check_fuser(config)
         return
     clamp = config.activation_func_clamp_value
     if config.bias_activation_fusion and config.add_bias_linear and clamp is not None:
@@ -146,6 +147,14 @@ def check_without_engine(config: TransformerConfig) -> None:
         for module in ("layernorm", "mla_up_proj"):
             if module in (config.recompute_modules or ()):
                 raise ConfigError(f"recompute_modules={module!r}: needs Transformer Engine, which is not installed")
+
+
+def _check_fuser(config: TransformerConfig) -> None:
+    """Transformer Engine's fused operations: Megatron's own grouped experts read them, a block of `specs` does not."""
+    grouped = config.num_moe_experts is not None and settings_of(config).layer == "megatron"
+    for name, is_read in (("use_transformer_engine_op_fuser", grouped), ("use_grouped_gemm_for_dense_mlp", False)):
+        if getattr(config, name) and not is_read:
+            raise ConfigError(f"{name}=True: must be False; a block with our layers or dense layers does not read it")
 
 
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:

@@ -170,7 +170,7 @@ REFUSED = {
     "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none'; the all-to-all's split sizes",
     "--num-experts 8 --moe-shared-expert-overlap": "moe_shared_expert_overlap=True: must be False; the shared expert",
     "--num-experts 8 --moe-use-upcycling": "moe_use_upcycling=True: must be left out, or use Megatron's own layer",
-    "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': needs Transformer Engine, which",
+    "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': must be 'local'; Transformer",
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
     "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for never",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",
