@@ -58,7 +58,7 @@ def without_extra_state(builder: Any) -> Any:
     class Plain:  # Megatron tells a class from a module by its type
         def __new__(cls, *args: Any, **options: Any) -> Any:
             norm = builder(*args, **options)
-            norm.__class__ = _plain(type(norm))
+            norm.__class__ = _plain(type(norm))  # type: ignore[arg-type]
             return norm
 
     return Plain
@@ -67,9 +67,8 @@ def without_extra_state(builder: Any) -> Any:
 @functools.cache
 def _plain(kind: type) -> type:
     base = torch.nn.Module
-    return type(
-        kind.__name__, (kind,), {"get_extra_state": base.get_extra_state, "set_extra_state": base.set_extra_state}
-    )
+    state = {"get_extra_state": base.get_extra_state, "set_extra_state": base.set_extra_state}
+    return type(kind.__name__, (kind,), state)
 
 
 def take_any_state(optimizer: Any) -> None:

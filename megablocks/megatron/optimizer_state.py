@@ -1,8 +1,8 @@
 """Resuming Megatron's distributed optimizer with torch's Adam, or ours, which has torch's state.
 
-Megatron takes it where neither apex nor Transformer Engine is installed, and elsewhere with `fused_optimizer`. Its state
-holds a `step` tensor for each parameter. megatron-core 0.19.2 then has four faults, of which the second and third make
-a resumed run train wrongly without an error:
+Megatron takes it where neither apex nor Transformer Engine is installed, and elsewhere with `fused_optimizer`. Its
+state holds a `step` tensor for each parameter. megatron-core 0.19.2 then has four faults, of which the second and third
+make a resumed run train wrongly without an error:
 
 1. `DistributedOptimizer.state_dict` asserts that all steps are equal. An optimizer that has not stepped yet, as when a
    checkpoint is loaded, has none. Fix: fill its state with zeros and step 0 first, as AdamW would.

@@ -98,7 +98,7 @@ def train_each(layouts: list[tuple[str, Layout, int]]) -> dict[str, Any]:
 @with_engine
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", PAIRS)
-def test_E1_trains_with_the_engine_as_without(pairs: dict[str, Any], name: str) -> None:
+def test_trains_with_the_engine_as_without(pairs: dict[str, Any], name: str) -> None:
     mine, theirs = pairs[f"{name}, engine"], pairs[f"{name}, local"]
     assert isinstance(theirs, Trained), theirs
     assert isinstance(mine, Trained), mine
@@ -148,7 +148,7 @@ def _copy(start: dict[str, torch.Tensor], theirs: Trainer) -> None:
 
 @with_engine
 @pytest.mark.gpu
-def test_E2_starts_where_megatrons_grouped_experts_start() -> None:
+def test_starts_where_megatrons_grouped_experts_start() -> None:
     found = run_distributed_test(peers, 1, backend="nccl")[0]
     for name in ("theirs", "theirs, fused router"):
         assert found[f"{name}: experts"] == "TEGroupedMLP"
@@ -226,7 +226,7 @@ def _resume(kind: str, distributed: bool, place: str, weights: dict[str, np.ndar
 @with_engine
 @pytest.mark.gpu
 @pytest.mark.parametrize("distributed", [True, False], ids=["distributed optimizer", "plain optimizer"])
-def test_E3_a_checkpoint_resumes_with_and_without_the_engine(tmp_path: Path, distributed: bool) -> None:
+def test_a_checkpoint_resumes_with_and_without_the_engine(tmp_path: Path, distributed: bool) -> None:
     found = run_distributed_test(crosswise, 1, str(tmp_path), distributed, backend="nccl")[0]
     failed = {key: value for key, value in found.items() if isinstance(value, str)}
     assert not failed
@@ -254,7 +254,7 @@ RUNS = {
 
 @with_engine
 @pytest.mark.gpu
-def test_E4_the_driver_takes_the_engine_by_itself() -> None:
+def test_the_driver_takes_the_engine_by_itself() -> None:
     losses: dict[str, list[float]] = {}
     for name, flags in RUNS.items():
         command = [sys.executable, "-m", "megablocks.megatron.pretrain_gpt", *DRIVER, *flags.split()]
