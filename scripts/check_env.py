@@ -1,6 +1,6 @@
 """Checks the running Python against the pins of pyproject.toml for some extras. Exits 0, or 1 with the reason.
 
-python scripts/check_env.py megatron dev
+    python scripts/check_env.py megatron dev
 """
 
 from __future__ import annotations

@@ -134,20 +134,29 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
     if config.transformer_impl == "transformer_engine" and HAVE_TE:
-        _save_as_local(parts, heads, settings)
+        _save_as_local(parts, heads, settings, config.multi_latent_attention)
     return layer
 
 
-def _save_as_local(parts: Any, heads: Any, settings: MegaBlocksSettings) -> None:
-    """Let a layer of Transformer Engine save the tensors of the layer that Megatron has without it, by their names."""
+def _save_as_local(parts: Any, heads: Any, settings: MegaBlocksSettings, multi_latent: bool) -> None:
+    """Let a layer of Transformer Engine save the tensors of the layer that Megatron has without it, by their names.
+
+    Megatron's own layer, and what stands around it, keeps the names that Megatron gives it with Transformer Engine.
+    """
     for owner, name in ((parts, "input_layernorm"), (parts, "pre_mlp_layernorm"),
                         (heads, "q_layernorm"), (heads, "k_layernorm"), (heads, "kv_layernorm")):  # fmt: skip
         if getattr(owner, name, IdentityOp) not in (IdentityOp, L2Norm):
             setattr(owner, name, engine.without_extra_state(getattr(owner, name)))
-    # Only before experts is this norm a module of its own. Without Transformer Engine Megatron gives it this name.
-    if parts.pre_mlp_layernorm is not IdentityOp and settings.layer != "megatron":
-        names = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+    if settings.layer != "megatron":
+        names = _LATENT_NAMES if multi_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
         parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
+
+
+_LATENT_NAMES = {
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
 
 
 def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:

@@ -127,7 +127,7 @@ def _destroy_groups() -> None:
 
 
 def transformer_config(layout: Layout) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megablocks.megatron.settings import MegaBlocksSettings
 
@@ -169,7 +169,8 @@ def transformer_config(layout: Layout) -> Any:
         values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif layout.recompute:
         values |= dict(recompute_granularity="selective", recompute_modules=layout.recompute.split(","))
-    config = TransformerConfig(**(values | dict(layout.model)))
+    values |= dict(layout.model)
+    config = (MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig)(**values)
     config.megablocks = MegaBlocksSettings(**dict(layout.settings))
     return config
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import harness
 import numpy as np
@@ -238,6 +239,60 @@ def test_a_checkpoint_resumes_with_and_without_the_engine(tmp_path: Path, distri
             assert resumed["losses"] == pytest.approx(found[first], rel=LOSSES), f"{first} > {then}"
 
 
+LATENT = (
+    ("multi_latent_attention", True), ("qk_layernorm", True), ("normalization", "RMSNorm"), ("q_lora_rank", 16),
+    ("kv_lora_rank", 16), ("qk_head_dim", 16), ("qk_pos_emb_head_dim", 8), ("v_head_dim", 16), ("rope_type", "rope"),
+)  # fmt: skip
+NAMED = {
+    "experts": LOCAL,
+    "dense": DENSE,
+    "dense and experts": LOCAL.but(model=(*LOCAL.model, ("moe_layer_freq", [0, 1]), ("normalization", "RMSNorm"))),
+    "shared expert, norms of queries and keys": LOCAL.but(
+        model=(*LOCAL.model, ("moe_shared_expert_intermediate_size", 64), ("qk_layernorm", True))
+    ),
+    "our experts in Megatron's layer": LOCAL.but(settings=(("layer", "experts"),)),
+    "latent attention": LOCAL.but(model=(*LOCAL.model, *LATENT)),
+    "dense, latent attention": DENSE.but(model=(*DENSE.model, *LATENT)),
+}
+
+
+def names_of_tensors() -> dict[str, tuple[list, list]]:
+    """What a model of each layout saves with Transformer Engine and without: names, kinds and shapes.
+
+    Transformer Engine builds a model on the CPU where torch says that there is a GPU; it computes nothing there.
+    """
+    import transformer_engine.pytorch  # noqa: F401
+
+    cpu.hide_engine = lambda: None
+    out = {}
+    for name, layout in NAMED.items():
+        harness.initialize(layout)
+        out[name] = tuple(_tensors(one) for one in (engines(layout), layout))
+    return out
+
+
+def _tensors(layout: Layout) -> list[tuple[str, str, tuple[int, ...]]]:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    from megablocks.megatron.specs import block_spec
+
+    config = harness.transformer_config(layout)
+    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+        model = GPTModel(config, block_spec(config), harness.VOCAB, harness.SEQ, position_embedding_type="rope")
+    entries = nested_values(model.sharded_state_dict(metadata={}))
+    return sorted((e.key, type(e).__name__, tuple(getattr(e, "global_shape", ()))) for e in entries)
+
+
+@with_engine
+def test_a_block_saves_the_same_tensors_with_the_engine() -> None:
+    found = run_distributed_test(names_of_tensors, 1)[0]
+    assert set(found) == set(NAMED)
+    for name, (mine, theirs) in found.items():
+        assert mine == theirs, name
+        assert any("layer_norm" in key or "layernorm" in key for key, _, _ in mine)
+
+
 DRIVER = (
     "--mock-data --tokenizer-type NullTokenizer --vocab-size 500 --num-layers 2 --hidden-size 128 "
     "--num-attention-heads 4 --seq-length 128 --micro-batch-size 2 --global-batch-size 4 --train-iters 12 --lr 1e-3 "
@@ -276,7 +331,7 @@ def test_the_driver_takes_the_engine_by_itself() -> None:
 
 
 @pytest.mark.parametrize("reason", [None, "Transformer Engine is not installed"])
-def test_L2_flags_that_the_engine_does_not_read(monkeypatch: pytest.MonkeyPatch, reason: str | None) -> None:
+def test_flags_that_the_engine_does_not_read(monkeypatch: pytest.MonkeyPatch, reason: str | None) -> None:
     from megablocks.megatron.arguments import _check_engine
 
     monkeypatch.setattr(engine, "why_not", lambda: reason)
@@ -301,7 +356,8 @@ def test_L2_flags_that_the_engine_does_not_read(monkeypatch: pytest.MonkeyPatch,
 
 
 def test_without_a_gpu_the_engine_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
+    monkeypatch.setitem(sys.modules, "transformer_engine", sys)  # which pytest takes back
+    del sys.modules["transformer_engine"]
     cpu.hide_engine()
     with pytest.raises(ImportError):
         import transformer_engine  # noqa: F401
