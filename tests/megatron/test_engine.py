@@ -1,7 +1,9 @@
 """Our layer in a block of Transformer Engine's layers. What needs Transformer Engine itself needs a GPU.
 
 Weights are bf16, so Transformer Engine's kernels and ours round differently: the loss of the first step may differ by
-0.5 %, gradients by 5 % of a tensor's norm, and the losses of ten steps by 3 %.
+0.5 %, the norm of all gradients by 5 %, and the losses of twelve steps by 3 %. A gradient of a dense model may differ by
+5 % of its norm. Where a router chooses between two almost equal experts, rounding may decide, and of some dozen tokens
+one makes much of an expert's gradient: there the limit only finds what is added twice or not at all.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ with_engine = pytest.mark.skipif(
     importlib.machinery.PathFinder.find_spec("transformer_engine") is None, reason="needs Transformer Engine"
 )
 STEPS = 12
-FIRST, GRADIENTS, LOSSES = 5e-3, 5e-2, 3e-2
+FIRST, NORM, LOSSES = 5e-3, 5e-2, 3e-2
+DENSE_GRADIENTS, ROUTED_GRADIENTS = 5e-2, 0.6
 TE = ("transformer_impl", "transformer_engine")
 SWIGLU = (("gated_linear_unit", True), ("activation_func", F.silu))
-WIDE = (("hidden_size", 64), ("moe_ffn_hidden_size", 128), ("ffn_hidden_size", 128))
+EXPERTS = 8  # as many as products of 16 bits like
+WIDE = (("hidden_size", 64), ("moe_ffn_hidden_size", 128), ("ffn_hidden_size", 128), ("num_moe_experts", EXPERTS))
 LOCAL = Layout(layers=2, dtype="bfloat16", model=(*SWIGLU, *WIDE))
 DENSE = LOCAL.but(model=(*LOCAL.model, ("num_moe_experts", None), ("moe_ffn_hidden_size", None),
                          ("moe_aux_loss_coeff", 0.0), ("moe_z_loss_coeff", None)))  # fmt: skip
@@ -86,7 +90,7 @@ def pairs() -> dict[str, harness.Trained]:
 
 
 def train_each(layouts: list[tuple[str, Layout, int]]) -> dict[str, Any]:
-    """As `harness.train_all`; what fails is its error, so that one layout does not hide the others."""
+    """As `harness.train_all`. What fails is its error, so that one layout does not hide the others."""
     out: dict[str, Any] = {}
     for name, layout, steps in layouts:
         try:
@@ -105,25 +109,41 @@ def test_trains_with_the_engine_as_without(pairs: dict[str, Any], name: str) -> 
     assert isinstance(mine, Trained), mine
     assert np.isfinite(mine.losses).all() and mine.losses[-1] < mine.losses[0] - 0.1
     assert mine.losses[0] == pytest.approx(theirs.losses[0], rel=FIRST)
+    assert mine.norms[0] == pytest.approx(theirs.norms[0], rel=NORM)
     error, tensor = harness.worst_difference(harness.assemble([mine.grads]), harness.assemble([theirs.grads]))
-    assert error <= GRADIENTS, f"gradient of {tensor}"
+    assert error <= (DENSE_GRADIENTS if name.startswith("dense") else ROUTED_GRADIENTS), f"gradient of {tensor}"
     assert mine.losses == pytest.approx(theirs.losses, rel=LOSSES)
 
 
+GROUPED = (("moe_grouped_gemm", True), FUSION)
+PEERS = {
+    "grouped": GROUPED,
+    "grouped, fused permutation": (*GROUPED, ("moe_permute_fusion", True)),
+    "grouped, fused permutation and router": (*GROUPED, ("moe_permute_fusion", True), ("moe_router_fusion", True)),
+}
+"""Megatron's layer with Transformer Engine's grouped linear layers."""
+
+
 def peers() -> dict[str, Any]:
-    """Our layer, and Megatron's with Transformer Engine's grouped linear layers, from the same weights."""
-    fused = (("moe_grouped_gemm", True), ("moe_permute_fusion", True), FUSION)
-    layout = engines(LOCAL, FUSION)
-    out: dict[str, Any] = {}
-    ours = Trainer(layout)
+    """The losses of our layer, and of Megatron's from the same weights; what fails is its error."""
+    ours = Trainer(engines(LOCAL, FUSION))
     start = {name: p.detach().clone() for name, p in ours.chunks[0].named_parameters()}
-    out["ours"] = _steps(ours)
-    for name, more in (("theirs", fused), ("theirs, fused router", (*fused, ("moe_router_fusion", True)))):
-        theirs = Trainer(engines(LOCAL, *more).but(settings=(("layer", "megatron"),)))
-        _copy(start, theirs)
-        out[f"{name}: experts"] = type(theirs.chunks[0].module.module.decoder.layers[0].mlp.experts).__name__
-        out[name] = _steps(theirs)
+    out: dict[str, Any] = {"ours": _steps(ours)}
+    for name, model in PEERS.items():
+        try:
+            theirs = Trainer(engines(LOCAL, *model).but(settings=(("layer", "megatron"),)))
+            kind = type(theirs.chunks[0].module.module.decoder.layers[0].mlp.experts).__name__
+            assert kind == "TEGroupedMLP", kind
+            _copy(start, theirs)
+            out[name] = _steps(theirs)
+        except Exception as error:
+            out[name] = f"{type(error).__name__}: {error}"
     return out
+
+
+@pytest.fixture(scope="module")
+def beside_peers() -> dict[str, Any]:
+    return run_distributed_test(peers, 1, backend="nccl")[0]
 
 
 def _steps(trainer: Trainer) -> list[float]:
@@ -140,7 +160,7 @@ def _copy(start: dict[str, torch.Tensor], theirs: Trainer) -> None:
         if match := re.fullmatch(r"(.*experts\.)linear_fc([12])\.weight(\d+)", name):
             prefix, layer, expert = match[1], match[2], int(match[3])
             of = [start[f"{prefix}core.{matrix}"] for matrix in (("w1", "v1") if layer == "1" else ("w2",))]
-            mine = [one.view(4, -1, one.shape[-1])[expert] for one in of]
+            mine = [one.view(EXPERTS, -1, one.shape[-1])[expert] for one in of]
             parameter.copy_(torch.cat(mine) if layer == "1" else mine[0].t())
         else:
             parameter.copy_(start[name])
@@ -149,12 +169,11 @@ def _copy(start: dict[str, torch.Tensor], theirs: Trainer) -> None:
 
 @with_engine
 @pytest.mark.gpu
-def test_starts_where_megatrons_grouped_experts_start() -> None:
-    found = run_distributed_test(peers, 1, backend="nccl")[0]
-    for name in ("theirs", "theirs, fused router"):
-        assert found[f"{name}: experts"] == "TEGroupedMLP"
-        assert found[name][0] == pytest.approx(found["ours"][0], rel=FIRST)
-        assert found[name] == pytest.approx(found["ours"], rel=LOSSES)
+@pytest.mark.parametrize("name", PEERS)
+def test_trains_as_megatrons_grouped_experts(beside_peers: dict[str, Any], name: str) -> None:
+    assert isinstance(beside_peers[name], list), beside_peers[name]
+    assert beside_peers[name][0] == pytest.approx(beside_peers["ours"][0], rel=FIRST)
+    assert beside_peers[name] == pytest.approx(beside_peers["ours"], rel=LOSSES)
 
 
 KINDS = {
