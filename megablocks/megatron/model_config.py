@@ -103,7 +103,7 @@ def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:
     check_fields(config, dispatches=dispatches)
     if config.num_moe_experts is not None:
         _check_experts(config)
-    check_without_engine(config)
+    check_engine(config)
 
 
 def _check_experts(config: TransformerConfig) -> None:
@@ -123,8 +123,11 @@ def _check_experts(config: TransformerConfig) -> None:
         )
 
 
-def check_without_engine(config: TransformerConfig) -> None:
-    """What Megatron accepts and then does wrongly without Transformer Engine, on any device; dense models too."""
+def check_engine(config: TransformerConfig) -> None:
+    """What Megatron accepts and then does wrongly without Transformer Engine, on any device, or does not read with it.
+
+    Dense models too.
+    """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:
             raise ConfigError(

@@ -56,7 +56,7 @@ from megablocks.megatron import attention, engine, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
-from megablocks.megatron.model_config import OWN_EXCHANGE, check_without_engine  # noqa: E402
+from megablocks.megatron.model_config import OWN_EXCHANGE, check_engine  # noqa: E402
 from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
 from megablocks.megatron.norm import AllHeadsNorm, Norm  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
@@ -72,7 +72,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     """
     config = getattr(config, "transformer", config)
     settings = settings_of(config)
-    check_without_engine(config)
+    check_engine(config)
     with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
@@ -157,6 +157,7 @@ _LATENT_NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
+"""Norms that Transformer Engine's linear layers hold, by the names of the modules that latent attention has else."""
 
 
 def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.machinery
+import os
 import re
 import subprocess
 import sys
@@ -276,6 +277,7 @@ def names_of_tensors() -> dict[str, tuple[list, list]]:
 
     Transformer Engine builds a model on the CPU where torch says that there is a GPU; it computes nothing there.
     """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import transformer_engine.pytorch  # noqa: F401
 
     cpu.hide_engine = lambda: None

@@ -303,45 +303,45 @@ def test_experts_in_megatrons_layer_leave_the_dispatcher_to_it() -> None:
 
 
 def test_L2_two_stages_with_virtual_stages_need_unbatched_messages() -> None:
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     config = _config(pipeline_dtype=torch.float32, pipeline_model_parallel_size=2)
     config.virtual_pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"overlap_p2p_comm=False, batch_p2p_comm=True: must be True and False"):
-        check_without_engine(config)
+        check_engine(config)
     config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-    check_without_engine(config)
+    check_engine(config)
 
 
 def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     if HAVE_TE:
         pytest.skip("Transformer Engine is installed")
     config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
-        check_without_engine(config)
+        check_engine(config)
     config = _config()
     config.moe_router_fusion = True
     with pytest.raises(ConfigError, match="moe_router_fusion=True: needs Transformer Engine, which is not installed"):
-        check_without_engine(config)
+        check_engine(config)
 
 
 def test_L2_a_gate_that_is_clamped_before_its_bias_is_refused() -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     if HAVE_TE:
         pytest.skip("Transformer Engine is installed")
     config = _config(add_bias_linear=True)
     config.activation_func_clamp_value, config.bias_activation_fusion = 7.0, True
     with pytest.raises(ConfigError, match=r"bias_activation_fusion=True: must be False \(--no-bias-gelu-fusion\) with"):
-        check_without_engine(config)
+        check_engine(config)
     config.bias_activation_fusion = False
-    check_without_engine(config)
+    check_engine(config)
 
 
 def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:
