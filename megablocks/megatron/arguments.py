@@ -110,6 +110,8 @@ _PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloa
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
+    "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
 }
@@ -396,7 +398,11 @@ def check(args: argparse.Namespace) -> None:
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
     settings_from(args, DriverSettings)
-    settings_from(args, MegaBlocksSettings)
+    settings = settings_from(args, MegaBlocksSettings)
+    if args.cuda_graph_impl != "none":
+        from megablocks.megatron import cuda_graph
+
+        cuda_graph.check(args, settings)
     if args.num_experts:
         _check_experts(args, ranks)
         _check_layer(args)

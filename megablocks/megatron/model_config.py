@@ -49,8 +49,8 @@ _UNSUPPORTED: _Table = {
     "activation_func_clamp_value": ((None,), "not part of the supported activations"),
     "use_te_activation_func": ((False,), "activations are part of the experts"),
     "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
-    "cuda_graph_impl": (("none",), _SPLITS),
-    "cuda_graph_modules": (([], "full"), _SPLITS),
+    "cuda_graph_impl": (("none", "full_iteration"), "a graph of one layer would run without the guard's hooks"),
+    "cuda_graph_modules": (([], "full"), "they are of graphs of one layer"),
 }
 """Fields that our experts refuse: the allowed values, and why."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
@@ -134,6 +134,11 @@ def check_engine(config: TransformerConfig) -> None:
                 f"overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: must be True and "
                 "False with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
             )
+    if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
+        raise ConfigError(
+            "cuda_graph_impl='full_iteration': must be 'none' outside of megablocks.megatron.pretrain_gpt, which keeps "
+            "in place what a captured step writes"
+        )
     if HAVE_TE:
         _check_fuser(config)
         return

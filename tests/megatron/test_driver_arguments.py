@@ -167,7 +167,7 @@ REFUSED = {
     "--num-experts 8 --overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm=True: must be False",
     "--num-experts 8 --megablocks-layer experts --delay-wgrad-compute": "delay_wgrad_compute=True: must be False; the "
     "experts' backward computes all gradients, or use Megatron's own layer (--megablocks-layer megatron) with",
-    "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none'; the all-to-all's split sizes",
+    "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none' or 'full_iteration'; graphs of",
     "--num-experts 8 --moe-shared-expert-overlap": "moe_shared_expert_overlap=True: must be False; the shared expert",
     "--num-experts 8 --moe-use-upcycling": "moe_use_upcycling=True: must be left out, or use Megatron's own layer",
     "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': must be 'local'; Transformer",

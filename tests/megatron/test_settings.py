@@ -261,8 +261,7 @@ _READ = {
     "of something refused": """
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda wgrad_deferral_limit
         moe_paged_stash_buffer_size_factor_cpu enable_cuda_graph external_cuda_graph cuda_graph_scope
-        cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
-        delay_offload_until_cuda_graph
+        cuda_graph_retain_backward_graph delay_offload_until_cuda_graph
     """,
     "inference": """
         inference_cuda_graph_scope inference_moe_disable_fused_quant_kernels
@@ -273,6 +272,7 @@ _READ = {
     """,
     "the other layers and the training loop": """
         defer_embedding_wgrad_compute overlap_p2p_comm overlap_p2p_comm_warmup_flush
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps
     """,
 }
 """Fields about experts that our layer takes, by what becomes of them."""
