@@ -7,8 +7,8 @@ An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072
 262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each
 round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the
 median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
-rotary embedding and bias, and gradients that are accumulated in the products. --before also starts the published
-scripts of another checkout, with their own defaults.
+rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
+step from the fourth step on. --before also starts the published scripts of another checkout, with their own defaults.
 
 "te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They run
 only where --arms names them, for example with what they are compared with, in about four minutes on one H100:
@@ -118,6 +118,10 @@ ARMS |= {
         ("dense-small", "dense-small", "-stock", _STOCK),
     )
 }
+_GRAPH = " --cuda-graph-impl full_iteration"
+ARMS["dmoe-small-16"] = ARMS["dmoe-small-32"]._replace(flags="--micro-batch-size 16")
+ARMS |= {f"{name}-graph": ARMS[name]._replace(flags=ARMS[name].flags + _GRAPH)
+         for name in ("eight-1", "dmoe-xs", "dmoe-small-16")}  # fmt: skip
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")
 }
