@@ -52,7 +52,7 @@ class Layout:
 
 
 class Sums(NamedTuple):
-    """How a rank's rows make its share of each slot, see `ops.permute.combine`: weight (W·M·K,) float32, None for ones."""
+    """What `combine` needs to make a rank's share of each slot of its rows. weight: (W·M·K,) float32, None for ones."""
 
     weight: Tensor | None
     dispatch: Dispatch
@@ -107,7 +107,7 @@ class Exchange:
                 f"{self.rank}: see its log. The step's result is NaN"
             )
 
-    def _common(self, part: str) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    def _common(self, part: str, block: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         """The turns of a grid, and the kernels' last arguments."""
         from megablocks.ops.exchange_triton import CHUNK, LAG
 
@@ -119,7 +119,7 @@ class Exchange:
         )  # fmt: skip
         options = {
             "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
-            "BLOCK": min(next_power_of_2(size.hidden), 512), "DELAY": self.delay_ns, "num_warps": 4,
+            "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": 4,
             "LIMIT": 0 if interpreted() else math.ceil(self.limit_s * 1e9),  # without a GPU there is no clock to read
         }  # fmt: skip
         return size.chunks + lag, numbers, options
@@ -140,7 +140,7 @@ class Exchange:
         """
         from megablocks.ops.exchange_triton import to_experts_kernel
 
-        size, (turns, numbers, options) = self.layout, self._common(part)
+        size, (turns, numbers, options) = self.layout, self._common(part, 512)
         slots = size.ranks * size.max_tokens
         rows = x.new_empty(slots, size.hidden)
         local_values = None if values is None else values.new_empty(slots, size.top_k)
@@ -170,7 +170,8 @@ class Exchange:
         """
         from megablocks.ops.exchange_triton import to_home_kernel
 
-        size, (turns, numbers, options) = self.layout, self._common(part)
+        # Sums hold more in registers: blocks of 512 would leave three programs a multiprocessor.
+        size, (turns, numbers, options) = self.layout, self._common(part, 512 if sums is None else 256)
         weight, dispatch = sums or (None, None)
         indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)

@@ -287,7 +287,7 @@ def to_home_kernel(
 ):  # fmt: skip
     """chunks + lag turns of programs: W - 1 push a chunk, one gives the totals of the chunk of lag turns ago.
 
-    partial (W·M, H); with SUMS (R, H) rows by expert, their weights (W·M·K,) or None for ones, and a Dispatch's indices.
+    partial (W·M, H); with SUMS rows (R, H) by expert, weight (W·M·K,) or None for ones, and the indices of a Dispatch.
     """
     turn = tl.program_id(0) // WORLD
     role = tl.program_id(0) % WORLD

@@ -1,12 +1,11 @@
 """The fused MLP of experts over several ranks: tokens go to their experts, and sums of the experts' rows come home.
 
-    tokens (W·M, H) = to_experts(x)      rows (R, H) = the experts' rows, as in mlp.py      y (T, H) = to_home(sums of rows)
+    x (T, H) ─ to_experts ─▶ tokens (W·M, H) ─ mlp.py ─▶ rows (R, H) ─ to_home ─▶ y (T, H)
 
 Legend: W ranks, T tokens of a rank, M >= T the most tokens of any rank, H hidden, K choices a token, R rows here.
 
-Backward takes dY to the experts and makes the gradients of mlp.py. The rows' sums for dX leave before dW1 and dV1 are
-computed. As one op it never writes a rank's share (W·M, H) of y or dX: to_home sums the rows while it pushes, which took
-a pass of its own (`combine`) and two more of memory traffic.
+Backward takes dY to the experts and makes the gradients of mlp.py; the sums for dX leave before dW1 and dV1 are
+computed. A rank's share (W·M, H) of y and of dX is never written: to_home sums the rows while it pushes them.
 """
 
 from __future__ import annotations
