@@ -14,6 +14,7 @@ prints the commands.
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import shlex
@@ -25,6 +26,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import training_step
@@ -126,12 +128,28 @@ def _arm(check: Check, model: str, where: str, micro: int, variant: str, gpu: st
     flags = f"{arm.flags} --micro-batch-size {micro} --log-interval 1"
     name = f"train_{model}-{where}_{variant}_{micro}"
     tree = check.trees[variant]
-    folder = check.out / "runs" / f"{name}-{os.getpid()}"
+    folder = _folder(check, name)
     command, variables = training_step.command_of(arm._replace(flags=flags), tree, check.data, folder, STEPS)
     if gpu:
         variables["CUDA_VISIBLE_DEVICES"] = gpu
     variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     return name, check.start(name, command, tree, **variables)
+
+
+def _folder(check: Check, name: str) -> Path:
+    return check.out / "runs" / f"{name}-{os.getpid()}"
+
+
+def fuller_half(load: Path) -> float | None:
+    """Rows of the rank with more of them over the mean, of two ranks, mean over the layers; from expert_load.csv."""
+    if not load.exists():
+        return None
+    layers: dict[str, list[float]] = {}
+    with open(load, newline="") as file:
+        for row in csv.DictReader(file):
+            layers.setdefault(row["layer"], []).append(float(row["tokens"]))
+    halves = [(sum(rows[: len(rows) // 2]), sum(rows)) for rows in layers.values()]
+    return mean(2 * max(first, whole - first) / whole for first, whole in halves)
 
 
 def _take(check: Check, name: str, process: Any) -> float | None:
@@ -143,8 +161,8 @@ def _take(check: Check, name: str, process: Any) -> float | None:
         why = "out of memory" if "out of memory" in text.lower() else str(error)
         check.save(name, None if dry_run() else why)
         return None
-    check.save(name, {"ms": one.ms, "tokens_per_second": one.tokens_per_second, "peak_gib": one.peak_gib,
-                      "loss": one.loss})  # fmt: skip
+    figures = {"ms": one.ms, "tokens_per_second": one.tokens_per_second, "peak_gib": one.peak_gib, "loss": one.loss}
+    check.save(name, {**figures, "fuller_half": fuller_half(_folder(check, name) / "expert_load.csv")})
     return one.tokens_per_second
 
 
