@@ -156,7 +156,7 @@ def _take(check: Check, name: str, process: Any) -> float | None:
     """Tokens/s of a started arm, None if it failed."""
     text = check.finish(name, process, 110)
     try:
-        one = training_step.read_log(text)
+        one = training_step.read_log(text, STEPS, LEFT_OUT)
     except ValueError as error:
         why = "out of memory" if "out of memory" in text.lower() else str(error)
         check.save(name, None if dry_run() else why)
@@ -167,7 +167,6 @@ def _take(check: Check, name: str, process: Any) -> float | None:
 
 
 def train(check: Check) -> None:
-    training_step.STEPS, training_step.LEFT_OUT = STEPS, LEFT_OUT
     base: dict[str, float | None] = {}
     todo = list(MODELS)
     while todo:  # on one GPU each, side by side; an arm that does not fit again with a smaller micro-batch

@@ -89,13 +89,13 @@ def test_another_driver_cannot_capture() -> None:
     """It would not keep the loss scale in its place."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     config = TransformerConfig(
         num_layers=1, hidden_size=32, num_attention_heads=4, cuda_graph_impl="full_iteration", cuda_graph_modules=[]
     )
     with pytest.raises(ConfigError, match="must be 'none' outside of megablocks.megatron.pretrain_gpt"):
-        check_without_engine(config)
+        check_engine(config)
 
 
 def test_a_scale_that_changed_moves_back_to_its_place() -> None:
