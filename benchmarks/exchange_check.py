@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, tuple[str, str]]] = {
 """Variant → file → the words there and what takes their place."""
 STAGES = ("tests", "train", "profile", "layer", "mutants")
 STEPS, LEFT_OUT = 10, 5
-MODELS = {"small": (64, 32), "fine": (16, 8)}
+MODELS = {"small": (32, 16), "fine": (16, 8)}
 """Model of training_step.ARMS → micro-batches, the first that fits."""
 PROFILE = "--profile --use-pytorch-profiler --profile-step-start 6 --profile-step-end 9 --profile-ranks 0 1"
 
