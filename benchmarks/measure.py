@@ -196,7 +196,16 @@ def environment() -> dict[str, Any]:
     from megablocks.monitor.env_report import commit
 
     versions: dict[str, str | None] = {}
-    for package in ("torch", "triton", "scattermoe", "sonicmoe", "quack-kernels", "nvidia-cutlass-dsl"):
+    for package in (
+        "torch",
+        "triton",
+        "megatron-core",
+        "transformer-engine",
+        "scattermoe",
+        "sonicmoe",
+        "quack-kernels",
+        "nvidia-cutlass-dsl",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

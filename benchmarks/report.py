@@ -15,6 +15,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, count, time_unit
+from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings, count, time_unit
 from megablocks.monitor.paper_plots import PICTURES
 from megablocks.monitor.paper_results import Span, Summary, capacity_front, read_record, summarize
 
@@ -53,14 +54,28 @@ PUBLISHED = {
     ),
 }  # fmt: skip
 """By model. The toy has none."""
+SOONER, TUTEL_STEP = 1.5, 1.0
+"""Goals: how much sooner than dense dMoE reaches the dense loss; a step of Tutel at capacity 1 over dMoE's."""
 
 
 def span(value: Span | None, form: str, scale: float = 1.0) -> str:
     """The mean, and the smallest and largest value if they differ."""
     if value is None:
         return "not reached"
-    mean = f"{value.mean / scale:{form}}"
-    return mean if value.low == value.high else f"{mean} ({value.low / scale:{form}} to {value.high / scale:{form}})"
+    mean, low, high = (f"{one / scale:{form}}" for one in value)
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def _sooner(one: Summary, form: str = ".2f") -> str:
+    return f"{one.missed} of {one.seeds} seeds miss it" if one.sooner is None else span(one.sooner, form)
+
+
+def _at_once(record: dict[str, Any]) -> int:
+    return max(run.get("at_once", 1) for run in record["runs"])
+
+
+def _is_fixed(record: dict[str, Any]) -> bool:
+    return all("--megablocks-fixed-validation" in run["launch"] for run in record["runs"])
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -89,17 +104,20 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     many = _seeds(summaries)
     warmup = re.search(r"--lr-warmup-fraction (\S+)", run["launch"])  # before it was in the command it was 1 %
+    beside = _at_once(record)
+    runs = f" a run, {beside} runs at once on one host" if beside > 1 else ""
+    same = "Every evaluation of every run reads the same samples of its validation part. " if _is_fixed(record) else ""
     text = [
-        f"{settings['ngpu']} × {where['gpu']}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
+        f"{settings['ngpu']} × {where['gpu']}{runs}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, and for each seed they share the order "
         f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "
         f"{float(warmup[1]) if warmup else 0.01:.0%} of the run, cosine decay to a tenth. Text: the data set "
-        f"with fingerprint `{settings['data'][:16]}`. Times are those of training, without compilation, evaluation and "
-        "saves. The load of the experts is that of the routers as they train, unless an arm's name says uniform or "
-        "skewed.",
+        f"with fingerprint `{settings['data'][:16]}`. {same}"
+        "Times are those of training, without compilation, evaluation and saves. The load of the experts is that of "
+        "the routers as they train, unless an arm's name says uniform or skewed.",
         "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
         "losses, speeds, drops and loads. The command of the comparison, for the code of that commit, where DATA is "
         "the folder of this data set:",
@@ -110,77 +128,78 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         text.insert(-1, f"Validation losses of the tuning, each on a tenth of the tokens: {tried}.")
     names = ("budget", "seeds", "rates", "batch", "micro_batch", "save_every", "ngpu", "flags")
     given = {name.upper(): str(settings[name]) for name in names if settings[name] not in (0, "")}
+    given |= {"AT_ONCE": str(beside)} if beside > 1 else {}
     given |= {"ARMS": ",".join(settings["arms"]), "DATA_PREFIX": "DATA"}
     values = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
     return "\n\n".join([*text, f"    {values} bash exp/paper/compare.sh OUT {settings['model']}"])
 
 
 def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
-    published = PUBLISHED.get(record["settings"]["model"])
-    gains = published.gain if published else {}
+    gains = PUBLISHED["small"].gain if record["settings"]["model"] in PUBLISHED else {}
+    base, dmoe = summaries[BASE], summaries.get("dmoe")
     rows = [
-        [one.label, span(one.loss, ".4f"), "–" if one.arm == BASE else f"{one.gap:+.4f}",
+        [one.label, span(one.loss, ".4f"), "–" if one is base else span(one.below(base), "+.4f"),
+         "–" if dmoe is None or one is dmoe else span(dmoe.below(one), "+.4f"),
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
          "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
-    head = [
-        "arm",
-        "validation loss",
-        "below dense",
-        "paper",
-        "seeds",
-        "pairs dropped",
-        "load, fullest/mean",
-        "learning rate",
-    ]
-    return (
-        table(head, rows)
-        + "\n\n"
-        + "\n".join(orders(summaries))
-        + "\n\n"
-        + _picture("loss_tokens", "Loss against tokens")
+    head = ["arm", "validation loss", "below dense", "above dMoE", "below dense in the paper, Small", "seeds",
+            "pairs dropped", "load, fullest/mean", "learning rate"]  # fmt: skip
+    text = (
+        "Mean of the seeds, with the smallest and the largest in brackets. Differences are taken seed by seed, for "
+        "runs of one seed read the same data in the same order."
     )
+    picture = _picture("loss_tokens", "Loss against tokens")
+    return "\n\n".join([text, table(head, rows), "\n".join(orders(summaries)), picture])
 
 
 def orders(summaries: dict[str, Summary]) -> list[str]:
-    """A sentence for each neighboring pair of the paper's order: does it hold beyond the seeds' spread, and why not."""
-    order = [arm for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
-    lines = []
-    for better, worse in zip(order, order[1:], strict=False):
-        a, b = summaries[better], summaries[worse]
-        apart = b.loss.mean - a.loss.mean
-        if a.loss.high < b.loss.low and min(a.seeds, b.seeds) > 1:
-            verdict = "and the seeds of the two do not overlap."
-        elif apart > 0:
-            verdict = (
-                "which may be chance with one seed." if min(a.seeds, b.seeds) == 1 else "within the seeds' spread."
-            )
-        else:
+    """Does the paper's order hold: in how many seeds, and for each neighboring pair by how much and why not."""
+    order = [summaries[arm] for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
+    seeds = [seed for seed in summaries[BASE].losses if all(seed in one.losses for one in order)]
+    hold = sum(all(a.losses[seed] < b.losses[seed] for a, b in pairwise(order)) for seed in seeds)
+    named = " below ".join(one.label for one in order)
+    lines = [f"- The paper's order of losses, {named}, holds in {hold} of {count_of(len(seeds), 'seed')}."]
+    for a, b in pairwise(order):
+        apart, n = a.below(b), len(a.losses.keys() & b.losses.keys())
+        around = f"({apart.low:+.4f} to {apart.high:+.4f})"
+        if apart.mean <= 0:
             verdict = "so the paper's order does not hold here."
+        elif n == 1:
+            verdict = "which may be chance with one seed."
+        elif apart.low <= 0:
+            verdict = f"but not in each of {n} seeds {around}."
+        else:
+            overlap = "overlap" if a.loss.high >= b.loss.low else "do not overlap"
+            verdict = f"in each of {n} seeds {around}; the losses of the two {overlap}."
         why = ""
-        if a.loss.high >= b.loss.low:
+        if apart.low <= 0:
             drops = [f"{one.label} drops {one.dropped:.2%} of the pairs" for one in (a, b) if one.dropped is not None]
             half = b.half_loss - a.half_loss
             why = f" {'; '.join(drops)}. At half of the tokens {a.label} was {abs(half):.4f} "
             why += f"{'below' if half > 0 else 'above'}."
-        lines.append(f"- {a.label} is {abs(apart):.4f} {'below' if apart > 0 else 'above'} {b.label}, {verdict}{why}")
+        side = "below" if apart.mean > 0 else "above"
+        lines.append(f"- {a.label} is {abs(apart.mean):.4f} {side} {b.label}, {verdict}{why}")
     return lines
 
 
+def count_of(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
-    base = summaries[BASE].time_s.mean
+    base = summaries[BASE]
     scale, unit = time_unit(max(one.time_s.high for one in summaries.values()))
     rows = [
-        [one.label, span(one.to_base_s, ".2f", scale),
-         "–" if one.to_base_s is None else f"{base / one.to_base_s.mean:.2f}",
-         span(one.time_s, ".2f", scale), f"{one.tokens_per_second:,.0f}"]
+        [one.label, span(one.to_base_s, ".2f", scale), _sooner(one), span(one.time_s, ".2f", scale),
+         f"{one.tokens_per_second:,.0f}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = ["arm", f"{unit} to the dense loss", "times sooner", f"{unit} in all", "tokens/s"]
     text = (
-        f"The target is the dense arm's final loss, {summaries[BASE].loss.mean:.4f}, after {base / scale:.2f} {unit}. "
-        "Between evaluations the time is interpolated linearly."
+        f"The target of a seed is the final loss of its dense run: {span(base.loss, '.4f')}, after "
+        f"{span(base.time_s, '.2f', scale)} {unit}. Between evaluations the time is interpolated linearly."
     )
     pictures = (
         _picture("loss_time", "Loss against time") + "\n\n" + _picture("time_to_dense_loss", "Time to the dense loss")
@@ -189,20 +208,23 @@ def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 
 
 def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
-    ours = summaries.get("dmoe")
     rows = [
-        [one.label, f"{one.step_ms:.1f}", f"{one.step_ms / ours.step_ms:.2f}" if ours else "–",
+        [one.label, f"{one.step_ms:.1f}", _or_dash(one.over_dmoe, ".2f"),
          f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"),
          _or_dash(one.load, ".2f"), ARMS[one.arm].note or "–"]
         for one in summaries.values()
     ]  # fmt: skip
     head = ["arm", "ms a step", "over dMoE's", "tokens/s", "peak GiB", "micro-batch", "load, fullest/mean", "note"]
     points, front = capacity_front(summaries)
+    settings = Settings.from_dict(record["settings"])
+    given = [(run["micro_batch"], settings.micro_batch_of(run["arm"])) for run in record["runs"]]
     text = "The micro-batch is the largest that fits, found by trials of three steps."
-    if given := record["settings"]["micro_batch"]:
-        whole = given * record["settings"]["ngpu"] == record["runs"][0]["batch"]
-        text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else ''}."
-        if any(run["micro_batch"] != given for run in record["runs"]):
+    if any(size for _, size in given):
+        batch = record["runs"][0]["batch"]
+        whole = all(size is not None and size * settings.ngpu == batch for _, size in given)
+        some = "" if all(size for _, size in given) else " for some arms; else it is the largest that fits"
+        text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else some}."
+        if any(size not in (None, used) for used, size in given):
             text += (
                 " An arm that failed with it, out of memory or in another package's kernel, got the next smaller one."
             )
@@ -224,27 +246,30 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rows = []
     if dmoe is not None:
         low, high = published.dense
-        ratio = None if dmoe.to_base_s is None else base.time_s.mean / dmoe.to_base_s.mean
-        rows.append(["dense over dMoE, time to the dense loss", _or_dash(ratio, ".2f"), f"{low} to {high}"])
-        if "tutel-0" in summaries:
-            ratio = summaries["tutel-0"].step_ms / dmoe.step_ms
-            rows.append(["Tutel padded over dMoE, step time", f"{ratio:.2f}", f"{published.tutel_dynamic}"])
+        rows.append(["dense over dMoE, time to the dense loss", _sooner(dmoe), f"{SOONER}", f"{low} to {high}"])
+        if (one := summaries.get("tutel-1")) is not None:
+            rows.append([f"{one.label} over dMoE, step time", _or_dash(one.over_dmoe, ".2f"), f"{TUTEL_STEP}", "–"])
+        padded = published.tutel_dynamic
+        rows += [
+            [f"{one.label} over dMoE, step time", _or_dash(one.over_dmoe, ".2f"), f"{padded}", f"{padded}"]
+            for arm, one in summaries.items() if arm in ("tutel-0", "tutel-0-short")
+        ]  # fmt: skip
         best = best_tutel(summaries)
-        if best is not None and dmoe.to_base_s is not None and best.to_base_s is not None:
-            ratio = best.to_base_s.mean / dmoe.to_base_s.mean
-            rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}",
-                         f"{published.tutel_best} (Tutel's best factor, at equal loss)"])  # fmt: skip
+        if best is not None and best.sooner is not None and dmoe.sooner is not None:
+            ratio, paper = dmoe.sooner.mean / best.sooner.mean, f"{published.tutel_best} (Tutel's best factor)"
+            rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}", "–", paper])
     rows += [
-        [f"{one.label}: loss below dense", f"{one.gap:.3f}", f"{published.gain[one.arm]}"]
-        for one in summaries.values() if one.arm in published.gain
+        [f"{one.label}: loss below dense", span(one.below(base), "+.3f"), "–", f"{gain:+.2f} (Small)"]
+        for one in summaries.values() if (gain := PUBLISHED["small"].gain.get(one.arm)) is not None
     ]  # fmt: skip
     rows += [
         [f"{summaries[arm].label}: final loss, minutes",
-         f"{summaries[arm].loss.mean:.2f}, {summaries[arm].time_s.mean / 60:.1f}", f"{loss}, {days * DAY_S / 60:.0f}"]
+         f"{summaries[arm].loss.mean:.2f}, {summaries[arm].time_s.mean / 60:.1f}", "–",
+         f"{loss}, {days * DAY_S / 60:.0f}"]
         for arm, (days, loss) in published.curve.items() if arm in summaries
     ]  # fmt: skip
     return (
-        table(["figure", "here", "paper"], rows)
+        table(["figure", "here", "goal", "paper"], rows)
         + "\n\n"
         + "\n".join(f"- {line}" for line in differences(record, summaries))
     )
@@ -253,8 +278,8 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 def best_tutel(summaries: dict[str, Summary]) -> Summary | None:
     """The arm of Tutel's own layer that drops and reaches the dense loss first."""
     those = [one for arm, one in summaries.items()
-             if ARMS[arm].group == "tutel" and arm != "tutel-0" and one.to_base_s]  # fmt: skip
-    return min(those, key=lambda one: one.to_base_s.mean if one.to_base_s else 0.0, default=None)
+             if ARMS[arm].group == "tutel" and arm != "tutel-0" and one.sooner]  # fmt: skip
+    return max(those, key=lambda one: one.sooner.mean if one.sooner else 0.0, default=None)
 
 
 def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[str]:
@@ -272,7 +297,7 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
             f"A step of dMoE takes {dmoe.step_ms / base.step_ms:.2f} times as long as a dense step here. The time to a "
             "loss, dense over dMoE, is the ratio of the tokens that both need for it, divided by this number."
         )
-        if "tutel-0" in summaries and dmoe.load is not None:
+        if {"tutel-0", "tutel-0-short"} & summaries.keys() and dmoe.load is not None:
             lines.append(
                 f"Tutel's padding follows the load: the fullest expert has {dmoe.load:.2f} times the mean of dMoE's."
             )
@@ -288,10 +313,13 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The learning rate's schedule "
         "ends with the budget, so a loss in the middle of a run is not the loss of a run that ends there.",
     ]
-    lines.append(
-        "Each evaluation of a run reads other samples of the validation text; all arms of a seed read the same. Easy "
-        "samples lower the loss of one evaluation, and this changes a time to the dense loss."
-    )
+    if _at_once(record) > 1:
+        lines.append(f"{_at_once(record)} runs at once share the CPUs and the memory of one host, which may slow them.")
+    if not _is_fixed(record):
+        lines.append(
+            "Each evaluation of a run reads other samples of the validation text; all arms of a seed read the same. "
+            "Easy samples lower the loss of one evaluation, and this changes a time to the dense loss."
+        )
     lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if one.arm == "expert-choice"]
     if single := [one.label for one in summaries.values() if one.seeds == 1]:
         named = "every arm" if len(single) == len(summaries) else ", ".join(single)

@@ -1,23 +1,35 @@
 """Training steps of whole experiments on one or two GPUs: tokens/s, MFU and peak memory of each arm.
 
     python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--before CHECKOUT] [--out FILE]
+                                       [--patience SECONDS]
 
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
 262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each
 round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the
 median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
-rotary embedding and bias, and gradients that are accumulated in the products. --before also starts the published
-scripts of another checkout, with their own defaults.
+rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
+step from the fourth step on. --before also starts the published scripts of another checkout, with their own defaults.
 
-The gate: the arms of one model have seen the same data, so their losses at the last step differ by at most 2 %.
+"te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They run
+only where --arms names them, for example with what they are compared with, in about four minutes on one H100:
+
+    --arms dense-small,dense-small-te,dmoe-small-32,dmoe-small-te,dmoe-small-te-peer
+
+A "te-peer" arm has Megatron's own layer with Transformer Engine's grouped linear layers, fused permutation and router;
+"te-adam" Transformer Engine's optimizer; "te-stock" all of that and Megatron's fused cross entropy, nothing of ours.
+
+The gate: the arms of one model have seen the same data, so their losses at the last step differ by at most 2 %. An arm
+that fails, or that takes longer than --patience, is named, and the others go on. The file is written after each run.
 FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -40,7 +52,7 @@ PLAIN = (
 class Arm(NamedTuple):
     """model: arms of one model are compared. script: below exp/. flags: of the driver. gpus: of the run.
 
-    arguments: of the script, behind EXP_DIR and STEPS.
+    arguments: of the script, behind EXP_DIR and STEPS. engine: whether the block is Transformer Engine's.
     """
 
     model: str
@@ -48,6 +60,7 @@ class Arm(NamedTuple):
     flags: str
     gpus: int = 1
     arguments: tuple[str, ...] = ()
+    engine: bool = False
 
 
 ARMS = {
@@ -89,6 +102,26 @@ ARMS |= {
         _SIXTEEN_EXPERTS,
     ),
 }  # fmt: skip
+# 32 sequences of dMoE-Small fit into 80 GB.
+_PEER = "--megablocks-layer megatron --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
+_ADAM = "--no-megablocks-fused-optimizer"
+_STOCK = f"{_ADAM} --no-megablocks-fused-loss --cross-entropy-loss-fusion"
+ARMS |= {
+    f"{model}-te{suffix}": ARMS[like]._replace(flags=f"{ARMS[like].flags} {flags}".strip(), engine=True)
+    for model, like, suffix, flags in (
+        ("dmoe-small", "dmoe-small-32", "", ""),
+        ("dmoe-small", "dmoe-small-32", "-adam", _ADAM),
+        ("dmoe-small", "dmoe-small-32", "-peer", _PEER),
+        ("dmoe-small", "dmoe-small-32", "-stock", f"{_PEER} {_STOCK}"),
+        ("dense-small", "dense-small", "", ""),
+        ("dense-small", "dense-small", "-adam", _ADAM),
+        ("dense-small", "dense-small", "-stock", _STOCK),
+    )
+}
+_GRAPH = " --cuda-graph-impl full_iteration"
+ARMS["dmoe-small-16"] = ARMS["dmoe-small-32"]._replace(flags="--micro-batch-size 16")
+ARMS |= {f"{name}-graph": ARMS[name]._replace(flags=ARMS[name].flags + _GRAPH)
+         for name in ("eight-1", "dmoe-xs", "dmoe-small-16")}  # fmt: skip
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")
 }
@@ -109,19 +142,25 @@ def command_of(
     arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS
 ) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
-    flags = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= {arm.flags}"
+    block = "transformer_engine" if arm.engine else "local"
+    ours = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= --transformer-impl {block}"
     command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(steps), *arm.arguments]
-    return command, {"NGPU": str(arm.gpus), "PYTHON": sys.executable, "DATA_PREFIX": str(data), "FLAGS": flags}
+    return command, {
+        "NGPU": str(arm.gpus),
+        "PYTHON": sys.executable,
+        "DATA_PREFIX": str(data),
+        "FLAGS": f"{ours} {arm.flags}",
+    }
 
 
-def read_log(text: str) -> Measured:
-    """Raises ValueError if the log does not end with the last step."""
+def read_log(text: str, steps: int = STEPS, left_out: int = LEFT_OUT) -> Measured:
+    """Raises ValueError if the log does not end with the last step. left_out: steps that do not count."""
     from megablocks.monitor.history import parse_log_line
 
     lines = [parse_log_line(line) for line in text.splitlines() if "elapsed time per iteration" in line]
-    if not lines or lines[-1].get("iteration") != STEPS:
+    if not lines or lines[-1].get("iteration") != steps:
         raise ValueError("the run ended early")
-    counted = [line for line in lines if line["iteration"] > LEFT_OUT]
+    counted = [line for line in lines if line["iteration"] > left_out]
     rates = [float(rate) for rate in re.findall(r"tokens/s: (\d+)", text)][-len(counted) :]
     shares = [float(share) / 100 for share in re.findall(r"MFU: ([\d.]+)%", text)][-len(counted) :]
     peaks = [float(mib) for mib in re.findall(r"max allocated: ([\d.]+)", text)]
@@ -136,14 +175,43 @@ def read_log(text: str) -> Measured:
     )
 
 
-def run(arm: Arm, checkout: Path, data: Path, steps: int = STEPS) -> str:
-    """What a run prints. Ends the program with the run's last line if it fails."""
+def run(arm: Arm, checkout: Path, data: Path, steps: int = STEPS, patience: float | None = None) -> str:
+    """What a run prints. Raises SystemExit with the run's last line if it fails or takes longer than the patience."""
     with tempfile.TemporaryDirectory() as folder:
         command, variables = command_of(arm, checkout, data, Path(folder) / "run", steps)
-        done = subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{Path(sys.argv[0]).name}: {arm.script} failed: {done.stderr.strip().splitlines()[-1]}")
-    return done.stdout
+        pipe = subprocess.PIPE
+        child = subprocess.Popen(
+            command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+        )
+        why = ""
+        try:
+            said, errors = child.communicate(timeout=patience)
+        except BaseException as error:  # Ctrl-C too, which does not reach another session
+            _end(child)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            why = f"took longer than {patience:.0f} s"
+        if child.returncode and not why:
+            why = f"failed: {last_line(errors)}"
+    if why:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {arm.script} {why}")
+    return said
+
+
+def _end(child: subprocess.Popen[str]) -> None:
+    """End a script and what it started. torchrun ends its ranks, which have sessions of their own, at SIGTERM alone."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(child.pid, signal.SIGTERM)
+        child.wait(30)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def last_line(errors: str) -> str:
+    """The driver's line that says why it stopped, else the last one."""
+    lines = errors.strip().splitlines() or ["it said nothing"]
+    return next((line for line in reversed(lines) if line.startswith("pretrain_gpt: ")), lines[-1])
 
 
 def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate) -> list[dict[str, Any]]:
@@ -164,10 +232,12 @@ def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT / "data/stdlib")
-    parser.add_argument("--arms", default=",".join(name for name, arm in ARMS.items() if arm.gpus == 1))
+    usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine]
+    parser.add_argument("--arms", default=",".join(usual))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--before", type=Path)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--patience", type=float, help="seconds that a run may take")
     options = parser.parse_args()
     arms = {name: ARMS[name] for name in chosen(parser, "--arms", options.arms, ARMS)}
     checkouts = dict.fromkeys(arms, ROOT)
@@ -180,18 +250,33 @@ def main() -> int:
             print(f"{name}: FLAGS='{variables['FLAGS']}' {' '.join(command)}")
         return 0
     need_gpu()
-    runs: dict[str, list[Measured]] = {name: [] for name in arms}
+    out = options.out or result_path("training_step", gpu_name())
+    runs: dict[str, list[Measured]] = {}
+    failed: dict[str, str] = {}
+    gate = Gate(ours=lambda _: True)
     for number in range(options.rounds):
         for name, arm in arms.items():
-            runs[name].append(one := read_log(run(arm, checkouts[name], options.data)))
-            share = "" if one.mfu is None else f", MFU {one.mfu:.1%}"
-            print(f"round {number + 1}: {name}: {one.ms:.1f} ms, {one.tokens_per_second:,.0f} tokens/s{share}, "
-                  f"{one.peak_gib:.1f} GiB, first step {one.first_s:.1f} s", flush=True)  # fmt: skip
-    gate = Gate(ours=lambda _: True)
-    rows = summarize(runs, arms, gate)
-    records = [{"arm": name, **one._asdict()} for name, measured in runs.items() for one in measured]
-    out = options.out or result_path("training_step", gpu_name())
-    write_result(out, "training_step", gate=gate, summary={"arms": rows}, records=records)
+            if name in failed:
+                continue
+            try:
+                one = read_log(run(arm, checkouts[name], options.data, patience=options.patience))
+            except (SystemExit, ValueError) as error:
+                failed[name] = str(error)
+                print(f"round {number + 1}: {name}: {error}", flush=True)
+            else:
+                runs.setdefault(name, []).append(one)
+                share = "" if one.mfu is None else f", MFU {one.mfu:.1%}"
+                print(
+                    f"round {number + 1}: {name}: {one.ms:.1f} ms, {one.tokens_per_second:,.0f} tokens/s{share}, "
+                    f"{one.peak_gib:.1f} GiB, first step {one.first_s:.1f} s, loss {one.loss:.4f}",
+                    flush=True,
+                )
+            gate = Gate(ours=lambda _: True)
+            rows = summarize(runs, arms, gate)
+            for bad, why in failed.items():
+                gate.take({"bad": bad, "why": why})
+            records = [{"arm": arm_name, **each._asdict()} for arm_name, measured in runs.items() for each in measured]
+            write_result(out, "training_step", gate=gate, summary={"arms": rows}, records=records)
     gate.report()
     print(out)
     return 0 if gate.green else 1

@@ -4,16 +4,25 @@
 # Environment: NGPU, DATA_PREFIX, FLAGS, PYTHON, DRY_RUN of exp/common.sh, and
 #   BUDGET       tokens of each run (100M, 10B) or minutes of the whole comparison (default 10min)
 #   ARMS         arms and groups of them, separated by commas (default paper,tutel; all)
-#   SEEDS        seeds of each arm (default 1)
+#   SEEDS        seeds of each arm, and of single ones (3,tutel-1:1; default 1)
 #   RATES        learning rate of all arms (default 6e-4), published, or tuned
 #   BATCH        sequences a step (default by budget: 128 to 512)
-#   MICRO_BATCH  micro-batch of all arms, or less where it does not fit (default: for each arm the largest that fits)
+#   MICRO_BATCH  micro-batch of all arms and of single ones (128,tutel-0:16), or less where it does not fit (default:
+#                for each arm the largest that fits)
+#   AT_ONCE      runs at once, each on NGPU GPUs of its own (default 1)
 #   SAVE_EVERY   tokens between checkpoints (default 500M; 0: never)
 # Ctrl-C stops; the same command goes on. Writes OUT/record.json, pictures and OUT/RESULTS.md.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
-count=$(gpus)
-export NGPU=${NGPU:-$((count > 0 ? count : 1))} DATA_PREFIX
+export AT_ONCE=${AT_ONCE:-1} DATA_PREFIX
+_check_whole AT_ONCE 1 1024
+devices=()
+if [ "$(gpus)" -gt 0 ]; then
+    export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-$(seq -s , 0 $(($(gpus) - 1)))}
+    IFS=, read -ra devices <<<"$CUDA_VISIBLE_DEVICES"
+fi
+count=${#devices[@]}
+export NGPU=${NGPU:-$((count > AT_ONCE ? count / AT_ONCE : 1))}
 if [ "${DRY_RUN:-0}" = 1 ]; then
     PYTHON=${PYTHON:-python3}
 else

@@ -38,12 +38,13 @@ from megablocks.ops.activation import activate
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.pair_mm import MOST_PAIRS
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
 
-FEW_PAIRS = 16
-"""Up to so many pairs are computed without sorting where no gradient is wanted: two tokens of top-8."""
+FEW_PAIRS = {"cuda": MOST_PAIRS, "cpu": 16}
+"""Up to so many pairs are computed without sorting where no gradient is wanted: with top-8, 64 tokens and two."""
 
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 _GATED = {unary: gated for gated, unary in GATED.items()}
@@ -178,22 +179,17 @@ def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 
 def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
-    """ids, weights (T, K): a product a pair with a copy of its expert's weights; no sorting."""
-    module, (num_tokens, top_k), experts = call.module, ids.shape, call.up.w.shape[0]
-    given = ids.flatten()
-    ids = given.clamp(0, experts - 1)
-
-    def linear(rows: Tensor, weight: Weight, bias: Tensor | None) -> Tensor:
-        out = weight.each(rows, ids)
-        return out if bias is None else out + bias.index_select(0, ids).to(out.dtype)
-
-    h = linear(call.x.repeat_interleave(top_k, dim=0), call.up, call.up_bias)
-    rows = linear(_between(call, h).to(call.x.dtype), call.down, call.down_bias)
-    if getattr(module, "has_post_expert_norm", False):
+    """ids, weights (T, K): each pair's products, without sorting and without a gradient."""
+    module, (num_tokens, top_k), pairs = call.module, ids.shape, ids.flatten()
+    has_norm = getattr(module, "has_post_expert_norm", False)
+    h = call.up.each(call.x, pairs, call.up_bias)
+    act = _between(call._replace(activation=None), h)  # the model's own: our kernel would copy both halves first
+    scale = weights.flatten()
+    rows = call.down.each(act.to(call.x.dtype), pairs, call.down_bias, None if has_norm else scale)
+    if has_norm:
         rows = module.post_expert_norm(rows)
-    acc = torch.promote_types(rows.dtype, torch.float32)
-    rows = rows * weights.reshape(-1, 1).to(acc)  # in acc: this promotes the rows, without a launch for them
-    rows.masked_fill_((ids != given).unsqueeze(1), 0)
+        rows = rows * scale.to(torch.promote_types(rows.dtype, torch.float32)).unsqueeze(1)
+        rows.masked_fill_(((pairs < 0) | (pairs >= call.up.w.shape[0])).unsqueeze(1), 0)
     return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
 
 
@@ -258,7 +254,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         ValueError: weights in a quantized dtype.
     """
     call = read_call(self, hidden_states)
-    if top_k_index.numel() <= FEW_PAIRS and not needs_gradient(call, top_k_weights):
+    if top_k_index.numel() <= FEW_PAIRS.get(hidden_states.device.type, 0) and not needs_gradient(call, top_k_weights):
         return few(call, top_k_index, top_k_weights).to(hidden_states.dtype)
     routing = routing_of(top_k_index, top_k_weights, call.up.w.shape[0])
     return WAYS[choose_way(call)](call, build_dispatch(routing), routing.weight).to(hidden_states.dtype)

@@ -14,11 +14,11 @@ from __future__ import annotations
 import sys
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.gathered_mm import gathered_mm
 from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.grouped.pair_mm import pair_mm
 from megablocks.ops.library import under_autocast
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -52,20 +52,14 @@ class Weight(NamedTuple):
             return y
         return y + grouped_mm(grouped_mm(rows, self.a, offsets), self.b, offsets)
 
-    def each(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """rows (R, K), each with a copy of the weights of its expert ids (R,) → (R, N)."""
-        rows = rows.unsqueeze(1)
-        y = torch.bmm(rows, _pick(self.w, ids))
-        if self.a is not None and self.b is not None:
-            y = y + torch.bmm(torch.bmm(rows, _pick(self.a, ids)), _pick(self.b, ids))
-        return y.squeeze(1)
-
-
-def _pick(w: Tensor, ids: Tensor) -> Tensor:
-    """w[ids], copied in the order in which w lies."""
-    if w.stride(1) == 1 and w.stride(2) != 1:
-        return w.transpose(1, 2).index_select(0, ids).transpose(1, 2)
-    return w.index_select(0, ids)
+    def each(
+        self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """rows (T, K), ids (R,), bias (E, N), scale (R,) → (R, N), as `pair_mm`."""
+        y = pair_mm(rows, self.w, ids, bias, scale)
+        if self.a is None or self.b is None:
+            return y
+        return y + pair_mm(pair_mm(rows, self.a, ids), self.b, ids, None, scale)
 
 
 def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:

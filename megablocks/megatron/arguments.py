@@ -32,6 +32,7 @@ from typing import Any, NoReturn
 import torch
 
 from megablocks.config import ConfigError
+from megablocks.megatron import engine
 from megablocks.megatron.settings import MegaBlocksSettings, option
 
 PREFIX = "megablocks_"
@@ -56,8 +57,8 @@ class DriverSettings:
     hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
     fused_optimizer: bool = option(
         True,
-        "on a GPU, let Megatron's Adam read and write each parameter once, and keep the gradient norm on the GPU; "
-        "Transformer Engine's or apex's Adam is left alone",
+        "on a GPU, let Megatron's Adam read and write each parameter once, and keep the gradient norm on the GPU; off: "
+        "Transformer Engine's, apex's or torch's Adam, whichever is installed",
     )
     verify_checkpoint: bool = option(
         True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
@@ -67,6 +68,11 @@ class DriverSettings:
     )
     allow_other_model: bool = option(
         False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
+    )
+    fixed_validation: bool = option(
+        False,
+        "let every evaluation read the same validation samples, whatever --seed is; else each evaluation reads the "
+        "next ones, in an order of --seed",
     )
     fused_loss: bool = option(
         True,
@@ -106,6 +112,8 @@ _PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloa
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
+    "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
+    **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
 }
@@ -115,6 +123,8 @@ UNSUPPORTED_BY_EXPERTS = dict.fromkeys(
     ("moe_use_upcycling", "expert_tensor_parallel_num_weight_shards"), _MEGATRONS_EXPERTS
 )
 """Megatron's flags that only its own experts read and that are not in its config; `model_config` has the others."""
+WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
+"""Our settings of which Transformer Engine's layers read none."""
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
@@ -307,14 +317,16 @@ def _expert_parallel_size(args: argparse.Namespace) -> int:
 def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     """Defaults that depend on the machine and the other flags: dest → (value, why)."""
     out: dict[str, tuple[Any, str]] = {"exit_signal_handler": (True, "SIGTERM saves and exits 0")}
-    has_engine = importlib.util.find_spec("transformer_engine") is not None
-    if not has_engine:
-        why = "Transformer Engine is not installed"
-        out["transformer_impl"] = ("local", why)
-        out["apply_rope_fusion"] = (False, why)
+    no_engine = engine.why_not()
+    with_engine = no_engine is None and args.transformer_impl == "transformer_engine"
+    if no_engine is not None:
+        out["transformer_impl"] = ("local", no_engine)
+    if not with_engine:
+        out["apply_rope_fusion"] = (False, no_engine or "--transformer-impl local")
     if importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None:
         why = "apex is not installed"
-        out["gradient_accumulation_fusion"] = (False, why)
+        if not with_engine:
+            out["gradient_accumulation_fusion"] = (False, why)
         out["no_persist_layer_norm"] = (True, why)
         out["masked_softmax_fusion"] = (False, why)
     if importlib.util.find_spec("one_logger") is None:
@@ -339,7 +351,9 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         if args.seq_length and args.micro_batch_size:
             ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
             out[PREFIX + "max_tokens"] = (args.micro_batch_size * args.seq_length // ranks, "a micro-batch's")
-    if not has_engine and args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
+    if with_engine:
+        out["create_attention_mask_in_dataloader"] = (False, "Transformer Engine's attention reads no mask")
+    elif args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
         if args.context_parallel_size == 1:
             out["create_attention_mask_in_dataloader"] = (False, "attention is causal without a mask")
     if args.seq_length is not None and args.max_position_embeddings is None:
@@ -368,6 +382,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{dest}={value}: must be a finite number")
         if dest in FRACTIONS and not 0 <= value <= 1:
             raise ConfigError(f"{dest}={value}: must be 0 to 1")
+    if args.full_validation and args.megablocks_fixed_validation:
+        raise ConfigError("megablocks_fixed_validation=True: must be left out with --full-validation, which reads all")
     _check_sizes(args)
     _check_schedule(args)
     _check_folders(args)
@@ -387,16 +403,36 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.use_torch_fsdp2 and not torch.cuda.is_available():
         raise ConfigError("use_torch_fsdp2=True: needs a GPU; leave it out")
-    asks_for_engine = args.transformer_impl == "transformer_engine" and "transformer_impl" in args.megablocks_explicit
-    if asks_for_engine and importlib.util.find_spec("transformer_engine") is None:
-        raise ConfigError("transformer_impl='transformer_engine': needs Transformer Engine, which is not installed")
+    if args.transformer_impl == "transformer_engine":
+        _check_engine(args)
     settings_from(args, DriverSettings)
-    settings_from(args, MegaBlocksSettings)
+    settings = settings_from(args, MegaBlocksSettings)
+    if args.cuda_graph_impl != "none":
+        from megablocks.megatron import cuda_graph
+
+        cuda_graph.check(args, settings)
     if args.num_experts:
         _check_experts(args, ranks)
         _check_layer(args)
     else:
         _check_dense(args)
+
+
+def _check_engine(args: argparse.Namespace) -> None:
+    """Refuse what Transformer Engine's layers would not read."""
+    if (why := engine.why_not()) is not None:
+        raise ConfigError(f"transformer_impl='transformer_engine': must be 'local'; {why}")
+    if args.reset_attention_mask:
+        raise ConfigError(
+            "reset_attention_mask=True: must be False with Transformer Engine, whose causal attention reads no mask; "
+            "leave it out or give --transformer-impl local"
+        )
+    for dest in WITHOUT_ENGINE:
+        if PREFIX + dest in args.megablocks_explicit and not (dest == "rope" and not args.apply_rope_fusion):
+            raise ConfigError(
+                f"{PREFIX}{dest}={getattr(args, PREFIX + dest)!r}: must be left out with Transformer Engine, which "
+                "does not read it, or give --transformer-impl local"
+            )
 
 
 def _check_sizes(args: argparse.Namespace) -> None:

@@ -151,6 +151,7 @@ _MUST_GPT_OSS = _MUST | {
     "window_attn_skip_freq": (2,),
     "softmax_type": ("learnable",),
     "megablocks_layer": ("megatron",),
+    "transformer_impl": ("local",),
 }
 """The same where the gate is clamped."""
 _LATENT_SIZES = {"nope_dim": "qk_head_dim", "rope_dim": "qk_pos_emb_head_dim", "v_dim": "v_head_dim"}
@@ -252,7 +253,7 @@ def flags_of(model: Model) -> list[str]:
     if model.yarn is not None:
         values |= dict(zip(("rotary-scaling-factor", "mscale", "mscale-all-dim"), model.yarn, strict=True))
     if model.clamp is not None:  # our experts have no clamp, our attention no window and no sinks
-        values |= {"megablocks-layer": "megatron", "megablocks-attention": "megatron"}
+        values |= {"megablocks-layer": "megatron", "megablocks-attention": "megatron", "transformer-impl": "local"}
         values |= {"activation-func-clamp-value": model.clamp, "glu-linear-offset": 1, "softmax-type": "learnable"}
         values |= {"window-size": f"{(model.window or 0) - 1},0", "window-attn-skip-freq": 2}
         values["position-embedding-type"] = "rope" if model.yarn is None else "yarn"
@@ -272,6 +273,7 @@ def flags_of(model: Model) -> list[str]:
         flags.append("--untie-embeddings-and-output-weights")
     if model.qk_norm is not None:
         flags += ["--qk-layernorm", "--megablocks-qk-norm", model.qk_norm]
+        flags += ["--transformer-impl", "local"] if model.qk_norm == "all" else []
     if model.score_function == "softmax" and (not model.normalize_top_k or model.top_k == 1):
         flags.append("--moe-router-pre-softmax")
     if model.normalize_top_k and model.top_k == 1:  # a softmax after top-1 would be 1 without a gradient

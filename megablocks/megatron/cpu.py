@@ -28,6 +28,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megablocks.config import ConfigError
+
 TESTED_MEGATRON = "0.19.2"
 """The megatron-core that our layers are written for and tested with."""
 REQUIRED_FLAGS = (
@@ -225,6 +227,18 @@ PATCHES: dict[str, Callable[[], None]] = {
 }
 
 
+def hide_engine() -> None:
+    """Let Megatron take its own code in place of Transformer Engine's, whose layers and optimizer need CUDA.
+
+    Raises:
+        ConfigError: Transformer Engine is imported already.
+    """
+    if sys.modules.setdefault("transformer_engine", None) is not None:  # type: ignore[arg-type]
+        raise ConfigError(
+            "transformer_engine: needs a GPU; without one start with -m megablocks.megatron.cpu SCRIPT, which hides it"
+        )
+
+
 def install(*, skip: Collection[str] = ()) -> bool:
     """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path.
 
@@ -233,6 +247,7 @@ def install(*, skip: Collection[str] = ()) -> bool:
     """
     if torch.cuda.is_available():
         return False
+    hide_engine()
     for name, patch in PATCHES.items():
         if name in skip or name in _installed:
             continue

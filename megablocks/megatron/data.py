@@ -20,6 +20,8 @@ from megablocks.data.manifest import fingerprint, read_manifest
 from megablocks.data.verify import prefix_fingerprint, verify_folder, verify_prefix
 
 _SPLITS = ("train", "valid", "test")
+_FIXED_SEED = 1234
+"""Draws the samples of --megablocks-fixed-validation."""
 
 
 def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -108,22 +110,58 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
         num_samples: of the three sets; None for one epoch.
         vp_stage: virtual pipeline stage that the sets are built for.
     """
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
     from megatron.training import get_args
 
     args = get_args()
-    kind = MockGPTDataset if args.mock_data else GPTDataset
-    here = partial(_is_read_here, vp_stage=vp_stage)
-    train, valid, test = BlendedMegatronDatasetBuilder(kind, list(num_samples), here, _config(args)).build()
-    return train, valid, test
+    if not (args.megablocks_fixed_validation and num_samples[1]):
+        return tuple(_build(args, num_samples, _config(args, args.seed), vp_stage))
+    train, _, test = _build(args, num_samples, _only(_config(args, args.seed), "train", "test"), vp_stage)
+    evaluation = args.eval_iters * args.eval_global_batch_size
+    one = _only(_config(args, _FIXED_SEED), "valid")
+    _, valid, _ = _build(args, [0, evaluation, 0], one, vp_stage)
+    # A resumed run starts behind the samples that its evaluations have read.
+    total = args.consumed_valid_samples + num_samples[1]
+    return train, None if valid is None else _Repeated(valid, evaluation, total), test
 
 
 # Every rank must call the provider; the builder decides which ones open the data sets.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
-def _config(args: argparse.Namespace) -> Any:
+class _Repeated:
+    """The first `period` samples of a data set, over and over, `total` in all: each evaluation reads one period."""
+
+    def __init__(self, samples: Any, period: int, total: int) -> None:
+        from megatron.core.datasets.utils import Split
+
+        self.samples, self.period, self.total = samples, period, total
+        self.split = Split.valid  # Megatron's loader takes its micro-batch from it
+
+    def __len__(self) -> int:
+        return self.total
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index % self.period]
+
+
+def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, vp_stage: int | None) -> Any:
+    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+
+    kind = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(kind, list(sizes), partial(_is_read_here, vp_stage=vp_stage), config).build()
+
+
+def _only(config: Any, *splits: str) -> Any:
+    """`config`, which then builds these splits and None for the others."""
+    for name in ("blend_per_split", "split_matrix"):
+        if (parts := getattr(config, name)) is not None:
+            chosen = [part if split in splits else None for split, part in zip(_SPLITS, parts, strict=True)]
+            setattr(config, name, chosen)
+    return config
+
+
+def _config(args: argparse.Namespace, seed: int) -> Any:
     from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
     from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
     from megatron.training.utils import get_blend_and_blend_per_split
@@ -131,7 +169,7 @@ def _config(args: argparse.Namespace) -> Any:
     blend, per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
     return GPTDatasetConfig(
-        random_seed=args.seed,
+        random_seed=seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=per_split,

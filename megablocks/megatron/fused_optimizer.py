@@ -1,10 +1,11 @@
 """Megatron's Adam in one pass over each parameter, without a read from the GPU.
 
-Without Transformer Engine or apex megatron-core 0.19.2 takes torch's AdamW, which reads and writes each state in passes
-of its own. Before it Megatron reads the gradient norm on the host and scales the gradients, and after it copies master
-weights into the model. `install` changes four places, and no file of Megatron:
+megatron-core 0.19.2 takes Transformer Engine's or apex's Adam, one pass over each parameter, or torch's AdamW, which
+reads and writes each state in passes of its own. Before it Megatron reads the gradient norm on the host and scales the
+gradients, and after it copies master weights into the model. `install` changes four places, and no file of Megatron:
 
-1. `get_megatron_optimizer`: the torch optimizer in each part of the result becomes a `FusedAdam` with the same state.
+1. `get_megatron_optimizer`: Megatron builds torch's optimizer, as on a machine without Transformer Engine and apex, and
+   the optimizer in each part of the result becomes a `FusedAdam` with the same state.
 2. `step` of the result, a ChainedOptimizer: the norm stays on the device, and the factor that clips goes to the kernel.
    The gradients keep their values. Their copy and the loss scaling of fp16 stay Megatron's, found-inf included.
 3. `_copy_main_params_to_model_params` of each part does nothing, because the step has written the copies.
@@ -26,11 +27,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, FP32Optimizer
+from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, FP32Optimizer, distrib_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from megatron.training.utils import print_rank_0
 from torch import Tensor
 
+from megablocks.megatron import engine
 from megablocks.megatron.reporting import wrap_training
 from megablocks.ops.adam import FusedAdam, square_sum
 
@@ -41,31 +43,48 @@ _REFUSED_BY_DDP = ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather")
 
 
 def install(args: argparse.Namespace, wanted: bool) -> None:
-    """Let the training loop build and use fused optimizers, on a machine with a GPU; once a process."""
-    if wanted and torch.cuda.is_available():
+    """Let the training loop build and use fused optimizers, on a machine with a GPU; once a process.
+
+    wanted: --megablocks-fused-optimizer; without it Megatron's optimizer is only named in the log.
+    """
+    if not torch.cuda.is_available():
+        return
+    wrap_training(get_megatron_optimizer=functools.partial(_build, wanted=wanted))
+    if wanted:
         agreed = not args.fp16 and not args.loss_scale
         wrap_training(
-            get_megatron_optimizer=_build,
             reduce_max_stat_across_model_parallel_group=_reduce_max,
             logical_and_across_model_parallel_group=functools.partial(_logical_and, agreed=agreed),
         )
 
 
-def _build(original: Any, config: Any, model: list[Any], *args: Any, **options: Any) -> Any:
+def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: bool, **options: Any) -> Any:
+    why = why_not(config, model) if wanted else "--no-megablocks-fused-optimizer"
+    if why is None:
+        use_torch_adam()
     optimizer = original(config, model, *args, **options)
-    why = why_not(optimizer, config, model)
+    why = why or why_not_parts(optimizer)
     if why is None:
         fuse(optimizer)
+    elif not megatron_optimizer.USING_PYTORCH_OPTIMIZER and config.optimizer == "adam":
+        for part in getattr(optimizer, "chained_optimizers", ()):
+            if getattr(part, "optimizer", None) is not None:
+                engine.take_any_state(part.optimizer)
+        why += f"; {megatron_optimizer.Adam.__module__.split('.')[0]}'s FusedAdam"
     print_rank_0("optimizer: one fused pass over each parameter" if why is None else f"optimizer: not fused: {why}")
     return optimizer
 
 
-def why_not(optimizer: Any, config: Any, model: list[Any]) -> str | None:
-    """Why this optimizer stays as Megatron built it, None if it can be fused. Every rank gives the same answer."""
+def use_torch_adam() -> None:
+    """Let Megatron build torch's Adam, and treat its state so, where it would take Transformer Engine's or apex's."""
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+    distrib_optimizer.HAVE_APEX_OR_TE = False
+
+
+def why_not(config: Any, model: list[Any]) -> str | None:
+    """Why Megatron's optimizer is not fused, None if it can be. Every rank gives the same answer."""
     if config.optimizer != "adam":
         return f"--optimizer {config.optimizer}"
-    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
-        return f"{megatron_optimizer.Adam.__module__.split('.')[0]} is installed, its FusedAdam is used"
     for source, names in ((config, _REFUSED), (model[0].ddp_config, _REFUSED_BY_DDP)):
         for name in names:
             if getattr(source, name, False):
@@ -74,6 +93,11 @@ def why_not(optimizer: Any, config: Any, model: list[Any]) -> str | None:
         return "grad_norm_skip_threshold is set"
     if getattr(model[0].config, "mtp_num_layers", None):
         return "multi-token prediction clips its own gradients"
+    return None
+
+
+def why_not_parts(optimizer: Any) -> str | None:
+    """As `why_not`, of what Megatron has built."""
     parts = getattr(optimizer, "chained_optimizers", ())
     if type(optimizer) is not ChainedOptimizer or any(type(part) not in _PARTS for part in parts):
         return f"a part of {type(optimizer).__name__} is of an unknown class"
@@ -81,7 +105,7 @@ def why_not(optimizer: Any, config: Any, model: list[Any]) -> str | None:
 
 
 def fuse(optimizer: Any) -> None:
-    """Fuse a ChainedOptimizer for which `why_not` gives None. Before or after a checkpoint is loaded."""
+    """Fuse a ChainedOptimizer for which `why_not` and `why_not_parts` give None, before or after a load."""
     for part in optimizer.chained_optimizers:
         # 0-dimensional on the host: the loop's .item() waits for nothing, and a loss on the GPU can be multiplied by it
         for name in ("_scale_one", "_scale"):

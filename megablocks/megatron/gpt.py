@@ -45,6 +45,8 @@ def model_config(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: our layers refuse a value.
     """
+    if args.cuda_graph_impl == "full_iteration" and not torch.cuda.is_available():
+        raise ConfigError("cuda_graph_impl='full_iteration': must be 'none' without a GPU")
     config = gpt_config_from_args(args)
     config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
     if args.spec is None:

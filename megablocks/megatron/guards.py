@@ -129,9 +129,11 @@ class Guards:
 
     def _step(self, original: Any) -> Any:
         """Stands for `optimizer.step`. Costs no synchronization and no collective in a step that is not read."""
-        sums, self._sums = self._sums, None
-        if sums is None:  # a pipeline stage without the loss
+        if self._sums is None:  # a pipeline stage without the loss
             sums = torch.zeros(3, dtype=torch.float64, device=_device())
+        else:
+            sums = self._sums.clone()
+            self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
         step = _Step(self.args.curr_iteration + 1, sums, sums[2].clone())
         reads = self._reads_in(step.number)
         guards = self.settings.nonfinite_guard and not self.args.fp16  # with fp16 the loss scaler expects overflows

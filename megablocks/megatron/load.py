@@ -30,7 +30,8 @@ class ExpertLoad:
         self.counts[-1] += dropped
 
     def reset(self) -> None:
-        self.counts = None
+        if self.counts is not None:
+            self.counts.zero_()  # a replayed CUDA graph adds to the memory that it was captured with
 
 
 def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:

@@ -17,7 +17,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megablocks.config import ConfigError, MoEConfig, check_width
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
 
 _Table = dict[str, tuple[tuple[Any, ...], str]]
@@ -50,8 +50,8 @@ _UNSUPPORTED: _Table = {
     "activation_func_clamp_value": ((None,), "not part of the supported activations"),
     "use_te_activation_func": ((False,), "activations are part of the experts"),
     "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
-    "cuda_graph_impl": (("none",), _SPLITS),
-    "cuda_graph_modules": (([], "full"), _SPLITS),
+    "cuda_graph_impl": (("none", "full_iteration"), "a graph of one layer would run without the guard's hooks"),
+    "cuda_graph_modules": (([], "full"), "they are of graphs of one layer"),
 }
 """Fields that our experts refuse: the allowed values, and why."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
@@ -103,7 +103,7 @@ def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:
     check_fields(config, dispatches=dispatches)
     if config.num_moe_experts is not None:
         _check_experts(config)
-    check_without_engine(config)
+    check_engine(config)
 
 
 def _check_experts(config: TransformerConfig) -> None:
@@ -123,8 +123,11 @@ def _check_experts(config: TransformerConfig) -> None:
         )
 
 
-def check_without_engine(config: TransformerConfig) -> None:
-    """Refuse what Megatron accepts and then does wrongly, most of it without Transformer Engine; dense models too."""
+def check_engine(config: TransformerConfig) -> None:
+    """Refuse what Megatron accepts and then does wrongly or does not read, with or without Transformer Engine.
+
+    Dense models too.
+    """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:
             raise ConfigError(
@@ -133,7 +136,13 @@ def check_without_engine(config: TransformerConfig) -> None:
             )
     if config.activation_func_clamp_value is not None:
         _check_clamp(config)
+    if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
+        raise ConfigError(
+            "cuda_graph_impl='full_iteration': must be 'none' outside of megablocks.megatron.pretrain_gpt, which keeps "
+            "in place what a captured step writes"
+        )
     if HAVE_TE:
+        _check_fuser(config)
         return
     for name in _OF_ENGINE_ALONE:
         if getattr(config, name):
@@ -161,6 +170,14 @@ def _check_clamp(config: TransformerConfig) -> None:
             f"bias_activation_fusion=True: must be False (--no-bias-gelu-fusion) with biases and {clamp}, or the gate "
             "is clamped before its bias is added"
         )
+
+
+def _check_fuser(config: TransformerConfig) -> None:
+    """Transformer Engine's fused operations: Megatron's own grouped experts read them, a block of `specs` does not."""
+    grouped = config.num_moe_experts is not None and settings_of(config).layer == "megatron"
+    for name, is_read in (("use_transformer_engine_op_fuser", grouped), ("use_grouped_gemm_for_dense_mlp", False)):
+        if getattr(config, name) and not is_read:
+            raise ConfigError(f"{name}=True: must be False; a block with our layers or dense layers does not read it")
 
 
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:

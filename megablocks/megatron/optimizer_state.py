@@ -1,7 +1,8 @@
-"""Resuming Megatron's distributed optimizer where neither apex nor Transformer Engine is installed.
+"""Resuming Megatron's distributed optimizer with torch's Adam, or ours, which has torch's state.
 
-Without them Megatron uses torch's AdamW, whose state holds a `step` tensor for each parameter. megatron-core 0.19.2
-then has four faults, of which the second and third make a resumed run train wrongly without an error:
+Megatron takes it where neither apex nor Transformer Engine is installed, and elsewhere with `fused_optimizer`. Its
+state holds a `step` tensor for each parameter. megatron-core 0.19.2 then has four faults, of which the second and third
+make a resumed run train wrongly without an error:
 
 1. `DistributedOptimizer.state_dict` asserts that all steps are equal. An optimizer that has not stepped yet, as when a
    checkpoint is loaded, has none. Fix: fill its state with zeros and step 0 first, as AdamW would.
@@ -19,23 +20,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from megablocks.megatron.wrap import wrap
 
 
-def install() -> bool:
-    """Apply the fixes. Returns whether they are needed, that is, whether torch's AdamW is in use."""
-    if distrib_optimizer.HAVE_APEX_OR_TE:
-        return False
+def install() -> None:
+    """Apply the fixes, once a process. They leave an optimizer of another class alone."""
     wrap(
         DistributedOptimizer,
         state_dict=_with_state,
         load_state_dict=_with_own_steps,
         _set_main_param_and_optimizer_states=_without_steps,
     )
-    return True
 
 
 def _is_torch_adam(optimizer: Any) -> bool:

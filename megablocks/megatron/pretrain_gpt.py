@@ -165,7 +165,16 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     from megatron.training.utils import print_rank_0
 
     from megablocks.checkpoint.atomic import CheckpointError
-    from megablocks.megatron import checkpoint_io, data, failures, fused_optimizer, gpt, optimizer_state, profiling
+    from megablocks.megatron import (
+        checkpoint_io,
+        cuda_graph,
+        data,
+        failures,
+        fused_optimizer,
+        gpt,
+        optimizer_state,
+        profiling,
+    )
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
@@ -177,6 +186,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     checkpoint_io.write_in_process()
     checkpoint_io.name_write_errors()
     checkpoint_io.keep_random_state()
+    cuda_graph.install(args)
     guards.install()
     reporter.install()
     if profiling.is_on(args):
@@ -213,6 +223,7 @@ def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
     finally:
         if heartbeat is not None and failure is not None:
             heartbeat.fail(failure)
+        cuda_graph.release()
     reporter.finish()
     if profiling.is_on(args):
         profile.write(reporter.history)

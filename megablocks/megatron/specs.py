@@ -17,11 +17,13 @@ import logging
 import os
 from typing import Any
 
-import megatron.core
 import torch
 from packaging.version import Version
 
 from megablocks.megatron import cpu
+
+cpu.install()  # before Megatron imports Transformer Engine
+import megatron.core  # noqa: E402
 
 if Version(megatron.core.__version__).public != cpu.TESTED_MEGATRON and os.environ.get("RANK", "0") == "0":
     logging.getLogger(__name__).warning(
@@ -29,7 +31,6 @@ if Version(megatron.core.__version__).public != cpu.TESTED_MEGATRON and os.envir
         megatron.core.__version__, os.path.dirname(megatron.core.__file__), cpu.TESTED_MEGATRON,
     )  # fmt: skip
 
-cpu.install()
 cpu.skip_compile_helpers()
 
 from megablocks.megatron import optimizer_state  # noqa: E402
@@ -43,18 +44,19 @@ from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
 )
 from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
+from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
-from megatron.core.transformer.torch_norm import WrappedTorchNorm  # noqa: E402
+from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.config import ConfigError  # noqa: E402
-from megablocks.megatron import attention, rope  # noqa: E402
+from megablocks.megatron import attention, engine, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
-from megablocks.megatron.model_config import OWN_EXCHANGE, check_without_engine  # noqa: E402
+from megablocks.megatron.model_config import OWN_EXCHANGE, check_engine  # noqa: E402
 from megablocks.megatron.moe_layer import MegaBlocksMoELayer  # noqa: E402
 from megablocks.megatron.norm import AllHeadsNorm, Norm  # noqa: E402
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of  # noqa: E402
@@ -70,12 +72,13 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     """
     config = getattr(config, "transformer", config)
     settings = settings_of(config)
-    check_without_engine(config)
+    check_engine(config)
+    with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
     block = get_gpt_decoder_block_spec(
         config,
-        use_transformer_engine=config.transformer_impl == "transformer_engine" and HAVE_TE,
+        use_transformer_engine=with_engine,
         normalization=config.normalization,
         qk_l2_norm=config.qk_l2_norm,
         vp_stage=vp_stage,
@@ -89,6 +92,10 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
             replaced[id(layer)] = _our_layer(layer, config, settings)
         layers.append(replaced[id(layer)])
     norm = Norm if block.layer_norm is WrappedTorchNorm else block.layer_norm
+    if with_engine:
+        norm = engine.without_extra_state(norm)
+        if config.gradient_accumulation_fusion:
+            engine.accumulate_without_apex()
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
@@ -116,7 +123,9 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
             setattr(heads, name, Norm)
     if settings.qk_norm == "all" and config.qk_layernorm:
         if heads.q_layernorm is not Norm:
-            raise ConfigError("megablocks_qk_norm='all': must be 'head' with Transformer Engine")
+            raise ConfigError(
+                "megablocks_qk_norm='all': must be 'head' with Transformer Engine, or --transformer-impl local"
+            )
         heads.q_layernorm = functools.partial(AllHeadsNorm, of_keys=False)
         heads.k_layernorm = functools.partial(AllHeadsNorm, of_keys=True)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):
@@ -124,7 +133,31 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     _fuse_bias(heads, settings)
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
+    if config.transformer_impl == "transformer_engine" and HAVE_TE:
+        _save_as_local(parts, heads, settings, config.multi_latent_attention)
     return layer
+
+
+def _save_as_local(parts: Any, heads: Any, settings: MegaBlocksSettings, multi_latent: bool) -> None:
+    """Let a layer of Transformer Engine save the tensors of the layer that Megatron has without it, by their names.
+
+    Megatron's own layer, and what stands around it, keeps the names that Megatron gives it with Transformer Engine.
+    """
+    for owner, name in ((parts, "input_layernorm"), (parts, "pre_mlp_layernorm"),
+                        (heads, "q_layernorm"), (heads, "k_layernorm"), (heads, "kv_layernorm")):  # fmt: skip
+        if getattr(owner, name, IdentityOp) not in (IdentityOp, L2Norm):
+            setattr(owner, name, engine.without_extra_state(getattr(owner, name)))
+    if settings.layer != "megatron":
+        names = _LATENT_NAMES if multi_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
+        parts.sharded_state_dict_keys_map = {**parts.sharded_state_dict_keys_map, **names}
+
+
+_LATENT_NAMES = {
+    "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
+    "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
+    "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
+}
+"""Norms that Transformer Engine's linear layers hold, by the names of the modules that latent attention has else."""
 
 
 def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:

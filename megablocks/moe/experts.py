@@ -21,9 +21,10 @@ from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.device_mesh import copy_rows
 from megablocks.moe.groups import ExpertShard
-from megablocks.moe.impls import ExpertCall, PaddedExperts, batched, impl_for, sorted_dispatch
+from megablocks.moe.impls import ExpertCall, PaddedExperts, batched, fused_remote, impl_for, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
+from megablocks.ops.fused.remote import Remote
 from megablocks.ops.hopper import why_off
 from megablocks.ops.library import under_autocast
 from megablocks.ops.quant.quant import OFF
@@ -122,23 +123,28 @@ class Experts(nn.Module):
         return local_part(weight).view(self.num_local_experts, self.ffn_hidden_size, self.config.hidden_size)
 
     def forward(
-        self, x: Tensor, dispatch: Dispatch, weight: Tensor | None = None, *, places: int | None = None
+        self, x: Tensor, dispatch: Dispatch | Remote, weight: Tensor | None = None, *, places: int | None = None
     ) -> Tensor:
         """Gather each pair's token, run its expert, and add up the weighted outputs of each token.
 
         Args:
             x: (T, H), in the parameters' dtype (any under autocast).
-            dispatch: over the local experts.
-            weight: (R,) float32, the factor on a pair's output; None for ones.
+            dispatch: over the local experts; or a Remote, where `takes_remote`, over those of several ranks.
+            weight: (R,) float32, the factor on a pair's output; None for ones. (T, K) with a Remote.
             places: rows that each expert computes, whether a pair fills them or not; None for as many as its pairs.
 
         Returns:
             (T, H); zeros for a token without an expert.
         """
         if places is not None:
+            assert isinstance(dispatch, Dispatch)
             bits = self.config.quantize_scatter_num_bits
             return PaddedExperts(self.forward_padded, places, bits)(x, dispatch, weight)
         return self._compute(x, dispatch, weight, in_order=False)
+
+    def takes_remote(self, x: Tensor) -> bool:
+        """Whether the experts of rows like x exchange tokens between ranks themselves."""
+        return self.mlp_impl_for(device=x.device, dtype=x.dtype) == "fused"
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
         """Compute rows that are sorted by local expert.
@@ -152,7 +158,7 @@ class Experts(nn.Module):
         """
         return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
 
-    def _compute(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None, *, in_order: bool) -> Tensor:
+    def _compute(self, x: Tensor, dispatch: Dispatch | Remote, weight: Tensor | None, *, in_order: bool) -> Tensor:
         x = self._checked(x)
         impl = self.config.mlp_impl
         if impl == "auto" or self.config.batch_invariant:
@@ -162,15 +168,17 @@ class Experts(nn.Module):
 
         def step(x: Tensor, weight: Tensor | None) -> Tensor:
             parameters, main_grads = self._parameters_in(x.dtype), self._main_grads(x.dtype)
-            call = ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads)
             with without_autocast(x):  # x and the parameters are in its dtype
-                return _COMPUTE[impl](call)
+                if isinstance(dispatch, Remote):
+                    assert weight is not None
+                    return fused_remote(parameters, x, dispatch, weight, self.config, main_grads)
+                return _COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads))
 
         # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.
         if x.is_cuda and type(self.w1) is nn.Parameter:
             from megablocks.ops.launch import compile_first_call
 
-            compile_first_call(self, (impl, in_order), lambda *inputs: [step(*inputs)], x, weight)
+            compile_first_call(self, (impl, in_order, type(dispatch)), lambda *inputs: [step(*inputs)], x, weight)
         return step(x, weight)
 
     def forward_padded(self, bins: Tensor) -> Tensor:

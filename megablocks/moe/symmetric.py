@@ -20,7 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megablocks.moe.dispatchers import AllToAllDispatcher, ExpertCompute
+from megablocks.moe.experts import Experts
 from megablocks.ops.exchange import DTYPES, Exchange, Layout, to_experts, to_home
+from megablocks.ops.fused.remote import Remote
 from megablocks.ops.library import runs_triton, under_autocast
 from megablocks.ops.routing.dispatch import Routing
 
@@ -67,7 +69,10 @@ class SymmetricDispatcher(AllToAllDispatcher):
             return super().run(x, routing, experts)
         exchange.check()
         expert = routing.expert.view(-1, exchange.layout.top_k)
-        rows, local_ids, weight = to_experts(exchange, x, routing.weight.view(expert.shape), expert)
+        weight = routing.weight.view(expert.shape)
+        if isinstance(experts, Experts) and experts.takes_remote(x):
+            return experts(x, Remote(exchange, expert), weight)
+        rows, local_ids, weight = to_experts(exchange, x, weight, expert)
         partial = experts(rows, exchange.dispatch(local_ids), weight.flatten())
         return to_home(exchange, partial, local_ids, expert)
 

@@ -57,7 +57,8 @@ class Arm(NamedTuple):
     top_k: pairs (token, expert) a token and layer; 0 for a dense model. seeds: at most so many.
     log: a line that the log must hold, so that no other layer stands in for this one.
     published: learning rate and its end in the published script. needs: a package without which the arm is not run.
-    has_quality: whether its loss may be compared. note: what a reader of its figures must know.
+    has_quality: whether its loss may be compared. part: of the steps, after which its run ends. note: what a reader of
+        its figures must know.
     """
 
     label: str
@@ -70,6 +71,7 @@ class Arm(NamedTuple):
     published: tuple[str, str] = ("6e-4", "6e-5")
     needs: str = ""
     has_quality: bool = True
+    part: float = 1.0
     log: str = ""
     note: str = ""
 
@@ -96,6 +98,8 @@ def _tutel(factor: str) -> Arm:
                log="mixture-of-experts layer: Tutel's own", note=_PADS.get(factor, _DROPS))  # fmt: skip
 
 
+_SHORT = 0.3
+"""The part of the steps of a short run. The report compares it with dMoE's step time over the same steps."""
 _LOADS = {
     "uniform": ("--moe-router-force-load-balancing", "random logits: experts with equal chances"),
     "skewed": ("--moe-router-force-biased=-0.3",
@@ -109,6 +113,12 @@ def _forced(load: str, arm: str) -> Arm:
     note = "; ".join(filter(None, [one.note, note, "only its step time, memory and load count"]))
     return one._replace(label=f"{one.label}, {load} load", group="load", flags=f"{one.flags} {flags}".strip(),
                         seeds=1, has_quality=False, note=note)  # fmt: skip
+
+
+def _short(one: Arm) -> Arm:
+    note = f"{one.note}; its run ends after {_SHORT:.0%} of the steps: only its step time, memory and load count"
+    return one._replace(label=f"{one.label}, short run", group="short", seeds=1, has_quality=False, part=_SHORT,
+                        note=note)  # fmt: skip
 
 
 _FINE = "--moe-ffn-hidden-size {fine_width}"
@@ -128,6 +138,8 @@ ARMS = {
     "fine-shared": Arm("fine-grained, top-7 and a shared expert", "variants", _DMOE, "{fine_experts} 7",
                        f"{_FINE} --moe-shared-expert-intermediate-size {{fine_width}}", top_k=7),
     **{f"{arm}-{load}": _forced(load, arm) for load in _LOADS for arm in ("dmoe", "capacity-0", "tutel-0")},
+    "capacity-0-short": _short(_capacity("0")),
+    "tutel-0-short": _short(_tutel("0")),
 }  # fmt: skip
 BASE = "dense"
 """The arm whose final loss the others' times are measured to."""
@@ -157,27 +169,40 @@ def _chosen(text: str) -> tuple[str, ...]:
     return names
 
 
-def _whole(name: str, text: str, low: int = 1) -> int:
+def whole(name: str, text: str, low: int = 1) -> int:
+    """Raises ConfigError, one line with the variable's name and value."""
     if not text.isdecimal() or not low <= int(text) <= 10**6:
         raise ConfigError(f"{name}={text}: must be a whole number from {low} to {10**6}")
     return int(text)
+
+
+def _by_arm(name: str, text: str, low: int) -> dict[str, int]:
+    """Numbers by arm of "128,tutel-0:16"; "" is the arm of the one for all others."""
+    numbers: dict[str, int] = {}
+    for word in filter(None, text.split(",")):
+        arm, _, number = word.rpartition(":")
+        if arm not in ("", *ARMS):
+            raise ConfigError(f"{name}={text}: {arm!r} must be one of {', '.join(ARMS)}")
+        numbers[arm] = whole(name, number, low)
+    return numbers
 
 
 @dataclass(frozen=True)
 class Settings:
     """What decides a comparison's results. A folder holds runs of one such set only, but may get more arms and seeds.
 
-    arms, seeds: those of the report. rates: a learning rate of all arms, "published" or "tuned". batch: sequences
-    a step, 0 for the default by budget. micro_batch: 0 for the largest that fits. data: the set's fingerprint.
+    arms, seeds: those of the report; seeds of all arms, and of single ones (3,tutel-1:1). rates: a learning rate of all
+    arms, "published" or "tuned". batch: sequences a step, 0 for the default by budget. micro_batch: of all arms, and of
+    single ones (128,tutel-0:16); where there is none the largest that fits. data: the set's fingerprint.
     """
 
     model: str
     budget: str
     arms: tuple[str, ...]
-    seeds: int
+    seeds: str
     rates: str
     batch: int
-    micro_batch: int
+    micro_batch: str
     save_every: str
     ngpu: int
     flags: str
@@ -192,6 +217,12 @@ class Settings:
         get = environ.get
         rates, save_every, budget = get("RATES") or "6e-4", get("SAVE_EVERY") or "500M", get("BUDGET") or "10min"
         amount("BUDGET", budget)
+        micro_batch = "" if get("MICRO_BATCH") == "0" else get("MICRO_BATCH") or ""
+        seeds = get("SEEDS") or "1"
+        _by_arm("MICRO_BATCH", micro_batch, 0)
+        numbers = _by_arm("SEEDS", seeds, 1)
+        if "" not in numbers or numbers.get(BASE, numbers[""]) < max(numbers.values()):
+            raise ConfigError(f"SEEDS={seeds}: must be for all arms, such as 3,tutel-1:1, {BASE}'s the largest")
         if save_every != "0" and amount("SAVE_EVERY", save_every)[1]:
             raise ConfigError(f"SAVE_EVERY={save_every}: must be tokens, such as 500M, or 0 for never")
         if rates not in ("published", "tuned"):
@@ -205,12 +236,12 @@ class Settings:
             model=model,
             budget=budget,
             arms=_chosen(get("ARMS") or "paper,tutel"),
-            seeds=_whole("SEEDS", get("SEEDS") or "1"),
+            seeds=seeds,
             rates=rates,
-            batch=_whole("BATCH", get("BATCH") or "0", 0),
-            micro_batch=_whole("MICRO_BATCH", get("MICRO_BATCH") or "0", 0),
+            batch=whole("BATCH", get("BATCH") or "0", 0),
+            micro_batch=micro_batch,
             save_every=save_every,
-            ngpu=_whole("NGPU", get("NGPU") or "1"),
+            ngpu=whole("NGPU", get("NGPU") or "1"),
             flags=get("FLAGS") or "",
             data=data,
             commit=commit,
@@ -219,6 +250,8 @@ class Settings:
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Settings:
         known = {name: values[name] for name in (field.name for field in fields(cls))}
+        for name in ("micro_batch", "seeds"):  # numbers in older folders and records
+            known[name] = str(known[name] or "")
         return cls(**{**known, "arms": tuple(known["arms"])})  # type: ignore[arg-type]
 
     def to_dict(self) -> dict[str, object]:
@@ -227,15 +260,25 @@ class Settings:
     def refuse_change(self, before: Settings, folder: Path) -> None:
         """Raises ConfigError with the first setting in which `folder`, started with `before`, differs.
 
-        ARMS and SEEDS may change: they say which runs there are, and no run depends on another one.
+        ARMS and SEEDS may change: they say which runs there are, and no run depends on another one. So may MICRO_BATCH
+        for arms that are new.
         """
+        same = ["arms", "seeds"]
+        if all(self.micro_batch_of(arm) == before.micro_batch_of(arm) for arm in before.arms):
+            same.append("micro_batch")
         for name, was in before.to_dict().items():
-            if name not in ("arms", "seeds") and (now := self.to_dict()[name]) != was:
+            if name not in same and (now := self.to_dict()[name]) != was:
                 name = {"data": "DATA_PREFIX's data", "commit": "the code's commit"}.get(name, name.upper())
                 raise ConfigError(f"{name}={now}: {folder} was started with {was}; use that, or another folder")
 
+    def micro_batch_of(self, arm: str) -> int | None:
+        """The size that was given for an arm, None if it is to be searched."""
+        sizes = _by_arm("MICRO_BATCH", self.micro_batch, 0)
+        return sizes.get(arm, sizes.get("", 0)) or None
+
     def seeds_of(self, arm: str) -> range:
-        return range(FIRST_SEED, FIRST_SEED + min(self.seeds, ARMS[arm].seeds))
+        numbers = _by_arm("SEEDS", self.seeds, 1)
+        return range(FIRST_SEED, FIRST_SEED + min(numbers.get(arm, numbers[""]), ARMS[arm].seeds))
 
 
 class Schedule(NamedTuple):
@@ -262,11 +305,15 @@ class Schedule(NamedTuple):
         points, unit = (20, 5) if tokens >= 100 * batch * sequence else (4, 1)
         every = unit * max(1, -(-int(tokens) // (batch * sequence * points * unit)))
         steps = every * points
-        # As many tokens as the validation set has, for fewer make the loss jump from one evaluation to the next. All
-        # evaluations together read at most as many tokens as the training.
-        iters = max(1, min(steps // 20, valid_tokens // (batch * sequence), 100))
+        # All evaluations together read at most a fifth of the training's tokens. That is a fifteenth of its work, for
+        # they have no backward. They read the same samples, so few of them do not make the loss jump.
+        iters = max(1, min(steps // (5 * points), valid_tokens // (batch * sequence), 100))
         save = 0 if settings.save_every == "0" else int(amount("SAVE_EVERY", settings.save_every)[0])
         return cls(steps, batch, every // unit, every, iters, save // (batch * sequence) if save else 0)
+
+    def last_step(self, arm: str) -> int:
+        """The step that ends a run of the arm; it is evaluated."""
+        return -(-int(self.steps * ARMS[arm].part) // self.eval_interval) * self.eval_interval
 
     @property
     def flags(self) -> str:
@@ -278,7 +325,7 @@ class Schedule(NamedTuple):
         return (
             f"--lr-warmup-fraction {warmup:g} --global-batch-size {self.batch} --log-interval {self.log_interval} "
             f"--eval-interval {self.eval_interval} --eval-iters {self.eval_iters} "
-            f"--log-memory-interval {self.eval_interval} {save}"
+            f"--log-memory-interval {self.eval_interval} --megablocks-fixed-validation {save}"
         )
 
 
@@ -325,6 +372,8 @@ def launch_of(
     }
     lr, least = rate or rates_of(settings, arm, TRIED_RATES[1] if settings.rates == "tuned" else None)
     flags = [model.flags, one.flags.format(**words), schedule.flags, f"--seed {seed} --lr {lr} --min-lr {least}"]
+    if (last := schedule.last_step(arm)) < schedule.steps:
+        flags.append(f"--exit-interval {last}")
     if micro_batch is not None:
         flags.append(f"--micro-batch-size {micro_batch}")
     script = ROOT / "exp" / one.script.format(**words)

@@ -91,18 +91,17 @@ def _bars(axes: Any, rows: list[tuple[Summary, float | None, str]], xlabel: str)
 
 
 def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
-    summaries = list(summarize(record).values())
-    base = next(one for one in summaries if one.arm == BASE).time_s.mean
+    summaries = [one for one in summarize(record).values() if ARMS[one.arm].has_quality]
     scale, unit = _unit(record)
     rows: list[tuple[Summary, float | None, str]] = []
     for one in summaries:
-        if one.to_base_s is None:
+        if one.to_base_s is None or one.sooner is None:
             rows.append((one, None, "not reached"))
         else:
-            rows.append((one, one.to_base_s.mean / scale, f"{base / one.to_base_s.mean:.2f}×"))
+            rows.append((one, one.to_base_s.mean / scale, f"{one.sooner.mean:.2f}×"))
     figure = new_figure(8, 1.2 + 0.36 * len(rows))
     axes = figure.add_subplot()
-    _bars(axes, rows, f"{unit} of training to the dense arm's final loss (× sooner than dense)")
+    _bars(axes, rows, f"{unit} of training to the dense run's final loss of the same seed (× sooner than dense)")
     axes.set_title(title_of(record), fontsize=9)
     save_figure(figure, path)
 

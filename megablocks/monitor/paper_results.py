@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,32 +36,49 @@ class Span(NamedTuple):
     high: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Span:
+    def of(cls, values: Iterable[float]) -> Span:
+        values = list(values)
         return cls(statistics.fmean(values), min(values), max(values))
 
 
 class Summary(NamedTuple):
-    """An arm's figures. time_s: of a whole run. to_base_s: until the dense arm's final loss; None: a seed misses it.
+    """An arm's figures.
 
-    half_loss: mean loss at the evaluation in the middle. gap: loss below the dense arm's. dropped: share of all pairs.
-    load: of the fullest expert over the mean, in the last quarter.
+    losses: final ones, by seed. half_loss: mean loss at the evaluation in the middle.
+    time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
+        over it. None: a seed misses it; missed: how many.
+    over_dmoe: its step time over dMoE's of the same steps.
+    dropped: share of all pairs. load: of the fullest expert over the mean, in the last quarter.
     """
 
     arm: str
     label: str
-    seeds: int
-    loss: Span
+    losses: Mapping[int, float]
     half_loss: float
-    gap: float
     step_ms: float
+    over_dmoe: float | None
     tokens_per_second: float
     peak_gib: float | None
     time_s: Span
     to_base_s: Span | None
+    sooner: Span | None
+    missed: int
     dropped: float | None
     load: float | None
     micro_batch: int | None
     learning_rate: float
+
+    @property
+    def seeds(self) -> int:
+        return len(self.losses)
+
+    @property
+    def loss(self) -> Span:
+        return Span.of(self.losses.values())
+
+    def below(self, other: Summary) -> Span:
+        """How far its loss is below the other arm's, seed by seed: runs of one seed share data and initialization."""
+        return Span.of(other.losses[seed] - self.losses[seed] for seed in self.losses if seed in other.losses)
 
 
 def first_intervals(log: str) -> set[int]:
@@ -246,40 +263,67 @@ def drop_shares(run: dict[str, Any]) -> tuple[list[int], list[float]]:
 
 def summarize(record: dict[str, Any]) -> dict[str, Summary]:
     """Every arm's figures, in the order of the table of arms."""
-    runs: dict[str, list[dict[str, Any]]] = {}
+    runs: dict[str, dict[int, dict[str, Any]]] = {}
     for run in record["runs"]:
-        runs.setdefault(run["arm"], []).append(run)
-    target = statistics.fmean(run["validation"]["loss"][-1] for run in runs[BASE])
+        runs.setdefault(run["arm"], {})[run["seed"]] = run
+    dense = runs[BASE]
     out = {}
-    for arm, those in runs.items():
-        losses = Span.of([run["validation"]["loss"][-1] for run in those])
-        times = [time_to_loss(run["validation"]["seconds"], run["validation"]["loss"], target) for run in those]
-        whole = Span.of([run["curve"]["seconds"][-1] for run in those])
-        reached = Span.of([time for time in times if time is not None]) if None not in times else None
+    for arm, by_seed in runs.items():
+        those = list(by_seed.values())
+        times = {seed: _to_dense_loss(run, dense[seed]) for seed, run in by_seed.items()}
+        reached = {seed: time for seed, time in times.items() if time is not None}
+        missed = len(times) - len(reached)
         drops = [run["curve"]["tokens_dropped"][-1] for run in those]
         counted = [run["pairs_a_token"] * run["curve"]["tokens"][-1] for run in those]
         loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
         peaks = [run["peak_gib"] for run in those if run["peak_gib"] is not None]
+        step_ms = statistics.median(run["step_ms"] for run in those)
         out[arm] = Summary(
             arm=arm,
             label=ARMS[arm].label,
-            seeds=len(those),
-            loss=losses,
+            losses={seed: run["validation"]["loss"][-1] for seed, run in by_seed.items()},
             half_loss=statistics.fmean(
                 run["validation"]["loss"][(len(run["validation"]["loss"]) - 1) // 2] for run in those
             ),
-            gap=target - losses.mean,
-            step_ms=statistics.median(run["step_ms"] for run in those),
+            step_ms=step_ms,
+            over_dmoe=step_ms / _step_ms(runs["dmoe"], those[0]["curve"]["iteration"][-1]) if "dmoe" in runs else None,
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
             peak_gib=max(peaks) if peaks else None,
-            time_s=whole,
-            to_base_s=whole if arm == BASE else reached,
+            time_s=Span.of(_seconds(run) for run in those),
+            to_base_s=None if missed else Span.of(reached.values()),
+            sooner=None if missed else Span.of(_seconds(dense[seed]) / time for seed, time in reached.items()),
+            missed=missed,
             dropped=sum(drops) / sum(counted) if counted[0] and None not in drops else None,
             load=statistics.fmean(loads) if loads else None,
             micro_batch=those[0]["micro_batch"],
             learning_rate=those[0]["learning_rate"],
         )
     return out
+
+
+def _seconds(run: dict[str, Any]) -> float:
+    return run["curve"]["seconds"][-1]
+
+
+def _to_dense_loss(run: dict[str, Any], dense: dict[str, Any]) -> float | None:
+    """Seconds until the final loss of the dense run; a dense run reaches its own at its end."""
+    if run is dense:
+        return _seconds(run)
+    validation = run["validation"]
+    return time_to_loss(validation["seconds"], validation["loss"], dense["validation"]["loss"][-1])
+
+
+def _step_ms(runs: Mapping[int, dict[str, Any]], last: int) -> float:
+    """Median over the runs of a step's time until step `last`, without the first tenth of the schedule."""
+    out = []
+    for run in runs.values():
+        curve, step_ms = run["curve"], run["step_ms"]
+        if last < curve["iteration"][-1]:
+            begin = _LEFT_OUT * run["steps"]
+            pairs = zip(curve["iteration"], curve["tokens_per_second"], strict=True)
+            step_ms *= run["tokens_per_second"] / statistics.median(rate for i, rate in pairs if begin < i <= last)
+        out.append(step_ms)
+    return statistics.median(out)
 
 
 def _last_quarter(values: Sequence[float | None]) -> list[float]:

@@ -4,10 +4,11 @@
     OUT/micro_batch/ARM/        the search for the largest micro-batch
     OUT/tuning/ARM/RATE/        runs of RATES=tuned
     OUT/runs/ARM/SEED/          a run: an EXP_DIR of exp/common.sh, and done.json once it is whole
+    OUT/launch-N.log            what the last launch in place N printed
     OUT/record.json, OUT/*.png  the results of all runs
 
-A run with done.json is not repeated. One that was stopped resumes from its checkpoint; without a checkpoint it starts
-again in an empty folder, and with the same seed it is the same run.
+AT_ONCE runs go on side by side. A run with done.json is not repeated. One that was stopped resumes from its checkpoint;
+without a checkpoint it starts again in an empty folder, and with the same seed it is the same run.
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
@@ -46,7 +46,9 @@ from megablocks.monitor.paper_arms import (
     launch_of,
     rates_of,
     time_unit,
+    whole,
 )
+from megablocks.monitor.paper_places import Failed, Places, Stopped
 
 START_S = 25.0
 """First estimate of what a run takes beside its steps: imports, compilation, evaluations."""
@@ -56,38 +58,50 @@ _CRASHED = re.compile(r"illegal memory access")
 """What another package's layer also does at a micro-batch that is too large: Tutel's kernels have 32-bit indices."""
 
 
-class Stopped(Exception):
-    """A signal ended the comparison."""
+class Job(NamedTuple):
+    """A run of an arm with a seed. rate: of a trial of RATES=tuned; None: a run of the comparison."""
+
+    arm: str
+    seed: int
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.arm}, seed {self.seed}" + (f", learning rate {self.rate:g}" if self.rate else "")
 
 
-class Failed(Exception):
-    """A launch failed; the message is one line, and `output` all that the launch printed."""
+class Started(NamedTuple):
+    """A job that runs: its micro-batch, whether it was not made before, and the time of its start."""
 
-    def __init__(self, message: str, output: str = "") -> None:
-        super().__init__(message)
-        self.output = output
+    size: int | None
+    is_new: bool
+    began: float
 
 
 class Comparison:
     """One folder's comparison. `main` is its only user; tests drive the parts."""
 
-    def __init__(self, out: Path, settings: Settings, data: Path, valid_tokens: int) -> None:
+    def __init__(
+        self, out: Path, settings: Settings, data: Path, valid_tokens: int, places: Places | None = None
+    ) -> None:
         self.out, self.settings, self.data, self.valid_tokens = out, settings, data, valid_tokens
+        self.places = places or Places(1, settings.ngpu, os.environ)
         self.model = MODELS[settings.model]
         self.not_run = {name: f"{arm.needs} is not installed" for name in settings.arms
                         if (arm := ARMS[name]).needs and importlib.util.find_spec(arm.needs) is None
-                        and not all(self._is_done(name, seed) for seed in settings.seeds_of(name))}  # fmt: skip
+                        and not all(self._is_done(Job(name, seed)) for seed in settings.seeds_of(name))}  # fmt: skip
         self.arms = [name for name in settings.arms if name not in self.not_run]
         self.failed: dict[str, str] = {}
-        self._child: subprocess.Popen[bytes] | None = None
-        self._stops = 0
         self._lock = -1
-        self._took: list[tuple[float, float]] = []  # of the runs of this process: estimated and real seconds
+        self._took: list[tuple[str, float, float]] = []  # of this process's runs: arm, estimated and real seconds
 
     # ---- the folder
 
-    def _is_done(self, arm: str, seed: int) -> bool:
-        return (self.out / "runs" / arm / str(seed) / "done.json").is_file()
+    def folder(self, job: Job) -> Path:
+        name = Path("runs", job.arm, str(job.seed)) if job.rate is None else Path("tuning", job.arm, f"{job.rate:g}")
+        return self.out / name
+
+    def _is_done(self, job: Job) -> bool:
+        return (self.folder(job) / "done.json").is_file()
 
     def open(self) -> None:
         """Make and lock the folder. Raises ConfigError if it is in use or holds a comparison of other settings."""
@@ -108,38 +122,15 @@ class Comparison:
 
     # ---- launches
 
-    def stop(self, _number: int = 0, _frame: Any = None) -> None:
-        """Handler of signals: let the run save what it saves, and end. The third one kills it."""
-        self._stops += 1
-        if self._child is not None and self._child.poll() is None:
-            os.killpg(self._child.pid, signal.SIGTERM if self._stops < 3 else signal.SIGKILL)
-
     def _call(self, launch: Launch) -> str:
-        """Start it, wait, and return what it printed. Raises Stopped, or Failed with its last line."""
-        log = self.out / "launch.log"
-        variables = {**os.environ, "DATA_PREFIX": str(self.data), "PYTHON": sys.executable, **launch.variables}
-        with open(log, "wb") as file:
-            # A session of its own: Ctrl-C reaches it once, through `stop`.
-            self._child = subprocess.Popen(
-                launch.command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                start_new_session=True, pass_fds=(self._lock,),
-            )  # fmt: skip
-            if self._stops:
-                self.stop()
-            status = self._child.wait()
-        text = log.read_text(errors="replace")
-        if self._stops:
-            raise Stopped
-        if status:
-            lines = [line for line in text.splitlines() if line.strip()]
-            raise Failed(lines[-1] if lines else f"{shlex.join(launch.command)} ended with {status}", text)
-        return text
+        return self.places.call(launch, self.data, self.out, self._lock)
 
     def search(self, arm: str, schedule: Schedule) -> Launch:
         """The search for the largest micro-batch; with MICRO_BATCH, a trial of that size."""
         launch = launch_of(self.settings, arm, schedule, Path())
         script, *rest = launch.command[1:]
-        size = ["--size", str(self.settings.micro_batch)] if self.settings.micro_batch else []
+        given = self.settings.micro_batch_of(arm)
+        size = ["--size", str(given)] if given else []
         out = str(self.out / "micro_batch" / arm)
         command = [sys.executable, str(ROOT / "scripts/find_micro_batch.py"), out, *size, "--", "bash", script]
         return launch._replace(command=[*command, *rest[1:]])
@@ -147,24 +138,31 @@ class Comparison:
     def found(self, arm: str) -> dict[str, Any]:
         """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH there may be none."""
         path = self.out / "micro_batch" / arm / "micro_batch.json"
-        given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch or None, "trials": []}
+        given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch_of(arm), "trials": []}
         return json.loads(path.read_text()) if path.is_file() else given
 
     def find_micro_batches(self, schedule: Schedule, rates: bool) -> None:
         """The micro-batch of every arm, once. rates: also where MICRO_BATCH gives it, because tokens/s are wanted."""
-        for arm in list(self.arms) if rates or not self.settings.micro_batch else ():
+        waiting = [arm for arm in self.arms if rates or not self.settings.micro_batch_of(arm)]
+
+        def find(arm: str) -> None:
             folder = self.out / "micro_batch" / arm
             if not (folder / "micro_batch.json").is_file():
                 shutil.rmtree(folder, ignore_errors=True)
                 _say(f"micro-batch of {arm}")
-                try:
-                    self._call(self.search(arm, schedule))
-                except Failed as error:
-                    if not (folder / "micro_batch.json").is_file():
-                        self._give_up(arm, f"the search for a micro-batch failed: {error}")
-                        continue
+                self._call(self.search(arm, schedule))
+
+        def ended(arm: str, search: Future[None]) -> None:
+            try:
+                search.result()
+            except Failed as error:
+                if not (self.out / "micro_batch" / arm / "micro_batch.json").is_file():
+                    self._give_up(arm, f"the search for a micro-batch failed: {error}")
+                    return
             if self.found(arm)["micro_batch_size"] is None:
                 self._leave_out(arm, "no micro-batch fits into memory")
+
+        self.places.each(lambda: waiting.pop(0) if waiting else None, find, ended)
 
     def _leave_out(self, arm: str, why: str) -> None:
         self.not_run[arm] = why
@@ -198,12 +196,14 @@ class Comparison:
         tries = len(TRIED_RATES) if self.settings.rates == "tuned" else 0
         runs = {arm: len(self.settings.seeds_of(arm)) for arm in self.arms}
         starts = (sum(runs.values()) + tries * len(runs)) * START_S
-        per_token = sum((count + tries * TUNING_SHARE) / self.rate(arm) for arm, count in runs.items())
+        per_token = sum(
+            (count * ARMS[arm].part + tries * TUNING_SHARE) / self.rate(arm) for arm, count in runs.items()
+        )
         batch = Schedule.of(self.settings, 1, self.valid_tokens).batch
         least = LEAST_STEPS * batch * self.model.sequence
-        tokens = (value - spent_s - starts) / per_token
+        tokens = ((value - spent_s) * self.places.at_once - starts) / per_token
         if tokens < least:
-            need = (spent_s + starts + least * per_token) / 60
+            need = (spent_s + (starts + least * per_token) / self.places.at_once) / 60
             raise ConfigError(
                 f"BUDGET={self.settings.budget}: leaves less than {LEAST_STEPS} steps to each of {sum(runs.values())} "
                 f"runs; give at least {need:.0f}min, or fewer ARMS, SEEDS or tokens a step (BATCH)"
@@ -211,16 +211,22 @@ class Comparison:
         write_durably(path, json.dumps({"tokens": tokens}) + "\n")
         return tokens
 
-    def _estimate(self, arm: str, tokens: float) -> float:
-        seconds = START_S + tokens / self.rate(arm)
-        expected, real = (sum(column) for column in zip(*self._took, strict=True)) if self._took else (1.0, 1.0)
-        return seconds * real / expected
+    def _expected(self, job: Job, tokens: float) -> float:
+        """Seconds of a job, before anything ran."""
+        part = ARMS[job.arm].part if job.rate is None else TUNING_SHARE
+        return START_S + tokens * part / self.rate(job.arm)
+
+    def _estimate(self, job: Job, tokens: float) -> float:
+        """Seconds of a job, corrected by those that ran: of its arm, else of all."""
+        took = [one for one in self._took if one[0] == job.arm] or self._took
+        ratio = sum(real for *_, real in took) / sum(expected for _, expected, _ in took) if took else 1.0
+        return self._expected(job, tokens) * ratio
 
     # ---- runs
 
-    def run(self, arm: str, folder: Path, schedule: Schedule, *, seed: int, rate: tuple[str, str]) -> History:
-        """The run in `folder`, now or before. Raises Stopped or Failed."""
-        size = self.found(arm)["micro_batch_size"]
+    def run(self, job: Job, schedule: Schedule, *, size: int | None, rate: tuple[str, str]) -> History:
+        """The run of `job`, now or before. Raises Stopped or Failed."""
+        arm, seed, folder = job.arm, job.seed, self.folder(job)
         launch = launch_of(self.settings, arm, schedule, folder, seed=seed, rate=rate, micro_batch=size)
         done = folder / "done.json"
         if done.is_file():
@@ -229,84 +235,107 @@ class Comparison:
         else:
             if folder.is_dir() and not any(folder.glob("checkpoints/iter_*")):
                 shutil.rmtree(folder)
-            began = time.time()
+            began, last = time.time(), schedule.last_step(arm)
             self._call(launch)
-            if "validation_loss" not in History.of_run(folder).rows.get(schedule.steps, {}):
-                raise Failed(f"{folder}: ended before step {schedule.steps}; see its train.log")
+            if "validation_loss" not in History.of_run(folder).rows.get(last, {}):
+                raise Failed(f"{folder}: ended before step {last}; see its train.log")
             if ARMS[arm].log not in (folder / "train.log").read_text(errors="replace"):
                 raise Failed(f"{folder}: its log lacks {ARMS[arm].log!r}: another layer ran; see its train.log")
             for name in ("checkpoints", "data_cache", "tensorboard"):
                 shutil.rmtree(folder / name, ignore_errors=True)
             facts = {
                 "launch": launch.portable(folder), "arm": arm, "seed": seed, "steps": schedule.steps,
-                "batch": schedule.batch,
-                "micro_batch": size, "learning_rate": float(rate[0]), "wall_s": time.time() - began,
+                "batch": schedule.batch, "micro_batch": size, "learning_rate": float(rate[0]),
+                "at_once": self.places.at_once, "wall_s": time.time() - began,
             }  # fmt: skip
             write_durably(done, json.dumps(facts, indent=1) + "\n")
         return History.of_run(folder)
 
-    def _tuning_schedule(self, tokens: float) -> Schedule:
-        batch = Schedule.of(self.settings, tokens, self.valid_tokens).batch
-        return Schedule.of(self.settings, tokens * TUNING_SHARE, self.valid_tokens, batch)
+    def _schedule(self, job: Job, tokens: float) -> Schedule:
+        schedule = Schedule.of(self.settings, tokens, self.valid_tokens)
+        if job.rate is None:
+            return schedule
+        return Schedule.of(self.settings, tokens * TUNING_SHARE, self.valid_tokens, schedule.batch)
 
-    def tune(self, arm: str, tokens: float) -> float:
-        """The learning rate of TRIED_RATES with the lowest validation loss of a tenth of the budget."""
-        schedule, losses = self._tuning_schedule(tokens), {}
-        for rate in TRIED_RATES:
-            folder = self.out / "tuning" / arm / f"{rate:g}"
-            seed = self.settings.seeds_of(arm)[0]
-            history = self.run(arm, folder, schedule, seed=seed, rate=rates_of(self.settings, arm, rate))
-            losses[rate] = history.rows[schedule.steps]["validation_loss"]
-            _say(f"{arm}, learning rate {rate:g}: validation loss {losses[rate]:.4f}")
-        return min(losses, key=losses.__getitem__)
+    def _rate(self, job: Job) -> tuple[str, str]:
+        """The learning rate of a job: with RATES=tuned that of the arm's best trial."""
+        rate = job.rate
+        if rate is None and self.settings.rates == "tuned":
+            losses = {
+                trial.rate: History.of_run(self.folder(trial)).series("validation_loss")[1][-1]
+                for trial in self._trials(job.arm)
+            }
+            rate = min(losses, key=losses.__getitem__)
+        return rates_of(self.settings, job.arm, rate)
 
-    def plan(self) -> list[tuple[str, int]]:
-        """(arm, seed) of every run. All arms run with a seed before the next one, so a part of them compares too."""
-        pairs = [(arm, seed) for arm in self.arms for seed in self.settings.seeds_of(arm)]
-        return sorted(pairs, key=lambda pair: pair[1])
+    def _trials(self, arm: str) -> list[Job]:
+        rates = TRIED_RATES if self.settings.rates == "tuned" else ()
+        return [Job(arm, self.settings.seeds_of(arm)[0], rate) for rate in rates]
+
+    def plan(self) -> list[Job]:
+        """The trials of every arm. Then every arm with a seed before the next seed, so a part of them compares too."""
+        runs = [Job(arm, seed) for arm in self.arms for seed in self.settings.seeds_of(arm)]
+        return [trial for arm in self.arms for trial in self._trials(arm)] + sorted(runs, key=lambda job: job.seed)
 
     def train(self, tokens: float) -> None:
         """Every run that is not done. An arm that fails is left, the others go on."""
-        schedule, plan = Schedule.of(self.settings, tokens, self.valid_tokens), self.plan()
-        tuned: dict[str, float] = {}
-        waiting = list(plan)
-        while waiting:
-            arm, seed = waiting[0]
-            folder = self.out / "runs" / arm / str(seed)
-            is_new, began = not self._is_done(arm, seed), time.time()
-            open_ones = [a for a, s in waiting if not self._is_done(a, s)]
-            left, number = sum(self._estimate(one, tokens) for one in open_ones), len(plan) - len(waiting) + 1
-            if self.settings.rates == "tuned":
-                untuned = set(open_ones) - set(tuned)
-                left += len(TRIED_RATES) * sum(self._estimate(one, tokens * TUNING_SHARE) for one in untuned)
-            if is_new:
-                _say(f"run {number} of {len(plan)}: {arm}, seed {seed}: about {_span(self._estimate(arm, tokens))}; "
-                     f"about {_span(left)} left")  # fmt: skip
-            try:
-                if self.settings.rates == "tuned" and arm not in tuned:
-                    tuned[arm] = self.tune(arm, tokens)
-                    began = time.time()
-                rate = rates_of(self.settings, arm, tuned.get(arm))
-                history = self.run(arm, folder, schedule, seed=seed, rate=rate)
-            except Failed as error:
-                if self._lower_micro_batch(arm, error.output):
-                    tuned.pop(arm, None)  # its runs went with the larger micro-batch
-                    plan = self.plan()
-                    waiting = list(plan)
-                else:
-                    self._give_up(arm, f"seed {seed} failed: {error}")
-                    waiting = [pair for pair in waiting if pair[0] != arm]
-                continue
-            waiting.pop(0)
-            if is_new:
-                self._took.append((START_S + tokens / self.rate(arm), time.time() - began))
-                rates = sorted(history.series("tokens_per_second")[1])
-                _say(f"run {number} of {len(plan)}: {arm}, seed {seed}: validation loss "
-                     f"{history.rows[schedule.steps]['validation_loss']:.4f}, {rates[len(rates) // 2]:,.0f} tokens/s, "
-                     f"{_span(time.time() - began)}")  # fmt: skip
+        waiting = self.plan()
+        total, started = len(waiting), dict[Job, Started]()
 
-    def _lower_micro_batch(self, arm: str, output: str) -> bool:
-        """If a run's micro-batch was too large: the next smaller one, for all runs of the arm, which start again."""
+        def following() -> Job | None:
+            trials = {job.arm for job in (*waiting, *started) if job.rate is not None}
+            ready = [job for job in waiting if job.rate is not None or job.arm not in trials]
+            if not ready:
+                return None
+            # Of one seed the arm that took longest first, so that the places end at nearly the same time.
+            long = {arm: real for arm, _, real in self._took if self.places.at_once > 1}
+            job = min(ready, key=lambda job: (job.rate is None, job.seed, -long.get(job.arm, 0.0)))
+            waiting.remove(job)
+            is_new = not self._is_done(job)
+            if is_new:
+                left = sum(self._estimate(one, tokens) for one in (job, *waiting) if not self._is_done(one))
+                now = time.time()
+                left += sum(max(0.0, self._estimate(one, tokens) - now + its.began) for one, its in started.items())
+                _say(f"run {total - len(waiting)} of {total}: {job}: about {_span(self._estimate(job, tokens))}; "
+                     f"about {_span(left / self.places.at_once)} left")  # fmt: skip
+            started[job] = Started(self.found(job.arm)["micro_batch_size"], is_new, time.time())
+            return job
+
+        def work(job: Job) -> History:
+            size = started[job].size
+            return self.run(job, self._schedule(job, tokens), size=size, rate=self._rate(job))
+
+        def ended(job: Job, run: Future[History]) -> None:
+            size, is_new, began = started.pop(job)
+            history, failure = None, Failed("")
+            try:
+                history = run.result()
+            except Failed as error:
+                failure = error
+            if job.arm not in self.arms:
+                return  # another run of the arm failed
+            if size != self.found(job.arm)["micro_batch_size"]:  # another run of the arm ran out of memory
+                shutil.rmtree(self.folder(job), ignore_errors=True)
+                waiting.append(job)
+            elif history is not None and is_new:
+                self._took.append((job.arm, self._expected(job, tokens), time.time() - began))
+                rates = sorted(history.series("tokens_per_second")[1])
+                _say(f"{job}: validation loss {history.series('validation_loss')[1][-1]:.4f}, "
+                     f"{rates[len(rates) // 2]:,.0f} tokens/s, {_span(time.time() - began)}")  # fmt: skip
+            elif history is None and self._lower_micro_batch(job.arm, failure.output, list(started)):
+                others = [one for one in waiting if one.arm != job.arm]
+                waiting[:] = others + [one for one in self.plan() if one.arm == job.arm and one not in started]
+            elif history is None:
+                self._give_up(job.arm, f"seed {job.seed} failed: {failure}")
+                waiting[:] = [one for one in waiting if one.arm != job.arm]
+
+        self.places.each(following, work, ended)
+
+    def _lower_micro_batch(self, arm: str, output: str, running: Sequence[Job] = ()) -> bool:
+        """If a run's micro-batch was too large: the next smaller one, for all runs of the arm, which start again.
+
+        running: jobs whose folders are in use.
+        """
         found = self.found(arm)
         size = found["micro_batch_size"]
         smaller = [one for one in divisors(size) if one < size] if size else []
@@ -321,8 +350,10 @@ class Comparison:
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_durably(path, json.dumps(found, indent=1) + "\n")
-        for kind in ("runs", "tuning"):
-            shutil.rmtree(self.out / kind / arm, ignore_errors=True)
+        in_use = [self.folder(job) for job in running]
+        for folder in (*self.out.glob(f"runs/{arm}/*"), *self.out.glob(f"tuning/{arm}/*")):
+            if folder not in in_use:
+                shutil.rmtree(folder, ignore_errors=True)
         _say(f"{arm}: {why} with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
         return True
 
@@ -330,23 +361,19 @@ class Comparison:
         """Print every command. Tokens of a budget in minutes are guessed."""
         value, is_time = amount("BUDGET", self.settings.budget)
         if is_time:
-            runs = len(self.plan())
-            value = max(value - runs * START_S, runs) * self.model.rate * self.settings.ngpu / runs
+            runs, seconds = len(self.plan()), value * self.places.at_once
+            value = max(seconds - runs * START_S, runs) * self.model.rate * self.settings.ngpu / runs
         schedule = Schedule.of(self.settings, value, self.valid_tokens)
         for arm, why in self.not_run.items():
             print(f"# {arm}: not run: {why}")
-        for arm in () if self.settings.micro_batch and not is_time else self.arms:
-            print(self.search(arm, schedule))
-        size = self.settings.micro_batch or None
-        if self.settings.rates == "tuned":
-            shorter = self._tuning_schedule(value)
-            for arm in self.arms:
-                for tried in TRIED_RATES:
-                    rate, folder = rates_of(self.settings, arm, tried), self.out / "tuning" / arm / f"{tried:g}"
-                    print(launch_of(self.settings, arm, shorter, folder, rate=rate, micro_batch=size))
-        for arm, seed in self.plan():
-            folder = self.out / "runs" / arm / str(seed)
-            print(launch_of(self.settings, arm, schedule, folder, seed=seed, micro_batch=size))
+        for arm in self.arms:
+            if is_time or not self.settings.micro_batch_of(arm):
+                print(self.search(arm, schedule))
+        for job in self.plan():
+            size, schedule = self.settings.micro_batch_of(job.arm), self._schedule(job, value)
+            rate = None if job.rate is None else rates_of(self.settings, job.arm, job.rate)
+            folder = self.folder(job)
+            print(launch_of(self.settings, job.arm, schedule, folder, seed=job.seed, rate=rate, micro_batch=size))
 
 
 def _span(seconds: float) -> str:
@@ -384,13 +411,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         fingerprint, valid_tokens = _data(data)
         code = os.environ.get("MEGABLOCKS_COMMIT") or commit()
         settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=code)
-        comparison = Comparison(out, settings, data, valid_tokens)
+        places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, os.environ)
+        comparison = Comparison(out, settings, data, valid_tokens, places)
         if is_dry_run():
             comparison.dry_run()
             return 0
         comparison.open()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, comparison.stop)
+            signal.signal(number, places.stop)
         for arm, why in comparison.not_run.items():
             _say(f"{arm}: not run: {why}")
         value, is_time = amount("BUDGET", settings.budget)

@@ -143,8 +143,10 @@ class FusedAdam(torch.optim.Adam):
         self._one: Tensor | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for one in state["state"].values():
-            one.setdefault("step", torch.zeros(()))  # Megatron's empty state has none
+        for group in state["param_groups"]:
+            step = float(group.pop("step", 0))  # where Transformer Engine counts; Megatron's empty state has none
+            for one in (state["state"][p] for p in group["params"] if p in state["state"]):
+                one.setdefault("step", torch.tensor(step))
         super().__setstate__(state)
         if not hasattr(self, "copies"):  # unpickled, not loaded
             self._reset()

@@ -13,9 +13,10 @@ exchange_triton.py has the kernels and the reasons why nothing is overwritten to
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,6 +51,20 @@ class Layout:
         self.half_bytes = self.values_at + _round_up(slots * top_k * 4)
         self.flags_at = 2 * self.half_bytes
         self.num_bytes = self.flags_at + _round_up(ranks * self.chunks * 4)
+
+
+class Sums(NamedTuple):
+    """What `combine` needs to make a rank's share of each slot of its rows. weight: (W·M·K,) float32, None for ones."""
+
+    weight: Tensor | None
+    dispatch: Dispatch
+
+
+class Aside(NamedTuple):
+    """A stream beside the current one, and how many multiprocessors an exchange takes there."""
+
+    stream: torch.cuda.Stream
+    programs: int
 
 
 class Exchange:
@@ -104,23 +119,22 @@ class Exchange:
                 f"{self.rank}: see its log. {_STAYS}"
             )
 
-    def _common(self, part: str) -> tuple[tuple[Any, ...], dict[str, Any], slice]:
-        """The kernels' last arguments, and which programs run."""
-        from megablocks.ops.exchange_triton import CHUNK
+    def _common(self, part: str, block: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+        """The turns of a grid, and the kernels' last arguments."""
+        from megablocks.ops.exchange_triton import CHUNK, LAG
 
         size = self.layout
-        pushes = size.chunks * (size.ranks - 1)
-        programs = {"both": slice(0, None), "push": slice(0, pushes), "read": slice(pushes, None)}[part]
+        lag, choices = min(LAG, size.chunks), next_power_of_2(size.top_k)
         numbers = (
-            size.max_tokens, self.rank, self.experts, size.chunks, programs.start, size.hidden, size.top_k,
-            size.half_bytes, size.ids_at, size.values_at, size.flags_at,
+            size.max_tokens, self.rank, self.experts, size.chunks, lag, int(part != "read"), int(part != "push"),
+            size.hidden, size.top_k, size.half_bytes, size.ids_at, size.values_at, size.flags_at,
         )  # fmt: skip
         options = {
-            "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": next_power_of_2(size.top_k),
-            "BLOCK": min(next_power_of_2(size.hidden), 512), "DELAY": self.delay_ns, "num_warps": 4,
+            "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
+            "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": 4,
             "LIMIT": 0 if interpreted() else math.ceil(self.limit_s * 1e9),  # without a GPU there is no clock to read
         }  # fmt: skip
-        return numbers, options, programs
+        return size.chunks + lag, numbers, options
 
     def to_experts(
         self, x: Tensor, ids: Tensor, values: Tensor | None, local_ids: Tensor | None = None, *, part: str = "both"
@@ -138,43 +152,53 @@ class Exchange:
         """
         from megablocks.ops.exchange_triton import to_experts_kernel
 
-        size, (numbers, options, programs) = self.layout, self._common(part)
+        size, (turns, numbers, options) = self.layout, self._common(part, 512)
         slots = size.ranks * size.max_tokens
         rows = x.new_empty(slots, size.hidden)
         local_values = None if values is None else values.new_empty(slots, size.top_k)
         with_ids = local_ids is None
         if local_ids is None:
             local_ids = ids.new_empty(slots, size.top_k)
-        last = size.chunks * (2 * size.ranks - 1) if programs.stop is None else programs.stop
-        to_experts_kernel[(last - programs.start,)](
+        to_experts_kernel[(turns * (2 * size.ranks - 1),)](
             x, x.stride(0), ids, values, rows, local_ids, local_values, self._peers, self._sent, self._taken,
             self._state, ids.shape[0], *numbers, IDS=with_ids, **options,
         )  # fmt: skip
         return rows, local_ids, local_values
 
     def to_home(
-        self, partial: Tensor, local_ids: Tensor, ids: Tensor, values: Tensor | None, *, part: str = "both"
-    ) -> tuple[Tensor, Tensor | None]:
+        self, partial: Tensor, local_ids: Tensor, ids: Tensor, values: Tensor | None, sums: Sums | None = None, *,
+        part: str = "both", aside: Aside | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Send rows home, and sum those of this rank's tokens.
 
         Args:
-            partial: (W·M, H) contiguous.
+            partial: (W·M, H) contiguous; with `sums` the rows (R, H) of which `combine` would make it.
             local_ids, ids: (W·M, K) and (T, K), as `to_experts` gave and took them.
             values: (W·M, K) float32 of the local ids, or None.
+            sums: `combine`'s other arguments.
+            aside: where the kernel runs; all it reads and writes must be kept until the stream is joined again.
 
         Returns:
             y (T, H); values (T, K), each from its expert's rank.
         """
         from megablocks.ops.exchange_triton import to_home_kernel
 
-        size, (numbers, options, programs) = self.layout, self._common(part)
+        # Sums hold more in registers: blocks of 512 would leave three programs a multiprocessor.
+        size, (turns, numbers, options) = self.layout, self._common(part, 512 if sums is None else 256)
+        weight, dispatch = sums or (None, None)
+        indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)
         y_values = None if values is None else values.new_empty(ids.shape)
-        last = size.chunks * size.ranks if programs.stop is None else programs.stop
-        to_home_kernel[(last - programs.start,)](
-            partial, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken, self._state,
-            ids.shape[0], *numbers, **options,
-        )  # fmt: skip
+        programs = turns * size.ranks
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if aside is not None:  # few programs, each as large as a multiprocessor takes
+            options |= {"num_warps": 16, "BLOCK": min(next_power_of_2(size.hidden), 1024)}
+            programs, context = min(programs, aside.programs), torch.cuda.stream(aside.stream)
+        with context:
+            to_home_kernel[(programs,)](
+                partial, weight, *indices, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken,
+                self._state, ids.shape[0], *numbers, SUMS=dispatch is not None, **options,
+            )  # fmt: skip
         return y, y_values
 
     def dispatch(self, local_ids: Tensor) -> Dispatch:

@@ -8,10 +8,16 @@ token t.
   home             push: partial[r, t] goes to rank r, into r's slot (this rank, t), where t has an expert here
                    total: y[t] = Σ over the ranks r with an expert of t, in rank order, of what r pushed
 
+With SUMS partial is not given but summed here, from the experts' rows of the slot: what `combine` would write and the
+exchange would read again. Summing is bound by this GPU's memory and pushing by the link, so both take place at once.
+
 There are no counts: a slot follows from rank and token alone. A program that pushes writes CHUNK tokens for one peer,
-then that peer's flag of this chunk. A program that reads waits for the flag. It comes after those that push in the
-grid, and a GPU starts programs in that order, so every push gets its turn. A flag holds the number of the exchange,
+then that peer's flag of this chunk. A program that reads waits for the flag. A flag holds the number of the exchange,
 which both sides count for themselves. So nothing depends on the host, and a CUDA graph can replay an exchange.
+
+Programs that push and that read alternate, each chunk read LAG chunks after it was pushed. A GPU starts programs in the
+order of the grid, which is the same on every rank. So the first unfinished program of any rank never waits for a push
+that has not begun, and all get their turn.
 
 Two halves of the buffer take turns. Exchange n + 2 may overwrite exchange n: this rank saw a flag n + 1 of every peer
 before, and a peer sets its flags n + 1 after it has read exchange n.
@@ -34,6 +40,8 @@ from megablocks.ops.routing.dispatch import Dispatch
 
 CHUNK = 8
 """Tokens of a flag."""
+LAG = 512
+"""Chunks between a push and its reading: about as many programs as a GPU runs at once, so that few of them wait."""
 
 
 @triton.jit
@@ -70,29 +78,47 @@ def _half(peers_ptr, peer, number, half_bytes, dtype: tl.constexpr):
 
 
 @triton.jit
-def _copy(
-    to_ptr, from_ptr, to_row, from_row, from_stride, mask, broken, H, BROKEN: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Rows of `mask`; with BROKEN they are NaN where `broken`."""
+def _copy(to_ptr, from_ptr, to_row, from_row, from_stride, mask, H, BLOCK: tl.constexpr):
+    """Rows of `mask`."""
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
         inside = mask[:, None] & (h < H)[None, :]
         value = tl.load(from_ptr + from_row[:, None] * from_stride + h[None, :], mask=inside, cache_modifier=".cg")
-        if BROKEN:
-            value = tl.where(broken, float("nan"), value)
         tl.store(to_ptr + to_row[:, None] * H + h[None, :], value, mask=inside)
 
 
 @triton.jit
+def _share(rows_ptr, sums, slot, mask, h, H, SUMS: tl.constexpr, UNROLL: tl.constexpr):
+    """What this rank's experts give to slots of `mask`, columns h: partial's rows, or with SUMS as `combine` has it."""
+    weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr = sums
+    if SUMS:
+        first = tl.load(token_offsets_ptr + slot, mask=mask, other=0)
+        last = tl.load(token_offsets_ptr + slot + 1, mask=mask, other=0)
+        acc = tl.zeros((slot.shape[0], h.shape[0]), tl.float32)
+        for start in range(0, tl.max(last - first, 0), UNROLL):
+            for u in tl.static_range(UNROLL):
+                live = first + start + u < last
+                row = tl.load(scatter_ptr + first + start + u, mask=live, other=0)
+                at = row.to(tl.int64)[:, None] * H + h[None, :]
+                value = tl.load(rows_ptr + at, mask=live[:, None] & (h < H)[None, :], other=0).to(tl.float32)
+                if weight_ptr is not None:
+                    pair = tl.load(pair_ptr + row, mask=live, other=0)
+                    value *= tl.load(weight_ptr + pair, mask=live, other=0)[:, None]
+                acc += value
+        share = acc.to(rows_ptr.dtype.element_ty)
+    else:
+        share = tl.load(rows_ptr + slot[:, None] * H + h[None, :], mask=mask[:, None] & (h < H)[None, :], other=0)
+    return share
+
+
+@triton.jit
 def _push(
-    program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank,
-    experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
-    HOME: tl.constexpr, IDS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr,
-    BLOCK: tl.constexpr, DELAY: tl.constexpr,
+    chunk, peer, x_ptr, x_stride, sums, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens,
+    rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
+    HOME: tl.constexpr, SUMS: tl.constexpr, IDS: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr,
+    UNROLL: tl.constexpr, BLOCK: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    """One of chunks · (W - 1) programs. x, ids, values: (T, …) to the experts; (W·M, …) home, with local ids."""
-    chunk = program // (WORLD - 1)
-    peer = (rank + 1 + program % (WORLD - 1)) % WORLD
+    """A chunk for a peer. x, ids, values: (T, …) to the experts; (W·M, …) home, with local ids."""
     t, exists = _chunk(chunk, max_tokens, CHUNK)
     k = tl.arange(0, CHOICES)[None, :]
     if HOME:
@@ -107,8 +133,16 @@ def _push(
     number = tl.load(sent_ptr + peer * chunks + chunk) + 1
     rows_ptr, address = _half(peers_ptr, peer, number, half_bytes, x_ptr.dtype.element_ty)
     slot = rank * max_tokens + t
-    broken = tl.load(state_ptr, volatile=True) != 0
-    _copy(rows_ptr, x_ptr, slot, row, x_stride, tl.max(mine.to(tl.int32), 1) > 0, broken, H, HOME, BLOCK)
+    wanted = tl.max(mine.to(tl.int32), 1) > 0
+    if HOME:
+        broken = tl.load(state_ptr, volatile=True) != 0
+        for start in range(0, H, BLOCK):
+            h = start + tl.arange(0, BLOCK)
+            share = _share(x_ptr, sums, row, wanted, h, H, SUMS, UNROLL)
+            share = tl.where(broken, float("nan"), share)
+            tl.store(rows_ptr + slot[:, None] * H + h[None, :], share, mask=wanted[:, None] & (h < H)[None, :])
+    else:
+        _copy(rows_ptr, x_ptr, slot, row, x_stride, wanted, H, BLOCK)
     if IDS:
         to = (address + ids_at).to(tl.pointer_type(tl.int32))
         tl.store(to + slot[:, None] * K + k, ids, mask=exists[:, None] & (k < K))
@@ -128,17 +162,15 @@ def _push(
 
 @triton.jit
 def _take(
-    program, x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr, local_values_ptr, peers_ptr, taken_ptr,
-    state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
+    chunk, source, x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr, local_values_ptr, peers_ptr,
+    taken_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
     IDS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
     LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One of chunks · W programs, own tokens first. Writes rows (W·M, H) of the tokens that have an expert here.
+    """A chunk of a source, which may be this rank. Writes rows (W·M, H) of the tokens that have an expert here.
 
     With IDS also local_ids and local_values (W·M, K); without, local_ids is read.
     """
-    chunk = program % chunks
-    source = (rank + program // chunks) % WORLD
     t, exists = _chunk(chunk, max_tokens, CHUNK)
     k = tl.arange(0, CHOICES)[None, :]
     row = source * max_tokens + t
@@ -150,7 +182,7 @@ def _take(
             tl.store(local_ids_ptr + row[:, None] * K + k, tl.where(mine, ids - rank * experts, -1), mask=inside)
             values = tl.load(values_ptr + t[:, None] * K + k, mask=mine, other=0)
             tl.store(local_values_ptr + row[:, None] * K + k, values, mask=inside)
-        _copy(rows_ptr, x_ptr, row, t, x_stride, tl.max(mine.to(tl.int32), 1) > 0, False, H, False, BLOCK)
+        _copy(rows_ptr, x_ptr, row, t, x_stride, tl.max(mine.to(tl.int32), 1) > 0, H, BLOCK)
     else:
         number = tl.load(taken_ptr + source * chunks + chunk) + 1
         from_ptr, address = _half(peers_ptr, rank, number, half_bytes, x_ptr.dtype.element_ty)
@@ -165,17 +197,18 @@ def _take(
             tl.store(local_values_ptr + row[:, None] * K + k, values, mask=inside)
         else:
             ids = tl.load(local_ids_ptr + row[:, None] * K + k, mask=inside & came, other=-1)
-        _copy(rows_ptr, from_ptr, row, row, H, tl.max((ids >= 0).to(tl.int32), 1) > 0, False, H, False, BLOCK)
+        _copy(rows_ptr, from_ptr, row, row, H, tl.max((ids >= 0).to(tl.int32), 1) > 0, H, BLOCK)
         tl.store(taken_ptr + source * chunks + chunk, number)
 
 
 @triton.jit
 def _total(
-    chunk, partial_ptr, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
+    chunk, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
     num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    SUMS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """One of `chunks` programs. partial (W·M, H), values (W·M, K), ids (T, K) → y (T, H), y_values (T, K)."""
+    """A chunk of own tokens. partial (W·M, H), values (W·M, K), ids (T, K) → y (T, H), y_values (T, K)."""
     t, _ = _chunk(chunk, max_tokens, CHUNK)
     k = tl.arange(0, CHOICES)[None, :]
     inside = (t < num_tokens)[:, None] & (k < K)
@@ -183,6 +216,7 @@ def _total(
     owner = tl.where(ids >= 0, ids // experts, WORLD)
     owner = tl.where(owner < WORLD, owner, -1)
     own = rank * max_tokens + t
+    here = tl.max((owner == rank).to(tl.int32), 1) > 0
     number = tl.load(taken_ptr + ((rank + 1) % WORLD) * chunks + chunk) + 1
     from_ptr, address = _half(peers_ptr, rank, number, half_bytes, y_ptr.dtype.element_ty)
     flags = (tl.load(peers_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
@@ -201,67 +235,77 @@ def _total(
         tl.store(y_values_ptr + t[:, None] * K + k, values, mask=inside)
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
+        share = _share(partial_ptr, sums, own, here, h, H, SUMS, UNROLL)
         acc = tl.zeros((CHUNK, BLOCK), tl.float32)
         for source in tl.static_range(WORLD):
             sends = (((senders >> source) & 1) > 0)[:, None] & (h < H)[None, :]
-            row = source * max_tokens + t
-            at = row[:, None] * H + h[None, :]
+            at = (source * max_tokens + t)[:, None] * H + h[None, :]
             part = tl.load(from_ptr + at, mask=sends & (source != rank), other=0, cache_modifier=".cg")
-            part += tl.load(partial_ptr + at, mask=sends & (source == rank), other=0)
-            acc += part.to(tl.float32)
+            acc += tl.where(source == rank, share, part).to(tl.float32)
         acc = tl.where(came, acc, float("nan"))
         tl.store(y_ptr + t[:, None] * H + h[None, :], acc.to(y_ptr.dtype.element_ty),
                  mask=(t < num_tokens)[:, None] & (h < H)[None, :])  # fmt: skip
 
 
 @quick
-@triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "first"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "lag", "pushes", "reads"])
 def to_experts_kernel(
     x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr, local_values_ptr, peers_ptr, sent_ptr, taken_ptr,
-    state_ptr, num_tokens, max_tokens, rank, experts, chunks, first, H, K, half_bytes, ids_at, values_at, flags_at,
-    IDS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr,
-    LIMIT: tl.constexpr, DELAY: tl.constexpr,
+    state_ptr, num_tokens, max_tokens, rank, experts, chunks, lag, pushes, reads, H, K, half_bytes, ids_at, values_at,
+    flags_at,
+    IDS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    """Programs from `first` on: chunks · (W - 1) push, then chunks · W take."""
-    program = first + tl.program_id(0)
-    pushes = chunks * (WORLD - 1)
-    if program < pushes:
-        _push(
-            program, x_ptr, x_stride, ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank,
-            experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at, False, IDS, WORLD, CHUNK, CHOICES, BLOCK,
-            DELAY,
-        )  # fmt: skip
+    """chunks + lag turns of programs: W - 1 push a chunk, one takes it from x, W - 1 take a chunk of lag turns ago."""
+    turn = tl.program_id(0) // (2 * WORLD - 1)
+    role = tl.program_id(0) % (2 * WORLD - 1)
+    if role < WORLD - 1:
+        if pushes & (turn < chunks):
+            _push(
+                turn, (rank + 1 + role) % WORLD, x_ptr, x_stride, (None, None, None, None), ids_ptr, values_ptr,
+                peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at,
+                values_at, flags_at, False, False, IDS, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
+            )  # fmt: skip
     else:
-        _take(
-            program - pushes, x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr, local_values_ptr,
-            peers_ptr, taken_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at,
-            values_at, flags_at, IDS, WORLD, CHUNK, CHOICES, BLOCK, LIMIT,
-        )  # fmt: skip
+        chunk = turn - tl.where(role < WORLD, 0, lag)
+        if reads & (chunk >= 0) & (chunk < chunks):
+            _take(
+                chunk, (rank + 1 + role) % WORLD, x_ptr, x_stride, ids_ptr, values_ptr, rows_ptr, local_ids_ptr,
+                local_values_ptr, peers_ptr, taken_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K,
+                half_bytes, ids_at, values_at, flags_at, IDS, WORLD, CHUNK, CHOICES, BLOCK, LIMIT,
+            )  # fmt: skip
 
 
 @quick
-@triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "first"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "experts", "chunks", "lag", "pushes", "reads"])
 def to_home_kernel(
-    partial_ptr, local_ids_ptr, values_ptr, ids_ptr, y_ptr, y_values_ptr, peers_ptr, sent_ptr, taken_ptr, state_ptr,
-    num_tokens, max_tokens, rank, experts, chunks, first, H, K, half_bytes, ids_at, values_at, flags_at,
-    WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
-    DELAY: tl.constexpr,
+    partial_ptr, weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr, local_ids_ptr, values_ptr, ids_ptr, y_ptr,
+    y_values_ptr, peers_ptr, sent_ptr, taken_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, lag, pushes,
+    reads, H, K, half_bytes, ids_at, values_at, flags_at,
+    SUMS: tl.constexpr, WORLD: tl.constexpr, CHUNK: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr,
+    BLOCK: tl.constexpr, LIMIT: tl.constexpr, DELAY: tl.constexpr,
 ):  # fmt: skip
-    """Programs from `first` on: chunks · (W - 1) push, then `chunks` give totals."""
-    program = first + tl.program_id(0)
-    pushes = chunks * (WORLD - 1)
-    if program < pushes:
-        _push(
-            program, partial_ptr, H, local_ids_ptr, values_ptr, peers_ptr, sent_ptr, state_ptr, num_tokens, max_tokens,
-            rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at, True, False, WORLD, CHUNK, CHOICES,
-            BLOCK, DELAY,
-        )  # fmt: skip
-    else:
-        _total(
-            program - pushes, partial_ptr, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
-            num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, WORLD, CHUNK, CHOICES,
-            BLOCK, LIMIT,
-        )  # fmt: skip
+    """chunks + lag turns of programs: W - 1 push a chunk, one gives the totals of the chunk of lag turns ago.
+
+    partial (W·M, H); with SUMS rows (R, H) by expert, weight (W·M·K,) or None for ones, and the indices of a Dispatch.
+    """
+    sums = (weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr)
+    for program in range(tl.program_id(0), (chunks + lag) * WORLD, tl.num_programs(0)):  # of a whole grid once
+        turn = program // WORLD
+        role = program % WORLD
+        if role < WORLD - 1:
+            if pushes & (turn < chunks):
+                _push(
+                    turn, (rank + 1 + role) % WORLD, partial_ptr, H, sums, local_ids_ptr, values_ptr, peers_ptr,
+                    sent_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at,
+                    values_at, flags_at, True, SUMS, False, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
+                )  # fmt: skip
+        elif reads & (turn >= lag):
+            _total(
+                turn - lag, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr,
+                state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, SUMS,
+                WORLD, CHUNK, CHOICES, UNROLL, BLOCK, LIMIT,
+            )  # fmt: skip
 
 
 @quick

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shlex
 from pathlib import Path
@@ -24,13 +25,16 @@ def _text(folder: Path, *arguments: str) -> str:
 def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     write_runs(tmp_path, model="small")
     text = _text(tmp_path)
-    assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
-    assert "| dense | 4.0100 (4.0000 to 4.0200) | – | – | 2 | – | – | 0.0006 |" in text
-    assert "dMoE is 0.3000 below ours, capacity 1, and the seeds of the two do not overlap." in text
+    assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | – | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
+    assert "| dense | 4.0100 (4.0000 to 4.0200) | – | +0.5000 | – | 2 | – | – | 0.0006 |" in text
+    assert "losses, dMoE below ours, capacity 1 below dense, holds in 2 of 2 seeds." in text
+    assert "in each of 2 seeds (+0.3000 to +0.3000); the losses of the two do not overlap." in text
     # 8 sequences of 1024 tokens at 1000 tokens/s are 8.192 s a step; dMoE's loss falls by 0.1 a step to 3.51.
     whole, sooner = 20 * 8.192, (20 - 5) * 8.192
     assert f"| dMoE | {sooner / 60:.2f}" in text and f"| dense | {whole / 60:.2f} | 1.00 |" in text
-    assert "| dense over dMoE, time to the dense loss | 1.33 | 1.8 to 2.4 |" in text
+    assert "| dense over dMoE, time to the dense loss | 1.33 | 1.5 | 1.8 to 2.4 |" in text
+    assert "Every evaluation of every run reads the same samples" in text and "reads other samples" not in text
+    assert "8 × " not in text and "runs at once" not in text and "AT_ONCE" not in text
     assert "Learning rate: 6e-4 for every arm, a warm-up over 10% of the run, cosine decay to a tenth." in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
@@ -79,11 +83,45 @@ def test_an_order_that_does_not_hold_is_said_with_what_the_runs_show(tmp_path: P
     for run in record["runs"]:
         if run["arm"] == "dmoe":
             run["validation"]["loss"] = [loss + 1.0 for loss in run["validation"]["loss"]]
-    (line, _) = report.orders(summarize(record))
+    (first, line, _) = report.orders(summarize(record))
+    assert first.endswith("holds in 0 of 2 seeds.")
     assert line.startswith("- dMoE is 0.7000 above ours, capacity 1, so the paper's order does not hold here.")
     assert (
         "ours, capacity 1 drops 10.00% of the pairs" in line and "At half of the tokens dMoE was 0.7000 above" in line
     )
+
+
+def test_an_order_that_holds_in_some_seeds_is_no_order(tmp_path: Path) -> None:
+    record = write_runs(tmp_path)
+    next(run for run in record["runs"] if run["arm"] == "dmoe" and run["seed"] == 1235)["validation"]["loss"][-1] = 3.9
+    (first, line, last) = report.orders(summarize(record))
+    assert first.endswith("holds in 1 of 2 seeds.")
+    assert "dMoE is 0.1100 below ours, capacity 1, but not in each of 2 seeds (-0.0800 to +0.3000)." in line
+    assert last.startswith("- ours, capacity 1 is 0.2000 below dense, in each of 2 seeds (+0.2000 to +0.2000);")
+
+
+def test_goals_of_steps_and_runs_beside_each_other(tmp_path: Path) -> None:
+    """Tutel's arms stand beside dMoE's step time of the same steps; the report says how many runs went on at once."""
+    record = write_runs(tmp_path, model="xs")
+    for arm, rate in (("tutel-1", 800.0), ("tutel-0-short", 500.0)):
+        run = copy.deepcopy(next(run for run in record["runs"] if run["arm"] == "dmoe"))
+        run |= {"arm": arm, "step_ms": run["step_ms"] * 1000 / rate, "tokens_per_second": rate, "micro_batch": 4}
+        run["at_once"] = 2
+        if arm == "tutel-0-short":
+            run["curve"] = {name: values[:3] for name, values in run["curve"].items()}
+        record["runs"].append(run)
+    for run in record["runs"]:
+        if run["arm"] == "dmoe":  # its last steps, which the short run does not have, are slower
+            run["curve"]["tokens_per_second"][3:] = [250.0, 250.0]
+            run["step_ms"], run["tokens_per_second"] = run["step_ms"] * 4, 250.0
+    record["settings"]["arms"] += ["tutel-1", "tutel-0-short"]
+    record["settings"]["seeds"], record["runs"] = 1, [run for run in record["runs"] if run["seed"] == 1234]
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = _text(tmp_path)
+    assert "| Tutel, capacity 1 over dMoE, step time | 0.31 | 1.0 | – |" in text
+    assert "| Tutel, dynamic capacity (0), short run over dMoE, step time | 2.00 | 1.38 | 1.38 |" in text
+    assert "1 × CPU a run, 2 runs at once on one host, torch" in text and "AT_ONCE=2 " in text
+    assert "got the next smaller one" in text and "its run ends after 30% of the steps" in text
 
 
 def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path) -> None:

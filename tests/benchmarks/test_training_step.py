@@ -47,3 +47,38 @@ def test_every_arm_names_a_script() -> None:
     root = Path(step.ROOT)
     assert all((root / "exp" / arm.script).is_file() for arm in (*step.ARMS.values(), *step.BEFORE.values()))
     assert step.command_of(step.ARMS["dmoe-xs"], root, Path("/d"), Path("/r"))[1]["DATA_PREFIX"] == "/d"
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(arm: step.Arm, *_: object, patience: float | None = None) -> str:
+        if arm.engine:
+            raise SystemExit("x.sh failed: pretrain_gpt: no")
+        return log(250.0, 6.5)
+
+    out = tmp_path / "step.json"
+    monkeypatch.setattr(step, "run", run)
+    monkeypatch.setattr(step, "need_gpu", lambda: None)
+    monkeypatch.setattr("sys.argv", ["x", "--arms", "dmoe-small-te,dense-xs", "--rounds", "2", "--out", str(out)])
+    assert step.main() == 1
+    result = measure.read_result(out)
+    assert [record["arm"] for record in result["records"]] == ["dense-xs", "dense-xs"]
+    assert capsys.readouterr().out.count("pretrain_gpt: no") >= 1
+
+
+def test_a_run_beyond_the_patience_is_ended(tmp_path: Path) -> None:
+    (tmp_path / "exp").mkdir()
+    (tmp_path / "exp" / "slow.sh").write_text("sleep 60 & wait")
+    (tmp_path / "exp" / "bad.sh").write_text("echo 'pretrain_gpt: seq_length=0: must be > 0' >&2; echo W >&2; exit 2")
+    with pytest.raises(SystemExit, match="slow.sh took longer than 1 s"):
+        step.run(step.Arm("M", "slow.sh", ""), tmp_path, tmp_path, patience=1.0)
+    with pytest.raises(SystemExit, match=r"bad.sh failed: pretrain_gpt: seq_length=0: must be > 0$"):
+        step.run(step.Arm("M", "bad.sh", ""), tmp_path, tmp_path)
+
+
+def test_an_arm_says_whose_block_it_has() -> None:
+    for name, arm in step.ARMS.items():
+        flags = step.command_of(arm, Path("/c"), Path("/d"), Path("/r"))[1]["FLAGS"]
+        assert ("--transformer-impl transformer_engine" in flags) == ("-te" in name) == arm.engine, name
+        assert ("--transformer-impl local" in flags) != arm.engine, name

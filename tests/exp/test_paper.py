@@ -58,6 +58,29 @@ def test_L1_dry_run_prints_every_launch(tmp_path: Path) -> None:
     assert f"{tmp_path}/out/runs/dmoe/1235 800 64" in runs[-1]
 
 
+def test_L1_runs_at_once_share_the_gpus(tmp_path: Path) -> None:
+    smi = tmp_path / "bin/nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text("#!/bin/sh\nprintf 'GPU 0: one\\nGPU 1: one\\nGPU 2: one\\nGPU 3: one\\n'\n")
+    smi.chmod(0o755)
+    path = f"{smi.parent}:{os.environ['PATH']}"
+    settings = {"BUDGET": "100M", "ARMS": "dense,dmoe", "MICRO_BATCH": "128,dmoe:64", "PATH": path}
+    for at_once, ngpu in ((1, 4), (2, 2), (3, 1), (4, 1)):
+        lines = _dry(tmp_path / "out", "xs", **settings, AT_ONCE=str(at_once))
+        assert [line.split()[0] for line in lines] == [f"NGPU={ngpu}"] * 2
+        assert "--micro-batch-size 128" in lines[0] and "--micro-batch-size 64" in lines[1]
+    environment = {**os.environ, "PYTHON": sys.executable, "DRY_RUN": "1", **settings}
+    refused = (
+        ({"AT_ONCE": "5", "NGPU": "1"}, "paper: AT_ONCE=5: with NGPU=1 needs 5 GPUs, there are 4; use fewer"),
+        ({"AT_ONCE": "2", "CUDA_VISIBLE_DEVICES": "3"}, "paper: AT_ONCE=2: with NGPU=1 needs 2 GPUs, there are 1"),
+        ({"AT_ONCE": "two"}, "compare.sh: AT_ONCE=two: must be a whole number from 1 to 1024"),
+    )
+    for variables, said in refused:
+        command = ["bash", str(COMPARE), str(tmp_path / "out"), "xs"]
+        done = subprocess.run(command, env=environment | variables, capture_output=True, text=True)
+        assert done.returncode and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
+
+
 def test_L1_the_driver_accepts_every_arm(tmp_path: Path) -> None:
     """One process parses them all. Tutel's arms are printed from the table, since the package is not here."""
     cases, names = [], []

@@ -148,6 +148,22 @@ def norm(device: torch.device) -> Step:
 
 
 @family
+def pair_mm(device: torch.device) -> Step:
+    from megablocks.ops.grouped.pair_mm import pair_mm
+
+    x, ids = draws(device)(T, H).detach(), chosen(device)[:, :2].flatten()
+    matrices = [draws(device)(E, H, WIDTH).detach(), draws(device)(E, WIDTH, H).detach().transpose(1, 2)]
+    bias, scale = draws(device)(E, WIDTH).detach(), draws(device, torch.float32)(len(ids)).detach()
+
+    def step() -> list[Tensor]:
+        few = slice(0, 48)
+        every = [pair_mm(x, w, ids, bias, scale) for w in matrices]
+        return every + [pair_mm(x[:24], w, ids[few]) for w in matrices]
+
+    return step
+
+
+@family
 def rope(device: torch.device) -> Step:
     from megablocks.ops.rope import rope
 
@@ -166,7 +182,7 @@ def rope(device: torch.device) -> Step:
 @family
 def exchange(device: torch.device) -> Step:
     """Two ranks whose buffers are on one device; the second brings fewer tokens, and its rows are limited."""
-    from megablocks.ops.exchange import Exchange, Layout
+    from megablocks.ops.exchange import Exchange, Layout, Sums
 
     layout = Layout(2, T, H, K, torch.bfloat16)
     buffers = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -190,6 +206,12 @@ def exchange(device: torch.device) -> Step:
                 rank.to_home(rows, local, ids[r], values, part="push")
             for r, (rank, (rows, local, values)) in enumerate(zip(ranks, taken, strict=True)):
                 out += rank.to_home(rows, local, ids[r], values, part="read")
+            sums = [Sums(values, rank.dispatch(local)) for rank, (_, local, values) in zip(ranks, taken, strict=True)]
+            by_expert = [rows.index_select(0, s.dispatch.gather) for s, (rows, _, _) in zip(sums, taken, strict=True)]
+            for part in ("push", "read"):
+                for r, rank in enumerate(ranks):
+                    y, _ = rank.to_home(by_expert[r], taken[r][1], ids[r], None, sums[r], part=part)
+                    out += [y] if part == "read" else []
         return out
 
     step.buffers = buffers  # type: ignore[attr-defined]

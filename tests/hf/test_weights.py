@@ -105,25 +105,41 @@ class _LoraFactorsProxy(nn.Module):
         return torch.baddbmm(w, self.lhs, self.rhs, alpha=self.scaling)
 
 
-@pytest.mark.parametrize("way", ["grouped", "few"])
-@pytest.mark.parametrize("name", NAMES)
-def test_H3_factors_kept_apart_enter_the_products(name: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def _with_factors(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A frozen model whose experts have LoRA's factors behind their parameters, as PEFT makes them."""
     layer = ModuleType("layer")
     layer._LoraFactorsProxy = _LoraFactorsProxy  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "peft.tuners.lora.layer", layer)
-    if way == "few":
-        monkeypatch.setattr(experts_module, "FEW_PAIRS", 1000)
-        monkeypatch.setattr(experts_module, "needs_gradient", lambda *_: False)
     model = _model(name).requires_grad_(False)
     for experts in _experts(model):
         for parameter in ("gate_up_proj", "down_proj"):
             proxy = _LoraFactorsProxy(getattr(experts, parameter), scaling=0.7)
             parametrize.register_parametrization(experts, parameter, proxy)
+    return model
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_H3_factors_kept_apart_enter_the_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = _with_factors(name, monkeypatch)
     expected = _step(model, "eager")
     shapes = _matrix_gradients(monkeypatch)
     _assert_close(_step(model, "megablocks"), expected)
     assert sum(".lhs" in key for key in expected) == 4
-    assert len(shapes) == (8 if way == "grouped" else 0) and all(3 in shape for shape in shapes), shapes
+    assert len(shapes) == 8 and all(3 in shape for shape in shapes), shapes
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_H3_factors_enter_the_products_of_a_few_tokens(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, outputs, calls = _with_factors(name, monkeypatch), [], []
+    few = experts_module.few
+    monkeypatch.setattr(experts_module, "few", lambda *args: calls.append(args) or few(*args))
+    monkeypatch.setitem(experts_module.FEW_PAIRS, "cpu", 1000)
+    for implementation in ("eager", "megablocks"):
+        model.set_experts_implementation(implementation)
+        with torch.no_grad():
+            outputs.append({"logits": model(_tokens())[0]})
+    _assert_close(outputs[1], outputs[0])
+    assert len(calls) == 2  # once in each layer
 
 
 @pytest.mark.parametrize("name", NAMES)

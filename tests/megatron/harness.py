@@ -31,7 +31,7 @@ class Layout:
 
     model: more fields of TransformerConfig. settings: of MegaBlocksSettings. tied: the output layer has the word
     embedding's weight. loss_kept_gib: logits that the fused loss keeps; None: Megatron's own loss. expert_bias: initial
-    value of the routers' selection bias.
+    value of the routers' selection bias. engine_adam: Megatron takes Transformer Engine's Adam, not torch's.
     """
 
     tp: int = 1
@@ -51,6 +51,7 @@ class Layout:
     tied: bool = True
     loss_kept_gib: float | None = None
     expert_bias: tuple[float, ...] = ()
+    engine_adam: bool = False
 
     def but(self, **changes: Any) -> Layout:
         return dataclasses.replace(self, **changes)
@@ -126,7 +127,7 @@ def _destroy_groups() -> None:
 
 
 def transformer_config(layout: Layout) -> Any:
-    from megatron.core.transformer.transformer_config import TransformerConfig
+    from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
     from megablocks.megatron.settings import MegaBlocksSettings
 
@@ -148,6 +149,7 @@ def transformer_config(layout: Layout) -> Any:
         persist_layer_norm=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        transformer_impl="local",
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bf16=dtype is torch.bfloat16,
@@ -167,7 +169,8 @@ def transformer_config(layout: Layout) -> Any:
         values |= dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     elif layout.recompute:
         values |= dict(recompute_granularity="selective", recompute_modules=layout.recompute.split(","))
-    config = TransformerConfig(**(values | dict(layout.model)))
+    values |= dict(layout.model)
+    config = (MLATransformerConfig if values.get("multi_latent_attention") else TransformerConfig)(**values)
     config.megablocks = MegaBlocksSettings(**dict(layout.settings))
     return config
 
@@ -217,8 +220,11 @@ def build_model(layout: Layout) -> tuple[Any, list[Any]]:
 
 
 def build_optimizer(layout: Layout, chunks: list[Any], lr: float = 3e-3) -> Any:
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core import optimizer as megatron_optimizer
+    from megatron.core.optimizer import OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = not layout.engine_adam
+    distrib_optimizer.HAVE_APEX_OR_TE = layout.engine_adam
     optimizer_config = OptimizerConfig(
         optimizer="adam",
         lr=lr,

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -121,6 +122,24 @@ def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, t
     resumed = driver.run("--load", tmp_path / "saved", model=model).losses()
     assert first == {step: straight[step] for step in (1, 2, 3)}
     assert sorted(resumed) == [4, 5, 6] and resumed[4] == straight[4] and resumed[6] == straight[6]
+
+
+def test_a_fixed_validation_reads_the_same_samples_each_time_with_every_seed(driver: Driver, tmp_path: Path) -> None:
+    """With a learning rate of nothing the weights stay, so equal samples are an equal loss, and others another one."""
+    model = (*TINY, "--lr", "1e-30", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2")
+    save = ("--save", tmp_path / "saved", "--save-interval", "2")
+
+    def losses(*flags: Any) -> list[str]:
+        text = driver.run(*flags, model=model).text()
+        return re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", text)
+
+    fixed = losses("--megablocks-fixed-validation", *save, "--exit-interval", "2")
+    assert len(fixed) == 1
+    resumed = losses("--megablocks-fixed-validation", "--load", tmp_path / "saved")
+    again = ("--load", tmp_path / "saved", "--finetune", "--seed", "99")
+    other = losses("--megablocks-fixed-validation", *again)
+    assert resumed == fixed * 2 and other == fixed * 3, "the last one is that of the end"
+    assert len({*fixed, *losses(*again)}) == 4, "without the flag each evaluation reads other samples"
 
 
 def test_S2_a_run_with_the_fused_loss_equals_one_without(driver: Driver) -> None:

@@ -116,6 +116,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
 
 
 REFUSED = {
+    "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
     "--moe-num-experts 8 --num-experts 4": "moe_num_experts=8: sets num_experts=8, but --num-experts 4 is given",
     "--moe-num-experts 8 --moe-top-k 2 --moe-router-topk 1": "moe_top_k=2: sets moe_router_topk=2",
@@ -166,10 +167,10 @@ REFUSED = {
     "--num-experts 8 --overlap-moe-expert-parallel-comm": "overlap_moe_expert_parallel_comm=True: must be False",
     "--num-experts 8 --megablocks-layer experts --delay-wgrad-compute": "delay_wgrad_compute=True: must be False; the "
     "experts' backward computes all gradients, or use Megatron's own layer (--megablocks-layer megatron) with",
-    "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none'; the all-to-all's split sizes",
+    "--num-experts 8 --cuda-graph-impl local": "cuda_graph_impl='local': must be 'none' or 'full_iteration'; graphs of",
     "--num-experts 8 --moe-shared-expert-overlap": "moe_shared_expert_overlap=True: must be False; the shared expert",
     "--num-experts 8 --moe-use-upcycling": "moe_use_upcycling=True: must be left out, or use Megatron's own layer",
-    "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': needs Transformer Engine, which",
+    "--transformer-impl transformer_engine": "transformer_impl='transformer_engine': must be 'local'; Transformer",
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
     "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for never",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",

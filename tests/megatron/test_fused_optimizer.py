@@ -51,9 +51,10 @@ SPREAD = {
 
 
 def fused(trainer: Trainer) -> Trainer:
-    from megablocks.megatron.fused_optimizer import fuse, why_not
+    from megablocks.megatron.fused_optimizer import fuse, why_not, why_not_parts
 
-    assert why_not(trainer.optimizer, trainer.optimizer.config, trainer.chunks) is None
+    assert why_not(trainer.optimizer.config, trainer.chunks) is None
+    assert why_not_parts(trainer.optimizer) is None
     fuse(trainer.optimizer)
     return trainer
 
@@ -188,28 +189,37 @@ def test_S3_checkpoints_load_in_either(tmp_path: Path) -> None:
 
 def refusals() -> dict[str, str | None]:
     from megatron.core import optimizer as megatron_optimizer
+    from megatron.core.optimizer import distrib_optimizer
 
-    from megablocks.megatron.fused_optimizer import _build, why_not
+    from megablocks.megatron.fused_optimizer import _build, why_not, why_not_parts
 
     trainer = Trainer(SMALL)
     optimizer, config, model = trainer.optimizer, trainer.optimizer.config, trainer.chunks
-    out = {"none": why_not(optimizer, config, model)}
+    out = {"none": why_not(config, model) or why_not_parts(optimizer)}
     for name, value in (("optimizer", "sgd"), ("optimizer_cpu_offload", True), ("grad_norm_skip_threshold", 2.0)):
-        out[name] = why_not(optimizer, dataclasses.replace(config, **{name: value}), model)
+        out[name] = why_not(dataclasses.replace(config, **{name: value}), model)
     other = SimpleNamespace(ddp_config=SimpleNamespace(use_megatron_fsdp=True), config=model[0].config)
-    out["fsdp"] = why_not(optimizer, config, [other])
+    out["fsdp"] = why_not(config, [other])
     other = SimpleNamespace(ddp_config=model[0].ddp_config, config=SimpleNamespace(mtp_num_layers=1))
-    out["mtp"] = why_not(optimizer, config, [other])
-    out["class"] = why_not(optimizer.chained_optimizers[0], config, model)
+    out["mtp"] = why_not(config, [other])
+    out["class"] = why_not_parts(optimizer.chained_optimizers[0])
+    built: list[bool] = []
+
+    def build(*args: Any, **kwargs: Any) -> Any:
+        built.append(megatron_optimizer.USING_PYTORCH_OPTIMIZER)
+        return optimizer
+
     with (
+        contextlib.redirect_stdout(io.StringIO()) as log,
         mock.patch.object(megatron_optimizer, "USING_PYTORCH_OPTIMIZER", False),
+        mock.patch.object(distrib_optimizer, "HAVE_APEX_OR_TE", True),
         mock.patch.object(megatron_optimizer.Adam, "__module__", "transformer_engine.pytorch.optimizers"),
     ):
-        out["te"] = why_not(optimizer, config, model)
-    with contextlib.redirect_stdout(io.StringIO()) as log:
-        for options in (dataclasses.replace(config, optimizer="sgd"), config):
-            assert _build(lambda *args, **kwargs: optimizer, options, model) is optimizer
-    out["log"] = log.getvalue()
+        _build(build, dataclasses.replace(config, optimizer="sgd"), model, wanted=True)
+        for wanted in (False, True):
+            assert _build(build, config, model, wanted=wanted) is optimizer
+        assert not distrib_optimizer.HAVE_APEX_OR_TE
+    out["log"], out["built"] = log.getvalue(), built
     return out
 
 
@@ -218,8 +228,10 @@ def test_what_cannot_be_fused_is_named() -> None:
     assert why.pop("none") is None
     assert why.pop("log").splitlines() == [
         "optimizer: not fused: --optimizer sgd",
+        "optimizer: not fused: --no-megablocks-fused-optimizer; transformer_engine's FusedAdam",
         "optimizer: one fused pass over each parameter",
     ]
+    assert why.pop("built") == [False, False, True]  # torch's Adam, not Transformer Engine's, is what can be fused
     assert why == {
         "optimizer": "--optimizer sgd",
         "optimizer_cpu_offload": "optimizer_cpu_offload is set",
@@ -227,7 +239,6 @@ def test_what_cannot_be_fused_is_named() -> None:
         "fsdp": "use_megatron_fsdp is set",
         "mtp": "multi-token prediction clips its own gradients",
         "class": "a part of FP32Optimizer is of an unknown class",
-        "te": "transformer_engine is installed, its FusedAdam is used",
     }
 
 

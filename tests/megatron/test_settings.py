@@ -262,8 +262,7 @@ _READ = {
     "of something refused": """
         moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda wgrad_deferral_limit
         moe_paged_stash_buffer_size_factor_cpu enable_cuda_graph external_cuda_graph cuda_graph_scope
-        cuda_graph_use_single_mempool cuda_graph_retain_backward_graph cuda_graph_warmup_steps
-        delay_offload_until_cuda_graph
+        cuda_graph_retain_backward_graph delay_offload_until_cuda_graph
     """,
     "inference": """
         inference_cuda_graph_scope inference_moe_disable_fused_quant_kernels
@@ -274,6 +273,7 @@ _READ = {
     """,
     "the other layers and the training loop": """
         defer_embedding_wgrad_compute overlap_p2p_comm overlap_p2p_comm_warmup_flush
+        cuda_graph_use_single_mempool cuda_graph_warmup_steps
     """,
 }
 """Fields about experts that our layer takes, by what becomes of them."""
@@ -304,30 +304,30 @@ def test_experts_in_megatrons_layer_leave_the_dispatcher_to_it() -> None:
 
 
 def test_L2_two_stages_with_virtual_stages_need_unbatched_messages() -> None:
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     config = _config(pipeline_dtype=torch.float32, pipeline_model_parallel_size=2)
     config.virtual_pipeline_model_parallel_size = 2
     with pytest.raises(ConfigError, match=r"overlap_p2p_comm=False, batch_p2p_comm=True: must be True and False"):
-        check_without_engine(config)
+        check_engine(config)
     config.overlap_p2p_comm, config.batch_p2p_comm = True, False
-    check_without_engine(config)
+    check_engine(config)
 
 
 def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     if HAVE_TE:
         pytest.skip("Transformer Engine is installed")
     config = _config(recompute_granularity="selective", recompute_modules=["layernorm"])
     with pytest.raises(ConfigError, match="recompute_modules='layernorm': needs Transformer Engine"):
-        check_without_engine(config)
+        check_engine(config)
     config = _config()
     config.moe_router_fusion = True
     with pytest.raises(ConfigError, match="moe_router_fusion=True: needs Transformer Engine, which is not installed"):
-        check_without_engine(config)
+        check_engine(config)
 
 
 def test_L2_a_clamp_that_megatron_would_not_apply_is_refused() -> None:
@@ -337,7 +337,7 @@ def test_L2_a_clamp_that_megatron_would_not_apply_is_refused() -> None:
     from megatron.core.fusions.fused_bias_geglu import quick_gelu
     from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl
 
-    from megablocks.megatron.model_config import check_without_engine
+    from megablocks.megatron.model_config import check_engine
 
     large = torch.full((1, 4), 9.0)
     assert bias_swiglu_impl(large, None)[0, 0] > 80, "Megatron's fused SwiGLU clamps now: allow it"
@@ -356,7 +356,7 @@ def test_L2_a_clamp_that_megatron_would_not_apply_is_refused() -> None:
         config = _config(activation_func=function, gated_linear_unit=gated, add_bias_linear=bias)
         config.activation_func_clamp_value, config.bias_activation_fusion = 7.0, fusion
         with pytest.raises(ConfigError, match=message) if message else contextlib.nullcontext():
-            check_without_engine(config)
+            check_engine(config)
 
 
 def test_L2_token_rounding_refuses_what_it_cannot_round() -> None:

@@ -37,9 +37,11 @@ def test_every_arm_names_a_script_and_differs_from_the_others() -> None:
 
 def test_arms_are_equal_in_everything_but_the_method() -> None:
     method = {"--moe-capacity-factor", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"}
-    shared = {flag: value for flag, value in _flags(BASE).items()}
+    shared = _flags(BASE)
+    assert shared.pop("--megablocks-fixed-validation") == "--save="
+    groups = {"load": "--moe-router-force-", "short": "--exit-interval"}
     for arm in ARMS:
-        its = ("--megablocks-", *(["--moe-router-force-"] if ARMS[arm].group == "load" else []))
+        its = ("--megablocks-", groups.get(ARMS[arm].group, "--megablocks-"))
         rest = {k: v for k, v in _flags(arm).items() if k not in method and not k.startswith(its)}
         assert rest == shared, arm
     assert shared["--seed"] == "1234" and shared["--lr"] == "0.0006" and shared["--min-lr"] == "6e-05"
@@ -85,11 +87,15 @@ def test_budgets(text: str, value: tuple[float, bool]) -> None:
         ("ARMS", "dmoe", "must hold dense and another arm"),
         ("SEEDS", "0", "a whole number from 1"),
         ("SEEDS", "three", "a whole number from 1"),
+        ("SEEDS", "dmoe:2", "must be for all arms"),
+        ("SEEDS", "1,dmoe:2", "dense's the largest"),
         ("RATES", "best", "published, tuned, or one learning rate"),
         ("RATES", "2", "published, tuned, or one learning rate"),
         ("SAVE_EVERY", "5min", "tokens, such as 500M, or 0"),
         ("NGPU", "0", "a whole number from 1"),
         ("BATCH", "x", "a whole number from 0"),
+        ("MICRO_BATCH", "x", "a whole number from 0"),
+        ("MICRO_BATCH", "128,tutel-9:16", "'tutel-9' must be one of dense,"),
     ],
 )
 def test_a_bad_setting_is_one_line(variable: str, value: str, allowed: str) -> None:
@@ -128,6 +134,7 @@ def test_a_launch_is_written_without_the_paths_of_a_machine() -> None:
 
 def test_evaluations_read_no_more_than_there_is_and_short_runs_do_not_save() -> None:
     few = Schedule.of(_settings(), 1e8, 3 * 128 * 1024 + 5)
+    assert Schedule.of(_settings(), 1e8, 10**9).eval_iters == 8
     assert few.eval_iters == 3 and "--save= " not in few.flags and few.flags.endswith("--save=")
     long = Schedule.of(_settings(BUDGET="10B"), 1e10, 10**9)
     assert long.save_interval == 953 and "--save-interval 953" in long.flags
@@ -158,7 +165,27 @@ def test_a_changed_setting_is_refused(tmp_path: Path) -> None:
     _settings(BUDGET="100M", SEEDS="2", ARMS="dense,dmoe").refuse_change(before, tmp_path)
 
 
+def test_micro_batches_by_arm(tmp_path: Path) -> None:
+    before = _settings(MICRO_BATCH="128,tutel-1:32", ARMS="dense,dmoe")
+    assert [before.micro_batch_of(arm) for arm in ("dense", "tutel-1", "tutel-0")] == [128, 32, 128]
+    some = _settings(MICRO_BATCH="tutel-1:32")
+    assert [some.micro_batch_of(arm) for arm in ("dense", "tutel-1")] == [None, 32]
+    assert Settings.from_dict({**before.to_dict(), "micro_batch": 0}) == _settings(MICRO_BATCH="0", ARMS="dense,dmoe")
+    assert Settings.from_dict({**before.to_dict(), "seeds": 1}) == before
+    assert Settings.from_dict({**before.to_dict(), "micro_batch": 64}).micro_batch_of("dense") == 64
+    _settings(MICRO_BATCH="128,tutel-0:16", ARMS="dense,dmoe,tutel-0").refuse_change(before, tmp_path)
+    with pytest.raises(ConfigError, match="MICRO_BATCH=128,dmoe:16: .* was started with 128,tutel-1:32"):
+        _settings(MICRO_BATCH="128,dmoe:16", ARMS="dense,dmoe").refuse_change(before, tmp_path)
+
+
+def test_a_short_run_ends_at_an_evaluation() -> None:
+    schedule = Schedule.of(_settings(), 1e8, 10**7)
+    assert (schedule.last_step("tutel-0-short"), schedule.last_step("tutel-0")) == (240, 800)
+    assert _flags("tutel-0-short")["--exit-interval"] == "240" and "--exit-interval" not in _flags("tutel-0")
+
+
 def test_seeds_by_arm() -> None:
     settings = _settings(SEEDS="3", ARMS="all")
     assert list(settings.seeds_of("dmoe")) == [1234, 1235, 1236]
+    assert list(_settings(SEEDS="3,tutel-1:1").seeds_of("tutel-1")) == [1234]
     assert list(settings.seeds_of("dmoe-uniform")) == [1234], "only its step time counts"

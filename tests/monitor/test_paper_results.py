@@ -58,7 +58,7 @@ def test_summaries_have_the_spread_of_the_seeds(tmp_path: Path) -> None:
     dense, dmoe, capacity = paper_results.summarize(record).values()
     # The synthetic runs of megablocks.testing.paper_runs: final loss 4, 3.5 and 3.8, a seed apart by 0.02.
     assert dense.loss == pytest.approx((4.01, 4.0, 4.02)) and dense.to_base_s == dense.time_s
-    assert dmoe.loss.mean == pytest.approx(3.51) and dmoe.gap == pytest.approx(0.5)
+    assert dmoe.loss.mean == pytest.approx(3.51) and dmoe.below(dense) == pytest.approx((0.5, 0.5, 0.5))
     assert dmoe.to_base_s is not None and dmoe.to_base_s.mean < dense.time_s.mean
     assert dmoe.dropped == 0 and capacity.dropped == pytest.approx(0.1) and dense.dropped is None
     assert dmoe.load == pytest.approx(2.0) and dense.load is None
@@ -67,6 +67,28 @@ def test_summaries_have_the_spread_of_the_seeds(tmp_path: Path) -> None:
     tokens, shares = paper_results.drop_shares(run)
     assert tokens[-1] == 20 * 8 * 64 and shares == pytest.approx([0.1] * len(shares))
     assert paper_results.drop_shares(record["runs"][0]) == ([], [])
+
+
+def test_seeds_are_compared_with_themselves(tmp_path: Path) -> None:
+    """Each run has the dense loss of its own seed as its target, whatever the seeds differ by."""
+    record = write_runs(tmp_path, seeds=3)
+    for run in record["runs"]:
+        n = run["seed"] - 1234
+        moved = 0.7 * n + (0.1 * n if run["arm"] == "dmoe" else 0.0)
+        run["validation"]["loss"] = [loss + moved for loss in run["validation"]["loss"]]
+    dense, dmoe, capacity = paper_results.summarize(record).values()
+    assert dmoe.below(dense) == pytest.approx((0.4, 0.3, 0.5))
+    assert dense.below(dmoe) == pytest.approx((-0.4, -0.5, -0.3))
+    assert capacity.below(dense) == pytest.approx((0.2, 0.2, 0.2)) and dmoe.missed == 0
+    # Of 20 steps of 0.512 s; the loss falls by 0.1 a step, so 0.5, 0.4 and 0.3 below the target are 5, 4 and 3 steps.
+    sooner = [20 / (20 - steps) for steps in (5, 4, 3)]
+    assert dmoe.to_base_s == pytest.approx((16 * 0.512, 15 * 0.512, 17 * 0.512))
+    assert dmoe.sooner == pytest.approx((sum(sooner) / 3, min(sooner), max(sooner)))
+    assert dense.sooner == (1, 1, 1) and dense.to_base_s == dense.time_s
+    worse = next(run for run in record["runs"] if run["arm"] == "dmoe" and run["seed"] == 1236)
+    worse["validation"]["loss"] = [9.0] * 4
+    _, dmoe, _ = paper_results.summarize(record).values()
+    assert (dmoe.to_base_s, dmoe.sooner, dmoe.missed) == (None, None, 1) and dmoe.below(dense).low < 0
 
 
 def test_a_record_survives_its_file_and_holds_no_path_of_a_machine(tmp_path: Path) -> None:

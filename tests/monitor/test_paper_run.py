@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,15 +22,16 @@ import pytest
 from megablocks.config import ConfigError
 from megablocks.monitor import paper_run
 from megablocks.monitor.paper_arms import ROOT, Launch, Schedule, Settings
-from megablocks.monitor.paper_run import Comparison, Failed, Stopped
+from megablocks.monitor.paper_places import Failed, Places, Stopped
+from megablocks.monitor.paper_run import Comparison, Job
 from megablocks.testing import paper_runs
 
 VARIABLES = {"BUDGET": "10k", "ARMS": "dense,dmoe,capacity-1", "BATCH": "8", "MICRO_BATCH": "8"}
 
 
-def _comparison(out: Path, **variables: str) -> Comparison:
+def _comparison(out: Path, at_once: int = 1, **variables: str) -> Comparison:
     settings = Settings.from_environment("toy", {**VARIABLES, **variables}, data="0", commit="abc")
-    comparison = Comparison(out, settings, out, 10**6)
+    comparison = Comparison(out, settings, out, 10**6, Places(at_once, 1, os.environ))
     comparison.open()
     os.close(comparison._lock)  # as at its end
     return comparison
@@ -73,10 +75,10 @@ def test_a_run_without_a_checkpoint_starts_in_an_empty_folder(tmp_path: Path, la
     folder.mkdir(parents=True)
     (folder / "train.log").write_text("half a run")
     schedule = Schedule.of(comparison.settings, 10e3, 10**6)
-    comparison.run("dense", folder, schedule, seed=1234, rate=("6e-4", "6e-5"))
+    comparison.run(Job("dense", 1234), schedule, size=8, rate=("6e-4", "6e-5"))
     assert "half a run" not in (folder / "train.log").read_text()
     with pytest.raises(Failed, match="holds a run of another command"):
-        comparison.run("dense", folder, schedule, seed=1234, rate=("3e-4", "3e-5"))
+        comparison.run(Job("dense", 1234), schedule, size=8, rate=("3e-4", "3e-5"))
 
 
 def test_a_run_that_ended_early_or_ran_another_layer_fails(tmp_path: Path, launches: list[str]) -> None:
@@ -84,11 +86,11 @@ def test_a_run_that_ended_early_or_ran_another_layer_fails(tmp_path: Path, launc
     schedule = Schedule.of(comparison.settings, 40e3, 10**6)
     assert schedule.steps > paper_runs.STEPS
     with pytest.raises(Failed, match=f"ended before step {schedule.steps}"):
-        comparison.run("dense", tmp_path / "runs/dense/1", schedule, seed=1, rate=("1", "1"))
+        comparison.run(Job("dense", 1), schedule, size=8, rate=("1", "1"))
     schedule = Schedule.of(comparison.settings, 10e3, 10**6)
     paper_runs.FINAL["tutel-1"] = 4.0
     with pytest.raises(Failed, match="its log lacks .*Tutel's own.* another layer ran"):
-        comparison.run("tutel-1", tmp_path / "runs/tutel-1/1", schedule, seed=1, rate=("1", "1"))
+        comparison.run(Job("tutel-1", 1), schedule, size=8, rate=("1", "1"))
     del paper_runs.FINAL["tutel-1"]
 
 
@@ -128,6 +130,95 @@ def test_an_arm_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest
     comparison.train(10e3)
     assert comparison.failed == {"dmoe": "seed 1234 failed: dmoe.sh: failed: no disk"}
     assert launches == ["dense 1234", "capacity-1 1234", "dense 1235", "capacity-1 1235"]
+
+
+def test_two_at_once_keep_the_order_of_seeds_and_go_on_when_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first two wait for each other. dMoE fails in its first seed and has no second run."""
+    whole, both = Comparison._call, threading.Barrier(2, timeout=60)
+
+    def call(self: Comparison, launch: Launch) -> str:
+        if launch.command[2].endswith(("/dense/1234", "/dmoe/1234")):
+            both.wait()
+        if "/dmoe/" in launch.command[2]:
+            raise Failed("no disk")
+        return whole(self, launch)
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    comparison = _comparison(tmp_path, at_once=2, SEEDS="2", ARMS="dense,dmoe,capacity-1,capacity-2")
+    monkeypatch.setitem(paper_runs.FINAL, "capacity-2", 3.6)
+    comparison.train(10e3)
+    assert comparison.failed == {"dmoe": "seed 1234 failed: no disk"}
+    assert sorted(launches) == [f"{arm} {n}" for arm in ("capacity-1", "capacity-2", "dense") for n in (1234, 1235)]
+    said = [line.split(": ")[2] for line in capsys.readouterr().out.splitlines() if line.startswith("paper: run ")]
+    assert said[:2] == ["dense, seed 1234", "dmoe, seed 1234"] and len(said) == 7
+    assert [one[-4:] for one in said] == ["1234"] * 4 + ["1235"] * 3
+    facts = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/done.json")]
+    assert len(facts) == 6 and {one["at_once"] for one in facts} == {2}
+
+
+def test_out_of_memory_beside_another_run_of_the_arm_repeats_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list[str]
+) -> None:
+    whole, both = Comparison._call, threading.Barrier(2, timeout=60)
+    failed = threading.Event()
+
+    def call(self: Comparison, launch: Launch) -> str:
+        if "/dmoe/" in launch.command[2] and "--micro-batch-size 8" in launch.variables["FLAGS"]:
+            both.wait()
+            if "/1235" in launch.command[2]:
+                failed.set()
+                raise Failed("see train.log", "pretrain_gpt: rank 0: out of memory at a tensor\n")
+            failed.wait(60)
+            while comparison.found("dmoe")["micro_batch_size"] == 8:
+                time.sleep(0.01)
+        return whole(self, launch)
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    comparison = _comparison(tmp_path, at_once=3, SEEDS="2", ARMS="dense,dmoe")
+    comparison.train(10e3)
+    sizes = [json.loads((tmp_path / f"runs/dmoe/{seed}/done.json").read_text())["micro_batch"] for seed in (1234, 1235)]
+    assert sizes == [4, 4] and launches.count("dmoe 1234") == 2 and not comparison.failed
+
+
+def test_each_place_has_gpus_and_a_log_of_its_own(tmp_path: Path) -> None:
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7,8", "MASTER_PORT": "6000"}
+    places, lock, both = Places(2, 2, environ), os.open(tmp_path, os.O_RDONLY), threading.Barrier(2, timeout=60)
+
+    def work(_job: int) -> str:
+        both.wait()
+        say = "touch $$; while [ $(ls | grep -c '^[0-9]') -lt 2 ]; do sleep 0.02; done; "
+        say = f"cd {tmp_path}; {say} echo $CUDA_VISIBLE_DEVICES ${{MASTER_PORT-none}}; exit $FAILS"
+        return places.call(Launch(["bash", "-c", say], {"FAILS": "0"}), tmp_path, tmp_path, lock)
+
+    said: list[str] = []
+    jobs = [1, 2]
+    places.each(lambda: jobs.pop() if jobs else None, work, lambda _job, run: said.append(run.result()))
+    assert sorted(said) == ["4,5 none\n", "6,7 none\n"]
+    assert sorted(path.name for path in tmp_path.glob("launch-*.log")) == ["launch-1.log", "launch-2.log"]
+    with pytest.raises(ConfigError, match="AT_ONCE=3: with NGPU=2 needs 6 GPUs, there are 5; use fewer"):
+        Places(3, 2, environ)
+
+
+def test_a_signal_ends_all_runs_and_starts_no_other(tmp_path: Path) -> None:
+    places, lock = Places(2, 1, os.environ), os.open(tmp_path, os.O_RDONLY)
+    script = "cd {}; trap 'touch saved-$$; exit 0' TERM; touch started-$$; while :; do sleep 0.05; done"
+    launch = Launch(["bash", "-c", script.format(tmp_path)], {})
+    waiter = (
+        "import os, pathlib, time\nwhile len(list(pathlib.Path('.').glob('started-*'))) < 2: time.sleep(.05)\n"
+        f"os.kill({os.getpid()}, {int(signal.SIGUSR1)})"
+    )
+    before = signal.signal(signal.SIGUSR1, places.stop)
+    with subprocess.Popen([sys.executable, "-c", waiter], cwd=tmp_path):
+        try:
+            with pytest.raises(Stopped):
+                places.each(
+                    lambda: 1, lambda _: places.call(launch, tmp_path, tmp_path, lock), lambda _, run: run.result()
+                )
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert len(list(tmp_path.glob("started-*"))) == len(list(tmp_path.glob("saved-*"))) == 2
 
 
 @pytest.mark.parametrize("given", ["8", "0"])
@@ -216,7 +307,7 @@ def test_more_arms_and_seeds_repeat_no_run(tmp_path: Path, launches: list[str]) 
     launches.clear()
     _comparison(tmp_path, SEEDS="2").train(10e3)
     assert launches == ["capacity-1 1234", "dense 1235", "dmoe 1235", "capacity-1 1235"]
-    assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == 2
+    assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == "2"
 
 
 def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> None:
@@ -225,14 +316,14 @@ def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> Non
     script.write_text("trap 'echo saved; exit 0' TERM\ntouch started\nwhile :; do sleep 0.05; done\n")
     pid = os.getpid()
     waiter = f"import os,time,pathlib\nwhile not pathlib.Path('started').exists(): time.sleep(.05)\nos.kill({pid}, 10)"
-    before = signal.signal(signal.SIGUSR1, comparison.stop)
+    before = signal.signal(signal.SIGUSR1, comparison.places.stop)
     with subprocess.Popen([sys.executable, "-c", waiter], cwd=tmp_path):
         try:
             with pytest.raises(Stopped):
                 comparison._call(Launch(["bash", "-c", f"cd {tmp_path}; . ./run.sh"], {}))
         finally:
             signal.signal(signal.SIGUSR1, before)
-    assert (tmp_path / "launch.log").read_text().endswith("saved\n")
+    assert (tmp_path / "launch-1.log").read_text().endswith("saved\n")
 
 
 def test_a_failed_launch_says_its_last_line(tmp_path: Path) -> None:

@@ -195,6 +195,18 @@ def norm() -> None:
         norm_backward_launch(x, x, weight, mean if centered else None, rstd, 1.0)
 
 
+@family("grouped.pair_mm_triton", "_pair_mm_kernel")
+def pair_mm() -> None:
+    from megablocks.ops.grouped.pair_mm_triton import pair_mm_launch
+
+    for dtype, pairs, (inner, outer), first in product(EVERY, (8, 512), ((2048, 1536), (13, 5)), (False, True)):
+        x, ids = torch.zeros(pairs // 4, inner, dtype=dtype), ints(pairs).long()
+        w = torch.zeros(8, inner, outer, dtype=dtype)
+        w = w.transpose(1, 2).contiguous().transpose(1, 2) if first else w
+        pair_mm_launch(x, w, ids, None, None, dtype)
+        pair_mm_launch(x, w, ids, torch.zeros(8, outer, dtype=dtype), torch.zeros(pairs), torch.float32)
+
+
 @family("rope_triton", "_rope_kernel")
 def rope() -> None:
     from megablocks.ops.rope_triton import rope_launch
@@ -207,7 +219,7 @@ def rope() -> None:
 
 @family("exchange_triton", "to_experts_kernel", "to_home_kernel", "limit_kernel")
 def exchange() -> None:
-    from megablocks.ops.exchange import Exchange, Layout
+    from megablocks.ops.exchange import Aside, Exchange, Layout, Sums
 
     for (dtype, hidden), ranks in product([(torch.bfloat16, 768), (torch.float32, 520)], (2, 8)):
         layout = Layout(ranks, 64, hidden, 8, dtype)
@@ -215,9 +227,10 @@ def exchange() -> None:
         x, ids, weight = torch.zeros(64, hidden, dtype=dtype), ints(64, 8), torch.zeros(64, 8)
         rows, local, values = one.to_experts(x, ids, weight)
         one.to_experts(x, ids, None, local)
-        one.dispatch(local)
-        one.to_home(rows, local, ids, values)
-        one.to_home(rows, local, ids, None)
+        sums = Sums(None, one.dispatch(local))
+        for values_home, how in product((None, values), (None, sums, sums._replace(weight=values))):
+            one.to_home(rows, local, ids, values_home, how)
+        one.to_home(rows, local, ids, values, sums, aside=Aside(None, 20))
 
 
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,7 +16,10 @@ from megablocks.config import MoEConfig
 from megablocks.moe.dispatchers import LocalDispatcher
 from megablocks.moe.experts import Experts
 from megablocks.moe.groups import shard_of
-from megablocks.ops.exchange import Exchange, Layout
+from megablocks.ops.exchange import Aside, Exchange, Layout
+from megablocks.ops.exchange import to_experts as to_experts_op
+from megablocks.ops.exchange import to_home as to_home_op
+from megablocks.ops.fused.remote import Remote
 from megablocks.ops.routing.dispatch import make_routing
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -33,7 +40,42 @@ class Batch(NamedTuple):
     dy: Tensor
 
 
-def ranks_of(world: int, max_tokens: int, top_k: int, dtype: torch.dtype = torch.float32, **options: Any) -> list[Any]:
+class Meeting(Exchange):
+    """A rank that is one of several threads: they take turns, and all push before any of them reads."""
+
+    turns, everyone = threading.Lock(), threading.Barrier(1)
+    aside: Aside | None = None
+
+    def to_experts(self, *args: Any, part: str = "both") -> Any:
+        return self._meet(super().to_experts, *args)
+
+    def to_home(self, *args: Any, part: str = "both", aside: Aside | None = None) -> Any:
+        return self._meet(partial(super().to_home, aside=self.aside), *args)
+
+    def _meet(self, exchange: Callable[..., Any], *args: Any) -> Any:
+        for part in ("push", "read"):
+            with self.turns:
+                result = exchange(*args, part=part)
+            self.everyone.wait(60)
+        return result
+
+
+def in_threads(ranks: list[Meeting], run: Callable[[int], Any]) -> list[Any]:
+    """What run(rank) returns for each. One thread at a time computes; backward too, in its own thread."""
+
+    def call(rank: int) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return run(rank)
+
+    Meeting.everyone = threading.Barrier(len(ranks))
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(call, range(len(ranks))))
+
+
+def ranks_of(
+    world: int, max_tokens: int, top_k: int, dtype: torch.dtype = torch.float32, kind: type[Exchange] = Exchange,
+    **options: Any,
+) -> list[Any]:  # fmt: skip
     """The exchanges of `world` ranks whose buffers all lie on one device. The buffers come last, to be kept."""
     layout = Layout(world, max_tokens, HIDDEN, top_k, dtype)
     buffers = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(world)]
@@ -41,7 +83,7 @@ def ranks_of(world: int, max_tokens: int, top_k: int, dtype: torch.dtype = torch
         for half in (0, layout.half_bytes):
             buffer[half : half + layout.ids_at].view(dtype).fill_(float("nan"))
     addresses = [buffer.data_ptr() for buffer in buffers]
-    return [*(Exchange(layout, r, addresses, DEVICE, EXPERTS // world, **options) for r in range(world)), buffers]
+    return [*(kind(layout, r, addresses, DEVICE, EXPERTS // world, **options) for r in range(world)), buffers]
 
 
 def to_experts(ranks: list[Exchange], batches: list[Batch]) -> list[tuple[Tensor, Tensor, Any]]:
@@ -131,6 +173,59 @@ def test_E1_simulated_ranks_equal_one_process(world: int, kind: str, tokens: lis
     for name in ("w1", "v1", "w2"):
         gradient = torch.cat([getattr(part, name).grad for part in parts])
         assert relative_error(gradient, getattr(whole, name).grad) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "tokens", "top_k", "changes"),
+    [
+        (2, "uniform", [21, 13], 3, {}),
+        (2, "one_hot", [5, 9], 1, {"mlp_bias": True}),
+        (4, "zipf", [9, 0, 17, 5], 2, {"recompute_activation": True}),
+        (4, "every expert", [3, 3, 3, 3], EXPERTS, {}),
+        (2, "uniform", [5, 8], 3, {"gradient_accumulation_fusion": True}),
+    ],
+    ids=str,
+)
+def test_E6_experts_that_exchange_equal_exchanges_around_them(
+    world: int, kind: str, tokens: list[int], top_k: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The op that sums rows while it pushes them, beside `combine` and an exchange of its sums: the same bits."""
+    three_programs = Aside(None, 3)  # type: ignore[arg-type]
+    monkeypatch.setattr(Meeting, "aside", three_programs if changes else None)
+    monkeypatch.setenv("MEGABLOCKS_COMPILE_AHEAD", "0")  # it would run one rank alone, which then waits for the others
+    monkeypatch.setattr("megablocks.ops.exchange_triton.LAG", 1)  # fewer than there are chunks, as for many tokens
+    config = layer("fused", top_k).replace(**changes)
+    batches = draw(kind, tokens, top_k, seed=4)
+    parts = [Experts(config, shard=shard_of(r, world, EXPERTS), seed=1).to(DEVICE) for r in range(world)]
+
+    def step(rank: int, exchange: Exchange, within: bool) -> list[Tensor]:
+        b, part = batches[rank], parts[rank]
+        for p in part.parameters():
+            p.grad, p.main_grad = None, torch.zeros_like(p)  # type: ignore[attr-defined]
+        x, weight = b.x.clone().requires_grad_(), b.weight.clone().requires_grad_()
+        if within:
+            assert part.takes_remote(x)
+            y = part(x, Remote(exchange, b.ids), weight)
+        else:
+            rows, ids, values = to_experts_op(exchange, x, weight, b.ids)
+            y = to_home_op(exchange, part(rows, exchange.dispatch(ids), values.flatten()), ids, b.ids)
+        y.backward(b.dy)
+        where = "main_grad" if config.gradient_accumulation_fusion else "grad"
+        return [y.detach(), x.grad, weight.grad, *(getattr(p, where) for p in part.parameters())]
+
+    results = []
+    for within in (False, True):
+        # room for fewer rows than there might be
+        *ranks, _kept = ranks_of(world, max(tokens) + 1, top_k, kind=Meeting, max_rows=max(40, *tokens) * top_k)
+        with poisoned_empty():
+            results.append(in_threads(ranks, lambda r, ranks=ranks, within=within: step(r, ranks[r], within)))
+        for rank in ranks:
+            rank.check()
+    for around, inside in zip(*results, strict=True):
+        for a, b in zip(around, inside, strict=True):
+            # two compiled kernels may fuse a product and a sum in one and not in the other
+            assert a.any() or not a.numel() or kind == "one_hot"
+            assert torch.equal(a, b) if DEVICE.type == "cpu" else relative_error(a, b) < 1e-6
 
 
 @pytest.mark.parametrize("impl", ["grouped", "fused", "sparse"])

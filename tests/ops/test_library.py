@@ -30,6 +30,7 @@ from megablocks.ops.grouped.gathered_mm import (
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.grouped.pair_mm import pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
 from megablocks.ops.loss import cross_entropy_gradient_op, cross_entropy_sums_op
@@ -245,6 +246,10 @@ def _samples():
         "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
         "rms_norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), None, torch.rand(T) + 1, 0.0)),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
+        "pair_mm": (
+            pair_mm_op,
+            (const(T, H), const(E, H, F), torch.arange(2 * T) % (E + 1), const(E, F), const(2 * T)),
+        ),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),

@@ -29,6 +29,7 @@ Source: SonicMoE (arXiv 2512.14080), section 3.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -252,7 +253,8 @@ def fused_mlp_op(
     return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Keep what `gradients` needs of fused_mlp_op's arguments and results."""
     # The main grads are not saved: other micro-batches may add to them before this one's backward.
     x, weight, parameters, dispatch, ctx.activation, ctx.options, *ctx.main_grads = inputs
     _, pre, gate = output
@@ -266,8 +268,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 @once_differentiable
 def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dy is None:
-        return (None,) * 9
+    return (None,) * 9 if dy is None else (*gradients(ctx, dy), *(None,) * 6)
+
+
+def gradients(
+    ctx: Any, dy: Tensor, send: Callable[[Tensor, Tensor, Dispatch], tuple[Tensor, Tensor]] | None = None
+) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
+    """The gradients of x, weight and each of the parameters, from dY (T, H).
+
+    send: gets the rows (R, H) whose sums are dX, d_weight (R,) and the dispatch, before dW1 is computed, and returns
+        dx and d_weight. None sums the rows.
+    """
     x, x_scales, pre, pre_scales, gate, gate_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
     dispatch, activation = Dispatch(*indices), ctx.activation
     offsets = dispatch.expert_offsets
@@ -290,12 +301,15 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         del scaled
         if need_weight and b2 is not None:
             d_weight = d_weight + _bias_part_of_weight(dy, b2, weight.dtype, dispatch)
-        if need_x:
+        if need_x or (send and need_weight):
             if v1 is None:
                 rows = grouped_mm_op(d_pre, w1, offsets)
             else:
                 rows = grouped_mm_sum_op(d_pre, w1, d_gate, v1, offsets)
-            dx = rows if ctx.options.in_order else combine_op(rows, None, dispatch)
+            if send:
+                dx, d_weight = send(rows, d_weight, dispatch)
+            else:
+                dx = rows if ctx.options.in_order else combine_op(rows, None, dispatch)
             del rows
         if need_w1 and need_v1 and main_w1 is None and main_v1 is None:
             dw1, dv1 = gathered_mm_dw_gated_op(d_pre, d_gate, x, dispatch)
@@ -311,7 +325,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
         scale = weight.to(dy.dtype).index_select(0, dispatch.pair).unsqueeze(1)
         column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
         db2 = gathered_mm_dw_op(column, dy, dispatch)[:, 0].to(b2.dtype)
-    return dx, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2), *(None,) * 6
+    return dx if need_x else None, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2)
 
 
 def _matrix_gradient(main_grad: Tensor | None, left: Tensor, right: Tensor | None, dispatch: Dispatch) -> Tensor | None:
@@ -331,7 +345,7 @@ def _bias_part_of_weight(dy: Tensor, b2: Tensor, dtype: torch.dtype, dispatch: D
     return _by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
 
 
-fused_mlp_op.register_autograd(_backward, setup_context=_save)
+fused_mlp_op.register_autograd(_backward, setup_context=save)
 
 
 def fused_mlp(

@@ -1,0 +1,377 @@
+"""Would e4m3 pay? Experts of two models with about 110 and 235 billion parameters, forward and backward, beside bf16.
+
+    python benchmarks/fp8.py --out FOLDER [--shapes small,L,Q] [--seconds 150]
+
+The recipe is DeepSeek-V3's: activations in groups of 1 × 128, weights in blocks of 128 × 128, float32 scales, sums
+promoted to float32 every 128 of K. SwiGLU, uniform random routing, one GPU. Arms:
+
+    bf16           our fused op, `fused_mlp`, with all gradients
+    fp8 + bf16 dW  five quantizing passes; the products forward and of dX in e4m3, those of dW in bfloat16
+    fp8            dW in e4m3 too: what they multiply is transposed and quantized along tokens besides
+
+Quantizing the weights, both ways round, is timed apart, because a step of several micro-batches does it once.
+fp8_hopper.py and fp8_kernels.py have the products; a layer takes the fastest, product by product. torch's
+_grouped_mm and _scaled_grouped_mm (one scale a row) show what other kernels gain from fp8. `bounds` are the times that
+perfect kernels of the same passes would need: the longer of arithmetic and bytes, summed over the passes.
+
+Gate: relative errors of each arm's results, against float64 in "small" and against bf16 else, below 0.1; those of
+Hopper's products against Triton's below 1e-2. FOLDER/fp8.json is written job by job. DRY_RUN=1 prints the cases.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+from children import Runner, candidate, chosen, parser_of, run_benchmark, run_child, struck_off
+from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
+
+# T, H, I, E, K. L: Llama-4-Scout (109B), few experts and long products. Q: Qwen3-235B-A22B, many and short ones.
+# The last expert of "small" has no rows. "toy" is for a CPU.
+SHAPES = {
+    "toy": (40, 128, 128, 3, 1),
+    "small": (1000, 512, 256, 6, 2),
+    "L": (16384, 5120, 8192, 16, 1),
+    "Q": (16384, 4096, 1536, 128, 8),
+}
+SMALL = ("toy", "small")
+PEAKS = {"H100": (989e12, 1979e12, 3.35e12), "H200": (989e12, 1979e12, 4.8e12)}  # bf16, e4m3 FLOP/s; bytes/s
+PRODUCT_ERROR, LAYER_ERROR = 1e-2, 0.1
+PRODUCTS = ("up", "down", "dA", "dX", "dW1", "dW2")
+HOPPER = ("Hopper", "Hopper narrow")
+RESULTS = ("y", "dx", "d_weight", "dw1", "dw2")
+ARMS = ("bf16", "fp8 + bf16 dW", "fp8")
+MICRO_BATCHES = (1, 4)
+GO = 1.15
+
+
+class Case:
+    """Tensors of a shape. w: (w1, v1, w2), (E, I, H) each."""
+
+    def __init__(self, name: str) -> None:
+        import torch
+
+        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+
+        T, H, width, E, K = SHAPES[name]
+        device = "cuda" if on_gpu() else "cpu"
+        torch.manual_seed(0)
+
+        def rand(*size: int, scale: float = 1.0) -> Any:
+            return torch.randn(*size, device=device, dtype=torch.bfloat16).mul_(scale)
+
+        self.x, self.dy, self.weight = rand(T, H), rand(T, H), torch.rand(T * K, device=device)
+        self.w = *(rand(E, width, H, scale=H**-0.5) for _ in range(2)), rand(E, width, H, scale=width**-0.5)
+        ids = torch.rand(T, E - (name in SMALL), device=device).topk(K, 1).indices
+        self.dispatch = build_dispatch(make_routing(ids, self.weight.view(T, K), E))
+        self.offsets, self.gather = self.dispatch.expert_offsets, self.dispatch.gather
+
+    def quantize_weights(self) -> dict[str, Any]:
+        from fp8_kernels import quantize_weights
+
+        (up, up_t), (down, down_t) = quantize_weights(*self.w[:2]), quantize_weights(self.w[2])
+        return {"up": up, "dX": up_t, "dA": down, "down": down_t}
+
+    def bf16(self) -> tuple[Any, ...]:
+        """The results named in RESULTS; dw1 has dV1 below dW1."""
+        import torch
+
+        from megablocks.ops.activation_table import Activation
+        from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
+
+        leaves = [t.detach().requires_grad_() for t in (self.x, self.weight, *self.w)]
+        x, weight, w1, v1, w2 = leaves
+        y = fused_mlp(x, weight, self.dispatch, ExpertParameters(w1, v1, w2), Activation("swiglu"))
+        dx, d_weight, dw1, dv1, dw2 = torch.autograd.grad(y, leaves, self.dy)
+        return y, dx, d_weight, (dw1, dv1), dw2
+
+    def fp8(self, wq: dict[str, Any], kernels: dict[str, Any], fp8_dw: bool, keep: dict[str, Any] | None = None) -> Any:
+        """As `bf16`. kernels: the module of each product. keep: gets what each product multiplies."""
+        import fp8_kernels as fp8
+
+        from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
+        from megablocks.ops.permute.rows import combine_op
+
+        def product(name: str, *operands: Any) -> Any:
+            if keep is not None:
+                keep[name] = operands
+            return multiply(kernels[name], name, operands)
+
+        def gradient(name: str, left: Any, right: Any) -> Any:
+            if not fp8_dw:
+                return gathered_mm_dw_op(left, right, self.dispatch)
+            return product(name, left, fp8.transpose_quantize(right, self.gather, *rows), rows[1])
+
+        rows = self.offsets, fp8.block_offsets(self.offsets)
+        z = product("up", fp8.quantize_rows(self.x), wq["up"], *rows, self.gather)
+        y = combine_op(product("down", fp8.quantize_rows(z, gated=True), wq["down"], *rows), self.weight, self.dispatch)
+        d_act = product("dA", fp8.quantize_rows(self.dy), wq["dA"], *rows, self.gather)
+        backward = d_act, z, self.weight, self.dispatch.pair, *rows
+        if keep is not None:
+            keep["SwiGLU"] = backward
+        dz, left1, left2, d_weight = fp8.swiglu_backward(*backward, fp8_dw)
+        del z, d_act, backward
+        dx = combine_op(product("dX", dz, wq["dX"], *rows), None, self.dispatch)
+        return y, dx, d_weight, gradient("dW1", left1, self.x), gradient("dW2", left2, self.dy)
+
+    def bf16_parts(self, z: Any, d_act: Any) -> dict[str, Callable[[], Any]]:
+        """The kernels of `bf16`, by the names of PRODUCTS; "up" and "dA" contain the activation and its gradient."""
+        from megablocks.ops.activation_table import Activation
+        from megablocks.ops.fused import mlp
+        from megablocks.ops.grouped import gathered_mm as products
+        from megablocks.ops.permute.rows import combine_op
+
+        d, (w1, v1, w2), swiglu = self.dispatch, self.w, Activation("swiglu")
+        pre, gate = (half.contiguous() for half in z.chunk(2, 1))
+        rows = products.grouped_mm_op(d_act, w2, self.offsets)
+        return {
+            "up": lambda: mlp.fused_up_op(self.x, w1, v1, None, None, d, swiglu),
+            "down": lambda: products.grouped_mm_op(d_act, w2, self.offsets),
+            "dA": lambda: mlp.down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
+            "dX": lambda: products.grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
+            "dW1": lambda: products.gathered_mm_dw_gated_op(pre, gate, self.x, d),
+            "dW2": lambda: products.gathered_mm_dw_op(d_act, self.dy, d),
+            "combine": lambda: combine_op(rows, self.weight, d),
+        }
+
+    def fp8_passes(self, keep: dict[str, Any]) -> dict[str, Callable[[], Any]]:
+        import fp8_kernels as fp8
+
+        _, z, _, _, *rows = keep["SwiGLU"]
+        return {
+            "quantize x": lambda: fp8.quantize_rows(self.x),
+            "SwiGLU": lambda: fp8.quantize_rows(z, gated=True),
+            "its gradient": lambda: fp8.swiglu_backward(*keep["SwiGLU"], False),
+            "its gradient transposed": lambda: fp8.swiglu_backward(*keep["SwiGLU"], True),
+            "transpose x": lambda: fp8.transpose_quantize(self.x, self.gather, *rows),
+            "quantize weights": self.quantize_weights,
+        }
+
+    def torch_products(self) -> dict[str, Callable[[], Any]]:
+        """The up-projection of rows gathered before: torch's grouped product, in e4m3 with one scale a row."""
+        import torch
+
+        rows, w, root = self.x[self.gather], torch.cat(self.w[:2], 1), self.x.shape[1] ** 0.5
+        rows8, w8 = rows.to(torch.float8_e4m3fn), (w * root).to(torch.float8_e4m3fn)
+        scales = rows.new_ones(rows.shape[0]).float(), rows.new_full(w.shape[:2], 1 / root).float()
+        options = {"offs": self.offsets[1:], "out_dtype": torch.bfloat16}
+        return {
+            "torch bf16": lambda: torch._grouped_mm(rows, w.mT, **options),
+            "torch fp8": lambda: torch._scaled_grouped_mm(rows8, w8.mT, *scales, use_fast_accum=True, **options),
+        }
+
+    def float64(self) -> tuple[Any, ...]:
+        import torch
+        from torch.nn.functional import silu
+
+        x, weight, *w = (t.double().requires_grad_() for t in (self.x, self.weight, *self.w))
+        y, offsets, d = torch.zeros_like(x), self.offsets.tolist(), self.dispatch
+        for e in range(len(offsets) - 1):
+            rows = slice(offsets[e], offsets[e + 1])
+            token = d.gather[rows].long()
+            act = silu(x[token] @ w[0][e].T) * (x[token] @ w[1][e].T)
+            y = y.index_add(0, token, weight[d.pair[rows].long()].unsqueeze(1) * (act @ w[2][e]))
+        dx, d_weight, dw1, dv1, dw2 = torch.autograd.grad(y, (x, weight, *w), self.dy.double())
+        return y, dx, d_weight, (dw1, dv1), dw2
+
+
+def multiply(kernels: Any, name: str, operands: tuple[Any, ...]) -> Any:
+    return (kernels.weights_product if name.startswith("dW") else kernels.rows_product)(*operands)
+
+
+def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
+    """Of each result; of the weights' gradients at most the first 8 experts count, which float32 copies fit."""
+    import torch
+
+    def part(t: Any) -> Any:
+        t = torch.cat([half[:8] for half in t], 1) if isinstance(t, tuple) else t
+        return t[:8] if t.dim() == 3 else t
+
+    return {n: relative_error(part(a).float(), part(b).float()) for n, a, b in zip(RESULTS, got, want, strict=True)}
+
+
+
+def bounds(name: str, gpu: str) -> dict[str, float] | None:
+    """Milliseconds of each arm, and of quantizing the weights, by PEAKS; None for another GPU."""
+    peaks = next((p for known, p in PEAKS.items() if known in gpu), None)
+    if peaks is None:
+        return None
+    T, H, width, E, K = SHAPES[name]
+    X, A, Y, W = T * H, T * K * width, T * K * H, E * width * H  # values of x, act, the rows of y, one weight
+    product, both = 2 * A * H, 2 * (2 * Y + 2 * X)  # FLOPs; bytes of the two combines
+    # (FLOPs, bytes) of each kernel with a product, then bytes of the passes
+    dw16 = [(2 * product, 4 * A + 2 * X + 4 * W), (product, 2 * A + 2 * X + 2 * W)]
+    dw8 = [(2 * product, 2 * A + Y + 4 * W), (product, A + Y + 2 * W)]
+    rest8 = [(2 * product, X + 2 * W + 4 * A), (product, A + W + 2 * Y), (product, X + W + 2 * A),
+             (2 * product, 2 * A + 2 * W + 2 * Y)]  # fmt: skip
+    rest16 = [(2 * product, 2 * X + 4 * W + 6 * A), (product, 2 * A + 2 * W + 2 * Y),
+              (product, 2 * X + 2 * W + 10 * A), (2 * product, 4 * A + 4 * W + 2 * Y)]  # fmt: skip
+    passes8 = both + 6 * X + 5 * A + 8 * A  # rows of x and dY; SwiGLU; its gradient without what dW multiplies
+
+    def ms(bf16: list[tuple[int, int]], e4m3: list[tuple[int, int]], moved: int) -> float:
+        kernels = [(f / peak, b) for of, peak in ((bf16, peaks[0]), (e4m3, peaks[1])) for f, b in of]
+        return 1e3 * (sum(max(seconds, b / peaks[2]) for seconds, b in kernels) + moved / peaks[2])
+
+    return {
+        "bf16": ms(rest16 + dw16, [], both),
+        "fp8 + bf16 dW": ms(dw16, rest8, passes8 + 6 * A),
+        "fp8": ms([], rest8 + dw8, passes8 + 3 * A + 4 * X + 2 * Y),
+        "quantize weights": ms([], [], 12 * W),
+    }
+
+
+def time_job(job: str, struck: set[str], args: Any) -> None:
+    """Check everything, then time the parts, choose the faster kernel of each product, and time the layers."""
+    import fp8_kernels
+    from grouped_gemm import timer
+
+    from megablocks.testing.poison import poisoned_empty
+
+    case, found = Case(job), {}
+    truth = case.float64() if job in SMALL else None
+    allowed = LAYER_ERROR if on_gpu() else 0.25  # Triton's interpreter rounds to e4m3 without the carry
+
+    def check(arm: str, run: Callable[[], Any]) -> bool:
+        """Compare an arm's results; those of bf16 are the truth of larger shapes."""
+        nonlocal truth
+        key = f"{job}/{arm}"
+        if struck_off(key, struck):
+            return False
+        with candidate(key):
+            with poisoned_empty():
+                got = run()
+            truth = truth or got
+            found[arm] = errors(got, truth)
+            if (worst := max(found[arm].values())) >= allowed:
+                raise ArithmeticError(f"relative errors {found[arm]}")
+            emit(good=key, error=worst)
+            return True
+        return False
+
+    keep: dict[str, Any] = {}
+    ok = check("bf16", case.bf16)
+    wq = case.quantize_weights()
+    triton = dict.fromkeys(PRODUCTS, fp8_kernels)
+    if not (check("fp8 by Triton", lambda: case.fp8(wq, triton, True, keep)) and ok):
+        return
+    kernels: dict[str, dict[str, Any]] = {name: {"Triton": fp8_kernels} for name in PRODUCTS}
+    for name, by in ((n, by) for n in PRODUCTS for by in HOPPER if by == "Hopper" or not n.startswith("dW")):
+        key = f"{job}/{name}/{by}"
+        if not struck_off(key, struck):
+            with candidate(key):
+                import fp8_hopper
+
+                module = fp8_hopper.NARROW if by == "Hopper narrow" else fp8_hopper
+                with poisoned_empty():
+                    got = multiply(module, name, keep[name])
+                error = relative_error(got, multiply(fp8_kernels, name, keep[name]))
+                if error >= PRODUCT_ERROR:
+                    raise ArithmeticError(f"relative error {error:.1e}")
+                kernels[name][by] = module
+                emit(good=key, error=error)
+    parts = {f"{n}/{by}": lambda k=k, n=n: multiply(k, n, keep[n]) for n, of in kernels.items() for by, k in of.items()}
+    d_act, z, *_ = keep["SwiGLU"]
+    parts |= {f"{n}/bf16": fn for n, fn in case.bf16_parts(z, d_act).items()}
+    parts |= {f"{n}/pass": fn for n, fn in case.fp8_passes(keep).items()}
+    with candidate(f"{job}/torch"):
+        peers = case.torch_products()
+        if (error := relative_error(*(fn() for fn in peers.values()))) >= allowed:
+            raise ArithmeticError(f"relative error {error:.1e} of e4m3 against bf16")
+        parts |= {f"up/{n}": fn for n, fn in peers.items()}
+    timers = {}
+    for part, fn in parts.items():
+        if not struck_off(f"{job}/{part}", struck):
+            with candidate(f"{job}/{part}"):
+                fn()
+                milliseconds(fn)
+                timers[part] = timer(f"{job}/{part}", fn)
+    times = interleave(timers, args.rounds)
+    fastest = {n: min(of, key=lambda by: median(times[f"{n}/{by}"])) for n, of in kernels.items()}  # noqa: B023
+    chosen_kernels = {n: kernels[n][by] for n, by in fastest.items()}
+    parts.clear(), timers.clear(), keep.clear()
+    arms: dict[str, Callable[[], Any]] = {
+        "bf16": case.bf16,
+        "fp8 + bf16 dW": lambda: case.fp8(wq, chosen_kernels, False),
+        "fp8": lambda: case.fp8(wq, chosen_kernels, True),
+    }
+    right = {arm: fn for arm, fn in arms.items() if arm == "bf16" or check(arm, fn)}
+    truth = None
+    timers = {arm: timer(f"{job}/{arm}", fn) for arm, fn in right.items()}
+    timers["quantize weights"] = timer(f"{job}/quantize weights", case.quantize_weights)
+    emit(shape=job, sizes=SHAPES[job], errors=found, fastest=fastest, bounds=bounds(job, gpu_name() or ""),
+         parts=times, layers=interleave(timers, args.rounds))  # fmt: skip
+
+
+def gains(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of each fp8 arm and number of micro-batches a step: the gain of the layer, and of its bound."""
+    rows = []
+    for arm in (arm for arm in ARMS[1:] if record["layers"].get(arm)):
+        times, limit = record["layers"], record["bounds"]
+        for n in MICRO_BATCHES:
+            steps = [t + q / n for t, q in zip(times[arm], times["quantize weights"], strict=True)]
+            gain = speed({"fp8": steps, "bf16": times["bf16"]}, "fp8", "bf16")
+            best = limit and limit["bf16"] / (limit[arm] + limit["quantize weights"] / n)
+            rows.append({"shape": record["shape"], "arm": arm, "micro_batches": n, "gain": gain, "gain_of_bound": best,
+                         "bf16_ms": median(times["bf16"]) / 1e3, "fp8_ms": median(steps) / 1e3,
+                         "largest_error": max(record["errors"][arm].values())})  # fmt: skip
+    return rows
+
+
+def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
+    """Print the tables in markdown and return the gains, unless the gate is red."""
+    gate.report()
+    if not gate.green:
+        return {}
+    rows = [row for record in records for row in gains(record)]
+    print("\n| shape | arm | micro-batches a step | bf16 ms | fp8 ms | gain | gain of the bound | largest error |")
+    print("|---|---|---|---|---|---|---|---|")
+    for r in rows:
+        limit = f"{r['gain_of_bound']:.2f}" if r["gain_of_bound"] else "–"
+        print(f"| {r['shape']} | {r['arm']} | {r['micro_batches']} | {r['bf16_ms']:.2f} | {r['fp8_ms']:.2f} "
+              f"| {r['gain']:.2f} | {limit} | {r['largest_error']:.3f} |")  # fmt: skip
+    for record in records:
+        T, H, width, _, K = record["sizes"]
+        print(f"\n| {record['shape']}, µs (TFLOP/s) | by | time |\n|---|---|---|")
+        for part, times in record["parts"].items():
+            name, by = part.split("/")
+            flops = 2 * T * H * width * K * {"up": 2, "dX": 2, "dW1": 2, "down": 1, "dA": 1, "dW2": 1}.get(name, 0)
+            rate = f" ({flops / median(times) / 1e6:.0f})" if flops else ""
+            print(f"| {name} | {by} | {median(times):.0f}{rate} |")
+        limits = ", ".join(f"{arm} {ms:.2f} ms" for arm, ms in (record["bounds"] or {}).items())
+        print(f"\nbounds of {record['shape']}: {limits or 'not known for this GPU'}")
+    best: dict[tuple[int, str], float] = {}  # the better arm's gain
+    for r in rows:
+        if r["shape"] not in SMALL:
+            key = r["micro_batches"], r["shape"]
+            best[key] = max(r["gain"], best.get(key, 0.0))
+    for (n, shape), gain in best.items():
+        print(f"{shape}, {n} micro-batches a step: {gain:.2f}, bar {GO}: {'go' if gain >= GO else 'no go'}")
+    return {"rows": rows}
+
+
+def main() -> int:
+    parser = parser_of(__doc__, seconds=150.0, rounds=7)
+    parser.add_argument("--shapes", default="small,L,Q")
+    args = parser.parse_args()
+    jobs = chosen(parser, "--shapes", args.shapes, SHAPES)
+    if dry_run():
+        for job in jobs:
+            print(f"{job:6} T, H, I, E, K = {SHAPES[job]}: {'; '.join(ARMS)}")
+        return 0
+    if args.child:
+        return run_child(args, time_job)
+    need_gpu(toy=jobs == ["toy"])
+    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
+    out = args.out / "fp8.json" if args.out else None
+    return run_benchmark(
+        runner, "fp8", jobs, lambda: runner.run(jobs, quiet=30.0, budget=70.0),
+        ours=lambda key: key.split("/")[1:] in ([], *([arm] for arm in ARMS), ["fp8 by Triton"]),
+        summarise=summarise, out=out,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

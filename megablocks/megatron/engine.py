@@ -1,0 +1,89 @@
+"""Transformer Engine beside our layers: where it can be used, and where megatron-core needs help with it.
+
+With `--transformer-impl transformer_engine`, the default where it is installed, attention, norms and linear layers of a
+block are Transformer Engine's, and our layer stands in the place of the feed-forward layer. `specs` builds the block.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.machinery
+import types
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def why_not() -> str | None:
+    """Why a model cannot have Transformer Engine's layers here, None if it can."""
+    if importlib.machinery.PathFinder.find_spec("transformer_engine") is None:  # `cpu` hides it from an import
+        return "Transformer Engine is not installed"
+    if not torch.cuda.is_available():
+        return "Transformer Engine needs a GPU"
+    from megatron.core.extensions.transformer_engine import HAVE_TE
+
+    return None if HAVE_TE else "Transformer Engine cannot be imported"
+
+
+def accumulate_without_apex() -> None:
+    """Let Megatron's own linear layers accumulate their gradients in the product, as Transformer Engine's do.
+
+    With gradient accumulation fusion Megatron asks for apex even where only the output layer, which is never
+    Transformer Engine's, would use it. Transformer Engine's product does what apex's does. Once a process.
+    """
+    from megatron.core.tensor_parallel import layers
+
+    if layers._grad_accum_fusion_available:
+        return
+    names = dict.fromkeys(("wgrad_gemm_accum_fp32", "wgrad_gemm_accum_fp16"), _add_product)
+    layers.fused_weight_gradient_mlp_cuda = types.SimpleNamespace(**names)
+    layers._grad_accum_fusion_available = True
+
+
+def _add_product(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
+    """main_grad (O, I) += gradᵀ · x, of x (T, I) and grad (T, O)."""
+    from transformer_engine.pytorch.cpp_extensions import general_gemm
+
+    general_gemm(x, grad, out_dtype=main_grad.dtype, layout="NT", out=main_grad, accumulate=True, grad=True)
+
+
+def without_extra_state(builder: Any) -> Any:
+    """The builder of a norm of Transformer Engine that saves its weights alone.
+
+    The norm's extra state is of quantized inputs, which a norm has not. Without it a checkpoint has the same tensors
+    with Transformer Engine and without, and resumes with the other. All other layers agree already.
+    """
+
+    class Plain:  # Megatron tells a class from a module by its type
+        def __new__(cls, *args: Any, **options: Any) -> Any:
+            norm = builder(*args, **options)
+            norm.__class__ = _plain(type(norm))  # type: ignore[arg-type]
+            return norm
+
+    return Plain
+
+
+@functools.cache
+def _plain(kind: type) -> type:
+    base = torch.nn.Module
+    state = {"get_extra_state": base.get_extra_state, "set_extra_state": base.set_extra_state}
+    return type(kind.__name__, (kind,), state)
+
+
+def take_any_state(optimizer: Any) -> None:
+    """Let Transformer Engine's Adam load what torch's or ours has saved: a step for each parameter, none of a group.
+
+    Ours loads Transformer Engine's by itself.
+    """
+
+    def complete(optimizer: Any, saved: dict[str, Any]) -> None:
+        for group in saved["param_groups"]:
+            states = [saved["state"].get(parameter, {}) for parameter in group["params"]]
+            steps = [float(state.pop("step")) for state in states if "step" in state]
+            if steps or "step" in group:
+                group["step"] = int(max(steps, default=group.get("step")))
+            for name, value in optimizer.defaults.items():
+                group.setdefault(name, value)
+
+    optimizer.register_load_state_dict_pre_hook(complete)

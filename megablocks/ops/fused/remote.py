@@ -1,0 +1,117 @@
+"""The fused MLP of experts over several ranks: tokens go to their experts, and sums of the experts' rows come home.
+
+    x (T, H) ─ to_experts ─▶ tokens (W·M, H) ─ mlp.py ─▶ rows (R, H) ─ to_home ─▶ y (T, H)
+
+Legend: W ranks, T tokens of a rank, M >= T the most tokens of any rank, H hidden, K choices a token, R rows here.
+
+Backward takes dY to the experts and makes the gradients of mlp.py; the sums for dX leave before dW1 and dV1 are
+computed. A rank's share (W·M, H) of y and of dX is never written: to_home sums the rows while it pushes them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megablocks.ops.activation_table import Activation
+from megablocks.ops.exchange import Aside, Exchange, Sums
+from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, Options, fused_mlp_op, gradients, save
+from megablocks.ops.hopper import leaving_free
+from megablocks.ops.library import once_differentiable
+from megablocks.ops.quant.quant import OFF
+
+BESIDE_DW = 0
+"""Multiprocessors that send dX home while the others compute dW1 and dV1; 0: one after the other."""
+
+
+class Remote(NamedTuple):
+    """Where tokens go, in place of a Dispatch: expert (T, K) int32 over all ranks, outside [0, E) for none."""
+
+    exchange: Exchange
+    expert: Tensor
+
+
+class _RemoteMlp(torch.autograd.Function):
+    # The first eight are those whose gradients `gradients` gives, in its order.
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None,
+        c1: Tensor | None, b2: Tensor | None, remote: Remote, activation: Activation, options: Options,
+        main_grads: MainGrads,
+    ) -> Tensor:  # fmt: skip
+        exchange, ids = remote
+        tokens, local_ids, local_weight = exchange.to_experts(x.contiguous(), ids, weight.contiguous())
+        assert local_weight is not None
+        dispatch, local_weight = exchange.dispatch(local_ids), local_weight.flatten()
+        parameters = ExpertParameters(w1, v1, w2, b1, c1, b2)
+        inputs = (tokens, local_weight, parameters, dispatch, activation, options, *main_grads)
+        rows, pre, gate = fused_mlp_op.implementation(*inputs)
+        save(ctx, inputs, (rows, pre, gate))
+        ctx.remote, ctx.local_ids = remote, local_ids
+        return exchange.to_home(rows, local_ids, ids, None, Sums(local_weight, dispatch))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        (exchange, ids), local_ids, dy = ctx.remote, ctx.local_ids, grads[0]
+        if dy is None:
+            return (None,) * 12
+
+        aside = _aside(dy)
+        kept: list[Any] = []  # what a kernel on the other stream still reads
+
+        def send(rows: Tensor, d_weight: Tensor, dispatch: Any) -> tuple[Tensor, Tensor]:
+            values = d_weight.view(local_ids.shape)
+            if aside is not None:
+                aside.stream.wait_stream(torch.cuda.current_stream(rows.device))
+                beside.enter_context(leaving_free(aside.programs))
+                kept.extend((rows, values, dispatch))
+            dx, home = exchange.to_home(rows, local_ids, ids, values, Sums(None, dispatch), aside=aside)
+            assert home is not None
+            return dx, home
+
+        dy = exchange.to_experts(dy.contiguous(), ids, None, local_ids)[0]
+        with contextlib.ExitStack() as beside:
+            dx, d_weight, of_parameters = gradients(ctx, dy, send)
+        if kept:
+            assert aside is not None
+            torch.cuda.current_stream(dy.device).wait_stream(aside.stream)
+        return dx, d_weight, *of_parameters, *(None,) * 4
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _aside(t: Tensor) -> Aside | None:
+    """Where the sums for dX go home while dW1 and dV1 are computed; None for after the kernels before them."""
+    return Aside(_stream(t.device), BESIDE_DW) if BESIDE_DW and t.is_cuda else None
+
+
+def remote_mlp(
+    x: Tensor, weight: Tensor, remote: Remote, parameters: ExpertParameters, activation: Activation, *,
+    recompute: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
+    main_grads: MainGrads = MainGrads(),  # noqa: B008 (a NamedTuple is immutable)
+) -> Tensor:  # fmt: skip
+    """Each token's experts, wherever they are, and their weighted sum.
+
+    Args:
+        x: (T, H) in the exchange's dtype.
+        weight: (T, K) float32.
+        remote: the exchange and the experts of T tokens.
+        parameters: of this rank's experts, the matrices in x's dtype.
+        The others are those of `fused_mlp`.
+
+    Returns:
+        (T, H) in x's dtype; 0 for a token without an expert. Differentiable in x, weight and parameters.
+    """
+    w1, v1, w2, *biases = parameters
+    biases = [None if b is None else b.to(x.dtype) for b in biases]
+    options = Options(recompute, True, input_bits, pre_bits)
+    y: Tensor = _RemoteMlp.apply(x, weight, w1, v1, w2, *biases, remote, activation, options, main_grads)
+    return y
