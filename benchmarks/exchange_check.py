@@ -67,7 +67,8 @@ class Check:
                     _copy(self.trees[name], changes)
 
     def start(self, name: str, command: Sequence[str], tree: Path, **variables: str) -> subprocess.Popen[bytes] | None:
-        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": str(tree), **variables}
+        path = os.pathsep.join(filter(None, (str(tree), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHON": sys.executable, "PYTHONPATH": path, **variables}
         if dry_run():
             print(name, *(f"{k}={shlex.quote(v)}" for k, v in variables.items()), shlex.join(command))
             return None
