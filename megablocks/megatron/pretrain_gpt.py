@@ -12,10 +12,12 @@ The imports are late, so that a package that is not installed is one line too.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import io
 import os
+import random
 import signal
 import socket
 import sys
@@ -40,14 +42,23 @@ def missing() -> str | None:
     return f"not installed: {', '.join(lacking)}; run: pip install 'megablocks[megatron]'  (or -e '.[megatron]' here)"
 
 
+def _free_port() -> int:
+    """A port that no process listens on, below those that Linux gives to the connections of other processes.
+
+    torch opens it seconds later. Of runs that start together, some lost a port of that range in the meantime.
+    """
+    for port in (*random.SystemRandom().sample(range(20000, 32768), 100), 0):
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("localhost", port))
+            return free.getsockname()[1]
+    raise OSError("no port is free for the rendezvous of one process")
+
+
 def single_process_environment() -> None:
     """Without torchrun, set the variables that it would set for one process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": port}
+    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}
     os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="localhost")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import random
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -375,3 +377,24 @@ def test_flops_agree_with_megatron_but_for_the_router(parser: argparse.ArgumentP
         assert tokens * (training_flops_per_token(shape) - router) == pytest.approx(
             num_floating_point_operations(args, 8), rel=1e-9
         )
+
+
+def test_L5_one_process_takes_a_free_port_that_no_connection_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ports are offered, and another process listens on the first."""
+    with socket.socket() as busy:
+        busy.bind(("localhost", 0))
+        taken = busy.getsockname()[1]
+        other = next(port for port in range(20000, 32768) if _is_free(port))
+        monkeypatch.setattr(random.SystemRandom, "sample", lambda self, ports, count: [taken, other])
+        assert pretrain_gpt._free_port() == other
+    monkeypatch.undo()
+    assert 20000 <= pretrain_gpt._free_port() < 32768
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("localhost", port))
+        except OSError:
+            return False
+    return True
