@@ -54,9 +54,12 @@ class Meeting(Exchange):
 
     def _meet(self, exchange: Callable[..., Any], *args: Any) -> Any:
         for part in ("push", "read"):
-            with self.turns:
-                result = exchange(*args, part=part)
-            self.everyone.wait(60)
+            result = exchange(*args, part=part)
+            self.turns.release()
+            try:
+                self.everyone.wait(300)
+            finally:
+                self.turns.acquire()
         return result
 
 
@@ -64,7 +67,8 @@ def in_threads(ranks: list[Meeting], run: Callable[[int], Any]) -> list[Any]:
     """What run(rank) returns for each. One thread at a time computes; backward too, in its own thread."""
 
     def call(rank: int) -> Any:
-        with torch.autograd.set_multithreading_enabled(False):
+        # Triton's interpreter changes its own module while a kernel runs, so ranks compute in turn throughout.
+        with Meeting.turns, torch.autograd.set_multithreading_enabled(False):
             return run(rank)
 
     Meeting.everyone = threading.Barrier(len(ranks))
