@@ -96,6 +96,12 @@ def _seeds(summaries: dict[str, Summary]) -> str:
     return most if len(counts) == 1 else f"up to {most} an arm"
 
 
+def _warmup(record: dict[str, Any]) -> str:
+    """Of the run. Before it was in the command it was 1 %."""
+    given = re.search(r"--lr-warmup-fraction (\S+)", record["runs"][0]["launch"])
+    return f"{float(given[1]) if given else 0.01:.0%}"
+
+
 def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     settings, run = record["settings"], record["runs"][0]
     model, where = MODELS[settings["model"]], run["environment"]
@@ -103,7 +109,6 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     many = _seeds(summaries)
-    warmup = re.search(r"--lr-warmup-fraction (\S+)", run["launch"])  # before it was in the command it was 1 %
     beside = _at_once(record)
     runs = f" a run, {beside} runs at once on one host" if beside > 1 else ""
     same = "Every evaluation of every run reads the same samples of its validation part. " if _is_fixed(record) else ""
@@ -114,8 +119,8 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, and for each seed they share the order "
         f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "
-        f"{float(warmup[1]) if warmup else 0.01:.0%} of the run, cosine decay to a tenth. Text: the data set "
-        f"with fingerprint `{settings['data'][:16]}`. {same}"
+        f"{_warmup(record)} of the run, cosine decay to a tenth. Text: the data set with fingerprint "
+        f"`{settings['data'][:16]}`. {same}"
         "Times are those of training, without compilation, evaluation and saves. The load of the experts is that of "
         "the routers as they train, unless an arm's name says uniform or skewed.",
         "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
@@ -360,7 +365,7 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
     for (record, folder), title in zip(records, titles, strict=True):
         summaries = summarize(record)
         if titles.count(title) > 1:
-            title += f", {_seeds(summaries)}"
+            title += f", warm-up {_warmup(record)}, {_seeds(summaries)}"
         for name, section in SECTIONS.items():
             parts += [
                 f"## {title}: {name[0].lower()}{name[1:]}",

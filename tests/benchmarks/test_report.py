@@ -61,11 +61,12 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
 
 
 def test_the_kept_report_is_that_of_its_records() -> None:
-    folders = ["results/h200/paper_xs_two_seeds", "results/h200/paper_xs"]
+    folders = ["results/h100/paper_xs", "results/h200/paper_xs_two_seeds", "results/h200/paper_xs"]
     text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
     assert (BENCHMARKS / "RESULTS.md").read_text() == text
     assert text.count("a warm-up over 1% of the run") == 2  # in these runs it was the script's own
-    assert "## XS, 2 seeds: set-up" in text and "## XS, one seed: set-up" in text
+    for title in ("10%, up to 3 seeds an arm", "1%, 2 seeds", "1%, one seed"):
+        assert f"## XS, warm-up {title}: set-up" in text
 
 
 def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:

@@ -36,7 +36,8 @@ def test_every_arm_names_a_script_and_differs_from_the_others() -> None:
 
 
 def test_arms_are_equal_in_everything_but_the_method() -> None:
-    method = {"--moe-capacity-factor", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size"}
+    method = {"--moe-capacity-factor", "--moe-ffn-hidden-size", "--moe-shared-expert-intermediate-size",
+              "--moe-router-topk-scaling-factor"}  # fmt: skip
     shared = _flags(BASE)
     assert shared.pop("--megablocks-fixed-validation") == "--save="
     groups = {"load": "--moe-router-force-", "short": "--exit-interval"}
