@@ -6,16 +6,16 @@ The recipe is DeepSeek-V3's: activations in groups of 1 × 128, weights in block
 promoted to float32 every 128 of K. SwiGLU, uniform random routing, one GPU. Arms:
 
     bf16           our fused op, `fused_mlp`, with all gradients
-    fp8 + bf16 dW  five quantizing passes; the products forward and of dX in e4m3, those of dW in bfloat16
-    fp8            dW in e4m3 too: what they multiply is transposed and quantized along tokens besides
+    fp8 + bf16 dW  four quantizing passes; the products forward and of dX in e4m3, those of dW in bfloat16
 
 Quantizing the weights, both ways round, is timed apart, because a step of several micro-batches does it once.
-fp8_hopper.py and fp8_kernels.py have the products; a layer takes the fastest, product by product. torch's
-_grouped_mm and _scaled_grouped_mm (one scale a row) show what other kernels gain from fp8. `bounds` are the times that
-perfect kernels of the same passes would need: the longer of arithmetic and bytes, summed over the passes.
+fp8_kernels.py has the passes, fp8_hopper.py the products. torch's _grouped_mm and _scaled_grouped_mm (one scale a row)
+show what other kernels gain from fp8. `bounds` are the times that perfect kernels of the same passes would need: the
+longer of arithmetic and bytes, summed over the passes.
 
-Gate: relative errors of each arm's results, against float64 in "small" and against bf16 else, below 0.1; those of
-Hopper's products against Triton's below 1e-2. FOLDER/fp8.json is written job by job. DRY_RUN=1 prints the cases.
+Gate: relative errors of each arm's results, against float64 in "small" and against bf16 else, below 0.1; those of the
+products, against float32 products of the same e4m3 values, below 1e-2. FOLDER/fp8.json is written job by job. DRY_RUN=1
+prints the cases.
 """
 
 from __future__ import annotations
@@ -40,10 +40,11 @@ SHAPES = {
 SMALL = ("toy", "small")
 PEAKS = {"H100": (989e12, 1979e12, 3.35e12), "H200": (989e12, 1979e12, 4.8e12)}  # bf16, e4m3 FLOP/s; bytes/s
 PRODUCT_ERROR, LAYER_ERROR = 1e-2, 0.1
-PRODUCTS = ("up", "down", "dA", "dX", "dW1", "dW2")
-HOPPER = ("Hopper", "Hopper narrow")
+PRODUCTS = ("up", "down", "dA", "dX")
+"""Those in e4m3."""
 RESULTS = ("y", "dx", "d_weight", "dw1", "dw2")
-ARMS = ("bf16", "fp8 + bf16 dW", "fp8")
+REFERENCE = "fp8 by float32 products"
+ARMS = ("bf16", "fp8 + bf16 dW")
 MICRO_BATCHES = (1, 4)
 GO = 1.15
 
@@ -88,37 +89,32 @@ class Case:
         dx, d_weight, dw1, dv1, dw2 = torch.autograd.grad(y, leaves, self.dy)
         return y, dx, d_weight, (dw1, dv1), dw2
 
-    def fp8(self, wq: dict[str, Any], kernels: dict[str, Any], fp8_dw: bool, keep: dict[str, Any] | None = None) -> Any:
-        """As `bf16`. kernels: the module of each product. keep: gets what each product multiplies."""
+    def fp8(self, wq: dict[str, Any], product: Callable[..., Any], keep: dict[str, Any] | None = None) -> Any:
+        """As `bf16`. keep: gets what each product multiplies."""
         import fp8_kernels as fp8
 
         from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op
         from megablocks.ops.permute.rows import combine_op
 
-        def product(name: str, *operands: Any) -> Any:
+        def multiply(name: str, *operands: Any) -> Any:
             if keep is not None:
                 keep[name] = operands
-            return multiply(kernels[name], name, operands)
+            return product(*operands)
 
-        def gradient(name: str, left: Any, right: Any) -> Any:
-            if not fp8_dw:
-                return gathered_mm_dw_op(left, right, self.dispatch)
-            return product(name, left, fp8.transpose_quantize(right, self.gather, *rows), rows[1])
-
-        rows = self.offsets, fp8.block_offsets(self.offsets)
-        z = product("up", fp8.quantize_rows(self.x), wq["up"], *rows, self.gather)
-        y = combine_op(product("down", fp8.quantize_rows(z, gated=True), wq["down"], *rows), self.weight, self.dispatch)
-        d_act = product("dA", fp8.quantize_rows(self.dy), wq["dA"], *rows, self.gather)
-        backward = d_act, z, self.weight, self.dispatch.pair, *rows
+        d = self.dispatch
+        z = multiply("up", fp8.quantize_rows(self.x), wq["up"], self.offsets, self.gather)
+        y = combine_op(multiply("down", fp8.quantize_rows(z, gated=True), wq["down"], self.offsets), self.weight, d)
+        d_act = multiply("dA", fp8.quantize_rows(self.dy), wq["dA"], self.offsets, self.gather)
+        backward = d_act, z, self.weight, d.pair
         if keep is not None:
             keep["SwiGLU"] = backward
-        dz, left1, left2, d_weight = fp8.swiglu_backward(*backward, fp8_dw)
+        dz8, dz, scaled, d_weight = fp8.swiglu_backward(*backward)
         del z, d_act, backward
-        dx = combine_op(product("dX", dz, wq["dX"], *rows), None, self.dispatch)
-        return y, dx, d_weight, gradient("dW1", left1, self.x), gradient("dW2", left2, self.dy)
+        dx = combine_op(multiply("dX", dz8, wq["dX"], self.offsets), None, d)
+        return y, dx, d_weight, gathered_mm_dw_op(dz, self.x, d), gathered_mm_dw_op(scaled, self.dy, d)
 
     def bf16_parts(self, z: Any, d_act: Any) -> dict[str, Callable[[], Any]]:
-        """The kernels of `bf16`, by the names of PRODUCTS; "up" and "dA" contain the activation and its gradient."""
+        """The kernels of `bf16`, by product; "up" and "dA" contain the activation and its gradient."""
         from megablocks.ops.activation_table import Activation
         from megablocks.ops.fused import mlp
         from megablocks.ops.grouped import gathered_mm as products
@@ -140,13 +136,11 @@ class Case:
     def fp8_passes(self, keep: dict[str, Any]) -> dict[str, Callable[[], Any]]:
         import fp8_kernels as fp8
 
-        _, z, _, _, *rows = keep["SwiGLU"]
+        z = keep["SwiGLU"][1]
         return {
             "quantize x": lambda: fp8.quantize_rows(self.x),
             "SwiGLU": lambda: fp8.quantize_rows(z, gated=True),
-            "its gradient": lambda: fp8.swiglu_backward(*keep["SwiGLU"], False),
-            "its gradient transposed": lambda: fp8.swiglu_backward(*keep["SwiGLU"], True),
-            "transpose x": lambda: fp8.transpose_quantize(self.x, self.gather, *rows),
+            "its gradient": lambda: fp8.swiglu_backward(*keep["SwiGLU"]),
             "quantize weights": self.quantize_weights,
         }
 
@@ -178,10 +172,6 @@ class Case:
         return y, dx, d_weight, (dw1, dv1), dw2
 
 
-def multiply(kernels: Any, name: str, operands: tuple[Any, ...]) -> Any:
-    return (kernels.weights_product if name.startswith("dW") else kernels.rows_product)(*operands)
-
-
 def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
     """Of each result; of the weights' gradients at most the first 8 experts count, which float32 copies fit."""
     import torch
@@ -191,7 +181,6 @@ def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
         return t[:8] if t.dim() == 3 else t
 
     return {n: relative_error(part(a).float(), part(b).float()) for n, a, b in zip(RESULTS, got, want, strict=True)}
-
 
 
 def bounds(name: str, gpu: str) -> dict[str, float] | None:
@@ -204,12 +193,11 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
     product, both = 2 * A * H, 2 * (2 * Y + 2 * X)  # FLOPs; bytes of the two combines
     # (FLOPs, bytes) of each kernel with a product, then bytes of the passes
     dw16 = [(2 * product, 4 * A + 2 * X + 4 * W), (product, 2 * A + 2 * X + 2 * W)]
-    dw8 = [(2 * product, 2 * A + Y + 4 * W), (product, A + Y + 2 * W)]
     rest8 = [(2 * product, X + 2 * W + 4 * A), (product, A + W + 2 * Y), (product, X + W + 2 * A),
              (2 * product, 2 * A + 2 * W + 2 * Y)]  # fmt: skip
     rest16 = [(2 * product, 2 * X + 4 * W + 6 * A), (product, 2 * A + 2 * W + 2 * Y),
               (product, 2 * X + 2 * W + 10 * A), (2 * product, 4 * A + 4 * W + 2 * Y)]  # fmt: skip
-    passes8 = both + 6 * X + 5 * A + 8 * A  # rows of x and dY; SwiGLU; its gradient without what dW multiplies
+    passes8 = both + 6 * X + 5 * A + 14 * A  # rows of x and dY; SwiGLU; its gradient
 
     def ms(bf16: list[tuple[int, int]], e4m3: list[tuple[int, int]], moved: int) -> float:
         kernels = [(f / peak, b) for of, peak in ((bf16, peaks[0]), (e4m3, peaks[1])) for f, b in of]
@@ -217,15 +205,14 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
 
     return {
         "bf16": ms(rest16 + dw16, [], both),
-        "fp8 + bf16 dW": ms(dw16, rest8, passes8 + 6 * A),
-        "fp8": ms([], rest8 + dw8, passes8 + 3 * A + 4 * X + 2 * Y),
+        "fp8 + bf16 dW": ms(dw16, rest8, passes8),
         "quantize weights": ms([], [], 12 * W),
     }
 
 
 def time_job(job: str, struck: set[str], args: Any) -> None:
-    """Check everything, then time the parts, choose the faster kernel of each product, and time the layers."""
-    import fp8_kernels
+    """Check everything, then time the parts and the layers."""
+    from fp8_kernels import rows_product_ref
     from grouped_gemm import timer
 
     from megablocks.testing.poison import poisoned_empty
@@ -254,25 +241,26 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
     keep: dict[str, Any] = {}
     ok = check("bf16", case.bf16)
     wq = case.quantize_weights()
-    triton = dict.fromkeys(PRODUCTS, fp8_kernels)
-    if not (check("fp8 by Triton", lambda: case.fp8(wq, triton, True, keep)) and ok):
+    if not (check(REFERENCE, lambda: case.fp8(wq, rows_product_ref, keep)) and ok):
         return
-    kernels: dict[str, dict[str, Any]] = {name: {"Triton": fp8_kernels} for name in PRODUCTS}
-    for name, by in ((n, by) for n in PRODUCTS for by in HOPPER if by == "Hopper" or not n.startswith("dW")):
-        key = f"{job}/{name}/{by}"
-        if not struck_off(key, struck):
-            with candidate(key):
-                import fp8_hopper
-
-                module = fp8_hopper.NARROW if by == "Hopper narrow" else fp8_hopper
-                with poisoned_empty():
-                    got = multiply(module, name, keep[name])
-                error = relative_error(got, multiply(fp8_kernels, name, keep[name]))
-                if error >= PRODUCT_ERROR:
-                    raise ArithmeticError(f"relative error {error:.1e}")
-                kernels[name][by] = module
-                emit(good=key, error=error)
-    parts = {f"{n}/{by}": lambda k=k, n=n: multiply(k, n, keep[n]) for n, of in kernels.items() for by, k in of.items()}
+    if on_gpu():
+        from fp8_hopper import rows_product as product
+    else:
+        product = rows_product_ref
+    parts: dict[str, Callable[[], Any]] = {}
+    for name in PRODUCTS:
+        key = f"{job}/{name}/fp8"
+        if struck_off(key, struck):
+            return
+        with candidate(key):
+            with poisoned_empty():
+                got = product(*keep[name])
+            if (error := relative_error(got, rows_product_ref(*keep[name]))) >= PRODUCT_ERROR:
+                raise ArithmeticError(f"relative error {error:.1e}")
+            parts[f"{name}/fp8"] = lambda name=name: product(*keep[name])
+            emit(good=key, error=error)
+    if len(parts) < len(PRODUCTS):
+        return
     d_act, z, *_ = keep["SwiGLU"]
     parts |= {f"{n}/bf16": fn for n, fn in case.bf16_parts(z, d_act).items()}
     parts |= {f"{n}/pass": fn for n, fn in case.fp8_passes(keep).items()}
@@ -289,19 +277,14 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
                 milliseconds(fn)
                 timers[part] = timer(f"{job}/{part}", fn)
     times = interleave(timers, args.rounds)
-    fastest = {n: min(of, key=lambda by: median(times[f"{n}/{by}"])) for n, of in kernels.items()}  # noqa: B023
-    chosen_kernels = {n: kernels[n][by] for n, by in fastest.items()}
     parts.clear(), timers.clear(), keep.clear()
-    arms: dict[str, Callable[[], Any]] = {
-        "bf16": case.bf16,
-        "fp8 + bf16 dW": lambda: case.fp8(wq, chosen_kernels, False),
-        "fp8": lambda: case.fp8(wq, chosen_kernels, True),
-    }
-    right = {arm: fn for arm, fn in arms.items() if arm == "bf16" or check(arm, fn)}
+    arms: dict[str, Callable[[], Any]] = {"bf16": case.bf16, "fp8 + bf16 dW": lambda: case.fp8(wq, product)}
+    if not check("fp8 + bf16 dW", arms["fp8 + bf16 dW"]):
+        return
     truth = None
-    timers = {arm: timer(f"{job}/{arm}", fn) for arm, fn in right.items()}
-    timers["quantize weights"] = timer(f"{job}/quantize weights", case.quantize_weights)
-    emit(shape=job, sizes=SHAPES[job], errors=found, fastest=fastest, bounds=bounds(job, gpu_name() or ""),
+    layers = arms | {"quantize weights": case.quantize_weights}
+    timers = {name: timer(f"{job}/{name}", fn) for name, fn in layers.items()}
+    emit(shape=job, sizes=SHAPES[job], errors=found, bounds=bounds(job, gpu_name() or ""),
          parts=times, layers=interleave(timers, args.rounds))  # fmt: skip
 
 
@@ -342,13 +325,10 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
             print(f"| {name} | {by} | {median(times):.0f}{rate} |")
         limits = ", ".join(f"{arm} {ms:.2f} ms" for arm, ms in (record["bounds"] or {}).items())
         print(f"\nbounds of {record['shape']}: {limits or 'not known for this GPU'}")
-    best: dict[tuple[int, str], float] = {}  # the better arm's gain
     for r in rows:
         if r["shape"] not in SMALL:
-            key = r["micro_batches"], r["shape"]
-            best[key] = max(r["gain"], best.get(key, 0.0))
-    for (n, shape), gain in best.items():
-        print(f"{shape}, {n} micro-batches a step: {gain:.2f}, bar {GO}: {'go' if gain >= GO else 'no go'}")
+            print(f"{r['shape']}, {r['micro_batches']} micro-batches a step: {r['gain']:.2f}, bar {GO}: "
+                  f"{'go' if r['gain'] >= GO else 'no go'}")  # fmt: skip
     return {"rows": rows}
 
 
@@ -368,8 +348,7 @@ def main() -> int:
     out = args.out / "fp8.json" if args.out else None
     return run_benchmark(
         runner, "fp8", jobs, lambda: runner.run(jobs, quiet=30.0, budget=70.0),
-        ours=lambda key: key.split("/")[1:] in ([], *([arm] for arm in ARMS), ["fp8 by Triton"]),
-        summarise=summarise, out=out,
+        ours=lambda key: "torch" not in key, summarise=summarise, out=out,
     )  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The products of fp8_kernels.py in Gluon for Hopper (sm_90). Both consumers share a tile; 128 of K are a step.
+"""The product of quantized rows and weights in Gluon for Hopper (sm_90), `fp8_kernels.rows_product_ref`.
+
+Both consumers share a tile of 128 rows and 256 columns; 128 of K are a step.
 
 The skeleton is that of megablocks/ops/grouped/grouped_mm_hopper.py. What differs: a step's products start at zero, and
 the consumer adds them, times the scales, to its float32 sums. While one consumer does that, the other multiplies.
@@ -8,9 +10,7 @@ the consumer adds them, times the scales, to its float32 sums. While one consume
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,15 +44,7 @@ from megablocks.ops.hopper_gluon import (
 
 @dataclass(frozen=True)
 class _Plan(Plan):
-    """weights: the product of transposed operands, which sums over an expert's padded rows; M is the result's rows."""
-
-    weights: bool = False
-    M: int = 0
-
-    @property
-    def wide(self) -> bool:
-        """Whether a step has two products of 128 columns: fewer bytes each. With `weights` registers would spill."""
-        return self.BN == 256
+    """Operands have one byte a value."""
 
     @property
     def left_bytes(self) -> int:
@@ -62,48 +54,16 @@ class _Plan(Plan):
     def right_bytes(self) -> int:
         return self.BN * self.BK
 
-    @property
-    def tiles(self) -> int:
-        """Of one expert, with `weights`."""
-        return self.M // self.BM * self.n_tiles
-
-
-@gluon.jit
-def _tile(tile, ends, offsets_ptr, blocks_ptr, c: gl.constexpr):
-    """Expert; first row, end of the rows and first column of the result's tile; first group of K and their number."""
-    if c.weights:
-        e = tile // c.tiles
-        r = tile % c.tiles
-        m = r // c.n_tiles * c.BM
-        first = gl.load(blocks_ptr + e)
-        return e, m, m + c.BM, r % c.n_tiles * c.BN, first, gl.load(blocks_ptr + e + 1) - first
-    else:
-        e, m, end, n = find_tile(tile, ends, offsets_ptr, c)
-        return e, m, end, n, gl.to_tensor(0), gl.to_tensor(c.k_steps)
-
-
-@gluon.jit
-def _tiles(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
-    """As hopper_gluon.walk."""
-    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, WARPS)
-    if c.weights:
-        tiles = experts * c.tiles
-    return ends, tiles, start, step, it
-
 
 @gluon.jit
 def _scales(i, tile, groups, gather_ptr, WG: gl.constexpr, c: gl.constexpr):
     """Where a tile's first scales are: of its rows (and which rows are the expert's), and of its columns."""
-    e, row, end, col, first, steps = tile
-    row += WG * c.rows
-    if c.weights:
-        return first * c.M + row + i, i < gl.where(steps > 0, c.rows, 0), first * c.N + col
-    else:
-        live = row + i < end
-        source = row + i
-        if c.gather:
-            source = gl.load(gather_ptr + source, mask=live, other=0)
-        return source * groups, live, (e * (c.N // 128) + col // 128) * groups
+    e, row, end, col = tile
+    source = row + WG * c.rows + i
+    live = source < end
+    if c.gather:
+        source = gl.load(gather_ptr + source, mask=live, other=0)
+    return source * groups, live, (e * (c.N // 128) + col // 128) * groups
 
 
 @gluon.jit
@@ -119,29 +79,26 @@ def _store(acc, slot: gl.constexpr, outs, row, end, col, WG: gl.constexpr, c: gl
 def _consumer(ring, outs, scales, where, WG: gl.constexpr, c: gl.constexpr):
     a_bufs, b_bufs, full, empty = ring
     as_ptr, bs_ptr, groups = scales
-    gather_ptr, offsets_ptr, blocks_ptr, experts = where
+    gather_ptr, offsets_ptr, experts = where
     shape: gl.constexpr = [c.rows, 128]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 32])
-    left_step: gl.constexpr = c.M if c.weights else 1
-    ends, tiles, start, step, it = _tiles(offsets_ptr, experts, c, 4)
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, 4)
     i = gl.arange(0, c.rows, gl.SliceLayout(1, layout))
-    j = gl.arange(0, 128, gl.SliceLayout(0, layout))
-    next_tile = _tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, blocks_ptr, c)
+    next_tile = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     next_left, next_live, next_right = _scales(i, next_tile, groups, gather_ptr, WG, c)
     scale = gl.load(as_ptr + next_left, mask=next_live, other=0.0)
-    if not c.weights:
-        column = gl.load(bs_ptr + next_right)
-        column1 = gl.load(bs_ptr + next_right + groups) if c.wide else column
+    column0 = gl.load(bs_ptr + next_right)
+    column1 = gl.load(bs_ptr + next_right + groups)
     part = gl.zeros(shape, gl.float32, layout)
     for tile in range(start, tiles, step):
-        e, row, end, col, first, steps = next_tile
+        e, row, end, col = next_tile
         left, live, right = next_left, next_live, next_right
         # One tile ahead, so that neither its place nor its first scales are waited for.
-        next_tile = _tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, blocks_ptr, c)
+        next_tile = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         next_left, next_live, next_right = _scales(i, next_tile, groups, gather_ptr, WG, c)
-        acc = gl.zeros(shape, gl.float32, layout)
-        acc1 = acc
-        for k in range(steps):
+        acc0 = gl.zeros(shape, gl.float32, layout)
+        acc1 = acc0
+        for k in range(c.k_steps):
             s = it % c.stages
             mbarrier.wait(full.index(s), (it // c.stages) & 1)
             if c.gather:  # rows came by cp.async
@@ -150,52 +107,36 @@ def _consumer(ring, outs, scales, where, WG: gl.constexpr, c: gl.constexpr):
             b = b_bufs.index(s)
             part = warpgroup_mma(a, b.slice(0, 128).permute((1, 0)), part, use_acc=False, is_async=True)
             # Meanwhile the next step's scales arrive. A product of scales here would wait for loads before the wgmma.
-            more = k + 1 < steps
+            more = k + 1 < c.k_steps
             ahead = gl.load(
-                as_ptr + gl.where(more, left + (k + 1) * left_step, next_left),
-                mask=(live & more) | (next_live & (k + 1 >= steps)),
+                as_ptr + gl.where(more, left + k + 1, next_left),
+                mask=(live & more) | (next_live & (k + 1 >= c.k_steps)),
                 other=0.0,
             )
-            if c.weights:
-                columns = gl.load(bs_ptr + right + k * c.N + j)
-            else:
-                at = gl.where(more, right + k + 1, next_right)
-                column_ahead = gl.load(bs_ptr + at)
-                column1_ahead = gl.load(bs_ptr + at + groups) if c.wide else column_ahead
+            at = gl.where(more, right + k + 1, next_right)
+            column0_ahead = gl.load(bs_ptr + at)
+            column1_ahead = gl.load(bs_ptr + at + groups)
             part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
-            if c.wide:
-                acc += part * (scale * column)[:, None]
-                part = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True)
-                part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
+            acc0 += part * (scale * column0)[:, None]
+            part = warpgroup_mma(a, b.slice(128, 128).permute((1, 0)), part, use_acc=False, is_async=True)
+            part = warpgroup_mma_wait(num_outstanding=0, deps=(part,))
             mbarrier.arrive(empty.index(s), count=1)
-            if c.weights:
-                acc += part * columns[None, :] * scale[:, None]
-            elif c.wide:
-                acc1 += part * (scale * column1)[:, None]
-            else:
-                acc += part * (scale * column)[:, None]
+            acc1 += part * (scale * column1)[:, None]
             scale = ahead
-            if not c.weights:
-                column = column_ahead
-                column1 = column1_ahead
+            column0 = column0_ahead
+            column1 = column1_ahead
             it += 1
         row += WG * c.rows
-        if c.weights:
-            if steps == 0:  # no step has loaded the next tile's
-                scale = gl.load(as_ptr + next_left, mask=next_live, other=0.0)
-            row += e * c.M
-            end = row + c.rows
-        _store(acc, 0, outs, row, end, col, WG, c)
-        if c.wide:
-            _store(acc1, 2, outs, row, end, col + 128, WG, c)
+        _store(acc0, 0, outs, row, end, col, WG, c)
+        _store(acc1, 2, outs, row, end, col + 128, WG, c)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _producer(ring, a_desc, b_desc, a_ptr, a_row, where, c: gl.constexpr):
     a_bufs, b_bufs, full, empty = ring
-    gather_ptr, offsets_ptr, blocks_ptr, experts = where
-    ends, tiles, start, step, it = _tiles(offsets_ptr, experts, c, c.producer_warps)
+    gather_ptr, offsets_ptr, experts = where
+    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
     if c.gather:  # a row's 128 values are one segment of 128 bytes: eight lanes of 16
         lanes_layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [c.producer_warps, 1], [1, 0])
         lanes = (
@@ -203,17 +144,16 @@ def _producer(ring, a_desc, b_desc, a_ptr, a_row, where, c: gl.constexpr):
             gl.arange(0, c.BK, gl.SliceLayout(0, lanes_layout)),
         )
     for tile in range(start, tiles, step):
-        e, row, end, col, first, steps = _tile(tile, ends, offsets_ptr, blocks_ptr, c)
-        b_row = col if c.weights else e * c.N + col
+        e, row, end, col = find_tile(tile, ends, offsets_ptr, c)
         if c.gather:
             sources = row_sources(a_ptr, a_row, row_ids(gather_ptr, row, end, lanes, c), row, end, lanes, c)
-        for k in range(steps):
+        for k in range(c.k_steps):
             s = it % c.stages
             bar = full.index(s)
-            k0 = (first + k) * c.BK
+            k0 = k * c.BK
             mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
             mbarrier.expect(bar, c.right_bytes if c.gather else c.left_bytes + c.right_bytes)
-            tma_load(b_desc, [b_row, k0], bar, b_bufs.index(s))
+            tma_load(b_desc, [e * c.N + col, k0], bar, b_bufs.index(s))
             if c.gather:
                 gather_rows(a_bufs, s, sources, k0, lanes, bar, c)
             else:
@@ -224,7 +164,7 @@ def _producer(ring, a_desc, b_desc, a_ptr, a_row, where, c: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["experts"])
 def product_kernel(
-    a_desc, b_desc, y_desc, y_tail, a_ptr, a_row, as_ptr, bs_ptr, groups, gather_ptr, offsets_ptr, blocks_ptr, experts,
+    a_desc, b_desc, y_desc, y_tail, a_ptr, a_row, as_ptr, bs_ptr, groups, gather_ptr, offsets_ptr, experts,
     c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """a (…, K), b (…, K) in (rows, BK) and (BN, BK) boxes; y (…, N) and its ragged twin."""
@@ -234,7 +174,7 @@ def product_kernel(
     ring = (a_bufs, b_bufs, full, empty)
     outs = (y_bufs, y_desc, y_tail)
     scales = (as_ptr, bs_ptr, groups)
-    where = (gather_ptr, offsets_ptr, blocks_ptr, experts)
+    where = (gather_ptr, offsets_ptr, experts)
     gl.warp_specialize(
         [
             (_consumer, (ring, outs, scales, where, 0, c)),
@@ -251,42 +191,22 @@ def _descriptor(t: Tensor, rows: int) -> Any:
     return TensorDescriptor.from_tensor(t, box, gl.NVMMASharedLayout.get_default_for(box, gl.float8e4nv))
 
 
-def _launch(
-    a: Quantized, b: Quantized, y: Tensor, offsets: Tensor, blocks: Tensor, gather: Tensor | None, wide: bool,
-    **plan: Any,
-) -> None:  # fmt: skip
+def rows_product(a: Quantized, b: Quantized, offsets: Tensor, gather: Tensor | None = None) -> Tensor:
+    """As `rows_product_ref`, for N a multiple of 256."""
+    rows = a.values.shape[0] if gather is None else gather.shape[0]
+    y = torch.empty(rows, b.values.shape[1], dtype=torch.bfloat16, device=a.values.device)
     experts = offsets.shape[0] - 1
     c = _Plan(
-        rows=64, BN=256 if wide else 128, BK=GROUP, stages=4 if wide else 6, out_parts=4 if wide else 2, out_buffers=2,
-        group_m=8, lanes=lanes_of(experts), gather=gather is not None, b_k_major=True, N=y.shape[1],
-        K=a.values.shape[1], **plan,
+        rows=64, BN=256, BK=GROUP, stages=4, out_parts=4, out_buffers=2, group_m=8, lanes=lanes_of(experts),
+        gather=gather is not None, b_k_major=True, N=y.shape[1], K=a.values.shape[1],
     )  # fmt: skip
+    assert c.N % c.BN == 0, "a tile has whole groups of columns"
     product_kernel[(multiprocessors(y.device.index),)](
         None if c.gather else _descriptor(a.values, c.rows),
-        _descriptor(b.values.view(-1, b.values.shape[-1]), c.BN),
+        _descriptor(b.values.view(-1, c.K), c.BN),
         *with_tail(y, [c.rows, c.out_cols]),
         a.values if c.gather else None,
         a.values.stride(0) // 8,
-        a.scales, b.scales, a.scales.shape[-1], gather, offsets, blocks, experts, c=c, num_warps=4,
+        a.scales, b.scales, a.scales.shape[-1], gather, offsets, experts, c=c, num_warps=4,
     )  # fmt: skip
-
-
-def rows_product(
-    a: Quantized, b: Quantized, offsets: Tensor, blocks: Tensor, gather: Tensor | None = None, *, wide: bool = True
-) -> Tensor:
-    """As fp8_kernels.rows_product. wide: in tiles of 256 columns, if they divide N."""
-    rows = a.values.shape[0] if gather is None else gather.shape[0]
-    y = torch.empty(rows, b.values.shape[1], dtype=torch.bfloat16, device=a.values.device)
-    _launch(a, b, y, offsets, blocks, gather, wide and y.shape[1] % 256 == 0)
     return y
-
-
-def weights_product(a: Quantized, b: Quantized, blocks: Tensor) -> Tensor:
-    """As fp8_kernels.weights_product."""
-    M, N, experts = a.values.shape[0], b.values.shape[0], blocks.shape[0] - 1
-    o = torch.empty(experts, M, N, dtype=torch.bfloat16, device=a.values.device)
-    _launch(a, b, o.view(-1, N), blocks, blocks, None, False, weights=True, M=M)
-    return o
-
-
-NARROW = SimpleNamespace(rows_product=functools.partial(rows_product, wide=False))
