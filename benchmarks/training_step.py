@@ -153,14 +153,14 @@ def command_of(
     }
 
 
-def read_log(text: str, steps: int = STEPS, left_out: int = LEFT_OUT) -> Measured:
-    """Raises ValueError if the log does not end with the last step. left_out: steps that do not count."""
+def read_log(text: str) -> Measured:
+    """Raises ValueError if the log does not end with the last step."""
     from megablocks.monitor.history import parse_log_line
 
     lines = [parse_log_line(line) for line in text.splitlines() if "elapsed time per iteration" in line]
-    if not lines or lines[-1].get("iteration") != steps:
+    if not lines or lines[-1].get("iteration") != STEPS:
         raise ValueError("the run ended early")
-    counted = [line for line in lines if line["iteration"] > left_out]
+    counted = [line for line in lines if line["iteration"] > LEFT_OUT]
     rates = [float(rate) for rate in re.findall(r"tokens/s: (\d+)", text)][-len(counted) :]
     shares = [float(share) / 100 for share in re.findall(r"MFU: ([\d.]+)%", text)][-len(counted) :]
     peaks = [float(mib) for mib in re.findall(r"max allocated: ([\d.]+)", text)]
