@@ -138,13 +138,11 @@ class Measured(NamedTuple):
     loss: float
 
 
-def command_of(
-    arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS
-) -> tuple[list[str], dict[str, str]]:
+def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
     block = "transformer_engine" if arm.engine else "local"
     ours = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= --transformer-impl {block}"
-    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(steps), *arm.arguments]
+    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS), *arm.arguments]
     return command, {
         "NGPU": str(arm.gpus),
         "PYTHON": sys.executable,
@@ -175,10 +173,10 @@ def read_log(text: str) -> Measured:
     )
 
 
-def run(arm: Arm, checkout: Path, data: Path, steps: int = STEPS, patience: float | None = None) -> str:
+def run(arm: Arm, checkout: Path, data: Path, patience: float | None = None) -> str:
     """What a run prints. Raises SystemExit with the run's last line if it fails or takes longer than the patience."""
     with tempfile.TemporaryDirectory() as folder:
-        command, variables = command_of(arm, checkout, data, Path(folder) / "run", steps)
+        command, variables = command_of(arm, checkout, data, Path(folder) / "run")
         pipe = subprocess.PIPE
         child = subprocess.Popen(
             command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True, start_new_session=True

@@ -1,4 +1,4 @@
-"""Trains an experiment with several mlp_impls and compares the runs: see `--help` and monitor.compare."""
+"""Trains an experiment with several mlp_impls or layouts and compares the runs: see `--help` and monitor.compare."""
 
 import sys
 from pathlib import Path

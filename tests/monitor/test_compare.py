@@ -22,7 +22,8 @@ def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
-    _, flags = compare._command(compare.EXPERIMENT, folder, 20, folder.name.split("-")[0], seed)
+    (arm,) = compare.arms_of([folder.name.split("-")[0]], []).values()
+    _, flags = compare._command(compare.EXPERIMENT, folder, 20, arm, seed)
     (folder / "command.txt").write_text(f"'-m' 'a driver' '--train-iters' '20' {flags}\n")
 
 
@@ -95,7 +96,7 @@ def test_L2_an_unfinished_or_different_run_is_refused(
 
 def test_the_last_step_is_logged() -> None:
     for steps, every in ((500, 10), (12, 1), (515, 5), (101, 1)):
-        assert f" --log-interval {every} " in compare._command(compare.EXPERIMENT, Path(), steps, "fused", 1)[1]
+        assert f" --log-interval {every} " in compare._command(compare.EXPERIMENT, Path(), steps, compare.Arm(""), 1)[1]
 
 
 def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -106,7 +107,8 @@ def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_L2_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
+    both = ["--impls", "sparse", "fused", "--layouts", "PP2"]
+    for flags in (both, ["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
         with pytest.raises(SystemExit) as stop:
             compare.main([str(tmp_path), *flags])
         assert stop.value.code == 2
@@ -125,6 +127,21 @@ def test_L1_dry_run_prints_launches_that_differ_in_one_flag(tmp_path: Path) -> N
         for name, impl, seed in (("sparse", "sparse", 1234), ("fused", "fused", 1234),
                                  ("sparse-seed1235", "sparse", 1235))
     ]  # fmt: skip
+
+
+def test_L1_dry_run_of_layouts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.setenv("FLAGS", "--bf16")
+    assert compare.main([str(tmp_path), "--layouts", "EP2", "PP2"]) == 0
+    common = "--seed {} --log-interval 10 --no-save-optim --bf16"
+    arms = (("one-gpu", 1, "", 1234), ("EP2", 2, "", 1234), ("PP2", 2, f"{compare.LAYOUTS['PP2']} ", 1234),
+            ("one-gpu-seed1235", 1, "", 1235))  # fmt: skip
+    assert capsys.readouterr().out.splitlines() == [
+        f"FLAGS='{flags}{common.format(seed)}' NGPU={gpus} bash {compare.EXPERIMENT} {tmp_path}/{name} 500"
+        for name, gpus, flags, seed in arms
+    ]
 
 
 @pytest.mark.slow
