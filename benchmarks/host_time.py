@@ -11,12 +11,12 @@ threads. Prints µs per step of the fastest and the median round of 100 steps. D
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
-from measure import dry_run, need_gpu
+from measure import dry_run, host_milliseconds, interleave, milliseconds, need_gpu
 
 HIDDEN, WIDTH, EXPERTS, STEPS = 256, 512, 64, 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused")]
@@ -44,16 +44,6 @@ def step(layer: Any, x: Any, dy: Any) -> None:
         parameter.grad = None
 
 
-def microseconds(fn: Callable[[], object]) -> float:
-    import torch
-
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(STEPS):
-        fn()
-    return (time.perf_counter() - start) / STEPS * 1e6
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
@@ -66,26 +56,20 @@ def main() -> None:
     need_gpu()
     import torch
 
-    layers = {names: make(*names, options.tokens) for names in LAYERS}
-    times: dict[tuple[str, ...], list[float]] = {}
-    for args in layers.values():
-        for _ in range(3):
-            step(*args)
-    for _ in range(options.rounds):
-        for names, args in layers.items():
+    def one_thread(fn: Callable[[], object]) -> float:
+        with torch.autograd.set_multithreading_enabled(False):
+            return host_milliseconds(fn, STEPS)
 
-            def one_step(args: tuple[Any, Any, Any] = args) -> None:
-                step(*args)
-
-            def forward(args: tuple[Any, Any, Any] = args) -> None:
-                args[0].forward_with_aux(args[1])
-
-            times.setdefault((*names, "step"), []).append(microseconds(one_step))
-            with torch.autograd.set_multithreading_enabled(False):
-                times.setdefault((*names, "one thread"), []).append(microseconds(one_step))
-            times.setdefault((*names, "forward"), []).append(microseconds(forward))
-    for names, measured in times.items():
-        print(f"{' '.join(names):28} {min(measured):7.0f} {median(measured):7.0f}")
+    timers: dict[str, Callable[[], float]] = {}
+    for names in LAYERS:
+        layer, x, _ = made = make(*names, options.tokens)
+        name, whole, forward = " ".join(names), partial(step, *made), partial(layer.forward_with_aux, x)
+        milliseconds(whole, 3)
+        timers[f"{name} step"] = partial(host_milliseconds, whole, STEPS)
+        timers[f"{name} one thread"] = partial(one_thread, whole)
+        timers[f"{name} forward"] = partial(host_milliseconds, forward, STEPS)
+    for name, measured in interleave(timers, options.rounds, warm_up=0).items():
+        print(f"{name:28} {1e3 * min(measured):7.0f} {1e3 * median(measured):7.0f}")
 
 
 if __name__ == "__main__":

@@ -15,11 +15,7 @@ from measure import on_gpu
 
 from megablocks.tool import problem as shared
 from megablocks.tool.peers import peers
-from megablocks.tool.problem import OURS as OURS
-from megablocks.tool.problem import ROUTER_TOLERANCE as ROUTER_TOLERANCE
-from megablocks.tool.problem import TOLERANCE as TOLERANCE
-from megablocks.tool.problem import Shape, Step
-from megablocks.tool.problem import random_ids as random_ids
+from megablocks.tool.problem import OURS, ROUTER_TOLERANCE, TOLERANCE, Shape, Step, random_ids  # noqa: F401
 
 GRAPHED = "auto graphed"
 PEERS = ("torch", "scattermoe", "sonicmoe")

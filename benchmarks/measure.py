@@ -23,32 +23,16 @@ from pathlib import Path
 from typing import Any
 
 # What `python -m megablocks bench` needs too; the benchmarks have it from here.
-from megablocks.tool.timing import (
-    ROUND_MS as ROUND_MS,
-)
-from megablocks.tool.timing import (
-    ROUNDS as ROUNDS,
-)
-from megablocks.tool.timing import (
-    calls_for as calls_for,
-)
-from megablocks.tool.timing import (
-    host_milliseconds as host_milliseconds,
-)
-from megablocks.tool.timing import (
-    interleave as interleave,
-)
-from megablocks.tool.timing import (
-    milliseconds as milliseconds,
-)
-from megablocks.tool.timing import (
-    on_gpu as on_gpu,
-)
-from megablocks.tool.timing import (
-    relative_error as relative_error,
-)
-from megablocks.tool.timing import (
-    speed as speed,
+from megablocks.tool.timing import (  # noqa: F401
+    ROUND_MS,
+    ROUNDS,
+    calls_for,
+    host_milliseconds,
+    interleave,
+    milliseconds,
+    on_gpu,
+    relative_error,
+    speed,
 )
 
 FORMAT = 1

@@ -10,7 +10,6 @@ tokens, and the time of a step over the number of experts with its model. Red an
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -19,21 +18,14 @@ from typing import Any
 from layer_candidates import GOAL, GOAL_FROM, GRAPHED, LEAST_AT_ONE, OURS, kind
 from measure import read_result
 
+from megablocks.monitor.plots import new_figure, save_figure
+
 COLORS = {
     "auto": "tab:blue", "sparse": "tab:green", "grouped": "tab:orange", "padded": "0.3", "padded known": "0.3",
     "torch": "tab:red", "scattermoe": "tab:purple", "sonicmoe": "tab:brown", "bmm": "0.7",
     "scatter": "tab:pink", "fused": "tab:cyan", "fused recompute": "cadetblue", "fused 8 bits": "teal",
     "sonicmoe compiled": "peru",
 }  # fmt: skip
-
-
-def _canvas(columns: int, rows: int, width: float, height: float) -> tuple[Any, Any]:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, figure.subplots(rows, columns, squeeze=False)
 
 
 def _weight(name: str) -> dict[str, float]:
@@ -51,7 +43,8 @@ def _mark_routers(axes: Any, fresh: float, trained: list[float]) -> None:
 
 def plot_layers(result: dict[str, Any]) -> Any:
     sizes, trained = result["summary"]["sizes"], result["summary"]["trained_skews"]
-    figure, grid = _canvas(len(sizes), 2, 4.6 * len(sizes), 8.0)
+    figure = new_figure(4.6 * len(sizes), 8.0)
+    grid = figure.subplots(2, len(sizes), squeeze=False)
     for column, (size, entry) in enumerate(sizes.items()):
         skews = [case["skew"] for case in entry["skews"]]
         names = [n for n in entry["skews"][0]["candidates"] if n not in ("padded", "padded known")]
@@ -101,8 +94,8 @@ def plot_peers(result: dict[str, Any]) -> Any:
     shapes = result["summary"]["shapes"]
     names = list(dict.fromkeys(name for rows in shapes.values() for name in rows))
     names.sort(key=lambda name: (name == "bmm", kind(name) not in OURS))
-    figure, grid = _canvas(1, 1, max(6.0, 2.0 * len(shapes)), 4.5)
-    axes, width = grid[0][0], 0.8 / len(names)
+    figure = new_figure(max(6.0, 2.0 * len(shapes)), 4.5)
+    axes, width = figure.add_subplot(), 0.8 / len(names)
     for i, name in enumerate(names):
         there = [(at, rows[name]["total"]) for at, rows in enumerate(shapes.values()) if name in rows]
         offset = (i - (len(names) - 1) / 2) * width
@@ -118,8 +111,9 @@ def plot_peers(result: dict[str, Any]) -> Any:
 
 def plot_growth(result: dict[str, Any]) -> Any:
     curves = result["summary"]["curves"]
-    figure, grid = _canvas(len(curves), 1, 5.5 * len(curves), 4.2)
-    for axes, (series, by_impl) in zip(grid[0], curves.items(), strict=True):
+    figure = new_figure(5.5 * len(curves), 4.2)
+    places = figure.subplots(1, len(curves), squeeze=False)[0]
+    for axes, (series, by_impl) in zip(places, curves.items(), strict=True):
         for impl, rows in by_impl.items():
             counts = [row[series] for row in rows]
             for key, style in (("graph_us", "o-"), ("eager_us", "x--")):
@@ -158,8 +152,6 @@ def draw(path: Path) -> Path:
     Raises:
         ValueError: the file is no complete result, its benchmark has no plot, its gate is red, or the run is void.
     """
-    from megablocks.files import write_durably
-
     result = read_result(path)
     name = result["benchmark"]
     if name not in PLOTS:
@@ -167,10 +159,8 @@ def draw(path: Path) -> Path:
     if not result["gate"]["green"] or result["void"]:
         why = "; ".join(result["void"]) or "its gate is red"
         raise ValueError(f"{path}: the run does not count ({why})")
-    data = io.BytesIO()
-    PLOTS[name](result).savefig(data, format="png")
     out = path.with_suffix(".png")
-    write_durably(out, data.getvalue())
+    save_figure(PLOTS[name](result), out)
     return out
 
 

@@ -7,7 +7,7 @@ float32 and small. mlp_impl "grouped" and "sparse", gelu and swiglu. For each qu
 
     saved    how many bytes less autograd keeps than without the quantizer (each storage counts once)
     errors   ‖dW − dW without‖ / ‖dW without‖ for each weight
-    ms       forward and backward (median on a GPU, best time on a CPU), and the same without quantizers
+    ms       forward and backward, median, and the same without quantizers
 
 Also the GB/s of the two kernels and of torch's copy. The exit status is 1 if the error of a single quantizer exceeds
 1e-2 at 8 bits or 1e-1 at 4 bits. Writes quant.json. DRY_RUN=1 prints the cases.
@@ -16,14 +16,13 @@ Also the GB/s of the two kernels and of torch's copy. The exit status is 1 if th
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from measure import Gate, dry_run, relative_error, write_result
+from measure import Gate, dry_run, milliseconds, relative_error, write_result
 
 QUANTIZERS = ("inputs", "rematerialize", "scatter")
 BOUND = {8: 1e-2, 4: 1e-1}
@@ -34,24 +33,6 @@ SIZES = {"cuda": dict(hidden=512, width=2048, experts=64), "cpu": dict(hidden=64
 def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
     names = [(name,) for name in QUANTIZERS] + [QUANTIZERS]
     return [(impl, act, bits, n) for impl in IMPLS for act in ACTIVATIONS for bits in (8, 4) for n in names]
-
-
-def timed(run: Callable[[], object], repeats: int, device: str) -> float:
-    """Milliseconds of one run."""
-    import torch
-
-    run()
-    run()
-    times = []
-    for _ in range(repeats):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        times.append(time.perf_counter() - start)
-    return (statistics.median if device == "cuda" else min)(times) * 1e3
 
 
 def measure(
@@ -90,7 +71,8 @@ def measure(
         x.grad = None
         layer.forward_with_aux(x)[0].backward(dy)
 
-    return grads, kept, timed(step, repeats, device)
+    milliseconds(step, 2)
+    return grads, kept, median(milliseconds(step) for _ in range(repeats))
 
 
 def predicted(impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, device: str) -> int | None:
@@ -122,15 +104,8 @@ def measure_kernels(rows: int, width: int, repeats: int) -> list[dict[str, Any]]
     from megablocks.ops.quant.quant import dequantize, packed_bytes, quantize
 
     def gb(run: Callable[[], object], nbytes: int) -> float:
-        for _ in range(3):
-            run()
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(repeats):
-            run()
-        end.record()
-        torch.cuda.synchronize()
-        return nbytes * repeats / start.elapsed_time(end) / 1e6
+        milliseconds(run, 3)
+        return nbytes / milliseconds(run, repeats) / 1e6
 
     x = torch.randn(rows, width, device="cuda", dtype=torch.bfloat16)
     out = torch.empty_like(x)
