@@ -33,7 +33,7 @@ import torch
 
 from megablocks.config import ConfigError
 from megablocks.megatron import engine
-from megablocks.megatron.settings import MegaBlocksSettings, option
+from megablocks.megatron.settings import MegaBlocksSettings, add_flags, flag_of, option
 
 PREFIX = "megablocks_"
 
@@ -170,12 +170,11 @@ class DriverParser(argparse.ArgumentParser):
         group = self.add_argument_group("megablocks")
         group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
         for settings in (MegaBlocksSettings, DriverSettings):
-            for field in dataclasses.fields(settings):
-                _add_flag(group, field)
+            add_flags(group, settings, PREFIX)
         group = self.add_argument_group("names of the old Megatron fork")
         for name, (dest, kind) in ALIASES.items():
             by_layer = " times the number of layers" if name == "moe_loss_weight" else ""
-            group.add_argument(_flag(name), type=kind, help=f"old name of {_flag(dest)}{by_layer}")
+            group.add_argument(flag_of(name), type=kind, help=f"old name of {flag_of(dest)}{by_layer}")
         group.add_argument(
             "--moe-expert-model-parallelism", action=argparse.BooleanOptionalAction, default=False,
             help="spread experts over all ranks",
@@ -208,24 +207,6 @@ class DriverParser(argparse.ArgumentParser):
             parsed.megablocks_explicit = {actions[flag].dest for flag in given if flag in actions}
             resolve(parsed)
         return parsed, unknown
-
-
-def _flag(dest: str) -> str:
-    return "--" + dest.replace("_", "-")
-
-
-def _add_flag(group: Any, field: dataclasses.Field[Any]) -> None:
-    annotation, text = str(field.type), field.metadata["help"]
-    kind = {"int": int, "float": float, "bool": bool}.get(annotation.split(" ")[0], str)
-    if field.default is not None:
-        text += f" (default: {field.default})"
-    if kind is bool:
-        group.add_argument(
-            _flag(PREFIX + field.name), action=argparse.BooleanOptionalAction, default=field.default, help=text
-        )
-        return
-    choices = field.metadata.get("choices")
-    group.add_argument(_flag(PREFIX + field.name), type=kind, default=field.default, choices=choices, help=text)
 
 
 def settings_from[S: (MegaBlocksSettings, DriverSettings)](args: argparse.Namespace, kind: type[S]) -> S:
@@ -275,7 +256,7 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
             twin = twin[0]
         if dest in explicit and not (isinstance(twin, (int, float)) and math.isclose(twin, value)):
             raise ConfigError(
-                f"{name}={getattr(args, name)}: sets {dest}={value:g}, but {_flag(dest)} {twin} is given "
+                f"{name}={getattr(args, name)}: sets {dest}={value:g}, but {flag_of(dest)} {twin} is given "
                 "too; leave one of them out"
             )
         setattr(args, dest, value)
@@ -371,7 +352,7 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"{dest}={getattr(args, dest)!r}: {why}")
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
         if getattr(args, dest) is None and not args.use_checkpoint_args:
-            raise ConfigError(f"{dest}=None: {_flag(dest)} is required")
+            raise ConfigError(f"{dest}=None: {flag_of(dest)} is required")
     if args.train_iters is None and args.train_samples is None:
         raise ConfigError("train_iters=None: --train-iters or --train-samples is required")
     for dest, value in vars(args).items():

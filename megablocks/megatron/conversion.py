@@ -44,6 +44,7 @@ from megablocks.checkpoint.layout import Block, Model, Rule, Stored, Units
 from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io, planned
 from megablocks.megatron.failures import line_of
+from megablocks.megatron.reporting import moe_layers
 
 _UNIT = "model.layers.{l}."
 _HEADS = {
@@ -168,8 +169,6 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
             raise ConfigError(f"{where}: {name}={value!r}: must be {' or '.join(map(repr, allowed))} to be converted")
     if not args.num_experts:
         raise ConfigError(f"{where}: num_experts={args.num_experts!r}: only models with experts are converted")
-    frequency = args.moe_layer_freq
-    pattern = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(args.num_layers)]
     sigmoid, latent = args.moe_router_score_function == "sigmoid", args.multi_latent_attention
     sums_to_one = args.moe_router_topk > 1 if sigmoid else not args.moe_router_pre_softmax
     sums_to_one = sums_to_one or getattr(args, "megablocks_normalize_top_k", None) == 1
@@ -198,7 +197,7 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
         norm_eps=args.layernorm_epsilon,
         max_positions=args.max_position_embeddings,
         dense_width=args.ffn_hidden_size,
-        dense_layers=tuple(layer for layer, has_experts in enumerate(pattern) if not has_experts),
+        dense_layers=tuple(sorted(set(range(args.num_layers)) - {number - 1 for number in moe_layers(args)})),
         qk_norm=None if latent else qk_norm,
         normalize_top_k=sums_to_one,
         tied=not args.untie_embeddings_and_output_weights,

@@ -17,6 +17,7 @@ from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megablocks.config import ConfigError, MoEConfig, check_width
+from megablocks.kinds import QUANTIZED
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
 
@@ -72,6 +73,9 @@ _DISPATCHER: _Table = {
     ),
 }  # fmt: skip
 """Fields of Megatron's dispatchers, which stand in its own layer only."""
+_AS_SET = (*QUANTIZED, "mlp_impl", "router_type", "uniform_assignment", "token_rounding", "token_rounding_tile",
+           "capacity_factor", "capacity_rule")  # fmt: skip
+"""Fields of MoEConfig that are our settings of the same names."""
 _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _OF_ENGINE_ALONE = ("moe_router_fusion", "use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")
 
@@ -213,13 +217,8 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         activation=activation.name,
         gelu_approximate=activation.approximate,
         mlp_bias=config.add_bias_linear,
-        mlp_impl=settings.mlp_impl,
         recompute_activation=recompute,
-        quantize_inputs_num_bits=settings.quantize_inputs_num_bits,
-        quantize_rematerialize_num_bits=settings.quantize_rematerialize_num_bits,
-        quantize_scatter_num_bits=settings.quantize_scatter_num_bits,
         gradient_accumulation_fusion=fusion,
-        router_type=settings.router_type,
         score_function="sigmoid" if sigmoid else "softmax",
         softmax_order="before_topk" if config.moe_router_pre_softmax else "after_topk",
         normalize_top_k=normalize,
@@ -227,11 +226,7 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         num_groups=config.moe_router_num_groups,
         group_top_k=config.moe_router_group_topk,
         expert_score_bias=config.moe_router_enable_expert_bias,
-        uniform_assignment=settings.uniform_assignment,
-        token_rounding=settings.token_rounding,
-        token_rounding_tile=settings.token_rounding_tile,
-        capacity_factor=settings.capacity_factor,
-        capacity_rule=settings.capacity_rule,
+        **{name: getattr(settings, name) for name in _AS_SET},
     )
 
 

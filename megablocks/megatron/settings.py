@@ -7,11 +7,12 @@ names fill the settings: MEGABLOCKS_CAPACITY_FACTOR=1.25.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,9 +38,26 @@ _NOT_READ = {
 }
 
 
-def option(default: Any, text: str, choices: tuple[Any, ...] | None = None) -> Any:
-    """A dataclass field of which `arguments` makes a flag."""
-    return field(default=default, metadata={"help": text, "choices": choices})
+def option(default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None) -> Any:
+    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given. least: for `tool.model`."""
+    given = {} if default is ... else {"default": default}
+    return field(**given, metadata={"help": text, "choices": choices, "least": least})
+
+
+def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
+    """A flag for each field of a dataclass of `option`s. unset: every flag is None where it is not given."""
+    for one in dataclasses.fields(options):
+        kind = {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
+        default = None if one.default is dataclasses.MISSING else one.default
+        text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
+        how: dict[str, Any] = {"type": kind, "choices": one.metadata["choices"]}
+        if kind is bool:
+            how = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(flag_of(prefix + one.name), default=None if unset else default, help=text, **how)
+
+
+def flag_of(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)

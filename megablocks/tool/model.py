@@ -9,14 +9,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
+from megablocks.megatron.settings import flag_of, option
 from megablocks.monitor.flops import MEMORY_GIB, GPTShape, figure
-from megablocks.tool.commands import Parser
 
 PREFIX = "megablocks_"
 VOCABULARY = 50257
@@ -30,13 +30,7 @@ _NOT_PLANNED = {
 
 
 _LEAST = {"int": 1, "float": 0}
-"""The smallest value of a number, by its type, unless the field names another one."""
-
-
-def option(default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None) -> Any:
-    """A field of which `plan` makes a flag. A default of ... must be given. least: None takes that of `_LEAST`."""
-    given = {} if default is ... else {"default": default}
-    return field(**given, metadata={"help": text, "choices": choices, "least": least})
+"""The smallest value of a number, by its type, unless the field's `least` is another one."""
 
 
 def _kind(one: dataclasses.Field[Any]) -> str:
@@ -238,27 +232,12 @@ def check_least(values: Mapping[str, Any]) -> None:
             raise ConfigError(f"{one.name}={value}: must be >= {least}")
 
 
-def add_flags(parser: Parser) -> None:
-    """A flag for each field of `Model`. All default to None: `Model` has the defaults."""
-    kinds = {"int": int, "float": float}
-    for one in dataclasses.fields(Model):
-        kind, default = _kind(one), one.default
-        unset = default is dataclasses.MISSING or default is None
-        text = one.metadata["help"] + ("" if unset else f" (default: {default})")
-        flag = "--" + one.name.replace("_", "-")
-        if kind == "bool":
-            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
-        else:
-            parser.add_argument(flag, type=kinds.get(kind, str), choices=one.metadata["choices"], help=text)
-
-
 def from_flags(options: argparse.Namespace) -> Model:
     """Raises ConfigError for a flag that is missing or wrong."""
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Model)}
     for one in dataclasses.fields(Model):
         if one.default is dataclasses.MISSING and given[one.name] is None:
-            flag = "--" + one.name.replace("_", "-")
-            raise ConfigError(f"{flag} is missing; give it, or a driver's command line behind --")
+            raise ConfigError(f"{flag_of(one.name)} is missing; give it, or a driver's command line behind --")
     return Model(**{name: value for name, value in given.items() if value is not None})
 
 
@@ -268,6 +247,8 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     Raises:
         ConfigError: another layer than ours, one with a capacity, or a part that no formula here counts.
     """
+    from megablocks.megatron.reporting import moe_layers
+
     for name, why in _NOT_PLANNED.items():
         if getattr(args, name):
             raise ConfigError(f"{name}={getattr(args, name)}: is not planned, leave it out; {why}")
@@ -282,8 +263,6 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
             values[one.name] = getattr(args, dest)
     if not args.group_query_attention:
         values.pop("num_query_groups", None)
-    every, frequency = args.num_layers, args.moe_layer_freq
-    flags = frequency if isinstance(frequency, list) else [i % frequency == 0 for i in range(every)]
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     words = args.padded_vocab_size or math.ceil((args.vocab_size or VOCABULARY) / multiple) * multiple
     return Model(
@@ -294,6 +273,6 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
             "vocab_size": words,
             "bf16": args.bf16 or args.fp16,
             "swiglu": args.swiglu or args.quick_geglu,
-            "num_moe_layers": sum(map(bool, flags)) if args.num_experts else 0,
+            "num_moe_layers": len(moe_layers(args)),
         }
     )

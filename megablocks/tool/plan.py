@@ -17,13 +17,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megablocks.config import ConfigError
+from megablocks.megatron.settings import add_flags, flag_of
 from megablocks.monitor.flops import MEMORY_GIB, figure
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import Model, add_flags, check_least, from_driver, from_flags
+from megablocks.tool.model import Model, check_least, from_driver, from_flags
 from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
-from megablocks.tool.step_time import StepTime, step_time
+from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
 
@@ -33,7 +34,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     words = list(argv)
     cut = words.index("--") if "--" in words else None
     parser = Parser("plan", description=__doc__)
-    add_flags(parser)
+    add_flags(parser, Model, unset=True)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(words[:cut])
     if cut is None:
@@ -41,7 +42,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     given = [f.name for f in dataclasses.fields(Model) if getattr(options, f.name) is not None]
     for name in given:
         if name not in _OF_THE_MACHINE:
-            raise ConfigError(f"--{name.replace('_', '-')}: give it behind --, with the driver's flags")
+            raise ConfigError(f"{flag_of(name)}: give it behind --, with the driver's flags")
     check_least(vars(options))
     need_megatron()
     from megablocks.megatron.planned import parse
@@ -121,19 +122,9 @@ def report(m: Model) -> dict[str, Any]:
             "available": capacity,
             "error_bar": found.error_bar,
         },
-        "step": None if time is None else _step(time),
+        "step": None if time is None else {**time._asdict(), "ms": time.milliseconds},
         "fits": fits,
         "verdict": line,
-    }
-
-
-def _step(time: StepTime) -> dict[str, Any]:
-    return {
-        "parts": time.parts,
-        "ms": time.milliseconds,
-        "tokens_per_second": time.tokens_per_second,
-        "mfu": time.mfu,
-        "error_bar": time.error_bar,
     }
 
 
