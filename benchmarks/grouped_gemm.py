@@ -19,8 +19,6 @@ Ours gathers while it reads. Candidates beside ours:
     torch-take  in `layer`: the same, but it reads each token's rows instead of index_add
     quack       QuACK with several tiles, if it is installed
     apart       dx2 as two products and a sum
-    off         the op with MEGABLOCKS_HOPPER=0
-    triton      our plain Triton kernels (only if `--peers` names it)
 
 The result of a candidate, computed in memory that held NaN, is first compared with float32. Candidates run in turn,
 round by round, because the GPU is at its power limit and drifts. The launches are already in the GPU's queue when they
@@ -43,8 +41,8 @@ from children import Runner, candidate, chosen, guarded, parser_of, run_benchmar
 from grouped_gemm_cases import OPS, SHAPES, Problem
 from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds, need_gpu
 
-PEERS = ("bmm", "torch", "quack", "off")
-NOT_OURS = (*PEERS, "torch-take", "triton", "apart")
+PEERS = ("bmm", "torch", "quack")
+NOT_OURS = (*PEERS, "torch-take", "apart")
 ROUNDS = 7
 ROUND_MS = 10.0
 COMPILE_S = 120.0
@@ -59,13 +57,13 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     shape, op = job.split("/")
     problem = Problem(shape, op, tokens=512 if args.compile_only else None)
     timers: dict[str, Callable[[], float]] = {}
-    for name, make in problem.all(shape, tuple(args.peers.split(","))).items():
+    for name, make in problem.all(tuple(args.peers.split(","))).items():
         key = f"{job}/{name}"
         if struck_off(key, struck):
             continue
         with candidate(key):
             fn = make()
-            with poisoned_empty() if name in ("ours", "apart", "off", "triton") else contextlib.nullcontext():
+            with poisoned_empty() if name in ("ours", "apart") else contextlib.nullcontext():
                 out = fn()
             torch.cuda.synchronize()
             error = 0.0 if name == "bmm" else problem.check(out)
@@ -97,7 +95,7 @@ def medians(record: dict[str, Any]) -> dict[str, Any]:
     """µs and TFLOP/s of each candidate, and the time of ours over each peer's: medians over the rounds."""
     times = record["times"]
     best = min((n for n in times if n.startswith("quack")), key=lambda n: median(times[n]), default=None)
-    peers = [peer for peer in ("bmm", best, "torch", "torch-take", "apart", "off") if peer in times and "ours" in times]
+    peers = [peer for peer in ("bmm", best, "torch", "torch-take", "apart") if peer in times and "ours" in times]
     over = {peer: round(median(a / b for a, b in zip(times["ours"], times[peer], strict=True)), 3) for peer in peers}
     return {
         "shape": record["shape"],
@@ -132,7 +130,7 @@ def main() -> int:
     parser.add_argument("--peers", default=",".join(PEERS))
     args = parser.parse_args()
     shapes, ops = chosen(parser, "--shapes", args.shapes, SHAPES), chosen(parser, "--ops", args.ops, OPS)
-    peers = chosen(parser, "--peers", args.peers, (*PEERS, "triton"))
+    peers = chosen(parser, "--peers", args.peers, PEERS)
     if importlib.util.find_spec("quack") is None:
         peers = [peer for peer in peers if peer != "quack"]
     args.peers = ",".join(peers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -135,43 +134,6 @@ class Problem:
 
         return lambda: ragged_m(self.a, self.w, self.offsets) + ragged_m(self.a2, self.w2, self.offsets)
 
-    def off(self) -> Callable[[], Any]:
-        """The op that a layer calls, with the Hopper kernels switched off."""
-        from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_dw_op
-        from megablocks.ops.grouped.grouped_mm import grouped_mm
-        from megablocks.ops.permute.rows import combine
-
-        d = self.dispatch
-
-        def call() -> Any:
-            if self.op == "up":
-                return gathered_mm(self.a, self.w, d)
-            if self.op in ("down", "dx"):
-                return grouped_mm(self.a, self.w, self.offsets)
-            if self.op == "dx2":
-                return grouped_mm(self.a, self.w, self.offsets) + grouped_mm(self.a2, self.w2, self.offsets)
-            if self.op in ("dw1", "dw2"):
-                return gathered_mm_dw_op(self.a, self.b, d)
-            z = gathered_mm(self.a, self.w, d)
-            return combine(grouped_mm(z[:, : self.inner], self.down, self.offsets), self.weight, d)
-
-        def switched_off() -> Any:
-            os.environ["MEGABLOCKS_HOPPER"] = "0"
-            try:
-                return call()
-            finally:
-                del os.environ["MEGABLOCKS_HOPPER"]
-
-        return switched_off
-
-    def twin(self) -> Callable[[], Any]:
-        from megablocks.ops.grouped import grouped_mm_triton
-
-        if self.op in PRODUCTS:
-            gather = self.gather if self.gathered else None
-            return lambda: grouped_mm_triton.ragged_m(self.a, self.w, self.offsets, gather)
-        return lambda: grouped_mm_triton.ragged_k(self.a, self.b, self.offsets, self.gather)
-
     def torch_take(self) -> Callable[[], Any]:
         """torch's `layer` that reads the K rows of each token, instead of index_add with its atomics."""
         import torch
@@ -245,7 +207,7 @@ class Problem:
 
         return gradient
 
-    def all(self, shape: str, peers: tuple[str, ...]) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def all(self, peers: tuple[str, ...]) -> dict[str, Callable[[], Callable[[], Any]]]:
         made: dict[str, Callable[[], Callable[[], Any]]] = {}
         single = self.op in (*PRODUCTS, "dw1", "dw2")
         if "bmm" in peers and single:
@@ -257,10 +219,6 @@ class Problem:
             made["apart"] = self.apart
         if "torch" in peers and self.op == "layer":
             made["torch-take"] = self.torch_take
-        if "off" in peers and shape in ("S1", "S2"):
-            made["off"] = self.off
-        if "triton" in peers and single:
-            made["triton"] = self.twin
         if "quack" in peers and single:
             for name, tile in quack_tiles().items():
                 made[name] = lambda tile=tile: self.quack(tile)

@@ -332,4 +332,4 @@ def test_a_failed_cold_start_has_no_warm_start(monkeypatch):
 
 def test_only_our_own_grouped_products_turn_the_gate_red():
     assert grouped_gemm.ours("S1/down/ours") and grouped_gemm.ours("S1/down")
-    assert not any(grouped_gemm.ours(f"S1/up/{peer}") for peer in ("quack-pp192", "off", "torch-take", "bmm"))
+    assert not any(grouped_gemm.ours(f"S1/up/{peer}") for peer in ("quack-pp192", "apart", "torch-take", "bmm"))
