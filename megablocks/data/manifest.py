@@ -26,7 +26,11 @@ _TYPES: dict[str, type] = {
 
 @dataclass(frozen=True)
 class Manifest:
-    """A manifest with a correct checksum. The files that it names are not checked yet."""
+    """A manifest with a correct checksum. The files that it names are not checked yet.
+
+    fingerprint: the identity of the data (files, splits, vocabulary, tokenizer) in 64 hexadecimal digits. A checkpoint
+    stores it, and a resumed run compares it.
+    """
 
     folder: Path
     files: dict[str, dict[str, Any]]
@@ -96,15 +100,6 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         unigram=content["unigram"],
         fingerprint=fingerprint,
     )
-
-
-def fingerprint(folder: str | os.PathLike[str]) -> str:
-    """The identity of a prepared data set (files, splits, vocabulary, tokenizer) in 64 hexadecimal digits.
-
-    A checkpoint stores it, and a resumed run compares it. It is read from the manifest; `verify_folder` compares the
-    manifest with the files.
-    """
-    return read_manifest(folder).fingerprint
 
 
 def _check_inside(path: Path, root: Path, name: str) -> None:

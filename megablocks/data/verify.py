@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-from pathlib import Path
 
 from megablocks.data.indexed import DataError, Report, check_dataset
 from megablocks.data.manifest import Manifest, read_manifest
@@ -52,11 +51,6 @@ def verify_folder(folder: str | os.PathLike[str], trust_remote_code: bool = Fals
             raise DataError(f"{path}: SHA-256 differs from the manifest: the file was edited or damaged")
     done.append(f"size and SHA-256 of {len(manifest.files)} files")
     return manifest, done
-
-
-def verify_prefix(prefix: str | os.PathLike[str], vocab_size: int | None = None) -> Report:
-    """Counts and hashes of a `.bin/.idx` pair without a manifest, after the checks of its structure."""
-    return check_dataset(Path(prefix), vocab_size)
 
 
 def prefix_fingerprint(reports: list[Report]) -> str:

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from megablocks.config import ConfigError
-from megablocks.data.indexed import DataError, read_index
-from megablocks.data.manifest import fingerprint, read_manifest
-from megablocks.data.verify import prefix_fingerprint, verify_folder, verify_prefix
+from megablocks.data.indexed import DataError, check_dataset, read_index
+from megablocks.data.manifest import read_manifest
+from megablocks.data.verify import prefix_fingerprint, verify_folder
 
 _SPLITS = ("train", "valid", "test")
 _FIXED_SEED = 1234
@@ -57,7 +57,7 @@ def open_data(args: argparse.Namespace) -> str | None:
     first = int(os.environ.get("LOCAL_RANK", 0)) == 0
     if args.data_prefix is not None:
         if not first:
-            return fingerprint(args.data_prefix)
+            return read_manifest(args.data_prefix).fingerprint
         manifest, _ = verify_folder(args.data_prefix, args.trust_remote_code)
         for split in ("train", "valid") if args.eval_iters > 0 or args.full_validation else ("train",):
             _check_sample(manifest.prefix(split), manifest.splits[split]["tokens"], args)
@@ -66,7 +66,7 @@ def open_data(args: argparse.Namespace) -> str | None:
         return None
     reports = []
     for prefix, shares in _prefixes(args):
-        reports.append(verify_prefix(prefix, args.padded_vocab_size))
+        reports.append(check_dataset(prefix, args.padded_vocab_size))
         lengths = read_index(prefix).lengths
         for begin, end in shares:
             first_sequence, last_sequence = round(begin * lengths.size), round(end * lengths.size)

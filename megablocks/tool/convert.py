@@ -59,16 +59,12 @@ _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Keys of old files whose values follow from config.json."""
 
 
-class Files:
+class Files(SafetensorsFolder):
     """The safetensors files of a folder as a source of blocks."""
-
-    def __init__(self, folder: Path) -> None:
-        self._files = SafetensorsFolder(folder)
-        self.shapes, self.dtype = self._files.shapes, self._files.dtype
 
     def read_block(self, stored: Stored, block: Block) -> Any:
         number = stored.blocks.index(block)
-        return self._files.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
+        return self.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
 
 
 class Progress:

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from megablocks.data.indexed import DataError
-from megablocks.data.manifest import _digest, fingerprint, read_manifest
-from megablocks.data.verify import prefix_fingerprint, verify_folder, verify_prefix
+from megablocks.data.indexed import DataError, check_dataset
+from megablocks.data.manifest import _digest, read_manifest
+from megablocks.data.verify import prefix_fingerprint, verify_folder
 
 
 def refusal(folder):
@@ -66,25 +66,25 @@ def test_D4_missing_file(folder, name):
 
 
 def test_D5_fingerprint_changes_with_the_data_and_not_with_the_versions(folder, prepared):
-    before = fingerprint(folder)
-    assert before == fingerprint(prepared) and len(before) == 64
+    before = read_manifest(folder).fingerprint
+    assert before == read_manifest(prepared).fingerprint and len(before) == 64
     content = json.loads((folder / "manifest.json").read_text())
     rewrite(folder, versions={"python": "0.0"}, recipe={})
-    assert fingerprint(folder) == before
+    assert read_manifest(folder).fingerprint == before
     files = content["files"]
     rewrite(folder, files={**files, "train.bin": {**files["train.bin"], "sha256": "0" * 64}})
-    assert fingerprint(folder) != before
+    assert read_manifest(folder).fingerprint != before
 
 
 def test_D5_fingerprint_of_bare_prefixes(folder):
-    reports = [verify_prefix(folder / split) for split in ("train", "valid")]
+    reports = [check_dataset(folder / split) for split in ("train", "valid")]
     before = prefix_fingerprint(reports)
     assert prefix_fingerprint(reports[::-1]) != before
     path = folder / "valid.bin"
     raw = bytearray(path.read_bytes())
     raw[2] ^= 1
     path.write_bytes(raw)
-    assert prefix_fingerprint([reports[0], verify_prefix(folder / "valid")]) != before
+    assert prefix_fingerprint([reports[0], check_dataset(folder / "valid")]) != before
 
 
 def test_D6_no_manifest_no_data_set(folder):
