@@ -25,7 +25,7 @@ from statistics import mean
 from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
-from megablocks.monitor.flops import MEMORY_GIB, figure
+from megablocks.monitor.flops import memory_gib
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.tool.memory import GIB, memory
 from megablocks.tool.model import Model
@@ -100,7 +100,7 @@ def fits(m: Model, skew: float) -> bool:
     found = memory(m)
     by_rows = ("activations: experts", "communication: rows sent and received", "temporary tensors")
     more = (skew - 1) * sum(found.parts.get(name, 0.0) for name in by_rows)
-    capacity = figure(MEMORY_GIB, m.gpu)
+    capacity = memory_gib(m.gpu)
     assert capacity is not None
     return found.needed + found.error_bar * found.peak + more <= capacity * GIB
 

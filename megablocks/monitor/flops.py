@@ -9,7 +9,11 @@ it leaves out the router.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,81 +59,67 @@ def training_flops_per_token(shape: GPTShape) -> float:
     return 3 * sum(forward_flops_per_token(shape).values())
 
 
-PEAK_BF16_TFLOPS = (
-    ("GB200", 2500.0),
-    ("B200", 2250.0),
-    ("GH200", 989.4),
-    ("H200", 989.4),
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H100", 989.4),
-    ("A100", 312.0),
-    ("A800", 312.0),
-    ("L40S", 362.05),
-    ("A40", 149.7),
-    ("V100", 125.0),
-)
-"""Peak dense bf16 TFLOP/s (V100: fp16), by words of the device name. The first match counts. Source: data sheets."""
+class Gpu(NamedTuple):
+    """Peak dense bf16 TFLOP/s (V100: fp16) and memory bandwidth by the data sheet, memory as CUDA gives it to programs.
 
-PEAK_TB_PER_SECOND = (
-    ("GB200", 8.0),
-    ("B200", 8.0),
-    ("H200", 4.8),
-    ("H100 PCIe", 2.0),
-    ("H100 NVL", 3.9),
-    ("H100", 3.35),
-    ("A100 80GB", 2.04),
-    ("A100 40GB", 1.56),
-    ("L40S", 0.86),
-    ("A40", 0.70),
-    ("V100", 0.90),
-)
-"""Peak memory bandwidth in TB/s, in the same form. Cards that were sold with several memories and do not tell in their
-name which one they have, such as GH200, are left out."""
+    None: the card was sold with several memories, and its name does not tell which one it has.
+    """
+
+    tflops: float
+    tb_per_second: float | None = None
+    gib: float | None = None
 
 
-MEMORY_GIB = (
-    ("GB200", 184.0),
-    ("B200", 178.0),
-    ("H200", 139.8),
-    ("H100 NVL", 93.0),
-    ("H100", 79.1),
-    ("A100 80GB", 79.1),
-    ("A100 40GB", 39.4),
-    ("L40S", 44.4),
-    ("A40", 44.4),
-    ("V100 32GB", 31.7),
-)
-"""Memory in GiB, as CUDA gives it to programs, in the same form."""
+GPUS = {
+    "GB200": Gpu(2500.0, 8.0, 184.0),
+    "B200": Gpu(2250.0, 8.0, 178.0),
+    "GH200": Gpu(989.4),
+    "H200": Gpu(989.4, 4.8, 139.8),
+    "H100 PCIe": Gpu(756.0, 2.0, 79.1),
+    "H100 NVL": Gpu(835.0, 3.9, 93.0),
+    "H100": Gpu(989.4, 3.35, 79.1),
+    "A100 80GB": Gpu(312.0, 2.04, 79.1),
+    "A100 40GB": Gpu(312.0, 1.56, 39.4),
+    "A100": Gpu(312.0),
+    "A800": Gpu(312.0),
+    "L40S": Gpu(362.05, 0.86, 44.4),
+    "A40": Gpu(149.7, 0.70, 44.4),
+    "V100 32GB": Gpu(125.0, 0.90, 31.7),
+    "V100": Gpu(125.0, 0.90),
+}
+"""By words of the device name. The first match counts."""
 
 
-def figure(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
-    """The entry of a device in one of these tables; None if the name is unknown.
+def of_device(table: Mapping[str, T], device_name: str) -> T | None:
+    """The entry of a device in a table by words of its name, such as `GPUS`; None if the name is unknown.
 
     No figure is better than a wrong one. A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the
     device, so it counts as unknown.
     """
     if " MIG " in f" {device_name} ":
         return None
-    for part, rate in table:
-        if all(re.search(rf"\b{word}\b", device_name) for word in part.split()):
-            return rate
+    for words, found in table.items():
+        if all(re.search(rf"\b{word}\b", device_name) for word in words.split()):
+            return found
     return None
-
-
-def _rate(table: tuple[tuple[str, float], ...], device_name: str) -> float | None:
-    found = figure(table, device_name)
-    return None if found is None else found * 1e12
 
 
 def peak_flops(device_name: str) -> float | None:
     """Peak dense 16-bit FLOP/s of a GPU; None if the name is unknown."""
-    return _rate(PEAK_BF16_TFLOPS, device_name)
+    gpu = of_device(GPUS, device_name)
+    return gpu and gpu.tflops * 1e12
 
 
 def peak_bandwidth(device_name: str) -> float | None:
-    """Peak bytes/s of a GPU's memory; None if the name is unknown."""
-    return _rate(PEAK_TB_PER_SECOND, device_name)
+    """Peak bytes/s of a GPU's memory; None if unknown."""
+    gpu = of_device(GPUS, device_name)
+    return gpu and gpu.tb_per_second and gpu.tb_per_second * 1e12
+
+
+def memory_gib(device_name: str) -> float | None:
+    """GiB of a GPU's memory; None if unknown."""
+    gpu = of_device(GPUS, device_name)
+    return gpu and gpu.gib
 
 
 def mfu(tokens_per_second: float, shape: GPTShape, device_name: str, num_devices: int) -> float | None:

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from megablocks.monitor.flops import figure, peak_flops
+from megablocks.monitor.flops import of_device, peak_flops
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
 from megablocks.tool.commands import Parser, progress
 from megablocks.tool.env import WITH_HOPPER
 from megablocks.tool.timing import milliseconds
 
-EXPECTED_TFLOPS: dict[str, tuple[tuple[str, float], ...]] = {"up": (("H200", 626.0),), "down": (("H200", 545.0),)}
+EXPECTED_TFLOPS = {"up": {"H200": 626.0}, "down": {"H200": 545.0}}
 """Of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0" and "down S0"."""
 SLOW = 0.8
 """The share of the expected rate below which a product counts as slow. Power limits move it by 5 to 10 %."""
@@ -99,7 +99,7 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
             progress(f"timing {product}")
             times = [milliseconds(run) for _ in range(13)]
             rate = 1e3 * flops / median(times[3:])  # the first ones compile and warm up
-            expected = figure(EXPECTED_TFLOPS[product], name)
+            expected = of_device(EXPECTED_TFLOPS[product], name)
             ok = expected is None or rate >= SLOW * expected * 1e12
             found[product] = {
                 "ok": ok,

@@ -16,7 +16,7 @@ from typing import Any
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
 from megablocks.megatron.settings import flag_of, option
-from megablocks.monitor.flops import MEMORY_GIB, GPTShape, figure
+from megablocks.monitor.flops import GPTShape, memory_gib
 
 PREFIX = "megablocks_"
 VOCABULARY = 50257
@@ -92,7 +92,7 @@ class Model:
             raise ConfigError(f"moe_router_topk={self.moe_router_topk}: must be 1 to num_experts={self.num_experts}")
         if self.mlp_impl == "reference":
             raise ConfigError("mlp_impl='reference': is for tests; nothing is known about its time")
-        width, capacity = 4 * self.hidden_size, figure(MEMORY_GIB, self.gpu)
+        width, capacity = 4 * self.hidden_size, memory_gib(self.gpu)
         rules = {
             "kv_channels": self.hidden_size // self.num_attention_heads,
             "num_query_groups": self.num_attention_heads,

@@ -18,7 +18,7 @@ from typing import Any
 
 from megablocks.config import ConfigError
 from megablocks.megatron.settings import add_flags, flag_of
-from megablocks.monitor.flops import MEMORY_GIB, figure
+from megablocks.monitor.flops import memory_gib
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
@@ -108,7 +108,7 @@ def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
 def report(m: Model) -> dict[str, Any]:
     """Everything that `plan` prints, in GiB and ms."""
     p, found, time = parameters(m), memory(m), step_time(m)
-    capacity = figure(MEMORY_GIB, m.gpu)
+    capacity = memory_gib(m.gpu)
     fits, line = verdict(m, found, capacity)
     return {
         "model": dataclasses.asdict(m),
