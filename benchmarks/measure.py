@@ -37,6 +37,8 @@ from megablocks.tool.timing import (  # noqa: F401
 
 FORMAT = 1
 REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")
+PACKAGES = ("triton", "megatron-core", "transformer-engine", "scattermoe", "sonicmoe", "quack-kernels",
+            "nvidia-cutlass-dsl")  # fmt: skip
 RESULTS = Path(__file__).parent / "results"
 PEER_FIGURES = Path(__file__).parent / "peers_h200.json"
 
@@ -173,32 +175,16 @@ def gpu_name() -> str | None:
 
 def environment() -> dict[str, Any]:
     """GPU, versions, commit and command of this run. MEGABLOCKS_COMMIT gives the commit of a copy without git."""
-    import importlib.metadata
-
     import torch
 
-    from megablocks.monitor.env_report import commit
+    from megablocks.monitor.env_report import commit, version
 
-    versions: dict[str, str | None] = {}
-    for package in (
-        "torch",
-        "triton",
-        "megatron-core",
-        "transformer-engine",
-        "scattermoe",
-        "sonicmoe",
-        "quack-kernels",
-        "nvidia-cutlass-dsl",
-    ):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
+    found = {package: version(package) for package in PACKAGES}
     return {
         "gpu": gpu_name(),
         "cuda": torch.version.cuda,
-        **versions,
         "torch": torch.__version__,
+        **{package: None if known == "not installed" else known for package, known in found.items()},
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
         "commit": os.environ.get("MEGABLOCKS_COMMIT") or commit(),
