@@ -78,6 +78,8 @@ class Reporter:
         self.shape = shape_of(args)
         self._model: list[torch.nn.Module] = []
         self.summary: LoadSummary | None = None
+        self._load: torch.Tensor | None = None  # since the last row, as far as it was read
+        self._is_extra = False
         self.dropped = 0
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
@@ -110,12 +112,26 @@ class Reporter:
 
     def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         iteration, first = args[3], kwargs.get("is_first_iteration", False)
-        if self.layers and (iteration % self.args.log_interval == 0 or first):
-            table = gather_load(self._model, self.args.num_layers, self.args.num_experts)
+        ends, resumed = iteration % self.args.log_interval == 0, first and iteration > 1
+        # Megatron also logs the first step of each process, and counts it into the next line. A run that resumes keeps
+        # the rows that it has without a stop: the step is a row only where it ends an interval, and then of that alone.
+        self._is_extra = resumed and not ends
+        if resumed and ends:
+            kwargs["is_first_iteration"] = False
+        if self.layers and (ends or first):
+            table = self._read_load()
             if table.any():  # the layers of another --spec do not count
                 self.summary = LoadSummary.from_table(table, self.layers)
-                self.dropped += int(self.summary.dropped.sum())
+            if not self._is_extra:
+                self._load = None
         return original(*args, **kwargs)
+
+    def _read_load(self) -> torch.Tensor:
+        """The load since the last row. Counts the pairs that were dropped since the last call."""
+        table = gather_load(self._model, self.args.num_layers, self.args.num_experts)
+        self.dropped += int(table[:, -1].sum())
+        self._load = table if self._load is None else self._load + table
+        return self._load
 
     def _print(self, original: Any, message: str) -> None:
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -153,9 +169,10 @@ class Reporter:
             row["empty_experts"] = int(self.summary.empty.sum())
             row["tokens_dropped"] = self.dropped
             text += str(self.summary)
-        self.history.add(iteration, row)
-        self._to_boards(iteration, row)
-        self._save()
+        if not self._is_extra:
+            self.history.add(iteration, row)
+            self._to_boards(iteration, row)
+            self._save()
         return text
 
     def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
@@ -174,6 +191,8 @@ class Reporter:
 
     def _save_checkpoint(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
+        if self.layers and self._read_load().any() and self._is_writer:
+            self.history.add(args[0], {"tokens_dropped": self.dropped})  # a save need not end a log interval
         self._save(force=True)  # a run that is killed and resumes from here has the rows up to here
         return result
 
