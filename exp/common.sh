@@ -120,7 +120,7 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
         # A job that restarts by itself may have been interrupted before its first save.
         [ -z "$content" ] || [ "$MAX_RESTARTS" -gt 0 ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
             die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: $choose or remove it"
-        echo "$1" >"$EXP_DIR/command.txt"
+        [ -n "$content" ] || echo "$1" >"$EXP_DIR/command.txt" # never again: a kill would leave it empty
     fi
     ! compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || RESUME=(--load "$EXP_DIR/checkpoints")
 }

@@ -106,7 +106,8 @@ class Comparison:
     def open(self) -> None:
         """Make and lock the folder. Raises ConfigError if it is in use or holds a comparison of other settings."""
         path = self.out / "settings.json"
-        if self.out.is_dir() and any(self.out.iterdir()) and not path.is_file():
+        there = {one.name for one in self.out.glob("*") if not one.name.startswith(f".{path.name}.")}
+        if there - {"lock"} and not path.is_file():  # a comparison that was killed at its start left no more than these
             raise ConfigError(f"OUT={self.out}: is not empty and holds no comparison; choose another folder")
         if path.is_file():
             self.settings.refuse_change(Settings.from_dict(json.loads(path.read_text())), self.out)
@@ -241,14 +242,15 @@ class Comparison:
                 raise Failed(f"{folder}: ended before step {last}; see its train.log")
             if ARMS[arm].log not in (folder / "train.log").read_text(errors="replace"):
                 raise Failed(f"{folder}: its log lacks {ARMS[arm].log!r}: another layer ran; see its train.log")
-            for name in ("checkpoints", "data_cache", "tensorboard"):
-                shutil.rmtree(folder / name, ignore_errors=True)
             facts = {
                 "launch": launch.portable(folder), "arm": arm, "seed": seed, "steps": schedule.steps,
                 "batch": schedule.batch, "micro_batch": size, "learning_rate": float(rate[0]),
                 "at_once": self.places.at_once, "wall_s": time.time() - began,
             }  # fmt: skip
             write_durably(done, json.dumps(facts, indent=1) + "\n")
+        # After done.json: a comparison that is killed here must not resume from half a checkpoint.
+        for name in ("checkpoints", "data_cache", "tensorboard"):
+            shutil.rmtree(folder / name, ignore_errors=True)
         return History.of_run(folder)
 
     def _schedule(self, job: Job, tokens: float) -> Schedule:
@@ -347,13 +349,13 @@ class Comparison:
             "micro_batch_size": smaller[-1],
             "failed": {**found.get("failed", {}), str(size): why},
         }
-        path = self.out / "micro_batch" / arm / "micro_batch.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_durably(path, json.dumps(found, indent=1) + "\n")
         in_use = [self.folder(job) for job in running]
         for folder in (*self.out.glob(f"runs/{arm}/*"), *self.out.glob(f"tuning/{arm}/*")):
             if folder not in in_use:
                 shutil.rmtree(folder, ignore_errors=True)
+        path = self.out / "micro_batch" / arm / "micro_batch.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_durably(path, json.dumps(found, indent=1) + "\n")  # after the runs that have the other size are gone
         _say(f"{arm}: {why} with a micro-batch of {size}; all its runs start again with {smaller[-1]}")
         return True
 

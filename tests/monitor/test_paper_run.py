@@ -64,8 +64,11 @@ def test_every_run_is_made_once_seed_by_seed(
     assert "run 1 of 6: dense, seed 1234: about " in capsys.readouterr().out
     assert not list(tmp_path.glob("runs/*/*/checkpoints"))
     shutil.rmtree(tmp_path / "runs/dmoe/1235")
+    half = tmp_path / "runs/dense/1234/checkpoints/iter_0000010"  # of a comparison that was killed after done.json
+    half.mkdir(parents=True)
     _comparison(tmp_path, SEEDS="2").train(10e3)
     assert launches == [*first, "dmoe 1235"], "finished runs are not repeated"
+    assert not half.parent.exists()
     assert "run 5 of 6: dmoe" in capsys.readouterr().out
 
 
@@ -290,6 +293,9 @@ def test_finished_runs_need_no_package(tmp_path: Path) -> None:
 
 def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    out.mkdir()
+    for left in ("lock", ".settings.json.123"):  # of a comparison that was killed at its start
+        (out / left).touch()
     _comparison(out)
     with pytest.raises(ConfigError, match=r"BATCH=16: .* was started with 8"):
         _comparison(out, BATCH="16")
