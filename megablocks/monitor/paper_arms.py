@@ -6,6 +6,7 @@ number of steps and schedule of the learning rate, so they see the same tokens i
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 from collections.abc import Mapping
@@ -310,8 +311,9 @@ class Schedule(NamedTuple):
         # All evaluations together read at most a fifth of the training's tokens. That is a fifteenth of its work, for
         # they have no backward. They read the same samples, so few of them do not make the loss jump.
         iters = max(1, min(steps // (5 * points), valid_tokens // (batch * sequence), 100))
-        save = 0 if settings.save_every == "0" else int(amount("SAVE_EVERY", settings.save_every)[0])
-        return cls(steps, batch, every // unit, every, iters, save // (batch * sequence) if save else 0)
+        save, log = 0 if settings.save_every == "0" else amount("SAVE_EVERY", settings.save_every)[0], every // unit
+        # Whole log intervals, so that a run that resumes logs the losses and loads of one that was not stopped.
+        return cls(steps, batch, log, every, iters, log * math.ceil(save / (log * batch * sequence)))
 
     def last_step(self, arm: str) -> int:
         """The step that ends a run of the arm; it is evaluated."""
