@@ -8,13 +8,16 @@ import importlib.util
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -366,41 +369,62 @@ def _toy_data(folder: Path) -> str:
     return str(folder)
 
 
-def _learned(out: Path) -> list[dict]:
-    """The runs of a record without their times and their folders."""
-    runs = json.loads((out / "record.json").read_text())["runs"]
-    timed = {"seconds", "tokens_per_second"}
-    return [
-        {"arm": run["arm"], **{part: {name: values for name, values in run[part].items() if name not in timed}
-                               for part in ("validation", "curve")}}
-        for run in runs
-    ]  # fmt: skip
+def _lasting(out: Path) -> dict:
+    """The record without times, speeds and memory; it holds no paths."""
+    record = json.loads((out / "record.json").read_text())
+    for run in record["runs"]:
+        for name in ("wall_s", "step_ms", "peak_gib"):
+            del run[name]
+        for part in (run, run["validation"], run["curve"]):
+            for name in ("seconds", "tokens_per_second"):
+                part.pop(name, None)
+    return record
 
 
-@pytest.mark.slow
-@pytest.mark.xdist_group("ranks")
-@pytest.mark.parametrize("seed", [1, 2])
-def test_a_comparison_killed_at_three_random_points_learns_the_same(tmp_path: Path, seed: int) -> None:
-    """Runs that save are killed wherever they are. The report equals that of a comparison nobody killed."""
-    environment = _environment(DATA_PREFIX=_toy_data(tmp_path / "set"), SAVE_EVERY="3k")
-    began = time.monotonic()
-    subprocess.run([*COMPARE, str(tmp_path / "whole"), "toy"], env=environment, check=True, capture_output=True)
-    took, draw = time.monotonic() - began, random.Random(seed)
-    out = tmp_path / "out"
-    for _ in range(3):
-        comparison = subprocess.Popen([*COMPARE, str(out), "toy"], env=environment, stdout=subprocess.DEVNULL,
-                                      stderr=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
-        time.sleep(draw.uniform(0.1, 0.3) * took)
-        assert comparison.poll() is None
-        _kill_all(psutil.Process(comparison.pid))
-        comparison.wait()
-    subprocess.run([*COMPARE, str(out), "toy"], env=environment, check=True, capture_output=True)
-    assert _learned(out) == _learned(tmp_path / "whole")
-    quality = [
-        (folder / "RESULTS.md").read_text().split("quality at equal tokens")[1].split("\n## ")[0]
-        for folder in (out, tmp_path / "whole")
-    ]
-    assert quality[0] == quality[1]
+def _report(out: Path) -> list[str]:
+    """The sections of RESULTS.md, those of times and speeds without numbers."""
+    sections = (out / "RESULTS.md").read_text().split("\n## ")
+    timed = ("toy: time to the dense", "toy: step time")
+    return [re.sub(r"\d[\d,.]*", "#", one) if one.startswith(timed) else one for one in sections]
+
+
+class _Killed:
+    """A comparison that starts again and again. Each time it gets so far, and then all its processes are killed."""
+
+    def __init__(self, out: Path, environment: dict[str, str], whole: Path, draw: random.Random) -> None:
+        self.command, self.environment = [*COMPARE, str(out), "toy"], environment
+        self.out, self.whole, self.draw = out, whole, draw
+
+    def _kill(self, begin: Callable[[], Any], seconds: float) -> None:
+        with subprocess.Popen(self.command, env=self.environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                              start_new_session=True) as comparison:  # fmt: skip
+            while not begin():
+                assert comparison.poll() is None
+                time.sleep(0.002)
+            time.sleep(self.draw.uniform(0, seconds))
+            assert comparison.poll() is None, "it has ended; draw from a shorter time"
+            _kill_all(psutil.Process(comparison.pid))
+
+    def before_training(self) -> None:
+        self._kill(lambda: True, 8)
+
+    def in_training(self, arm: str) -> None:
+        """After its first save, which does not end its training."""
+        folder = self.out / "runs" / arm / "1234"
+        (run,) = (run for run in json.loads((self.whole / "record.json").read_text())["runs"] if run["arm"] == arm)
+        self._kill(lambda: any(folder.glob("checkpoints/iter_*")), run["curve"]["seconds"][-1] / 2)
+        assert any(folder.glob("checkpoints/iter_*")) and not (folder / "done.json").exists()
+
+    def between_runs(self) -> None:
+        self._kill((self.out / "runs/dense/1234/done.json").exists, 0.5)
+        assert not (self.out / "runs/capacity-1/1234/done.json").exists()
+
+    def in_the_report(self) -> None:
+        """While the record, the pictures and RESULTS.md are written, which were never written before."""
+        done, report = (self.whole / name for name in ("runs/capacity-1/1234/done.json", "RESULTS.md"))
+        took = report.stat().st_mtime - done.stat().st_mtime
+        self._kill((self.out / "runs/capacity-1/1234/done.json").exists, 0.9 * took)
+        assert not (self.out / "RESULTS.md").exists()
 
 
 def _kill_all(process: psutil.Process) -> None:
@@ -410,6 +434,45 @@ def _kill_all(process: psutil.Process) -> None:
         for child in process.children():
             _kill_all(child)
         process.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A comparison of two arms that nobody killed, and its environment. It saves at steps that end no log interval."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    variables = {"ARMS": "dense,capacity-1", "BUDGET": "40k", "SAVE_EVERY": "6k"}
+    environment = _environment(DATA_PREFIX=_toy_data(folder / "set"), **variables)
+    command = [*COMPARE, str(folder / "out"), "toy"]
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    return folder / "out", environment
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize(
+    ("seed", "points"),
+    [
+        (1, [_Killed.before_training, lambda it: it.in_training("dense"), _Killed.in_the_report]),
+        (2, [_Killed.between_runs, lambda it: it.in_training("capacity-1"), _Killed.in_the_report]),
+    ],
+)
+def test_K11_a_comparison_killed_at_three_random_points_gives_the_same_report(
+    tmp_path: Path, undisturbed: tuple[Path, dict[str, str]], seed: int, points: list[Callable[[_Killed], None]]
+) -> None:
+    """Losses, drops and loads are equal in every digit, whether a run resumes or starts again."""
+    whole, environment = undisturbed
+    out, draw = tmp_path / "out", random.Random(seed)
+    killed = _Killed(out, environment, whole, draw)
+    for kill in points:
+        kill(killed)
+    subprocess.run(killed.command, env=environment, check=True, capture_output=True)
+    logs = "".join(path.read_text() for path in out.glob("runs/*/*/train.log"))
+    assert "successfully loaded checkpoint" in logs, "no run resumed"
+    assert _lasting(out) == _lasting(whole)
+    assert _report(out) == _report(whole)
+    kept = [sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.name[0] != ".")
+            for folder in (out, whole)]  # fmt: skip
+    assert kept[0] == kept[1], "no checkpoint is left"
 
 
 @pytest.mark.xdist_group("ranks")
