@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The checks, then the tests. Usage: scripts/test.sh [--all] [pytest arguments]
+# The tests, and the checks beside them. Usage: scripts/test.sh [--all] [pytest arguments]
 #   --all      also runs the slow tests
 #   DRY_RUN=1  only prints the commands
 #   WORKERS=N  pytest workers (default 2)
@@ -22,13 +22,22 @@ fi
 source scripts/env.sh
 use_env megatron dev docs
 export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
-status=0 last=""
-bash scripts/check.sh || { status=1 last="test: scripts/check.sh failed; its output stands before that of the tests"; }
+if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
+    # Tests start some hundred processes, and each would compile torch (2 s) and Megatron (8 s) again.
+    unset PYTHONDONTWRITEBYTECODE
+    export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$PWD/build/bytecode}"
+fi
+log=$(mktemp)
+bash scripts/check.sh >"$log" 2>&1 & # beside the tests, which leave cores idle
+checking=$!
+trap 'kill "$checking" 2>/dev/null || true; rm -f "$log"' EXIT # a command that fails here would set the exit status
+status=0
 if nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
     echo "test: first the CPU path, then the tests for the GPU"
     CUDA_VISIBLE_DEVICES="" "$PYTHON" -m pytest "${args[@]}" || status=$?
     args+=(-m "gpu or any_device")
 fi
 "$PYTHON" -m pytest "${args[@]}" || status=$?
-[ -z "$last" ] || echo "$last"
+wait "$checking" || status=1
+cat "$log"
 exit "$status"
