@@ -7,7 +7,9 @@ processes, and a rank starts in milliseconds instead of the seconds that `import
 from __future__ import annotations
 
 import datetime
+import gc
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import tempfile
@@ -29,6 +31,18 @@ _PRELOAD = [
     "megablocks.testing.poison",
     "torch._dynamo",  # the first call of a custom op imports it, which takes 1.7 s
 ]
+_more: tuple[str, ...] = ()
+
+
+def preload(*modules: str) -> None:
+    """From the next call on, ranks also have `modules`, imported by a new server, instead of those given before.
+
+    What an import changes, as megablocks.megatron.specs changes torch, it changes in all these ranks.
+    """
+    global _more
+    if modules != _more:
+        multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]  # nothing public ends the server
+        _more = modules
 
 
 class RankFailed(RuntimeError):
@@ -49,6 +63,7 @@ def _rank_main(
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # the modules' objects stay, and a collection that looks at them takes half a second
     try:
         torch.set_num_threads(1)
         if backend == "nccl":
@@ -92,7 +107,7 @@ def run_distributed_test(
         RankFailed: with the traceback of the rank that failed first. The other ranks are killed.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload([*_more, *_PRELOAD])
     deadline = time.monotonic() + timeout
     processes, readers = [], []
     with tempfile.TemporaryDirectory(prefix="megablocks-ranks-") as folder:

@@ -7,6 +7,7 @@ lines on stdin and stdout: {"spawn": {argv, env, out, faults}} → {"pid"}, {"po
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -59,6 +60,7 @@ def serve() -> None:
     commands, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     preload()
+    gc.freeze()  # no rank's collection looks at the modules' objects
     codes: dict[int, int] = {}
     print(json.dumps({"ready": True}), file=answers, flush=True)
     for line in commands:
