@@ -475,7 +475,6 @@ def test_K11_a_comparison_killed_at_three_random_points_gives_the_same_report(
     assert kept[0] == kept[1], "no checkpoint is left"
 
 
-@pytest.mark.xdist_group("ranks")
 def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
     """Stopped once in its first run, then completed, then started again: nothing is repeated and the record stays."""
     out = tmp_path / "out"
