@@ -7,9 +7,16 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from megablocks.monitor import heartbeat
+
+pytestmark = pytest.mark.xdist_group("heartbeat")
 
 _PARENT = """
 import json, os, signal, sys, time
@@ -44,27 +51,6 @@ print(json.dumps([pids, codes]))
 """
 
 
-def run(
-    folder: Path, *, timeout: float, lives: list[float], frozen: int | None
-) -> tuple[list[int], list[int], list[str]]:
-    """Process ids, exit codes of the ranks that were not frozen, and the stderr of each rank."""
-    argument = json.dumps([timeout, lives, frozen, str(folder)])
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    out = subprocess.run(
-        [sys.executable, "-c", _PARENT, argument], stdout=subprocess.PIPE, text=True, env=env, check=True
-    ).stdout
-    pids, codes = json.loads(out.splitlines()[-1])
-    return pids, codes, [(folder / str(rank)).read_text() for rank in range(len(lives))]
-
-
-def test_F1_all_other_ranks_name_a_stopped_rank(tmp_path: Path) -> None:
-    pids, codes, said = run(tmp_path, timeout=6.0, lives=[90, 90, 90], frozen=2)
-    assert codes == [heartbeat.EXIT_CODE] * 2
-    for rank in (0, 1):
-        assert said[rank].startswith(f"rank {rank}: rank 2 (") and f"pid {pids[2]}) has been silent" in said[rank]
-        assert len(said[rank].strip().splitlines()) == 1
-
-
 _STOPPED_STORE = """
 import os, signal, time
 from torch.distributed import TCPStore
@@ -84,23 +70,68 @@ time.sleep(90)
 """
 
 
-def test_F1_a_rank_ends_when_the_process_with_the_store_is_stopped() -> None:
-    """A request to it never returns."""
-    command = [sys.executable, "-c", _STOPPED_STORE]
+STOPPED_RANK: dict[str, Any] = {"timeout": 6.0, "lives": [90, 90, 90], "frozen": 2}
+NORMAL_ENDS: dict[str, Any] = {"timeout": 4.0, "lives": [0.2, 9.0, 5.0], "frozen": None}
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[tuple[subprocess.Popen[str], Path]]]:
+    """Those of the tests and their folders, all at once, for they wait most of their time."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as rank:
-        assert rank.stdout is not None and rank.stderr is not None
-        host = int(rank.stdout.readline())
-        try:
-            assert rank.wait() == heartbeat.EXIT_CODE
-        finally:
-            os.kill(host, signal.SIGKILL)
-        said = rank.stderr.read()
-    assert said.startswith("rank 1: the rendezvous store at 127.0.0.1:") and said.count("\n") == 1
-    assert said.endswith(" s: the launcher or rank 0 is stopped or cut off; this rank ends\n")
+    with ExitStack() as stack:
+        started = []
+        for case in (STOPPED_RANK, NORMAL_ENDS, None):
+            folder = tmp_path_factory.mktemp("heartbeat")
+            argument = [json.dumps([*case.values(), str(folder)])] if case else []
+            command = [sys.executable, "-c", _PARENT if case else _STOPPED_STORE, *argument]
+            pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": None if case else subprocess.PIPE}
+            program = subprocess.Popen(command, **pipes, text=True, env=env, start_new_session=True)
+            stack.enter_context(program)
+            stack.callback(_kill_all, program.pid)
+            started.append((program, folder))
+        yield started
 
 
-def test_F1_ranks_that_end_normally_at_different_times_raise_no_alarm(tmp_path: Path) -> None:
-    _, codes, said = run(tmp_path, timeout=4.0, lives=[0.2, 9.0, 5.0], frozen=None)
+def _kill_all(group: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(group, signal.SIGKILL)
+
+
+def _result(program: subprocess.Popen[str], folder: Path) -> tuple[list[int], list[int], list[str]]:
+    """Process ids, exit codes of the ranks that were not frozen, and the stderr of each rank."""
+    out, _ = program.communicate()
+    assert program.returncode == 0
+    pids, codes = json.loads(out.splitlines()[-1])
+    return pids, codes, [(folder / str(rank)).read_text() for rank in range(len(pids))]
+
+
+def test_F1_all_other_ranks_name_a_stopped_rank(programs: list[tuple[subprocess.Popen[str], Path]]) -> None:
+    pids, codes, said = _result(*programs[0])
+    assert codes == [heartbeat.EXIT_CODE] * 2
+    for rank in (0, 1):
+        assert said[rank].startswith(f"rank {rank}: rank 2 (") and f"pid {pids[2]}) has been silent" in said[rank]
+        assert len(said[rank].strip().splitlines()) == 1
+
+
+def test_F1_ranks_that_end_normally_at_different_times_raise_no_alarm(
+    programs: list[tuple[subprocess.Popen[str], Path]],
+) -> None:
+    _, codes, said = _result(*programs[1])
     assert codes == [0, 0, 0]
     assert said == ["", "", ""]
+
+
+def test_F1_a_rank_ends_when_the_process_with_the_store_is_stopped(
+    programs: list[tuple[subprocess.Popen[str], Path]],
+) -> None:
+    """A request to it never returns."""
+    rank, _ = programs[2]
+    assert rank.stdout is not None and rank.stderr is not None
+    host = int(rank.stdout.readline())
+    try:
+        assert rank.wait() == heartbeat.EXIT_CODE
+    finally:
+        os.kill(host, signal.SIGKILL)
+    said = rank.stderr.read()
+    assert said.startswith("rank 1: the rendezvous store at 127.0.0.1:") and said.count("\n") == 1
+    assert said.endswith(" s: the launcher or rank 0 is stopped or cut off; this rank ends\n")
