@@ -13,7 +13,6 @@ exchange_triton.py has the kernels and the reasons why nothing is overwritten to
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -58,13 +57,6 @@ class Sums(NamedTuple):
 
     weight: Tensor | None
     dispatch: Dispatch
-
-
-class Aside(NamedTuple):
-    """A stream beside the current one, and how many multiprocessors an exchange takes there."""
-
-    stream: torch.cuda.Stream
-    programs: int
 
 
 class Exchange:
@@ -167,7 +159,7 @@ class Exchange:
 
     def to_home(
         self, partial: Tensor, local_ids: Tensor, ids: Tensor, values: Tensor | None, sums: Sums | None = None, *,
-        part: str = "both", aside: Aside | None = None,
+        part: str = "both",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Send rows home, and sum those of this rank's tokens.
 
@@ -176,7 +168,6 @@ class Exchange:
             local_ids, ids: (W·M, K) and (T, K), as `to_experts` gave and took them.
             values: (W·M, K) float32 of the local ids, or None.
             sums: `combine`'s other arguments.
-            aside: where the kernel runs; all it reads and writes must be kept until the stream is joined again.
 
         Returns:
             y (T, H); values (T, K), each from its expert's rank.
@@ -189,16 +180,10 @@ class Exchange:
         indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)
         y_values = None if values is None else values.new_empty(ids.shape)
-        programs = turns * size.ranks
-        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        if aside is not None:  # few programs, each as large as a multiprocessor takes
-            options |= {"num_warps": 16, "BLOCK": min(next_power_of_2(size.hidden), 1024)}
-            programs, context = min(programs, aside.programs), torch.cuda.stream(aside.stream)
-        with context:
-            to_home_kernel[(programs,)](
-                partial, weight, *indices, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken,
-                self._state, ids.shape[0], *numbers, SUMS=dispatch is not None, **options,
-            )  # fmt: skip
+        to_home_kernel[(turns * size.ranks,)](
+            partial, weight, *indices, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken,
+            self._state, ids.shape[0], *numbers, SUMS=dispatch is not None, **options,
+        )  # fmt: skip
         return y, y_values
 
     def dispatch(self, local_ids: Tensor) -> Dispatch:

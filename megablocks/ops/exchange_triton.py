@@ -289,23 +289,22 @@ def to_home_kernel(
 
     partial (W·M, H); with SUMS rows (R, H) by expert, weight (W·M·K,) or None for ones, and the indices of a Dispatch.
     """
+    turn = tl.program_id(0) // WORLD
+    role = tl.program_id(0) % WORLD
     sums = (weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr)
-    for program in range(tl.program_id(0), (chunks + lag) * WORLD, tl.num_programs(0)):  # of a whole grid once
-        turn = program // WORLD
-        role = program % WORLD
-        if role < WORLD - 1:
-            if pushes & (turn < chunks):
-                _push(
-                    turn, (rank + 1 + role) % WORLD, partial_ptr, H, sums, local_ids_ptr, values_ptr, peers_ptr,
-                    sent_ptr, state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at,
-                    values_at, flags_at, True, SUMS, False, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
-                )  # fmt: skip
-        elif reads & (turn >= lag):
-            _total(
-                turn - lag, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr,
-                state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, SUMS,
-                WORLD, CHUNK, CHOICES, UNROLL, BLOCK, LIMIT,
+    if role < WORLD - 1:
+        if pushes & (turn < chunks):
+            _push(
+                turn, (rank + 1 + role) % WORLD, partial_ptr, H, sums, local_ids_ptr, values_ptr, peers_ptr, sent_ptr,
+                state_ptr, num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, ids_at, values_at, flags_at,
+                True, SUMS, False, CHUNK, CHOICES, UNROLL, BLOCK, DELAY,
             )  # fmt: skip
+    elif reads & (turn >= lag):
+        _total(
+            turn - lag, partial_ptr, sums, ids_ptr, values_ptr, y_ptr, y_values_ptr, peers_ptr, taken_ptr, state_ptr,
+            num_tokens, max_tokens, rank, experts, chunks, H, K, half_bytes, values_at, flags_at, SUMS, WORLD, CHUNK,
+            CHOICES, UNROLL, BLOCK, LIMIT,
+        )  # fmt: skip
 
 
 @quick

@@ -5,12 +5,9 @@ None of their launches synchronizes with the host or compiles for a token count.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
-import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,26 +94,8 @@ def is_hopper(device: int) -> bool:
 
 
 @functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-_taken = threading.local()
-
-
 def multiprocessors(device: int) -> int:
-    """How many programs of a whole multiprocessor each run at once."""
-    return _multiprocessors(device) - getattr(_taken, "count", 0)
-
-
-@contextlib.contextmanager
-def leaving_free(count: int) -> Iterator[None]:
-    """Inside, products leave `count` multiprocessors to a kernel on another stream."""
-    _taken.count = count
-    try:
-        yield
-    finally:
-        _taken.count = 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def is_available(device: int = 0) -> bool:

@@ -219,7 +219,7 @@ def rope() -> None:
 
 @family("exchange_triton", "to_experts_kernel", "to_home_kernel", "limit_kernel")
 def exchange() -> None:
-    from megablocks.ops.exchange import Aside, Exchange, Layout, Sums
+    from megablocks.ops.exchange import Exchange, Layout, Sums
 
     for (dtype, hidden), ranks in product([(torch.bfloat16, 768), (torch.float32, 520)], (2, 8)):
         layout = Layout(ranks, 64, hidden, 8, dtype)
@@ -230,7 +230,6 @@ def exchange() -> None:
         sums = Sums(None, one.dispatch(local))
         for values_home, how in product((None, values), (None, sums, sums._replace(weight=values))):
             one.to_home(rows, local, ids, values_home, how)
-        one.to_home(rows, local, ids, values, sums, aside=Aside(None, 20))
 
 
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from megablocks.config import MoEConfig
 from megablocks.moe.dispatchers import LocalDispatcher
 from megablocks.moe.experts import Experts
 from megablocks.moe.groups import shard_of
-from megablocks.ops.exchange import Aside, Exchange, Layout
+from megablocks.ops.exchange import Exchange, Layout
 from megablocks.ops.exchange import to_experts as to_experts_op
 from megablocks.ops.exchange import to_home as to_home_op
 from megablocks.ops.fused.remote import Remote
@@ -44,13 +43,12 @@ class Meeting(Exchange):
     """A rank that is one of several threads: they take turns, and all push before any of them reads."""
 
     turns, everyone = threading.Lock(), threading.Barrier(1)
-    aside: Aside | None = None
 
     def to_experts(self, *args: Any, part: str = "both") -> Any:
         return self._meet(super().to_experts, *args)
 
-    def to_home(self, *args: Any, part: str = "both", aside: Aside | None = None) -> Any:
-        return self._meet(partial(super().to_home, aside=self.aside), *args)
+    def to_home(self, *args: Any, part: str = "both") -> Any:
+        return self._meet(super().to_home, *args)
 
     def _meet(self, exchange: Callable[..., Any], *args: Any) -> Any:
         for part in ("push", "read"):
@@ -194,8 +192,6 @@ def test_E6_experts_that_exchange_equal_exchanges_around_them(
     world: int, kind: str, tokens: list[int], top_k: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The op that sums rows while it pushes them, beside `combine` and an exchange of its sums: the same bits."""
-    three_programs = Aside(None, 3)  # type: ignore[arg-type]
-    monkeypatch.setattr(Meeting, "aside", three_programs if changes else None)
     monkeypatch.setenv("MEGABLOCKS_COMPILE_AHEAD", "0")  # it would run one rank alone, which then waits for the others
     monkeypatch.setattr("megablocks.ops.exchange_triton.LAG", 1)  # fewer than there are chunks, as for many tokens
     config = layer("fused", top_k).replace(**changes)

@@ -10,22 +10,16 @@ computed. A rank's share (W·M, H) of y and of dX is never written: to_home sums
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.exchange import Aside, Exchange, Sums
+from megablocks.ops.exchange import Exchange, Sums
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, Options, fused_mlp_op, gradients, save
-from megablocks.ops.hopper import leaving_free
 from megablocks.ops.library import once_differentiable
 from megablocks.ops.quant.quant import OFF
-
-BESIDE_DW = 0
-"""Multiprocessors that send dX home while the others compute dW1 and dV1; 0: one after the other."""
 
 
 class Remote(NamedTuple):
@@ -61,36 +55,15 @@ class _RemoteMlp(torch.autograd.Function):
         if dy is None:
             return (None,) * 12
 
-        aside = _aside(dy)
-        kept: list[Any] = []  # what a kernel on the other stream still reads
-
         def send(rows: Tensor, d_weight: Tensor, dispatch: Any) -> tuple[Tensor, Tensor]:
             values = d_weight.view(local_ids.shape)
-            if aside is not None:
-                aside.stream.wait_stream(torch.cuda.current_stream(rows.device))
-                beside.enter_context(leaving_free(aside.programs))
-                kept.extend((rows, values, dispatch))
-            dx, home = exchange.to_home(rows, local_ids, ids, values, Sums(None, dispatch), aside=aside)
+            dx, home = exchange.to_home(rows, local_ids, ids, values, Sums(None, dispatch))
             assert home is not None
             return dx, home
 
         dy = exchange.to_experts(dy.contiguous(), ids, None, local_ids)[0]
-        with contextlib.ExitStack() as beside:
-            dx, d_weight, of_parameters = gradients(ctx, dy, send)
-        if kept:
-            assert aside is not None
-            torch.cuda.current_stream(dy.device).wait_stream(aside.stream)
+        dx, d_weight, of_parameters = gradients(ctx, dy, send)
         return dx, d_weight, *of_parameters, *(None,) * 4
-
-
-@functools.cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device, priority=-1)
-
-
-def _aside(t: Tensor) -> Aside | None:
-    """Where the sums for dX go home while dW1 and dV1 are computed; None for after the kernels before them."""
-    return Aside(_stream(t.device), BESIDE_DW) if BESIDE_DW and t.is_cuda else None
 
 
 def remote_mlp(
