@@ -128,7 +128,7 @@ class Case:
             "down": lambda: products.grouped_mm_op(d_act, w2, self.offsets),
             "dA": lambda: mlp.down_gradient_op(self.dy, w2, pre, gate, self.weight, d, swiglu),
             "dX": lambda: products.grouped_mm_sum_op(pre, w1, gate, v1, self.offsets),
-            "dW1": lambda: products.gathered_mm_dw_gated_op(pre, gate, self.x, d),
+            "dW1": lambda: [products.gathered_mm_dw_op(t, self.x, d) for t in (pre, gate)],
             "dW2": lambda: products.gathered_mm_dw_op(d_act, self.dy, d),
             "combine": lambda: combine_op(rows, self.weight, d),
         }

@@ -126,13 +126,6 @@ def parts_of(acc, c: gl.constexpr):
 
 
 @gluon.jit
-def rounded_parts(acc, dtype: gl.constexpr, c: gl.constexpr):
-    """The four of parts_of, as a tile that is written late waits in registers."""
-    p0, p1, p2, p3 = parts_of(acc, c)
-    return p0.to(dtype), p1.to(dtype), p2.to(dtype), p3.to(dtype)
-
-
-@gluon.jit
 def stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
     """Write part i of a tile to the consumer's next output buffer, once the store that last read it has gone."""
     buf = bufs.index(WG * c.out_buffers + i % c.out_buffers)

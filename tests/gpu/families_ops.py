@@ -320,8 +320,6 @@ def grouped_hopper(device: torch.device) -> Step:
     def launches() -> list[Tensor]:
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper_dw.ragged_k(dy, x, offsets, g) for g in (None, order)]
-        for g in (None, order):
-            out += hopper_dw.ragged_k_gated(dy, 2 * dy, x, offsets, g)
         for tile in tiles:  # no expert has rows, so no element of `order` may be read, not even prefetched
             hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
         return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]

@@ -257,15 +257,13 @@ def grouped_hopper() -> None:
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
 def grouped_hopper_dw() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k, ragged_k_gated
+    from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
 
     for m, n in ((64, 128), (128, 128), (512, 512)):  # each tile of choose_k
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
             ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
-            ragged_k_gated(a, a, b, ints(17), gather)
-            ragged_k_gated(a, a, b, ints(17), gather, add_to=(torch.zeros(16, m, n), torch.zeros(16, m, n)))
 
 
 @family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")

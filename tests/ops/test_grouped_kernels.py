@@ -247,37 +247,6 @@ def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype
 
 @pytest.mark.gpu
 @hopper_only
-@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
-@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
-@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
-def test_N6_two_left_operands_equal_each_alone(
-    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool
-) -> None:
-    """Bit for bit, also what is added to; each half's sums are in the order of its own launch."""
-    offsets, rows = make(loads, 21, "cuda")
-    used = sum(loads)
-    gather = gather_of(rows, 500, "cuda") if gathered else None
-    a, a2 = (fill(rows, m, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 3))
-    b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
-    if gather is not None:
-        gather[used:] = 500
-    assert hopper_dw.supports_gated(a, a2, b, offsets)
-    with poisoned_empty():
-        both = hopper_dw.ragged_k_gated(a, a2, b, offsets, gather)
-        alone = [hopper_dw.ragged_k(t, b, offsets, gather) for t in (a, a2)]
-    total = fill(len(loads), m, n, dtype=torch.float32, device="cuda", seed=4)
-    sums = total.clone(), 2 * total
-    assert all(
-        x is y for x, y in zip(hopper_dw.ragged_k_gated(a, a2, b, offsets, gather, add_to=sums), sums, strict=True)
-    )
-    for i, left in enumerate((a, a2)):
-        assert torch.equal(both[i], alone[i])
-        assert_near(both[i], blocks_ref(left, b, offsets, gather), max(loads))
-        assert torch.equal(sums[i], hopper_dw.ragged_k(left, b, offsets, gather, add_to=(i + 1) * total))
-
-
-@pytest.mark.gpu
-@hopper_only
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
 @pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
@@ -395,7 +364,6 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
             hopper.ragged_m_sum(x, w, x, w, offsets),
             hopper_dw.ragged_k(x, x, offsets), hopper_dw.ragged_k(x, x, offsets, gather),
             hopper_dw.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
-            *hopper_dw.ragged_k_gated(x, x, x, offsets, gather),
         ]  # fmt: skip
 
     run()

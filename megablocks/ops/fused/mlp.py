@@ -42,8 +42,6 @@ from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
-    gathered_mm_dw_gated_add_op,
-    gathered_mm_dw_gated_op,
     gathered_mm_dw_op,
     gathered_mm_op,
     grouped_mm_sum_op,
@@ -311,13 +309,8 @@ def gradients(
             else:
                 dx = rows if ctx.options.in_order else combine_op(rows, None, dispatch)
             del rows
-        if need_w1 and need_v1 and main_w1 is None and main_v1 is None:
-            dw1, dv1 = gathered_mm_dw_gated_op(d_pre, d_gate, x, dispatch)
-        elif need_w1 and need_v1 and main_w1 is not None and main_v1 is not None:
-            gathered_mm_dw_gated_add_op(main_w1, main_v1, d_pre, d_gate, x, dispatch)
-        else:
-            dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
-            dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
+        dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
+        dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
         db1 = expert_sum_op(d_pre, offsets).to(b1.dtype) if need_b1 else None
         dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 else None
     if need_b2:

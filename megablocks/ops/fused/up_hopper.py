@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
@@ -25,12 +25,9 @@ from megablocks.ops.hopper_gluon import (
     find_tile,
     gather_lanes,
     gather_rows,
-    issue,
     multiply,
     operand_buffers,
     parts_of,
-    retire,
-    rounded_parts,
     row_ids,
     row_sources,
     store_rows,
@@ -59,11 +56,6 @@ class _Plan(grouped.Plan):
     @property
     def n_tiles(self) -> int:
         return -(-self.N // self.columns)
-
-    @property
-    def late(self) -> bool:
-        """Whether a tile waits, rounded, for the next one's products: its two parts go with two of three steps."""
-        return self.gated and not self.pingpong and not self.has_bias and self.steps > 2
 
 
 # Both consumers on one tile: 487 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200, where turns take 535.
@@ -111,9 +103,7 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
 
 
 @gluon.jit
-def _direct_consumer(
-    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
@@ -142,67 +132,6 @@ def _direct_consumer(
                 p1 = p2
                 p2 = p3
     tma.store_wait(0)
-
-
-@gluon.jit
-def _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
-    """As _direct_consumer, for gated tiles that both consumers share; each tile is written *late*.
-
-    A rounded tile waits in registers. Its two column parts are activated and stored while the next tile's first
-    products run. If ptxas moved the rounding in among those products, it would wait for each as soon as it is issued;
-    tests/ops/test_grouped_compile.py checks that it does not.
-    """
-    LATE: gl.constexpr = 2
-    shape: gl.constexpr = [c.rows, c.BN]
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
-    dtype: gl.constexpr = o_bufs.dtype
-    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
-    pre0, pre1, gate0, gate1 = rounded_parts(gl.zeros(shape, gl.float32, layout), dtype, c)
-    # Of the tile that waits. Each starts as an object of its own, or Triton does not carry it around the loop.
-    expert = gl.to_tensor(0)
-    row = gl.to_tensor(0)
-    last = gl.to_tensor(0)
-    col = gl.to_tensor(0)
-    for tile in range(start, tiles, step):
-        next_expert = e
-        next_row = m0 + WG * c.rows
-        next_last = end
-        next_col = n0 // 2
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        acc = gl.zeros(shape, gl.float32, layout)
-        for i in gl.static_range(LATE):
-            acc = issue(it, acc, x_bufs, w_bufs, full, i > 0, WG, c)
-            if tile > start:
-                if i == 0:
-                    _finish(pre0, gate0, 0, o_bufs, outs, expert, row, last, col, WG, c)
-                else:
-                    _finish(pre1, gate1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
-            acc = retire(it, acc, empty, i > 0, c)
-            it += 1
-        for _ in range(LATE, c.steps):
-            acc = issue(it, acc, x_bufs, w_bufs, full, True, WG, c)
-            acc = retire(it, acc, empty, True, c)
-            it += 1
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1)
-        pre0, pre1, gate0, gate1 = rounded_parts(acc, dtype, c)
-        expert = next_expert
-        row = next_row
-        last = next_last
-        col = next_col
-    if start < tiles:
-        _finish(pre0, gate0, 0, o_bufs, outs, expert, row, last, col, WG, c)
-        _finish(pre1, gate1, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
-    tma.store_wait(0)
-
-
-@gluon.jit
-def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
-    if c.late:
-        _late_consumer(x_bufs, w_bufs, o_bufs, full, empty, outs, offsets_ptr, experts, WG, c)
-    else:
-        _direct_consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG, c)
 
 
 @gluon.jit

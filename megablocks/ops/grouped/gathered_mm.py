@@ -10,8 +10,8 @@ are dX. They are summed in the order of the token's pairs, so reruns are bit-ide
 Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather likewise.
 
 Two weights share a call because their gradients do: one product over 2·N makes dX, where two would write, read and add
-(R, H) each, and one launch makes dW and dV and reads x's rows once. Forward they stay two products, since one for both
-was no faster. `grouped_mm` chooses what runs where; torch's kernels get rows gathered beforehand.
+(R, H) each. Forward they stay two products, since one for both was no faster. `grouped_mm` chooses what runs where;
+torch's kernels get rows gathered beforehand.
 """
 
 from __future__ import annotations
@@ -69,20 +69,6 @@ def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
 
 
-def _fake_gathered_mm_dw_gated(a: Any) -> tuple[Tensor, Tensor]:
-    shape = a.dispatch.num_experts, a.dy.shape[1], a.x.shape[1]
-    return a.x.new_empty(shape), a.x.new_empty(shape)
-
-
-@custom_op("megablocks::gathered_mm_dw_gated", fake=_fake_gathered_mm_dw_gated)
-def gathered_mm_dw_gated_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    """gathered_mm_dw_op of dy and of dy2 (R, N)."""
-    d, offsets = dispatch, dispatch.expert_offsets
-    if d.num_rows > 0 and (hopper := hopper_ragged_k(x)) and hopper.supports_gated(dy, dy2, x, offsets):
-        return hopper.ragged_k_gated(dy, dy2, x, offsets, d.gather)
-    return gathered_mm_dw_op(dy, x, d), gathered_mm_dw_op(dy2, x, d)
-
-
 @custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
 def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispatch) -> None:
     """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous.
@@ -98,19 +84,6 @@ def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispat
         twin.ragged_k(dy, x, offsets, d.gather, add_to=total)
     else:
         total += grouped_mm_dw_ref(dy.to(total.dtype), gather_op(x, d).to(total.dtype), offsets)
-
-
-@custom_op("megablocks::gathered_mm_dw_gated_add", mutates_args=("total", "total2"), fake=lambda *_: None)
-def gathered_mm_dw_gated_add_op(
-    total: Tensor, total2: Tensor, dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch
-) -> None:
-    """gathered_mm_dw_add_op of dy to total and of dy2 to total2."""
-    d, offsets = dispatch, dispatch.expert_offsets
-    if d.num_rows > 0 and (hopper := hopper_ragged_k(x)) and hopper.supports_gated(dy, dy2, x, offsets):
-        hopper.ragged_k_gated(dy, dy2, x, offsets, d.gather, add_to=(total, total2))
-        return
-    gathered_mm_dw_add_op(total, dy, x, d)
-    gathered_mm_dw_add_op(total2, dy2, x, d)
 
 
 def _fake_gathered_mm(a: Any) -> tuple[Tensor, Tensor]:
@@ -156,11 +129,9 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
             d_rows = grouped_mm_op(d_pre, w.transpose(1, 2), dispatch.expert_offsets)
         dx = combine_op(d_rows, None, dispatch)
     x = unpack(ctx.packed, codes, scales) if need_w or need_v else None
-    if need_w and need_v and ctx.gated:
-        dw, dv = (d.transpose(1, 2) for d in gathered_mm_dw_gated_op(d_pre, d_gate, x, dispatch))
-    elif need_w:
+    if need_w:
         dw = gathered_mm_dw_op(d_pre, x, dispatch).transpose(1, 2)
-    elif need_v and ctx.gated:
+    if need_v:
         dv = gathered_mm_dw_op(d_gate, x, dispatch).transpose(1, 2)
     return dx, dw, dv, None, None
 
@@ -196,7 +167,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
 def gathered_mm_gated(
     x: Tensor, w1: Tensor, v1: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
 ) -> tuple[Tensor, Tensor]:
-    """`gathered_mm` with both up-projections of a gated MLP, which share a launch where they can.
+    """`gathered_mm` with both up-projections of a gated MLP, whose gradients of x are one product.
 
     Args:
         x, dispatch, num_bits: as in `gathered_mm`.
