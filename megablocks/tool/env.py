@@ -64,17 +64,6 @@ def _products(x: torch.Tensor) -> str:
     return TORCH if ops.has_torch_kernel(x) else _path_of(ops.twin_kernels(x), REFERENCE)
 
 
-def _fused(x: torch.Tensor) -> str:
-    import torch
-
-    from megablocks.moe.impls import sorted_dispatch
-    from megablocks.ops.fused.mlp import up_kernels
-
-    offsets = x.new_zeros(2, dtype=torch.int32)
-    kernels = up_kernels(x, x[None], None, None, None, sorted_dispatch(offsets, len(x)))
-    return _path_of(kernels, _products(x))
-
-
 def _sparse(x: torch.Tensor) -> str:
     from megablocks.ops.sparse.products import hopper_kernels
 
@@ -107,7 +96,7 @@ def _plain(x: torch.Tensor) -> str:
 
 
 FAMILIES: dict[str, Callable[[torch.Tensor], str]] = {
-    "fused": _fused,
+    "fused": _products,
     "grouped": _products,
     "sparse": _sparse,
     "scatter": _plain,

@@ -308,17 +308,6 @@ def fused_gradient_hopper() -> None:
         down_gradient(dy, w2, z, gate, torch.zeros(rows), dispatch_of(64, rows, 16), activation)
 
 
-@family("fused.up_triton", "_up_kernel")
-def fused_up_twin() -> None:
-    from megablocks.ops.activation_table import ACTIVATIONS, Activation
-    from megablocks.ops.fused.up_triton import up
-
-    for dtype, (name, inner) in product(EVERY, product(ACTIVATIONS, (64, 512))):
-        x, w = torch.zeros(64, 256, dtype=dtype), torch.zeros(8, inner, 256, dtype=dtype)
-        v, bias = w if Activation(name).gated else None, torch.zeros(8, inner, dtype=dtype)
-        up(x, w, v, bias, None if v is None else bias, dispatch_of(64, 4096, 8), Activation(name))
-
-
 @family("fused.up_hopper", "up_kernel", architectures=(90,))
 def fused_up() -> None:
     from megablocks.ops.activation_table import ACTIVATIONS, Activation

@@ -25,7 +25,6 @@ from megablocks.ops.routing.dispatch import Dispatch, build_dispatch, make_routi
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
-from ops.far_rows import far_rows
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("x", "weight", "w1", "v1", "w2", "b1", "c1", "b2")
@@ -361,27 +360,6 @@ def test_N6_fused_mlp_of_rows_in_order_equals_that_of_a_dispatch(activation, rec
         _fused(sorted_rows, activation, in_order=True)(values | {"weight": torch.ones(11)})
 
 
-def _up_equals_a_loop(values, dispatch, name):
-    from megablocks.ops.fused.up_triton import up
-
-    v = {n: None if t is None else t.to(DEVICE) for n, t in values.items()}
-    d, activation = Dispatch(*(t.to(DEVICE) for t in dispatch[:5])), Activation(name, "none")
-    with poisoned_empty():
-        pre, gate, act = up(v["x"], v["w1"], v["v1"], v["b1"], v["c1"], d, activation)
-    bounds = d.expert_offsets.tolist()
-    for e in range(len(bounds) - 1):
-        rows = slice(bounds[e], bounds[e + 1])
-        x = v["x"][d.gather[rows].long()].double()
-        want_pre = x @ v["w1"][e].double().t() + (0 if v["b1"] is None else v["b1"][e])
-        torch.testing.assert_close(pre[rows].double(), want_pre, rtol=1e-5, atol=1e-5)
-        want_gate = None
-        if gate is not None:
-            want_gate = x @ v["v1"][e].double().t() + (0 if v["c1"] is None else v["c1"][e])
-            torch.testing.assert_close(gate[rows].double(), want_gate, rtol=1e-5, atol=1e-5)
-        want = activation_ref(want_pre, want_gate, activation)
-        torch.testing.assert_close(act[rows].double(), want, rtol=1e-5, atol=1e-5)
-
-
 def test_N5_fused_mlp_backward_under_autocast():
     """A `with` around a whole step narrows nothing that the op computes in float32."""
     values, dispatch, _, dy = _case(13, 16, 8, 3, 2, True, True, dtype=torch.bfloat16)
@@ -390,35 +368,6 @@ def test_N5_fused_mlp_backward_under_autocast():
     with torch.autocast("cpu", dtype=torch.bfloat16):
         _, inside = _with_gradients(run, values, dy)
     assert all(torch.equal(inside[name], grad) for name, grad in outside.items())
-
-
-@pytest.mark.any_device
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("tokens, hidden, inner, experts, k", [(13, 12, 10, 5, 2), (40, 33, 20, 3, 1), (1, 8, 4, 1, 1)])
-def test_R6_up_kernel_equals_its_reference(tokens, hidden, inner, experts, k, activation, bias):
-    values, d, _, _ = _case(tokens, hidden, inner, experts, k, activation in GATED, bias, dtype=torch.float32)
-    _up_equals_a_loop(values, d, activation)
-
-
-@pytest.mark.any_device
-@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-def test_R1_up_kernel_with_empty_experts_and_no_expert(activation):
-    ids = torch.tensor([[1, -1], [3, 3], [-1, -1], [1, 3], [3, -1]])
-    values, d, _, _ = _case(5, 12, 10, 5, 2, activation in GATED, True, dtype=torch.float32, ids=ids)
-    _up_equals_a_loop(values, d, activation)
-
-
-@pytest.mark.any_device
-@pytest.mark.parametrize("activation", ["relu", "swiglu"])
-def test_N4_up_kernel_takes_rows_past_two_to_the_31_elements(activation):
-    from megablocks.ops.fused.up_triton import up
-
-    values, d, _, _ = _case(3, 16, 16, 2, 2, activation in GATED, True, dtype=torch.float16)
-    x, w1, v1, b1, c1 = (None if (t := values[n]) is None else t.to(DEVICE) for n in ("x", "w1", "v1", "b1", "c1"))
-    rest = w1, v1, b1, c1, Dispatch(*(t.to(DEVICE) for t in d[:5])), Activation(activation, "none")
-    for far, near in zip(up(far_rows(x), *rest), up(x, *rest), strict=True):
-        assert near is None or torch.equal(far, near)
 
 
 @pytest.mark.gpu

@@ -19,11 +19,10 @@ nor anything of size R·H outlives a call. Backward, from dY:
 
 The matrices' gradients may instead be added to float32 buffers of the caller (`MainGrads`).
 
-On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On a GPU forward is one kernel
-for pre, gate and act, the down product and `combine`; backward begins with one kernel for d_pre, d_gate, s · act and
-d_weight, which never writes d_act. They are up_hopper.py and gradient_hopper.py where Hopper's kernels run (and pay),
-up_triton.py elsewhere, and a product and a pass over its rows (gradient_triton.py). Where torch's grouped GEMM runs,
-gather, biases and activation are passes of their own.
+On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On Hopper forward is one kernel
+for pre, gate and act (up_hopper.py), the down product and `combine`; backward begins with one kernel for d_pre, d_gate,
+s · act and d_weight, which never writes d_act, where it pays (gradient_hopper.py). Elsewhere pre and gate are products
+and passes for biases and activation, and backward begins with a product and a pass over its rows (gradient_triton.py).
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
@@ -46,7 +45,7 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, has_torch_kernel, twin_kernels
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import combine_op
@@ -161,19 +160,12 @@ def up_kernels(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch
 ) -> ModuleType | None:
     """The module of the kernel that takes these, None where other ops compute pre, gate and act."""
-    if dispatch.num_rows == 0 or (v1 is not None and (b1 is None) != (c1 is None)):
-        return None  # the kernels add both biases or none
-    if runs_hopper(x):
-        from megablocks.ops.fused import up_hopper
+    if dispatch.num_rows == 0 or not runs_hopper(x) or (v1 is not None and (b1 is None) != (c1 is None)):
+        return None  # the kernel adds both biases or none
+    from megablocks.ops.fused import up_hopper
 
-        offsets, rows = dispatch.expert_offsets, dispatch.num_rows
-        if all(up_hopper.supports(x, w, offsets, rows) for w in (w1, v1) if w is not None):
-            return up_hopper
-    if twin_kernels(x) is None or has_torch_kernel(x):
-        return None
-    from megablocks.ops.fused import up_triton
-
-    return up_triton
+    takes = (up_hopper.supports(x, w, dispatch.expert_offsets, dispatch.num_rows) for w in (w1, v1) if w is not None)
+    return up_hopper if all(takes) else None
 
 
 def _fake_fused_up(a: Any) -> tuple[Tensor, Tensor, Tensor]:
