@@ -112,10 +112,8 @@ def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 
 @gluon.jit
 def parts_of(acc, c: gl.constexpr):
-    """acc (rows, BN) in out_parts pieces of its columns, 1, 2 or 4, from left to right."""
-    if c.out_parts == 1:
-        return (acc,)
-    elif c.out_parts == 2:
+    """acc (rows, BN) in out_parts pieces of its columns, 2 or 4, from left to right."""
+    if c.out_parts == 2:
         p0, p1 = _halves(acc, c.rows, c.BN)
         return p0, p1
     else:

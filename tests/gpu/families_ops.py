@@ -380,30 +380,6 @@ def sparse(device: torch.device) -> Step:
 
 
 @family
-def sparse_hopper(device: torch.device) -> Step:
-    """The tiles that only products with many block columns use."""
-    from megablocks.ops.hopper import runs_hopper
-    from megablocks.ops.sparse import products_hopper as hopper
-    from megablocks.ops.sparse import topology
-
-    draw = draws(device)
-    p = topology(offsets_of([130, 0, 1, 66, 4], device), 256, max_rows=T).pattern
-    x, w = draw(p.shape[0], H).detach(), draw(p.shape[1], H).detach()
-    data = draw(p.num_blocks, 128, 128).detach()
-
-    def step() -> list[Tensor]:
-        if not runs_hopper(data):
-            return []
-        with launching_on(device):
-            return [
-                hopper.spmm(data, w, *p.blocks.lines(False), True, tile=hopper.FEW_ROW),
-                hopper.spmm(data, x, *p.blocks.lines(True), True, tile=hopper.FEW_COLUMN),
-            ]
-
-    return step
-
-
-@family
 def sparse_twin(device: torch.device) -> Step:
     steps = [
         sparse_step(device, torch.bfloat16, 128),

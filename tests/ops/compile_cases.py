@@ -385,9 +385,7 @@ def sparse_hopper() -> None:
         for epilogue in epilogues(data) if k == 256 else epilogues(data)[4:6]:
             hopper.sdd(a, b, ints(2), ints(2), ints(2), 2, epilogue)
     for left, order, d in product((True, False), (None, ints(2)), (a, a.t().contiguous().t())):
-        for columns in (0, hopper.MANY_COLUMNS):
-            tile = hopper.choose_spmm(columns, left, order is not None)
-            hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left, tile=tile)
+        hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left)
 
 
 def epilogues(data: Tensor) -> list:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -197,30 +196,12 @@ def test_every_transposition_on_a_gpu(dtype: torch.dtype, block: int) -> None:
     check_all(pattern(7, 3, block, 0.5, torch.device("cuda")), dtype, 67 if dtype == torch.float32 else 600)
 
 
-TILES = {
-    "pingpong": hopper.PINGPONG,
-    "wide": hopper.WIDE,
-    "few rows": hopper.FEW_ROW,
-    "few columns": hopper.FEW_COLUMN,
-    "whole blocks": hopper.Tile(128, 128, 3, pingpong=True, out_parts=4, out_buffers=2, BK=128),
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not is_available(), reason="needs a Hopper GPU and a Triton with Gluon")
-@pytest.mark.parametrize("name", TILES)
 @pytest.mark.parametrize("inner", [8, 200, 1024])
-def test_every_hopper_tile(name: str, inner: int) -> None:
-    tile, p = TILES[name], pattern(9, 12, 128, 0.5, torch.device("cuda"), run=2)
-
-    def sdd_of(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
-        return hopper.sdd(a, b, *where(p), p.blocks.run, tile=tile)
-
-    def spmm_of(*args: Any) -> Tensor:
-        fits = tile.pingpong or (tile.BN == 256) == args[-1]  # blocks of 128 are no operand of 256 columns
-        return hopper.spmm(*args, tile=tile if fits else hopper.PINGPONG)
-
-    check_kernels(p, torch.bfloat16, inner, sdd_of, spmm_of)
+def test_every_hopper_tile(inner: int) -> None:
+    p = pattern(9, 12, 128, 0.5, torch.device("cuda"), run=2)
+    check_kernels(p, torch.bfloat16, inner, lambda a, b, p: hopper.sdd(a, b, *where(p), p.blocks.run), hopper.spmm)
 
 
 @pytest.mark.gpu
@@ -238,14 +219,6 @@ def test_N2_reruns_of_block_sparse_products_are_bit_identical() -> None:
     first = step()
     for _ in range(9):
         assert all(torch.equal(a, b) for a, b in zip(first, step(), strict=True))
-
-
-@pytest.mark.parametrize("width, few", [(2048, False), (3072, False), (4096, True)])
-def test_the_sizes_that_were_measured_take_the_tile_that_was_fastest(width: int, few: bool) -> None:
-    columns = 64 * width // 128  # of 64 experts
-    assert hopper.choose_spmm(columns, True, False) is (hopper.FEW_ROW if few else hopper.PINGPONG)
-    assert hopper.choose_spmm(columns, True, True) is (hopper.FEW_COLUMN if few else hopper.PINGPONG)
-    assert hopper.choose_spmm(columns, False, True) is hopper.PINGPONG
 
 
 @pytest.mark.gpu

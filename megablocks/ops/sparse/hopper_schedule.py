@@ -2,9 +2,9 @@
 
 Tiles are dealt to the programs in rounds, every other round backwards. The longest lines come first (Matrix.row_work,
 Matrix.column_work), so a program that got a long line in one round gets a short one in the next. All programs get as
-many tiles, but not as much work where lines differ much. There (`dynamic`) only the first two rounds are dealt, and
-from then on a program draws its next tile from a counter. Who computes a tile changes nothing in it, so reruns stay
-bit-identical.
+many tiles. Block rows of a dropless layer are equally long, but a block column is as long as its expert has rows. So of
+block columns (`by_column`) only the first two rounds are dealt, and from then on a program draws its next tile from a
+counter. Who computes a tile changes nothing in it, so reruns stay bit-identical.
 
 The producer announces its program's tiles on a board in shared memory, from which both consumers read them.
 """
@@ -39,7 +39,7 @@ def draw(i, tiles, counter_ptr, c: gl.constexpr):
 
     A program draws once, and once more for each of its tiles. After a launch's last draw the counter wraps to zero.
     """
-    if c.dynamic:
+    if c.by_column:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         draws = tiles + gl.num_programs(0)
         # Triton has no counter that wraps; only the first lane draws
@@ -57,7 +57,7 @@ def draw(i, tiles, counter_ptr, c: gl.constexpr):
 
 @gluon.jit
 def drawn(ticket, c: gl.constexpr):
-    if c.dynamic:
+    if c.by_column:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
         return 2 * gl.num_programs(0) + gl.sum(gl.where(lane == 0, ticket, 0), 0)
     else:

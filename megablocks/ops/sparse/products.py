@@ -130,8 +130,7 @@ def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_c
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0
     if aligned and (hopper := hopper_kernels(data)) and hopper.supports(blocks.block_size, data, dense):
-        tile = hopper.choose_spmm(blocks.column_work.shape[0], sparse_left, by_column)
-        return hopper.spmm(data, dense, *blocks.lines(by_column), sparse_left, tile=tile)
+        return hopper.spmm(data, dense, *blocks.lines(by_column), sparse_left)
     from . import kernels
 
     return kernels.spmm(data, dense, *blocks.lines(by_column), sparse_left)

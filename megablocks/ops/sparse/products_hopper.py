@@ -54,7 +54,6 @@ class _Plan(Tile):
     sparse_out: bool = False
     sparse_left: bool = False
     by_column: bool = False
-    dynamic: bool = False
     run: int = 1
     kind: str = ""
     act: str = ""
@@ -73,27 +72,11 @@ class _Plan(Tile):
 
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
 WIDE = Tile(64, 256, 4, out_parts=2)
-FEW_ROW = Tile(128, 128, 5, pingpong=True, out_parts=2, out_buffers=2)
-FEW_COLUMN = Tile(64, 256, 3, out_parts=2, out_buffers=2)
-MANY_COLUMNS = 2048  # block columns, as 64 experts of width 4096 have
 
 
 def choose_sdd(k: int, run: int) -> Tile:
     """The tile of sdd: 128 × 256 over two blocks side by side, where the reduction is long enough to hide epilogues."""
     return WIDE if run % 2 == 0 and k > 768 else PINGPONG
-
-
-def choose_spmm(columns: int, sparse_left: bool, by_column: bool) -> Tile:
-    """The tile of spmm. `columns`: block columns of S, those of all experts' weights.
-
-    With four blocks or more a column, arithmetic bounds the products, and the tile with most stages is best. With one
-    or two, memory bounds them, and fewer stages with a whole tile of stores in flight are best. The number of blocks
-    depends on the number of tokens, and a new one would compile another kernel, so the number of columns over which
-    they spread decides (benchmarks/notes/sparse.md).
-    """
-    if columns < MANY_COLUMNS or (by_column and not sparse_left):
-        return PINGPONG
-    return FEW_COLUMN if by_column else FEW_ROW
 
 
 def k_major(t: Tensor, dim: int) -> bool | None:
@@ -224,7 +207,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
     it = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     line, steps, dense = announced(i, board)
-    if c.pingpong and WG == 1:  # the first tile is the other consumer's
+    if WG == 1:  # the first tile is the other consumer's
         it += gl.maximum(steps, 0)
         i += 1
         line, steps, dense = announced(i, board)
@@ -240,10 +223,9 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
         _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
         i += 1
         line, steps, dense = announced(i, board)
-        if c.pingpong:
-            it += gl.maximum(steps, 0)
-            i += 1
-            line, steps, dense = announced(i, board)
+        it += gl.maximum(steps, 0)
+        i += 1
+        line, steps, dense = announced(i, board)
     tma.store_wait(0)
 
 
@@ -287,23 +269,16 @@ def _spmm_producer(
             for step in gl.static_range(STEPS):
                 at = step * c.BK
                 if c.sparse_left:
-                    if c.a_k_major:
-                        _load_stage(
-                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, outer, at, inner + at, dense * c.BN, c
-                        )
-                    else:
-                        _load_stage(
-                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, 0, outer + at, inner + at, dense * c.BN, c
-                        )
+                    a_m = outer if c.a_k_major else 0
+                    a_k = at if c.a_k_major else outer + at
+                    b_k = inner + at
+                    b_n = dense * c.BN
                 else:
-                    if c.b_k_major:
-                        _load_stage(
-                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, at, outer, c
-                        )
-                    else:
-                        _load_stage(
-                            it, a_desc, b_desc, a_bufs, b_bufs, full, empty, dense * c.BM, inner + at, outer + at, 0, c
-                        )
+                    a_m = dense * c.BM
+                    a_k = inner + at
+                    b_k = at if c.b_k_major else outer + at
+                    b_n = outer if c.b_k_major else 0
+                _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, b_n, c)
                 it += 1
         tile = tile1
         line = line1
@@ -316,7 +291,7 @@ def _spmm_producer(
         end1 = end2
         dense1 = dense2
         i += 1
-    announce(i, 0, -1, 0, board)  # one for each consumer when they take turns
+    announce(i, 0, -1, 0, board)  # one for each consumer
     announce(i + 1, 0, -1, 0, board)
 
 
@@ -371,7 +346,7 @@ def spmm_kernel(
 ):  # fmt: skip
     """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are.
 
-    counter_ptr: with c.dynamic one int, zero before the launch and after it.
+    counter_ptr: with c.by_column one int, zero before the launch and after it.
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     board = make_board()
@@ -407,7 +382,7 @@ def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, An
 
 def sdd(
     a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
-    epilogue: Epilogue = NONE, *, tile: Tile | None = None,
+    epilogue: Epilogue = NONE,
 ) -> Tensor:  # fmt: skip
     """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
     k = a.shape[1]
@@ -415,13 +390,11 @@ def sdd(
     out = torch.empty(n, BLOCK, BLOCK, dtype=a.dtype, device=a.device)
     if n == 0:
         return out
-    tile = tile or choose_sdd(k, run)
+    tile = choose_sdd(k, run)
     more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
     if epilogue.kind:
         more |= {"kind": epilogue.kind, "act": epilogue.name, "exact": epilogue.exact}
     c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
-    assert run % c.run == 0, "a tile of two blocks needs them side by side"
-    assert c.BM == BLOCK and BLOCK % c.out_cols == 0, "a tile is whole blocks, and each part it stores lies in one"
     act = out if epilogue.act is None else epilogue.act
     extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
     sdd_kernel[(multiprocessors(a.device.index),)](
@@ -478,9 +451,8 @@ def _counter(device: torch.device) -> Tensor:
 
 
 def spmm(
-    data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool,
-    *, tile: Tile = PINGPONG,
-) -> Tensor:  # fmt: skip
+    data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool
+) -> Tensor:
     """S·D (lines = block rows), Sᵀ·D (block columns), D·S (block columns) or D·Sᵀ (block rows); see `supports`.
 
     Args:
@@ -489,7 +461,6 @@ def spmm(
         work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
         index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
         block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
-        tile: see `choose_spmm`.
     """
     lines, n = work.shape[0], data.shape[0]
     size = dense.shape[1] if sparse_left else dense.shape[0]
@@ -503,16 +474,14 @@ def spmm(
     # a block is read without a transpose: the reduction runs over its columns where lines are block rows, else its rows
     sparse_k_major = not by_column
     c = _Plan(
-        **vars(tile),
+        **vars(PINGPONG),
         a_k_major=sparse_k_major if sparse_left else dense_k_major,
         b_k_major=dense_k_major if sparse_left else sparse_k_major,
         sparse_left=sparse_left,
         by_column=by_column,
-        # Block rows of a dropless layer are equally long; a block column is as long as its expert has rows.
-        dynamic=by_column,
     )
     dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
-    counter = _counter(data.device) if c.dynamic else work
+    counter = _counter(data.device) if by_column else work
     spmm_kernel[(multiprocessors(data.device.index),)](
         *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
         work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,
