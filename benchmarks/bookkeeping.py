@@ -33,7 +33,6 @@ def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[
 
     from megablocks.ops.routing.dispatch import (
         Dispatch,
-        Unpadded,
         build_dispatch,
         build_dispatch_ref,
         make_routing,
@@ -63,8 +62,7 @@ def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[
     def padded_ref() -> tuple[Any, ...]:
         d = Dispatch(*plain_ref())
         offsets, *pattern = topology_ref(d.expert_offsets, WIDTH // 128, block_rows, 128)
-        rows = Unpadded(d.expert_offsets[1:], d.pair, d.gather, d.scatter)
-        _, *padded = pad_indices_ref(rows, offsets[1:], 0, 128 * block_rows)
+        padded = pad_indices_ref(d, offsets[1:], 0, 128 * block_rows)
         return *d[:5], offsets, *pattern, d.token_offsets, *padded
 
     return {"indices": (plain, plain_ref), "with topology and padded rows": (padded, padded_ref)}

@@ -142,12 +142,11 @@ def router() -> None:
 @family("permute.padded_triton", "_pad_kernel")
 def padded() -> None:
     from megablocks.ops.permute.padded_triton import pad_launch
-    from megablocks.ops.routing.dispatch import Unpadded
 
-    for experts, index in product((8, 128, 512), (ints(32), None)):
-        rows = Unpadded(ints(experts), ints(32), index, index, 2)
-        pad_launch(rows, ints(experts), 0, 64)
-        pad_launch(rows, None, 4, 4 * experts)
+    for experts in (8, 128, 512):
+        d = dispatch_of(16, 32, experts)
+        pad_launch(d, ints(experts), 0, 64)
+        pad_launch(d, None, 4, 4 * experts)
 
 
 @family("activation_triton", "_forward_kernel", "_backward_kernel")

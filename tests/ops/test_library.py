@@ -38,7 +38,6 @@ from megablocks.ops.quant.quant import dequantize_op, quantize, quantize_op
 from megablocks.ops.rope import rope_op
 from megablocks.ops.routing.capacity import apply_capacity
 from megablocks.ops.routing.dispatch import (
-    Unpadded,
     bin_dispatch,
     build_dispatch,
     build_dispatch_op,
@@ -95,7 +94,6 @@ def _samples():
     grouped, scattered = Rows(pair_ends, pair=pairs), Rows(pair_ends, pairs, pairs, pairs, K, K)
     wide = torch.arange(E + 1, dtype=torch.int32) * 6
     p = pad_dispatch(d, wide, 20)
-    unpadded = Unpadded(ends, d.pair, d.gather, d.scatter)
     s = topology(offsets, 128, max_rows=R, block_size=64, block_rows=5).pattern
     up, pattern, gated = ((s.shape[0], H), (H, s.shape[1])), (s.blocks, Activation("gelu")), Activation("swiglu")
     swiglu, geglu, gelu = Activation("swiglu"), Activation("geglu", "none"), Activation("gelu")
@@ -142,8 +140,8 @@ def _samples():
         "padded_gather": (gather_op, (t(T, H), p)),
         "padded_combine": (combine_op, (t(20, H), weight.clone().requires_grad_(), p)),
         "padded_combine_backward": (combine_backward_op, (const(T, H), const(20, H), weight, p)),
-        "pad_indices": (pad_indices_op, (unpadded, wide[1:], 0, 20)),
-        "pad_indices_plain": (pad_indices_op, (Unpadded(ends, d.pair, None, None, K), None, 3, 3 * E)),
+        "pad_indices": (pad_indices_op, (d, wide[1:], 0, 20)),
+        "pad_indices_bins": (pad_indices_op, (d, None, 3, 3 * E)),
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
         "rows_linear": (rows_linear_op, (t(R, H), t(F, H))),

@@ -18,7 +18,6 @@ from megablocks.testing.compile_only import compiling_for
 from megablocks.ops import activation_triton
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.permute import padded_triton, permute_triton
-from megablocks.ops.routing.dispatch import Unpadded
 from megablocks.ops.routing import dispatch_triton, topk_triton
 from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.ops.routing.topk import RouterGradients, RouterOptions, RouterSaved
@@ -32,7 +31,7 @@ def ints(*shape):
 def launch(T, hidden, E, K, dtype):
     R, N = T * K, T * K + 7
     x, rows, weight = torch.empty(T, hidden, dtype=dtype), torch.empty(N, hidden, dtype=dtype), torch.empty(R)
-    token_offsets, scatter, ends = ints(T + 1), ints(R), ints(E + 1)[1:]
+    token_offsets, scatter = ints(T + 1), ints(R)
     for padded in (False, True):
         d = Dispatch(ints(E + 1), token_offsets, ints(N), scatter, ints(N), padded)
         permute_triton.expand_launch(x, d)
@@ -43,8 +42,9 @@ def launch(T, hidden, E, K, dtype):
         activation_triton.activation_backward_launch(rows, rows, gate, Activation("silu"))
     for w in (weight, None):
         permute_triton.combine_launch(rows, w, d)
-    padded_triton.pad_launch(Unpadded(ends, ints(R), ints(R), scatter), ints(E + 1)[1:], 0, N)
-    padded_triton.pad_launch(Unpadded(ends, ints(R), None, None, K), None, T, E * T)
+    d = Dispatch(ints(E + 1), token_offsets, ints(R), scatter, ints(R))
+    padded_triton.pad_launch(d, ints(E + 1)[1:], 0, N)
+    padded_triton.pad_launch(d, None, T, E * T)
     for top_k in (K, None):
         dispatch_triton.dispatch_launch(ints(R), ints(R), T, E, top_k)
     one, logits = torch.ones(()), torch.empty(T, E, dtype=dtype)

@@ -8,12 +8,13 @@ up by bisection in the E offsets, which stay in L1. Bytes: the indices in and ou
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, quick
-from megablocks.ops.permute import Unpadded
+from megablocks.ops.routing.dispatch import Dispatch
 
 _BLOCK = 256
 
@@ -38,12 +39,10 @@ def _start(ends_ptr, e, E):
 
 
 @quick
-@triton.jit(do_not_specialize=["num_rows", "num_pairs", "num_tokens", "capacity"])
+@triton.jit(do_not_specialize=["num_rows", "num_pairs", "capacity"])
 def _pad_kernel(
-    ends_ptr, padded_ends_ptr, gather_ptr, scatter_ptr, pair_ptr,
-    token_offsets_out_ptr, gather_out_ptr, scatter_out_ptr, pair_out_ptr,
-    num_rows, num_pairs, num_tokens, E, capacity, top_k,
-    BINNED: tl.constexpr, PLAIN: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
+    ends_ptr, padded_ends_ptr, gather_ptr, scatter_ptr, pair_ptr, gather_out_ptr, scatter_out_ptr, pair_out_ptr,
+    num_rows, num_pairs, E, capacity, BINNED: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
 
@@ -57,22 +56,13 @@ def _pad_kernel(
     p = _start(ends_ptr, e, E) + i - start
     used = (i < num_rows) & (e < E) & (p < tl.load(ends_ptr + e, mask=e < E, other=0))
     pair = tl.load(pair_ptr + p, mask=used, other=-1)
-    if PLAIN:
-        token = tl.where(used, pair // top_k, -1)
-    else:
-        token = tl.load(gather_ptr + p, mask=used, other=-1)
+    token = tl.load(gather_ptr + p, mask=used, other=-1)
     tl.store(pair_out_ptr + i, pair, mask=i < num_rows)
     tl.store(gather_out_ptr + i, token, mask=i < num_rows)
 
-    # slot s holds row p of expert e
+    # slot i holds row p of expert e
     live = i < num_pairs
-    if PLAIN:
-        slot = tl.load(pair_ptr + i, mask=live, other=0)
-        p = i
-        tl.store(token_offsets_out_ptr + i, i * top_k, mask=i <= num_tokens)
-    else:
-        slot = i
-        p = tl.load(scatter_ptr + i, mask=live, other=0)
+    p = tl.load(scatter_ptr + i, mask=live, other=0)
     e = _bin_of(ends_ptr, p, E, STEPS)
     place = p - _start(ends_ptr, e, E)
     if BINNED:
@@ -81,23 +71,20 @@ def _pad_kernel(
     else:
         row = _start(padded_ends_ptr, e, E) + place
         end = tl.load(padded_ends_ptr + e, mask=e < E, other=0)
-    fits = (i < tl.load(ends_ptr + E - 1)) & (e < E) & (row < end) & (row < num_rows)
-    tl.store(scatter_out_ptr + slot, tl.where(fits, row, -1), mask=live)
+    fits = (e < E) & (row < end) & (row < num_rows)
+    tl.store(scatter_out_ptr + i, tl.where(fits, row, -1), mask=live)
 
 
 def pad_launch(
-    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Like `pad_indices_ref`; one launch."""
-    ends, pair, gather, scatter, top_k = rows
-    num_pairs, num_experts, plain = (pair if scatter is None else scatter).shape[0], ends.shape[0], gather is None
-    num_tokens = num_pairs // top_k if plain else 0
-    token_offsets = pair.new_empty(num_tokens + 1 if plain else 0)
-    gather_out, pair_out, scatter_out = pair.new_empty(num_rows), pair.new_empty(num_rows), pair.new_empty(num_pairs)
-    most = max(num_rows, num_pairs, num_tokens + 1)
-    _pad_kernel[(cdiv(most, _BLOCK),)](
-        ends, padded_ends, gather, scatter, pair, token_offsets, gather_out, scatter_out, pair_out,
-        num_rows, num_pairs, num_tokens, num_experts, max(capacity, 1), top_k,
-        BINNED=padded_ends is None, PLAIN=plain, STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
-    )  # fmt: skip
-    return token_offsets, gather_out, scatter_out, pair_out
+    num_pairs, num_experts = d.num_pairs, d.num_experts
+    gather, pair, scatter = d.pair.new_empty(num_rows), d.pair.new_empty(num_rows), torch.empty_like(d.scatter)
+    if num_rows or num_pairs:
+        _pad_kernel[(cdiv(max(num_rows, num_pairs), _BLOCK),)](
+            d.expert_offsets[1:], padded_ends, d.gather, d.scatter, d.pair, gather, scatter, pair,
+            num_rows, num_pairs, num_experts, max(capacity, 1),
+            BINNED=padded_ends is None, STEPS=num_experts.bit_length(), BLOCK=_BLOCK,
+        )  # fmt: skip
+    return gather, scatter, pair

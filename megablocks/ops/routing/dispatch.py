@@ -21,10 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
-from megablocks.ops.permute import Unpadded
 
 
 def count_valid_ref(expert: Tensor, num_experts: int) -> Tensor:
@@ -85,7 +85,7 @@ class Dispatch(NamedTuple):
     token_offsets: (T+1,) slots [token_offsets[t], token_offsets[t+1]) of `scatter` belong to token t.
     gather: (N,) row p reads token gather[p]; 0 for p >= V, -1 for padding.
     scatter: (R,) slot s (token-major over valid pairs) is row scatter[s]; 0 for s >= V. Where rows are padded, -1 for
-        a dropped pair and for a slot of no token.
+        a dropped pair, and unspecified for s >= V.
     pair: (N,) row p is pair pair[p] of the Routing (its weight is weight[pair[p]]); 0 for p >= V, -1 for padding.
     padded: whether rows are padded, see `pad_dispatch`.
     """
@@ -260,67 +260,54 @@ class Rows(NamedTuple):
 
 
 def pad_indices_ref(
-    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(token_offsets, gather, scatter, pair) of padded rows; token_offsets is empty where `rows` has a scatter.
+    d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(gather, scatter, pair) of padded rows.
 
     padded_ends: (E,) where each expert's padded rows end; None for bins of `capacity`.
     """
-    ends, pair, gather, scatter, top_k = rows
-    device, num_experts, num_pairs = ends.device, ends.shape[0], (pair if scatter is None else scatter).shape[0]
+    ends, device, num_experts = d.expert_offsets[1:].long(), d.pair.device, d.num_experts
     if padded_ends is None:
         padded_ends = torch.arange(1, num_experts + 1, device=device) * capacity
-    ends, padded_ends = ends.long(), padded_ends.long()
+    padded_ends = padded_ends.long()
     starts, padded_starts = (t - t.diff(prepend=t[:1] * 0) for t in (ends, padded_ends))
-    if gather is None or scatter is None:
-        token_offsets = torch.arange(num_pairs // top_k + 1, device=device) * top_k
-        gather = pair // top_k
-        scatter = torch.empty_like(pair).scatter_(0, pair.long(), torch.arange(num_pairs, device=device).int())
-    else:
-        token_offsets = ends[:0]
 
     q = torch.arange(num_rows, device=device)
     e = torch.searchsorted(padded_ends, q, right=True)
     inside = e.clamp(max=num_experts - 1)
     p = starts[inside] + q - padded_starts[inside]
     used = (e < num_experts) & (p < ends[inside])
-    source = torch.where(used, p, pair.shape[0])  # padding reads the -1 behind
-    padded_gather, padded_pair = (torch.cat([t, t.new_full((1,), -1)])[source] for t in (gather, pair))
+    source = torch.where(used, p, d.num_rows)  # padding reads the -1 behind
+    gather, pair = (torch.cat([t, t.new_full((1,), -1)])[source] for t in (d.gather, d.pair))
 
-    p = scatter.long()
-    inside = torch.searchsorted(ends, p, right=True).clamp(max=num_experts - 1)
+    p = d.scatter.long()
+    e = torch.searchsorted(ends, p, right=True)
+    inside = e.clamp(max=num_experts - 1)
     q = padded_starts[inside] + p - starts[inside]
-    valid = (p if rows.gather is None else torch.arange(num_pairs, device=device)) < ends[-1]
-    padded_scatter = torch.where(valid & (q < padded_ends[inside]) & (q < num_rows), q, -1)
-    return token_offsets.int(), padded_gather.int(), padded_scatter.int(), padded_pair.int()
+    scatter = torch.where((e < num_experts) & (q < padded_ends[inside]) & (q < num_rows), q, -1)
+    return gather, scatter.int(), pair
 
 
-def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    num_pairs = (a.rows.pair if a.rows.scatter is None else a.rows.scatter).shape[0]
-    lengths = num_pairs // a.rows.top_k + 1 if a.rows.gather is None else 0, a.num_rows, num_pairs, a.num_rows
-    token_offsets, gather, scatter, pair = (
-        torch.empty(length, dtype=torch.int32, device=a.rows.pair.device) for length in lengths
-    )
-    return token_offsets, gather, scatter, pair
+def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor]:
+    rows = a.d.pair.new_empty(a.num_rows)
+    return rows, torch.empty_like(a.d.scatter), torch.empty_like(rows)
 
 
 @custom_op("megablocks::pad_indices", fake=_fake_pad_indices)
 def pad_indices_op(
-    rows: Unpadded, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if rows.pair.is_cuda and runs_triton(rows.pair):
+    d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    if d.pair.is_cuda and runs_triton(d.pair):
         from megablocks.ops.permute.padded_triton import pad_launch
 
-        return pad_launch(rows, padded_ends, capacity, num_rows)
-    return pad_indices_ref(rows, padded_ends, capacity, num_rows)
+        return pad_launch(d, padded_ends, capacity, num_rows)
+    return pad_indices_ref(d, padded_ends, capacity, num_rows)
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:
-    ends = d.expert_offsets[1:]
     padded_ends = None if padded_offsets is None else padded_offsets[1:].int()
-    rows = Unpadded(ends, d.pair, d.gather, d.scatter)
-    _, gather, scatter, pair = pad_indices_op(rows, padded_ends, capacity, num_rows)
-    offsets = ends[:0] if padded_offsets is None else padded_offsets
+    gather, scatter, pair = pad_indices_op(d, padded_ends, capacity, num_rows)
+    offsets = d.expert_offsets[:0] if padded_offsets is None else padded_offsets
     return Dispatch(offsets, d.token_offsets, gather, scatter, pair, True)
 
 
@@ -373,16 +360,19 @@ def pad_indices(
         raise ValueError(f"indices {tuple(indices.shape)} and bins {tuple(bins.shape)}: must be (R,) and (E,), E >= 1")
     if top_k < 1 or indices.shape[0] % top_k:
         raise ValueError(f"top_k={top_k}: must divide the {indices.shape[0]} indices")
-    capacity = 0
+    num_pairs, padded_offsets, capacity = indices.shape[0], None, 0
     if isinstance(padded_bins, int):
         if padded_bins < 0:
             raise ValueError(f"capacity={padded_bins}: must be >= 0")
-        capacity, num_rows, padded_ends = padded_bins, bins.shape[0] * padded_bins, None
+        capacity, num_rows = padded_bins, bins.shape[0] * padded_bins
     else:
         if padded_bins.shape != bins.shape:
             raise ValueError(f"padded_bins is {tuple(padded_bins.shape)}: must be {tuple(bins.shape)}, as bins")
-        padded_ends = padded_bins.int().contiguous()
+        padded_offsets = F.pad(padded_bins.int(), (1, 0))
     if num_rows is None or num_rows < 0:
         raise ValueError(f"num_rows={num_rows}: must be >= 0, the rows with their padding")
-    rows = Unpadded(bins.int().contiguous(), indices.int().contiguous(), None, None, top_k)
-    return Dispatch._make((rows.ends[:0], *pad_indices_op(rows, padded_ends, capacity, num_rows), True))
+    pair, place = indices.int(), torch.arange(num_pairs, dtype=torch.int32, device=indices.device)
+    scatter = torch.empty_like(place).scatter_(0, indices.long(), place)  # slot r is pair r
+    token_offsets = torch.arange(0, num_pairs + 1, top_k, dtype=torch.int32, device=indices.device)
+    plain = Dispatch(F.pad(bins.int(), (1, 0)), token_offsets, pair // top_k, scatter, pair)
+    return _pad(plain, padded_offsets, capacity, num_rows)
