@@ -88,11 +88,6 @@ class Experts(nn.Module):
         self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
         output_std = config.init_std if config.output_init_std is None else config.output_init_std
         self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
-        if self.w1.is_cuda:
-            from megablocks.ops.launch import can_compile_ahead, hash_triton
-
-            if can_compile_ahead():
-                hash_triton()  # in a thread, while the weights are drawn
         self.reset_parameters(seed)
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
 

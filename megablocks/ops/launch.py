@@ -90,7 +90,6 @@ class QuickLaunch:
 
     def _launch(self, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
         if is_compiling_ahead():
-            hash_triton().join()
             self._kernel.run(*args, grid=grid, warmup=True, **options)
             return
         types = tuple(map(type, args))
@@ -148,23 +147,6 @@ class _ZerosForEmpty(TorchFunctionMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         return out.zero_() if func in _EMPTY else out
-
-
-@functools.cache
-def hash_triton() -> threading.Thread:
-    """The thread, started by the first call, that hashes Triton's own files, its library of 416 MB (3.6) among them.
-
-    The first look-up in Triton's disk cache waits for that hash: 0.5 s on a slow core.
-    """
-
-    def hash_files() -> None:
-        from triton.runtime.cache import triton_key  # which keeps what it returned
-
-        triton_key()
-
-    thread = threading.Thread(target=hash_files, name="hash of Triton", daemon=True)
-    thread.start()
-    return thread
 
 
 def is_compiling_ahead() -> bool:
