@@ -48,7 +48,7 @@ def test_no_tile_has_more_rows_than_token_rounding_takes_them_to_have(monkeypatc
     sizes = (1, 64, 128, 129, 256, 257, 512, 513, 1024, 2048, 2049, 8192)
     rows = {hopper.choose_m(n, k, gather).BM for n in sizes for k in sizes for gather in (False, True)}
     rows |= {hopper_dw.choose_k(m, n).BK for m in sizes for n in sizes}
-    rows |= {up_hopper._SHARED.BM, up_hopper._WIDE.BM} | {gradient_hopper._choose(n).BM for n in sizes}
+    rows |= {up_hopper._SHARED.BM, up_hopper._WIDE.BM, gradient_hopper._TILE.BM}
     monkeypatch.setattr(twin, "interpreted", lambda: False)
     for shared in (99_000, 232_000):
         monkeypatch.setattr(twin, "_shared_bytes", lambda device, shared=shared: shared)

@@ -2,9 +2,9 @@
 
     d_act[r] = dY[token(r)] · w2[e]ᵀ      → d_pre, d_gate, s · act and d_weight, in one kernel that never writes d_act
 
-The skeleton and the producer are those of grouped_mm_hopper.py. With `pingpong` the two consumers own alternate tiles:
-one reads pre and gate, computes and stores while the other multiplies. A fourth role, of one warp, loads pre and gate
-by TMA into a ring of their own, ahead of the consumer that needs them.
+The skeleton and the producer are those of grouped_mm_hopper.py. The two consumers own alternate tiles: one reads pre
+and gate, computes and stores while the other multiplies. A fourth role, of one warp, loads pre and gate by TMA into a
+ring of their own, ahead of the consumer that needs them.
 """
 
 # mypy: allow-untyped-defs
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -48,11 +49,8 @@ class _Plan(grouped.Plan):
     gated: bool = False
     unary: str = "silu"
     exact: bool = False
-
-    @property
-    def ring(self) -> int:
-        """Column parts of pre and gate in shared memory; a multiple of the consumers that take parts in turn."""
-        return 3 if self.pingpong else 4
+    ring: ClassVar[int] = 3  # column parts of pre and gate in shared memory
+    producer_regs: ClassVar[int] = 56
 
     @property
     def kept_bytes(self) -> int:
@@ -62,34 +60,23 @@ class _Plan(grouped.Plan):
     def producer_warps(self) -> int:
         return 2  # and one that loads pre and gate: a fourth group of warps would leave too few registers for a wgmma
 
-    @property
-    def producer_regs(self) -> int:
-        return 88 if self.BM > 64 else 56
-
 
 # Each consumer has a tile of its own, so that one reads, computes and stores while the other multiplies.
-_WIDE = Tile(64, 256, 4, pingpong=True, out_parts=4, group_m=8)
-# Both consumers on one tile read less per product, which tells more the longer the products are.
-_SHARED = Tile(64, 256, 3, out_parts=4, group_m=8)
+_TILE = Tile(64, 256, 4, pingpong=True, out_parts=4, group_m=8)
 
 
-def _choose(hidden: int) -> Tile:
-    """benchmarks/notes/fused.md has the measurements behind it and `pays`; between 1536 and 4096 there are none."""
-    return _WIDE if hidden <= 2048 else _SHARED
+def pays(hidden: int) -> bool:
+    """Whether the kernel takes less time than a product and a pass over its rows do (benchmarks/notes/fused.md).
 
-
-def pays(inner: int, hidden: int) -> bool:
-    """Whether the kernel takes less time than a product and a pass over its rows do.
-
-    A long row of dY that serves one column tile only takes up the bandwidth that the epilogue needs.
+    Between 1536 and 4096, where it takes as long, there are no measurements.
     """
-    return hidden <= 2048 or inner > 256
+    return hidden <= 2048
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(tile: Tile | None, experts: int, inner: int, hidden: int, gated: bool, activation: Activation) -> _Plan:
+def _plan(experts: int, inner: int, hidden: int, gated: bool, activation: Activation) -> _Plan:
     return _Plan(
-        **vars(tile or _choose(hidden)), lanes=grouped.lanes_of(experts), N=inner, K=hidden, gather=True,
+        **vars(_TILE), lanes=grouped.lanes_of(experts), N=inner, K=hidden, gather=True,
         b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact,
     )  # fmt: skip
 
@@ -132,7 +119,7 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
     scaled = (act * scale[:, None]).to(pre_bufs.dtype)
     dots = gl.sum(d_act * act, 1)
     tma.store_wait(0)  # of the part before: its buffers may be filled again
-    mbarrier.arrive(free.index((at + c.ring - c.row_parts) % c.ring), count=1, pred=held)
+    mbarrier.arrive(free.index((at + c.ring - 1) % c.ring), count=1, pred=held)
     pre_buf.store(d_pre)
     if c.gated:
         gate_buf.store(d_gate)
@@ -164,23 +151,20 @@ def _consumer(
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     at = gl.to_tensor(0)
     phase = gl.to_tensor(0)
-    at += WG * c.out_parts if c.pingpong else WG
+    at += WG * c.out_parts
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         row = m0
         last = end
         col = n0
         e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        if not c.pingpong:
-            row += WG * c.rows
         r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         pair = gl.load(pair_ptr + r, mask=r < last, other=0)
         scale = gl.load(weight_ptr + pair, mask=r < last, other=0)
         acc, it = multiply(it, c.steps, dy_bufs, w_bufs, full, empty, turn, phase, WG, c)
-        if c.pingpong:
-            it += c.steps
-            # As in multiply, on the ring of pre and gate.
-            mbarrier.wait(epilogue_turn.index(WG), phase ^ (1 - WG))
+        it += c.steps
+        # As in multiply, on the ring of pre and gate.
+        mbarrier.wait(epilogue_turn.index(WG), phase ^ (1 - WG))
         p0, p1, p2, p3 = parts_of(acc, c)
         part_rows: gl.constexpr = gl.SliceLayout(1, p0.type.layout)
         part_scale = gl.convert_layout(scale, part_rows)
@@ -189,16 +173,15 @@ def _consumer(
         # instruction cache, and every part takes four times as long.
         for i in range(c.out_parts):
             dots += _finish(p0, at, kept, o_bufs.index(WG), outs, part_scale, row, last, col + i * c.out_cols, i > 0, c)
-            at += c.row_parts
+            at += 1
             p0 = p1
             p1 = p2
             p2 = p3
         tma.store_wait(0)
-        mbarrier.arrive(free.index((at + c.ring - c.row_parts) % c.ring), count=1)
-        if c.pingpong:
-            mbarrier.arrive(epilogue_turn.index(1 - WG), count=1)
-            phase ^= 1
-            at += c.out_parts
+        mbarrier.arrive(free.index((at + c.ring - 1) % c.ring), count=1)
+        mbarrier.arrive(epilogue_turn.index(1 - WG), count=1)
+        phase ^= 1
+        at += c.out_parts
         dots = gl.convert_layout(dots, gl.SliceLayout(1, layout))
         to = dots_ptr + pair.to(gl.int64) * c.n_tiles + col // c.BN
         gl.store(to, dots, mask=r < last)
@@ -209,23 +192,21 @@ def _loader(kept, pre_desc, gate_desc, offsets_ptr, experts, c: gl.constexpr):
     """Load pre and gate of every part in the order in which the consumers reach them."""
     pre_bufs, gate_bufs, loaded, free = kept
     PARTS: gl.constexpr = c.out_parts
-    ROW_PARTS: gl.constexpr = c.row_parts
     ends = tile_ends(offsets_ptr, experts, c, 1)
     tiles = gl.max(ends, 0)
     at = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         e, m0, end, n0 = find_tile(tile, ends, offsets_ptr, c)
         for i in gl.static_range(PARTS):
-            for p in gl.static_range(ROW_PARTS):
-                s = at % c.ring
-                bar = loaded.index(s)
-                mbarrier.wait(free.index(s), ((at // c.ring) & 1) ^ 1)
-                mbarrier.expect(bar, c.kept_bytes)
-                where = [m0 + p * c.rows, n0 + i * c.out_cols]
-                tma_load(pre_desc, where, bar, pre_bufs.index(s))
-                if c.gated:
-                    tma_load(gate_desc, where, bar, gate_bufs.index(s))
-                at += 1
+            s = at % c.ring
+            bar = loaded.index(s)
+            mbarrier.wait(free.index(s), ((at // c.ring) & 1) ^ 1)
+            mbarrier.expect(bar, c.kept_bytes)
+            where = [m0, n0 + i * c.out_cols]
+            tma_load(pre_desc, where, bar, pre_bufs.index(s))
+            if c.gated:
+                tma_load(gate_desc, where, bar, gate_bufs.index(s))
+            at += 1
 
 
 @quick
@@ -290,14 +271,14 @@ def down_gradient_kernel(
 
 def down_gradient(
     dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch,
-    activation: Activation, *, tile: Tile | None = None,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
     """d_pre, d_gate (None without gate), s · act (R, I) and d_weight (R,). Rows from offsets[E] on are left."""
     experts, inner, hidden = w2.shape
     weight = weight.contiguous()
     d_pre, scaled = torch.empty_like(pre), torch.empty_like(pre)
     d_gate = None if gate is None else torch.empty_like(pre)
-    c = _plan(tile, experts, inner, hidden, gate is not None, activation)
+    c = _plan(experts, inner, hidden, gate is not None, activation)
     dots = weight.new_zeros(weight.shape[0], c.n_tiles)  # unused pairs keep the zero
     box = [c.rows, c.out_cols]
     down_gradient_kernel[(multiprocessors(dy.device.index),)](

@@ -206,7 +206,7 @@ def down_gradient_op(
     if dy.is_cuda and runs_hopper(dy):
         from megablocks.ops.fused import gradient_hopper as hopper
 
-        if hopper.pays(*w2.shape[1:]) and hopper.supports(dy, w2, pre, gate, weight, dispatch.expert_offsets):
+        if hopper.pays(w2.shape[2]) and hopper.supports(dy, w2, pre, gate, weight, dispatch.expert_offsets):
             d_pre, d_gate, scaled, d_weight = hopper.down_gradient(dy, w2, *arguments)
             return d_pre, _or_empty(d_gate, pre), scaled, d_weight
     d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, dispatch)

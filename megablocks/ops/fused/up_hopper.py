@@ -66,10 +66,10 @@ _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
 def _plan(
-    tile: Tile | None, experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool
+    experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool
 ) -> _Plan:
     return _Plan(
-        **vars(tile or (_SHARED if gated else _WIDE)), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
+        **vars(_SHARED if gated else _WIDE), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
         b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, has_bias=has_bias,
     )  # fmt: skip
 
@@ -195,15 +195,14 @@ def up_kernel(
 
 def up(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
-    activation: Activation, *, tile: Tile | None = None,
+    activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """pre, gate (None unless gated) and act, (R, I) each. Rows from offsets[E] on are left as allocated."""
     experts, inner, hidden = w1.shape
     rows = dispatch.num_rows
     pre, act = x.new_empty(rows, inner), x.new_empty(rows, inner)
     gate = None if v1 is None else x.new_empty(rows, inner)
-    assert tile is None or tile.out_buffers <= 2, "parts alternate between two buffers"
-    c = _plan(tile, experts, inner, hidden, v1 is not None, activation, b1 is not None)
+    c = _plan(experts, inner, hidden, v1 is not None, activation, b1 is not None)
     box = [c.rows, c.out_cols]
     weight_box = [c.columns, c.BK]
     up_kernel[(multiprocessors(x.device.index),)](
