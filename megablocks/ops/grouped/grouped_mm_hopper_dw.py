@@ -25,13 +25,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
-    mbarrier,
-    tma,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
@@ -39,9 +33,8 @@ from megablocks.ops.hopper_gluon import (
     ROW_BOUND,
     barriers,
     copy_load,
-    issue,
+    multiply,
     parts_of,
-    retire,
     stage_out,
     tma_load,
     tma_store,
@@ -118,10 +111,7 @@ def _store_block(part, i: gl.constexpr, bufs, o_desc, o_ptr, e, row, col, steps,
 def _consumer(
     a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
 ):
-    shape: gl.constexpr = [c.rows, c.BN]
-    HALF: gl.constexpr = c.BK // 2
     PARTS: gl.constexpr = c.out_parts
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     tiles = experts * c.tiles
     start = gl.program_id(0)
     step = gl.num_programs(0)
@@ -131,33 +121,12 @@ def _consumer(
         expert = e
         row = m0 + WG * c.rows
         col = n0
-        rows = end - first
+        steps = (end - first + (c.BK - 1)) // c.BK
         e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
-        steps = (rows + (c.BK - 1)) // c.BK
-        # Of a last step that holds at most HALF rows only these are multiplied; the others read as zero.
-        short = ((rows % c.BK > 0) & (rows % c.BK <= HALF)).to(gl.int32)
-        acc = gl.zeros(shape, gl.float32, layout)
-        for k in range(steps - short):
-            acc = issue(it, acc, a_bufs, b_bufs, full, k > 0, WG, c)
-            acc = retire(it, acc, empty, k > 0, c)
-            it += 1
-        if short > 0:
-            s = it % c.stages
-            mbarrier.wait(full.index(s), (it // c.stages) & 1)
-            if c.gather:
-                fence_async_shared()
-            a = a_bufs.index(s * 2 + WG).slice(0, HALF)
-            b = b_bufs.index(s).slice(0, HALF)
-            acc = warpgroup_mma(a.permute((1, 0)), b, acc, use_acc=steps > 1, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-            mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 1)
-            it += 1
-        else:
-            acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
-        # The predicate is also what keeps an expert's first and last row alive: Triton 3.6 and 3.7 take a value that is
-        # carried around a loop and only bounds an inner one for dead. Then the first tile's steps stand for every tile,
-        # the producer's differ, and the kernel hangs.
-        mbarrier.arrive(empty.index((it + c.stages - 1) % c.stages), count=1, pred=steps > 0)
+        # That multiply asks whether there are steps also keeps an expert's first and last row alive: Triton 3.6 and 3.7
+        # take a value that is carried around a loop and only bounds an inner one for dead. Then the steps of the first
+        # tile stand for every tile, the producer's differ, and the kernel hangs.
+        acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, (), 0, WG, c)
         parts = parts_of(acc, c)
         for i in gl.static_range(PARTS):
             _store_block(parts[i], i, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
