@@ -219,7 +219,7 @@ def test_N9_a_layer_compiles_in_one_graph_on_a_gpu(impl):
 @every_shape
 def test_no_host_synchronization(impl, activation, recompute):
     layer, (x, dy) = _layer(impl, activation, recompute), _batch(1000)
-    _step(layer, x, dy)  # the block-sparse products' counters are filled once a device, and waited for
+    _step(layer, x, dy)
     with no_sync():
         outcome = _step(layer, x, dy)
     assert all(t.isfinite().all() for t in outcome)

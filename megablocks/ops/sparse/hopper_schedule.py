@@ -34,19 +34,15 @@ def rounds(tiles):
 
 
 @gluon.jit
-def draw(i, tiles, counter_ptr, c: gl.constexpr):
-    """This program's i-th tile, or a ticket for it, for which only `drawn` waits.
-
-    A program draws once, and once more for each of its tiles. After a launch's last draw the counter wraps to zero.
-    """
+def draw(i, counter_ptr, c: gl.constexpr):
+    """This program's i-th tile, or a ticket for it, for which only `drawn` waits."""
     if c.by_column:
         lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
-        draws = tiles + gl.num_programs(0)
-        # Triton has no counter that wraps; only the first lane draws
+        # only the first lane draws
         return gl.inline_asm_elementwise(
-            "{ .reg .pred first; setp.eq.u32 first, $3, 0; @first atom.relaxed.gpu.global.inc.u32 $0, [$1], $2; }",
-            "=r,l,r,r",
-            [counter_ptr + lane * 0, lane * 0 + (draws - 1), lane],
+            "{ .reg .pred first; setp.eq.u32 first, $2, 0; @first atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }",
+            "=r,l,r",
+            [counter_ptr + lane * 0, lane],
             dtype=gl.int32,
             is_pure=False,
             pack=1,

@@ -15,7 +15,6 @@ tile.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -248,7 +247,7 @@ def _spmm_producer(
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
-    ticket = draw(2, tiles, counter_ptr, c)
+    ticket = draw(2, counter_ptr, c)
     tile = tile_of_round(0)
     tile1 = tile_of_round(1)
     line, first, end, dense = line_of(tile, tiles, work_ptr, dense_tiles)
@@ -261,7 +260,7 @@ def _spmm_producer(
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
         tile2 = drawn(ticket, c)
         line2, first2, end2, dense2 = line_of(tile2, tiles, work_ptr, dense_tiles)
-        ticket = draw(i + 3, tiles, counter_ptr, c)
+        ticket = draw(i + 3, counter_ptr, c)
         for j in range(first, end):
             inner = other * 128
             outer = block * 128
@@ -346,7 +345,7 @@ def spmm_kernel(
 ):  # fmt: skip
     """work_ptr: four ints a line of S; index_ptr, block_ptr: what its blocks meet and, by column, where they are.
 
-    counter_ptr: with c.by_column one int, zero before the launch and after it.
+    counter_ptr: with c.by_column one int, zero before the launch.
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     board = make_board()
@@ -404,52 +403,6 @@ def sdd(
     return out
 
 
-@dataclass(frozen=True)
-class _Counters:
-    """A device's counters, which are never freed: `free` belong to nobody yet, `of_stream` each to a stream."""
-
-    zeros: Tensor
-    free: list[Tensor]
-    of_stream: dict[int, Tensor]
-
-
-_counters: dict[int, _Counters] = {}
-
-
-def _make_counters(device: torch.device) -> _Counters:
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        zeros = torch.zeros(4 * 8192, dtype=torch.int32, device=device)
-    stream.synchronize()  # once a device, so that no launch and no graph waits for the fill
-    # 16 bytes apart: Triton compiles anew for a pointer that is less aligned
-    return _Counters(zeros, list(zeros.split(4)), {})
-
-
-def _counter(device: torch.device) -> Tensor:
-    """An int32 that is zero before and after a launch, and that no other launch uses meanwhile.
-
-    Each stream has one, because its launches follow each other. A launch in a CUDA graph keeps one of its own, because
-    the graph may be replayed on any stream. Where none is left, a fill makes one.
-    """
-    index = device.index
-    mine = _counters.get(index)
-    if torch.cuda.is_current_stream_capturing():
-        return mine.free.pop() if mine and mine.free else torch.zeros(1, dtype=torch.int32, device=device)
-    if mine is None:
-        # In another thread: before torch.compile captures a function, it runs it with this thread's allocations in
-        # the pool of its graphs, and gives that memory to other tensors later.
-        with ThreadPoolExecutor(1) as pool:
-            made = pool.submit(_make_counters, device).result()
-        mine = _counters.setdefault(index, made)  # unless another thread was quicker
-    stream = torch._C._cuda_getCurrentRawStream(index)  # the object around it takes a quarter of a launch to make
-    counter = mine.of_stream.get(stream)
-    if counter is None:
-        if not mine.free:
-            return torch.zeros(1, dtype=torch.int32, device=device)
-        counter = mine.of_stream[stream] = mine.free.pop()
-    return counter
-
-
 def spmm(
     data: Tensor, dense: Tensor, work: Tensor, index: Tensor, block_offsets: Tensor | None, sparse_left: bool
 ) -> Tensor:
@@ -481,7 +434,7 @@ def spmm(
         by_column=by_column,
     )
     dense_tiles = -(-size // (c.BN if sparse_left else c.BM))
-    counter = _counter(data.device) if by_column else work
+    counter = torch.zeros(1, dtype=torch.int32, device=data.device) if by_column else work
     spmm_kernel[(multiprocessors(data.device.index),)](
         *_operands(flat if sparse_left else dense, dense if sparse_left else flat, out, c),
         work, index, block_offsets if by_column else index, counter, lines * dense_tiles, dense_tiles, n, c=c,
