@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.library import custom_op
@@ -347,56 +346,39 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
     return tuple(t.int() for t in out)
 
 
-def sizes_of(experts: int, blocks_per_row: int, block_rows: int) -> list[int]:
-    """Elements of padded_offsets and of the tensors of `Blocks`."""
+def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:
+    """Unset padded_offsets and tensors of `Blocks`."""
+    experts = expert_offsets.shape[0] - 1
     n, columns = block_rows * blocks_per_row, experts * blocks_per_row
-    return [experts + 1, n, n, block_rows + 1, n, columns + 1, n, 4 * block_rows, 4 * columns]
+    shapes: tuple[tuple[int, ...], ...] = (
+        (experts + 1,), (n,), (n,), (block_rows + 1,), (n,), (columns + 1,), (n,), (block_rows, 4), (columns, 4)
+    )  # fmt: skip
+    return [expert_offsets.new_empty(shape) for shape in shapes]
 
 
-def packed_size(sizes: list[int]) -> int:
-    return sum(map(_round_up, sizes))
-
-
-def unpack(packed: Tensor, sizes: list[int]) -> list[Tensor]:
-    """Views of one allocation, each part starting on 16 bytes."""
-    # One split, whose parts are the gaps too: slicing part by part takes the host as long as a launch.
-    out = packed.split([n for size in sizes for n in (size, _round_up(size) - size)])[::2]
-    return [*out[:7], out[7].view(-1, 4), out[8].view(-1, 4)]
-
-
-def _round_up(size: int) -> int:
-    return -(-size // 4) * 4
-
-
-def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    """Like `topology_op`; one launch."""
+def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
+    """Like `topology_ref`; one launch."""
     from megablocks.ops.launch import next_power_of_2
 
     from .kernels import _topology_kernel
 
-    experts = expert_offsets.shape[0] - 1
-    sizes = sizes_of(experts, blocks_per_row, block_rows)
-    packed = torch.empty(packed_size(sizes), dtype=torch.int32, device=expert_offsets.device)
+    experts, out = expert_offsets.shape[0] - 1, _empty_topology(expert_offsets, blocks_per_row, block_rows)
     _topology_kernel[(block_rows + experts,)](
-        expert_offsets, *unpack(packed, sizes), block_rows,
+        expert_offsets, *out, block_rows,
         E=experts, F=blocks_per_row, B=block_size,
         E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
     )  # fmt: skip
-    return packed
+    return out
 
 
 @custom_op(
-    "megablocks::sparse_topology",
-    fake=lambda a: a.expert_offsets.new_empty(
-        packed_size(sizes_of(a.expert_offsets.shape[0] - 1, a.blocks_per_row, a.block_rows))
-    ),
+    "megablocks::sparse_topology", fake=lambda a: _empty_topology(a.expert_offsets, a.blocks_per_row, a.block_rows)
 )
-def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> Tensor:
-    """topology_ref's results in one allocation; see `unpack`."""
+def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
+    """topology_ref's results."""
     if expert_offsets.is_cuda:
         return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
-    parts = topology_ref(expert_offsets, blocks_per_row, block_rows, block_size)
-    return torch.cat([F.pad(part.reshape(-1), (0, -part.numel() % 4)) for part in parts])
+    return list(topology_ref(expert_offsets, blocks_per_row, block_rows, block_size))
 
 
 def topology(
@@ -435,9 +417,8 @@ def topology(
     if block_rows is None:
         block_rows = max_block_rows(max_rows, experts, block_size)
     blocks_per_row = ffn_size // block_size
-    packed = topology_op(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
-    padded_offsets, *indices = unpack(packed, sizes_of(experts, blocks_per_row, block_rows))
+    padded_offsets, *indices = topology_op(expert_offsets.contiguous(), blocks_per_row, block_rows, block_size)
     run = 2 if blocks_per_row % 2 == 0 else 1
     shape = (block_rows * block_size, experts * ffn_size)
     # not Blocks._make, which Dynamo of torch 2.8 does not trace
-    return Topology(Matrix(shape, None, Blocks(*indices, block_size, run)), padded_offsets)  # type: ignore[call-arg, arg-type]
+    return Topology(Matrix(shape, None, Blocks(*indices, block_size, run)), padded_offsets)  # type: ignore[call-arg]
