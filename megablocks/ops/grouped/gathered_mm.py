@@ -111,7 +111,6 @@ def gathered_mm_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, v, dispatch, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
-    ctx.gated = v is not None
     x = x if need_w or need_v else None
     ctx.packed, *kept = (None, x, None) if num_bits == OFF else pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
@@ -123,10 +122,10 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
     need_x, need_w, need_v = ctx.needs_input_grad[:3]  # asked again, because a caller may want one of them
     dx = dw = dv = None
     if need_x:
-        if ctx.gated:
-            d_rows = grouped_mm_sum_op(d_pre, w.transpose(1, 2), d_gate, v.transpose(1, 2), dispatch.expert_offsets)
-        else:
+        if v is None:
             d_rows = grouped_mm_op(d_pre, w.transpose(1, 2), dispatch.expert_offsets)
+        else:
+            d_rows = grouped_mm_sum_op(d_pre, w.transpose(1, 2), d_gate, v.transpose(1, 2), dispatch.expert_offsets)
         dx = combine_op(d_rows, None, dispatch)
     x = unpack(ctx.packed, codes, scales) if need_w or need_v else None
     if need_w:
