@@ -35,7 +35,7 @@ class ParallelDroplessMLP(ParallelMLP):
         x = x.reshape(-1, x.shape[-1])
         expert = torch.empty_like(bin_ids).scatter_(0, indices.long(), bin_ids)
         token = torch.arange(indices.shape[0], dtype=torch.int32, device=x.device) // top_k
-        dispatch = Dispatch(*build_dispatch_op(token, expert, x.shape[0], bins.shape[0], top_k))
+        dispatch = Dispatch(*build_dispatch_op(token, expert, x.shape[0], bins.shape[0]))
         return self.mlp(x, dispatch, expert_weights)
 
     def permute_and_compute(

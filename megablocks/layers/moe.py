@@ -79,7 +79,7 @@ class ParallelMLP(nn.Module):
         experts, pairs = self.num_experts, top_expert.shape[0]
         ids = top_expert.clamp(-1, experts).remainder(experts + 1).int()
         row = torch.arange(pairs, dtype=torch.int32, device=ids.device)
-        offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1, 1)
+        offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1)
         return indices, ids.index_select(0, indices), offsets[1:-1], offsets.diff()[:-1]
 
     def permute_and_compute(

@@ -112,7 +112,7 @@ class AllToAllDispatcher:
         wanted = torch.full((tokens * (size + 1),), size, dtype=torch.int32, device=rank.device)
         wanted.scatter_(0, place, rank)
         owner = torch.arange(wanted.shape[0], dtype=torch.int32, device=rank.device) // (size + 1)
-        to_ranks = Dispatch(*build_dispatch_op(owner, wanted, tokens, size, size + 1))
+        to_ranks = Dispatch(*build_dispatch_op(owner, wanted, tokens, size))
 
         counts = torch.stack([to_ranks.expert_offsets.diff(), by_rank[0].diff()], 1)
         received = torch.empty_like(counts)

@@ -188,11 +188,7 @@ class Exchange:
 
     def dispatch(self, local_ids: Tensor) -> Dispatch:
         """The indices of W·M tokens over the local experts, with at most `max_rows` rows."""
-        built = Dispatch(
-            *build_dispatch_op(
-                self._token, local_ids.flatten(), local_ids.shape[0], self.experts, self.layout.top_k
-            )
-        )  # fmt: skip
+        built = Dispatch(*build_dispatch_op(self._token, local_ids.flatten(), local_ids.shape[0], self.experts))
         if self.max_rows == self.num_pairs:
             return built
         from megablocks.ops.exchange_triton import limit_launch

@@ -30,7 +30,7 @@ def ints(n):
 
 def bookkeeping(tokens):
     from megablocks.ops.routing.dispatch_triton import dispatch_launch
-    return dispatch_launch(ints(tokens), ints(tokens), tokens, 8, 1)
+    return dispatch_launch(ints(tokens), ints(tokens), tokens, 8)
 
 ahead = []
 

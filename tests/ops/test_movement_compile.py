@@ -45,8 +45,7 @@ def launch(T, hidden, E, K, dtype):
     d = Dispatch(ints(E + 1), token_offsets, ints(R), scatter, ints(R))
     padded_triton.pad_launch(d, ints(E + 1)[1:], 0, N)
     padded_triton.pad_launch(d, None, T, E * T)
-    for top_k in (K, None):
-        dispatch_triton.dispatch_launch(ints(R), ints(R), T, E, top_k)
+    dispatch_triton.dispatch_launch(ints(R), ints(R), T, E)
     one, logits = torch.ones(()), torch.empty(T, E, dtype=dtype)
     for mask, bias, options in (
         (None, None, RouterOptions(K, False, False, 0, 1.0, 0.1, 0.1)),

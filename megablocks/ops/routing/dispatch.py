@@ -203,13 +203,11 @@ def _fake_build_dispatch(a: Any) -> _Indices:
 
 
 @custom_op("megablocks::build_dispatch", fake=_fake_build_dispatch)
-def build_dispatch_op(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None = None
-) -> _Indices:
+def build_dispatch_op(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> _Indices:
     if expert.is_cuda and expert.shape[0] and runs_triton(expert):
         from megablocks.ops.routing.dispatch_triton import dispatch_launch
 
-        return dispatch_launch(token, expert, num_tokens, num_experts, top_k)
+        return dispatch_launch(token, expert, num_tokens, num_experts)
     return build_dispatch_ref(token, expert, num_tokens, num_experts)
 
 
@@ -223,9 +221,7 @@ def build_dispatch(routing: Routing) -> Dispatch:
         raise ValueError(
             f"token {tuple(routing.token.shape)} and expert {tuple(routing.expert.shape)}: both must be (R,)"
         )
-    return Dispatch(
-        *build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts, routing.top_k)
-    )
+    return Dispatch(*build_dispatch_op(routing.token, routing.expert, routing.num_tokens, routing.num_experts))
 
 
 class Rows(NamedTuple):

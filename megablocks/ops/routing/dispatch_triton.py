@@ -63,8 +63,7 @@ def _scan_kernel(counts_ptr, totals_ptr, num_chunks, E, ROWS: tl.constexpr, COLS
 def _place_kernel(
     token_ptr, expert_ptr, before_ptr, totals_ptr,
     expert_offsets_ptr, token_offsets_ptr, gather_ptr, scatter_ptr, pair_ptr,
-    num_pairs, num_tokens, E,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    num_pairs, num_tokens, E, CHUNK: tl.constexpr, BINS: tl.constexpr,
 ):  # fmt: skip
     chunk = tl.program_id(0)
     base = chunk * CHUNK
@@ -95,28 +94,20 @@ def _place_kernel(
     stored = sorted_key <= E
     used = sorted_key < E
     pair = base + source
-    if TOP_K > 0:
-        token = pair // TOP_K
-    else:
-        token = tl.load(token_ptr + pair, mask=used, other=0)
+    token = tl.load(token_ptr + pair, mask=used, other=0)
     tl.store(gather_ptr + row, tl.where(used, token, 0), mask=stored)
     tl.store(pair_ptr + row, tl.where(used, pair, 0), mask=stored)
     tl.store(scatter_ptr + tl.gather(slot, source, 0), tl.where(used, row, 0), mask=stored)
 
     # token_offsets[t] for the tokens whose first pair is r, and for the tokens without a pair just before them
-    if TOP_K > 0:
-        tl.store(token_offsets_ptr + r // TOP_K, slot_valid, mask=inside & (r % TOP_K == 0))
-        if chunk == 0:
-            tl.store(token_offsets_ptr + num_tokens, num_valid)
-    else:
-        own = tl.load(token_ptr + r, mask=inside, other=0)
-        previous = tl.load(token_ptr + r - 1, mask=inside & (r > 0), other=-1)
-        gap = tl.where(inside, own - previous, 0)
-        for back in range(tl.max(gap, 0)):
-            tl.store(token_offsets_ptr + own - back, slot_valid, mask=back < gap)
-        last = tl.load(token_ptr + num_pairs - 1)
-        for start in range(last + 1 + chunk * CHUNK, num_tokens + 1, tl.num_programs(0) * CHUNK):
-            tl.store(token_offsets_ptr + start + i, num_valid, mask=start + i <= num_tokens)
+    own = tl.load(token_ptr + r, mask=inside, other=0)
+    previous = tl.load(token_ptr + r - 1, mask=inside & (r > 0), other=-1)
+    gap = tl.where(inside, own - previous, 0)
+    for back in range(tl.max(gap, 0)):
+        tl.store(token_offsets_ptr + own - back, slot_valid, mask=back < gap)
+    last = tl.load(token_ptr + num_pairs - 1)
+    for start in range(last + 1 + chunk * CHUNK, num_tokens + 1, tl.num_programs(0) * CHUNK):
+        tl.store(token_offsets_ptr + start + i, num_valid, mask=start + i <= num_tokens)
 
 
 def count_launch(expert: Tensor, num_experts: int) -> Tensor:
@@ -130,7 +121,7 @@ def count_launch(expert: Tensor, num_experts: int) -> Tensor:
 
 
 def dispatch_launch(
-    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int, top_k: int | None
+    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The five index tensors of `Dispatch`; three launches, no host synchronization. R must be at least 1."""
     device, num_pairs = expert.device, expert.shape[0]
@@ -146,6 +137,6 @@ def dispatch_launch(
     _scan_kernel[(cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)
     _place_kernel[(chunks,)](
         token, expert, counts, totals, expert_offsets, token_offsets, gather, scatter, pair,
-        num_pairs, num_tokens, num_experts, TOP_K=top_k or 0, CHUNK=_CHUNK, BINS=bins,
+        num_pairs, num_tokens, num_experts, CHUNK=_CHUNK, BINS=bins,
     )  # fmt: skip
     return expert_offsets, token_offsets, gather, scatter, pair
