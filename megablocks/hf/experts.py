@@ -34,7 +34,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from megablocks.hf.weights import Weight, read_weight
 from megablocks.moe.impls import choose_impl, runs_on_hopper
-from megablocks.ops.activation import activate
+from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
@@ -116,7 +116,7 @@ def _between(call: _Call, h: Tensor) -> Tensor:
     if not module.has_gate:
         return module.act_fn(h) if activation is None else activate(h, None, activation)
     if activation is not None:
-        return activate(*_halves(call, h), activation)
+        return activate_halves(h, activation) if module.is_concatenated else activate(*_halves(call, h), activation)
     if not module.is_concatenated and not _has_own_gate(module):
         pre, gate = _halves(call, h)  # the default gate would cut h in the middle
         return module.act_fn(pre) * gate

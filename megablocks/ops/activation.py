@@ -82,6 +82,58 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 activation_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+@custom_op("megablocks::halves_activation", fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2))
+def halves_activation_op(h: Tensor, activation: Activation) -> Tensor:
+    return activation_op.implementation(*h.chunk(2, dim=1), activation)
+
+
+@custom_op("megablocks::halves_activation_backward", fake=lambda a: a.h.new_empty(a.h.shape))
+def halves_activation_backward_op(grad: Tensor, h: Tensor, activation: Activation) -> Tensor:
+    """The gradient of h (R, 2·I)."""
+    pre, gate = h.chunk(2, dim=1)
+    if not (h.is_cuda and runs_triton(h)):
+        return torch.cat(activation_backward_ref(grad, pre, gate, activation), dim=1)  # type: ignore[arg-type]
+    from megablocks.ops.activation_triton import activation_backward_launch
+
+    d_h = torch.empty(h.shape, dtype=h.dtype, device=h.device)
+    activation_backward_launch(grad, pre, gate, activation, halves=d_h)
+    return d_h
+
+
+def _save_halves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    h, ctx.activation = inputs
+    ctx.save_for_backward(h)
+
+
+def _halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return halves_activation_backward_op(grad, *ctx.saved_tensors, ctx.activation), None
+
+
+halves_activation_op.register_autograd(_halves_backward, setup_context=_save_halves)
+
+
+def activate_halves(h: Tensor, activation: Activation) -> Tensor:
+    """`activate` of the two halves of h (R, 2·I), as one product with both matrices leaves them.
+
+    They are read where they lie, and their gradients are written beside each other. Cut by torch, they are copied for
+    the kernel, and their gradients are copied into one tensor.
+
+    Args:
+        h: (R, 2·I) floating: the pre-activation, then the gate.
+        activation: a gated one.
+
+    Returns:
+        (R, I) in h's dtype.
+
+    Raises:
+        ValueError: an activation without a gate, or h that has no two halves.
+    """
+    if h.dim() != 2 or h.shape[1] % 2:
+        raise ValueError(f"h is {tuple(h.shape)}: must be (R, 2·I)")
+    check_activation(h, h, activation)
+    return halves_activation_op(h, activation)
+
+
 def activate(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
     """Apply an activation.
 

@@ -49,62 +49,87 @@ def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr = tl
     return value, slope
 
 
+@triton.jit
+def _in_rows(i, width, stride, BLOCK: tl.constexpr):
+    """Where elements i of (rows, width) lie if rows are `stride` apart; None where nothing is between them."""
+    if stride is not None:
+        first = tl.program_id(0).to(tl.int64) * BLOCK
+        row = first // width  # one division in 64 bits, the others in 32
+        beyond = (first - row * width).to(tl.int32) + tl.arange(0, BLOCK)
+        i += (row + beyond // width) * (stride - width)
+    return i
+
+
 @quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _forward_kernel(
-    pre_ptr, gate_ptr, out_ptr, num_rows, width,
+    pre_ptr, gate_ptr, out_ptr, num_rows, width, stride,
     NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = num_rows.to(tl.int64) * width  # known to be a multiple of 16 where the width is: such a mask leaves loads wide
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(pre_ptr + i, mask=i < n, other=0).to(tl.float32)
+    at = _in_rows(i, width, stride, BLOCK)
+    z = tl.load(pre_ptr + at, mask=i < n, other=0).to(tl.float32)
     value, _ = unary(z, NAME, EXACT)
     if GATED:
-        value *= tl.load(gate_ptr + i, mask=i < n, other=0).to(tl.float32)
+        value *= tl.load(gate_ptr + at, mask=i < n, other=0).to(tl.float32)
     tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < n)
 
 
 @quick
 @triton.jit(do_not_specialize=["num_rows"])
 def _backward_kernel(
-    grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, num_rows, width,
+    grad_ptr, pre_ptr, gate_ptr, d_pre_ptr, d_gate_ptr, num_rows, width, stride, d_stride,
     NAME: tl.constexpr, EXACT: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = num_rows.to(tl.int64) * width
     i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(pre_ptr + i, mask=i < n, other=0).to(tl.float32)
+    at, d_at = _in_rows(i, width, stride, BLOCK), _in_rows(i, width, d_stride, BLOCK)
+    z = tl.load(pre_ptr + at, mask=i < n, other=0).to(tl.float32)
     grad = tl.load(grad_ptr + i, mask=i < n, other=0).to(tl.float32)
     value, slope = unary(z, NAME, EXACT)
     if GATED:
-        tl.store(d_gate_ptr + i, (grad * value).to(d_gate_ptr.dtype.element_ty), mask=i < n)
-        grad *= tl.load(gate_ptr + i, mask=i < n, other=0).to(tl.float32)
-    tl.store(d_pre_ptr + i, (grad * slope).to(d_pre_ptr.dtype.element_ty), mask=i < n)
+        tl.store(d_gate_ptr + d_at, (grad * value).to(d_gate_ptr.dtype.element_ty), mask=i < n)
+        grad *= tl.load(gate_ptr + at, mask=i < n, other=0).to(tl.float32)
+    tl.store(d_pre_ptr + d_at, (grad * slope).to(d_pre_ptr.dtype.element_ty), mask=i < n)
+
+
+def _rows_of(pre: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, int | None]:
+    """Both as the kernels read them, and the stride of their rows; None where both are contiguous, copied or not."""
+    strided = gate is not None and pre.dim() == 2 and pre.stride() == gate.stride() and pre.stride(1) == 1
+    if strided and not pre.is_contiguous():
+        return pre, gate, pre.stride(0)
+    return pre.contiguous(), None if gate is None else gate.contiguous(), None
 
 
 def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch."""
-    pre = pre.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    out = torch.empty_like(pre)
+    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch. Halves of (R, 2·I) are read where they lie."""
+    pre, gate, stride = _rows_of(pre, gate)
+    out = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     if out.numel():
         _forward_kernel[(cdiv(out.numel(), _BLOCK),)](
-            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], NAME=activation.unary,
+            pre, gate, out, out.numel() // out.shape[-1], out.shape[-1], stride, NAME=activation.unary,
             EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return out
 
 
 def activation_backward_launch(
-    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
+    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation, *, halves: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `pre` and `gate` (None without one); one launch."""
-    grad, pre = grad.contiguous(), pre.contiguous()
-    gate = None if gate is None else gate.contiguous()
-    d_pre = torch.empty_like(pre)
-    d_gate = None if gate is None else torch.empty_like(pre)
+    """Gradients of `pre` and `gate` (None without one); one launch. `halves` (R, 2·I) gets them, if given."""
+    grad = grad.contiguous()
+    pre, gate, stride = _rows_of(pre, gate)
+    d_gate: Tensor | None
+    if halves is not None:
+        d_pre, d_gate = halves.chunk(2, dim=1)
+    else:
+        d_pre = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
+        d_gate = None if gate is None else torch.empty_like(d_pre)
     if d_pre.numel():
         _backward_kernel[(cdiv(d_pre.numel(), _BLOCK),)](
-            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], NAME=activation.unary,
-            EXACT=activation.exact, GATED=gate is not None, BLOCK=_BLOCK,
+            grad, pre, gate, d_pre, d_gate, pre.numel() // pre.shape[-1], pre.shape[-1], stride,
+            None if halves is None else halves.shape[1], NAME=activation.unary, EXACT=activation.exact,
+            GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return d_pre, d_gate

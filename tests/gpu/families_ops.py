@@ -95,7 +95,7 @@ def padded(device: torch.device) -> Step:
 
 @family
 def activation(device: torch.device) -> Step:
-    from megablocks.ops.activation import activate
+    from megablocks.ops.activation import activate, activate_halves
     from megablocks.ops.activation_table import GATED, UNARY, Activation
 
     inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
@@ -107,6 +107,8 @@ def activation(device: torch.device) -> Step:
                 out += with_gradients(activate(z, None, Activation(name, "none" if name == "gelu" else "tanh")), [z])
             for name in GATED:
                 out += with_gradients(activate(z, gate, Activation(name)), [z, gate])
+                h = torch.cat([z, gate], dim=1).detach().requires_grad_()
+                out += with_gradients(activate_halves(h, Activation(name)), [h])
         return out
 
     return step

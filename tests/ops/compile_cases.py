@@ -159,6 +159,10 @@ def activation() -> None:
         gate = z if one.gated else None
         activation_launch(z, gate, one)
         activation_backward_launch(z, z, gate, one)
+        if one.gated:
+            h = torch.zeros(8, 128, dtype=dtype)
+            activation_launch(*h.chunk(2, dim=1), one)
+            activation_backward_launch(z.view(1, 64).expand(8, 64), *h.chunk(2, dim=1), one, halves=h)
 
 
 @family("loss_triton", "_sums_kernel", "_gradient_kernel")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd import gradcheck
 
-from megablocks.ops.activation import activate
+from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import ACTIVATIONS, GATED, Activation
 from megablocks.testing.oracle import FORMULAS, relative_error
 from megablocks.testing.tolerances import assert_as_exact_as
@@ -72,6 +72,20 @@ def test_R8_strides_of_inputs_and_gradient(name):
     assert g is None or torch.equal(g.grad, g_t.grad)
 
 
+@pytest.mark.parametrize(("name", "approximate"), [form for form in FORMS if form[0] in GATED])
+def test_the_two_halves_of_a_tensor(name, approximate):
+    z, g = _inputs(name, (5, 3))
+    with torch.no_grad():
+        z[z.abs() < 0.05] += 0.1  # away from relu's kink
+    activation, h = Activation(name, approximate), torch.cat([z, g], dim=1).detach().requires_grad_()
+    y, expected = activate_halves(h, activation), activate(z, g, activation)
+    assert torch.equal(y, expected)
+    for grad in (torch.randn_like(y), torch.ones(5, 1, dtype=y.dtype).expand(5, 3)):
+        (d_h,) = torch.autograd.grad(y, (h,), grad, retain_graph=True)
+        assert torch.equal(d_h, torch.cat(torch.autograd.grad(expected, (z, g), grad, retain_graph=True), dim=1))
+    assert gradcheck(lambda t: activate_halves(t, activation), (h,))
+
+
 def test_keeps_only_its_inputs():
     z, g = _inputs("swiglu", (4, 6))
     kept = []
@@ -99,3 +113,7 @@ def test_bad_arguments_are_named():
         activate(z, z, Activation("gelu"))
     with pytest.raises(ValueError, match=r"^gate is \(2, 2\) torch.float32, must be \(2, 3\) torch.float32"):
         activate(z, torch.ones(2, 2), Activation("swiglu"))
+    with pytest.raises(ValueError, match=r"^h is \(2, 3\): must be \(R, 2·I\)"):
+        activate_halves(z, Activation("swiglu"))
+    with pytest.raises(ValueError, match="^gate is given for activation='silu'"):
+        activate_halves(torch.ones(2, 4), Activation("silu"))

@@ -49,3 +49,19 @@ def test_N10_activation_kernels_equal_float64(name: str, approximate: str, dtype
         where[3, 5] = False
         torch.testing.assert_close(one.double()[where], other[where], rtol=4 * eps, atol=4e-6 if eps < 1e-6 else eps)
     assert found[0][3, 5].isnan()
+
+
+@pytest.mark.parametrize("name", GATED)
+@pytest.mark.parametrize("width", [67, 64, 3000])  # beside, within and beyond a program's elements
+def test_halves_of_one_tensor_are_read_and_written_where_they_lie(name: str, width: int, poison: None) -> None:
+    torch.manual_seed(0)
+    h, activation = torch.randn(13, 2 * width, device=DEVICE), Activation(name)
+    pre, gate = h.chunk(2, dim=1)
+    grad, d_h = torch.randn(13, width, device=DEVICE), torch.empty_like(h)
+    plain = pre.contiguous(), gate.contiguous(), activation
+    assert torch.equal(activation_launch(pre, gate, activation), activation_launch(*plain))
+    expected = activation_backward_launch(grad, *plain)
+    activation_backward_launch(grad, pre, gate, activation, halves=d_h)
+    assert torch.equal(d_h, torch.cat(expected, dim=1))
+    for one, other in zip(activation_backward_launch(grad, pre, gate, activation), expected, strict=True):
+        assert torch.equal(one, other) and one.is_contiguous()

@@ -14,7 +14,13 @@ from torch.utils._pytree import tree_map_only
 
 import megablocks.ops
 from megablocks.ops import library
-from megablocks.ops.activation import activate, activation_backward_op, activation_op
+from megablocks.ops.activation import (
+    activate,
+    activation_backward_op,
+    activation_op,
+    halves_activation_backward_op,
+    halves_activation_op,
+)
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
@@ -241,6 +247,8 @@ def _samples():
             pair_mm_op,
             (const(T, H), const(E, H, F), torch.arange(2 * T) % (E + 1), const(E, F), const(2 * T)),
         ),
+        "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
+        "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),
