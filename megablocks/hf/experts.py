@@ -38,6 +38,7 @@ from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
+from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
@@ -179,11 +180,13 @@ def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 
 def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
-    """ids, weights (T, K): each pair's products, without sorting and without a gradient."""
-    module, (num_tokens, top_k), pairs = call.module, ids.shape, ids.flatten()
-    has_norm = getattr(module, "has_post_expert_norm", False)
+    """ids, weights (T, K): without sorting and without a gradient. In one op where our activation is between."""
+    module, has_norm = call.module, getattr(call.module, "has_post_expert_norm", False)
+    if call.activation is not None and module.is_concatenated and not has_norm and not _has_lora(call):
+        return pair_mlp_op(call.x, ids, weights, call.up.w, call.down.w, call.up_bias, call.down_bias, call.activation)
+    (num_tokens, top_k), pairs = ids.shape, ids.flatten()
     h = call.up.each(call.x, pairs, call.up_bias)
-    act = _between(call._replace(activation=None), h)  # the model's own: our kernel would copy both halves first
+    act = _between(call, h)
     scale = weights.flatten()
     rows = call.down.each(act.to(call.x.dtype), pairs, call.down_bias, None if has_norm else scale)
     if has_norm:
@@ -191,6 +194,10 @@ def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
         rows = rows * scale.to(torch.promote_types(rows.dtype, torch.float32)).unsqueeze(1)
         rows.masked_fill_(((pairs < 0) | (pairs >= call.up.w.shape[0])).unsqueeze(1), 0)
     return rows.view(num_tokens, top_k, rows.shape[1]).sum(1).to(call.x.dtype)
+
+
+def _has_lora(call: _Call) -> bool:
+    return call.up.a is not None or call.down.a is not None
 
 
 WAYS: dict[str, Callable[[_Call, Dispatch, Tensor | None], Tensor]] = {"fused": fused, "grouped": grouped}
@@ -201,8 +208,7 @@ def choose_way(call: _Call) -> str:
     """A key of `WAYS`, by sizes, dtype and device alone."""
     x, module = call.x, call.module
     has_norm = getattr(module, "has_post_expert_norm", False)
-    has_lora = call.up.a is not None or call.down.a is not None
-    if call.activation is None or has_norm or has_lora or module.is_transposed or not module.is_concatenated:
+    if call.activation is None or has_norm or _has_lora(call) or module.is_transposed or not module.is_concatenated:
         return "grouped"
     return choose_impl(
         on_hopper=runs_on_hopper(x.device),
@@ -217,18 +223,23 @@ def choose_way(call: _Call) -> str:
 
 def needs_gradient(call: _Call, weights: Tensor) -> bool:
     """Whether autograd would save anything of this call."""
-    tensors = (call.x, weights, call.up_bias, call.down_bias)
-    wanted = call.up.needs_gradient or call.down.needs_gradient
-    return torch.is_grad_enabled() and (wanted or any(t is not None and t.requires_grad for t in tensors))
+    if not torch.is_grad_enabled():
+        return False
+    tensors = (*call.up, *call.down, call.x, weights, call.up_bias, call.down_bias)
+    return any(t is not None and t.requires_grad for t in tensors)
 
 
 def read_call(module: Any, x: Tensor) -> _Call:
     """The parameters of `module` and x (T, H), in one dtype."""
-    names = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-    up, down = (read_weight(module, name) for name in names)
-    up_bias, down_bias = (getattr(module, f"{name}_bias") if module.has_bias else None for name in names)
-    (x,) = under_autocast(x)
-    return _Call(module, x.to(up.w.dtype), up, down, up_bias, down_bias, activation_of(module))
+    first, up_bias, down_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
+    autocast = torch.is_autocast_enabled(x.device.type)
+    up, down = read_weight(module, first, autocast), read_weight(module, "down_proj", autocast)
+    if module.has_bias:
+        up_bias, down_bias = getattr(module, f"{first}_bias"), module.down_proj_bias
+    if autocast:
+        (x,) = under_autocast(x)
+    x = x if x.dtype == up.w.dtype else x.to(up.w.dtype)  # where nothing is to do, too, `to` takes a microsecond
+    return _Call(module, x, up, down, up_bias, down_bias, activation_of(module))
 
 
 def compute_rows(module: Any, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
@@ -255,6 +266,7 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """
     call = read_call(self, hidden_states)
     if top_k_index.numel() <= FEW_PAIRS.get(hidden_states.device.type, 0) and not needs_gradient(call, top_k_weights):
-        return few(call, top_k_index, top_k_weights).to(hidden_states.dtype)
+        y = few(call, top_k_index, top_k_weights)
+        return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
     routing = routing_of(top_k_index, top_k_weights, call.up.w.shape[0])
     return WAYS[choose_way(call)](call, build_dispatch(routing), routing.weight).to(hidden_states.dtype)

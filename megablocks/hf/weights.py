@@ -34,10 +34,6 @@ class Weight(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
-    @property
-    def needs_gradient(self) -> bool:
-        return any(t is not None and t.requires_grad for t in self)
-
     def gathered(self, x: Tensor, dispatch: Dispatch) -> Tensor:
         """x (T, K) → (R, N), as `gathered_mm`."""
         y = gathered_mm(x, self.w, dispatch)
@@ -52,9 +48,7 @@ class Weight(NamedTuple):
             return y
         return y + grouped_mm(grouped_mm(rows, self.a, offsets), self.b, offsets)
 
-    def each(
-        self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None
-    ) -> Tensor:
+    def each(self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """rows (T, K), ids (R,), bias (E, N), scale (R,) → (R, N), as `pair_mm`."""
         y = pair_mm(rows, self.w, ids, bias, scale)
         if self.a is None or self.b is None:
@@ -64,9 +58,11 @@ class Weight(NamedTuple):
 
 def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:
     """(W, lhs, rhs, scaling) where one LoRA adapter of PEFT stands behind the parameter, else None."""
+    chain = module._modules.get("parametrizations")  # getattr would make an error's text at each call
+    if chain is None:
+        return None
     layer = sys.modules.get("peft.tuners.lora.layer")
     proxy = getattr(layer, "_LoraFactorsProxy", None)
-    chain = getattr(module, "parametrizations", {})
     if proxy is None or name not in chain or len(chain[name]) != 1 or type(chain[name][0]) is not proxy:
         return None
     lora = chain[name][0]
@@ -82,8 +78,10 @@ def check_weight(module: Any, name: str, w: Tensor) -> None:
         )
 
 
-def read_weight(module: Any, name: str) -> Weight:
+def read_weight(module: Any, name: str, autocast: bool = True) -> Weight:
     """The parameter `name` of an experts module, under autocast in its dtype. Each is read once a call: see above.
+
+    autocast: False where the caller knows that it is off.
 
     Raises:
         ValueError: weights in a quantized dtype.
@@ -92,8 +90,9 @@ def read_weight(module: Any, name: str) -> Weight:
     w = getattr(module, name) if factors is None else factors[0]
     check_weight(module, name, w)
     if factors is None:
-        (w,) = under_autocast(w)
-        return Weight(w if module.is_transposed else w.transpose(1, 2))
+        if autocast:
+            (w,) = under_autocast(w)
+        return Weight(w if module.is_transposed else w.mT)
     w, lhs, rhs = under_autocast(*factors[:3])
     if module.is_transposed:
         return Weight(w, lhs, rhs * factors[3])

@@ -151,16 +151,24 @@ def norm(device: torch.device) -> Step:
 
 @family
 def pair_mm(device: torch.device) -> Step:
+    from megablocks.ops.activation_table import Activation
+    from megablocks.ops.grouped.pair_mlp import pair_mlp
     from megablocks.ops.grouped.pair_mm import pair_mm
 
     x, ids = draws(device)(T, H).detach(), chosen(device)[:, :2].flatten()
     matrices = [draws(device)(E, H, WIDTH).detach(), draws(device)(E, WIDTH, H).detach().transpose(1, 2)]
     bias, scale = draws(device)(E, WIDTH).detach(), draws(device, torch.float32)(len(ids)).detach()
+    up, down = draws(device)(E, 2 * WIDTH, H).detach().mT, draws(device)(E, H, WIDTH).detach().mT
+    up_bias = draws(device)(E, 2 * WIDTH).detach()
 
     def step() -> list[Tensor]:
         few = slice(0, 48)
         every = [pair_mm(x, w, ids, bias, scale) for w in matrices]
-        return every + [pair_mm(x[:24], w, ids[few]) for w in matrices]
+        every += [pair_mm(x[:24], w, ids[few]) for w in matrices]
+        for some in (slice(0, 24), slice(0, T)):
+            chosen_ids, weights = (t.view(T, 2)[some] for t in (ids, scale))
+            every.append(pair_mlp(x[some], chosen_ids, weights, up, down, Activation("swiglu"), up_bias=up_bias))
+        return every
 
     return step
 

@@ -200,7 +200,8 @@ def norm() -> None:
 
 @family("grouped.pair_mm_triton", "_pair_mm_kernel")
 def pair_mm() -> None:
-    from megablocks.ops.grouped.pair_mm_triton import pair_mm_launch
+    from megablocks.ops.activation_table import ACTIVATIONS, Activation
+    from megablocks.ops.grouped.pair_mm_triton import pair_mlp_launch, pair_mm_launch
 
     for dtype, pairs, (inner, outer), first in product(EVERY, (8, 512), ((2048, 1536), (13, 5)), (False, True)):
         x, ids = torch.zeros(pairs // 4, inner, dtype=dtype), ints(pairs).long()
@@ -208,6 +209,14 @@ def pair_mm() -> None:
         w = w.transpose(1, 2).contiguous().transpose(1, 2) if first else w
         pair_mm_launch(x, w, ids, None, None, dtype)
         pair_mm_launch(x, w, ids, torch.zeros(8, outer, dtype=dtype), torch.zeros(pairs), torch.float32)
+    cases = *product(EVERY, (1, 64), ACTIVATIONS[:1], (False,)), *product(EVERY[:1], (1,), ACTIVATIONS, (True,))
+    for dtype, tokens, name, biased in cases:
+        activation = Activation(name)
+        up = torch.zeros(8, 768 * (1 + activation.gated), 2048, dtype=dtype).mT
+        down = torch.zeros(8, 2048, 768, dtype=dtype).mT
+        biases = [torch.zeros(8, w.shape[2], dtype=dtype) if biased else None for w in (up, down)]
+        x, ids, weight = torch.zeros(tokens, 2048, dtype=dtype), ints(tokens, 8).long(), torch.zeros(tokens, 8)
+        pair_mlp_launch(x, ids, weight, up, down, *biases, activation)
 
 
 @family("rope_triton", "_rope_kernel")

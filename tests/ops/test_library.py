@@ -34,6 +34,7 @@ from megablocks.ops.grouped.gathered_mm import (
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
 from megablocks.ops.library import Op, _device_of
@@ -246,6 +247,13 @@ def _samples():
         "pair_mm": (
             pair_mm_op,
             (const(T, H), const(E, H, F), torch.arange(2 * T) % (E + 1), const(E, F), const(2 * T)),
+        ),
+        "pair_mlp": (
+            pair_mlp_op,
+            (
+                *(const(T, H), (torch.arange(2 * T) % (E + 1)).view(T, 2), const(T, 2)),
+                *(const(E, H, 2 * F), const(E, F, H), const(E, 2 * F), const(E, H), swiglu),
+            ),
         ),
         "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
         "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),

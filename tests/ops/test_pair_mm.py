@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from megablocks.ops.activation_table import ACTIVATIONS, Activation
 from megablocks.ops.grouped import pair_mm_triton
+from megablocks.ops.grouped.pair_mlp import pair_mlp, pair_mlp_ref
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS, pair_mm, pair_mm_ref
-from megablocks.testing.oracle import relative_error
+from megablocks.testing.oracle import FORMULAS, relative_error
 from megablocks.testing.poison import poisoned_empty
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,3 +119,131 @@ def test_bad_input_is_named(changed: dict[str, Tensor], message: str) -> None:
 def test_more_pairs_than_the_kernel_takes_are_computed() -> None:
     x, w, ids, bias, scale = draw((MOST_PAIRS, 2, 3, 8, 8), torch.float32, False)
     assert relative_error(pair_mm(x, w, ids, bias, scale), truth(x, w, ids, bias, scale)) < 1e-6
+
+
+MLP_SHAPES = [(1, 1, 1, 64, 64), (3, 2, 5, 131, 37), (22, 3, 4, 20, 18), (0, 2, 3, 8, 8)]
+"""T, K, E, H, I."""
+
+
+def draw_mlp(
+    shape: tuple[int, ...], name: str, dtype: torch.dtype = torch.float32, inner_first: bool = True
+) -> tuple[Tensor, ...]:
+    """x, ids with some outside [0, E), weight, up, down and both biases."""
+    tokens, top_k, experts, hidden, width = shape
+    g = torch.Generator().manual_seed(sum(shape))
+    columns = width * (1 + Activation(name).gated)
+    x, up, down = (
+        torch.randn(s, generator=g) for s in ((tokens, hidden), (experts, hidden, columns), (experts, width, hidden))
+    )
+    up, down = up / hidden**0.5, down / width**0.5
+    if inner_first:
+        up, down = (w.mT.contiguous().mT for w in (up, down))
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=g)
+    weight, *biases = (torch.randn(s, generator=g) for s in ((tokens, top_k), (experts, columns), (experts, hidden)))
+    x, up, down, *biases = (t.to(DEVICE, dtype) for t in (x, up, down, *biases))
+    return x, ids.to(DEVICE), weight.to(DEVICE), up, down, *biases
+
+
+def true_mlp(x: Tensor, ids: Tensor, weight: Tensor, *parameters: Tensor | None, name: str, form: str) -> Tensor:
+    up, down, up_bias, down_bias = (t if t is None else t.double() for t in parameters)
+    y, activation = torch.zeros(x.shape, dtype=torch.float64, device=x.device), Activation(name, form)
+    for token, slot in torch.cartesian_prod(*map(torch.arange, ids.shape)).tolist():
+        expert = int(ids[token, slot])
+        if not 0 <= expert < len(up):
+            continue
+        h = x[token].double() @ up[expert] + (0 if up_bias is None else up_bias[expert])
+        pre, gate = h.chunk(2) if activation.gated else (h, 1)
+        act = FORMULAS[activation.unary](pre, form) * gate
+        row = act @ down[expert] + (0 if down_bias is None else down_bias[expert])
+        y[token] += weight[token, slot].double() * row
+    return y
+
+
+def launch_mlp(*arguments: Any) -> Tensor:
+    return pair_mm_triton.pair_mlp_launch(*arguments)
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("inner_first", [False, True])
+@pytest.mark.parametrize("shape", MLP_SHAPES)
+def test_mlp_kernel_and_reference_equal_float64(shape: tuple[int, ...], inner_first: bool) -> None:
+    *inputs, up_bias, down_bias = draw_mlp(shape, "swiglu", inner_first=inner_first)
+    for biases in ((None, None), (up_bias, down_bias)):
+        expected = true_mlp(*inputs, *biases, name="swiglu", form="tanh")
+        for run in (launch_mlp, pair_mlp_ref):
+            with poisoned_empty():
+                y = run(*inputs, *biases, Activation("swiglu"))
+            assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("form", ["tanh", "none"])
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_of_the_mlp(name: str, form: str) -> None:
+    inputs = draw_mlp((2, 2, 3, 20, 12), name)
+    expected = true_mlp(*inputs, name=name, form=form)
+    for run in (launch_mlp, pair_mlp_ref):
+        assert relative_error(run(*inputs, Activation(name, form)), expected) < 1e-6
+
+
+@pytest.mark.any_device
+@pytest.mark.parametrize("kind", ["one", "none"])
+def test_R2_all_pairs_of_the_mlp_to_one_expert_and_to_none(kind: str) -> None:
+    x, ids, *others = draw_mlp((7, 3, 7, 20, 9), "geglu")
+    ids.fill_(6 if kind == "one" else 7)  # the same expert three times a token
+    with poisoned_empty():
+        y = launch_mlp(x, ids, *others, Activation("geglu"))
+    expected = true_mlp(x, ids, *others, name="geglu", form="tanh")
+    assert relative_error(y, expected) < 1e-6 if kind == "one" else not y.any()
+
+
+@pytest.mark.gpu  # without one numpy multiplies, whose bits depend on a row's place
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_H4_a_token_has_the_same_bits_whatever_the_others_are(dtype: torch.dtype) -> None:
+    x, ids, weight, *parameters = draw_mlp((64, 8, 16, 256, 384), "swiglu", dtype)
+    whole = launch_mlp(x, ids, weight, *parameters, Activation("swiglu"))
+    for _ in range(20):  # each time other programs are the last of their tokens
+        assert torch.equal(launch_mlp(x, ids, weight, *parameters, Activation("swiglu")), whole)
+    for some in (slice(0, 1), slice(5, 6), slice(0, 8), slice(7, 40)):  # both sizes of the vector of ids
+        alone = launch_mlp(x[some], ids[some], weight[some], *parameters, Activation("swiglu"))
+        assert torch.equal(alone, whole[some])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_N1_the_mlp_is_as_exact_as_torchs_in_half_types(dtype: torch.dtype, tokens: int) -> None:
+    inputs = draw_mlp((tokens, 8, 16, 256, 384), "swiglu", dtype)
+    expected = true_mlp(*inputs, name="swiglu", form="tanh")
+    plain = relative_error(pair_mlp_ref(*inputs, Activation("swiglu")), expected)
+    assert relative_error(launch_mlp(*inputs, Activation("swiglu")), expected) <= 1.5 * plain
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"ids": torch.zeros(3, 2).int()}, r"ids is \(3, 2\) torch.int32: must be \(T, K\) integer, for x \(2, 4\)"),
+        ({"weight": torch.zeros(2, 3)}, r"weight is \(2, 3\): must be \(2, 2\) as ids is"),
+        ({"up": torch.zeros(3, 4, 6)}, r"up is \(3, 4, 6\) torch.float32: must be \(3, 4, 10\) of x's torch.float32"),
+        ({"down": torch.zeros(3, 5, 4).double()}, r"down is \(3, 5, 4\) torch.float64: must be \(E, I, 4\) of x's"),
+        ({"up_bias": torch.zeros(3, 5)}, r"up_bias is \(3, 5\): must be \(3, 10\)"),
+        ({"activation": Activation("tanh")}, "activation='tanh': must be one of gelu"),
+    ],
+)
+def test_bad_input_of_the_mlp_is_named(changed: dict[str, Any], message: str) -> None:
+    given = {"x": torch.zeros(2, 4), "ids": torch.zeros(2, 2).int(), "weight": torch.zeros(2, 2)}
+    given |= {"up": torch.zeros(3, 4, 10), "down": torch.zeros(3, 5, 4), "activation": Activation("swiglu")}
+    with pytest.raises(ValueError, match=message):
+        pair_mlp(**(given | changed))
+
+
+def test_more_pairs_than_the_mlps_kernel_takes_are_computed() -> None:
+    inputs = draw_mlp((MOST_PAIRS, 2, 3, 8, 8), "swiglu")
+    *positional, up_bias, down_bias = inputs
+    y = pair_mlp(*positional, Activation("swiglu"), up_bias=up_bias, down_bias=down_bias)
+    assert (
+        relative_error(
+            y, pair_mlp_ref(*(t.double() if t.is_floating_point() else t for t in inputs), Activation("swiglu"))
+        )
+        < 1e-6
+    )
