@@ -1,6 +1,6 @@
 """A transformers model of Qwen3-30B-A3B's shape: our experts beside those of transformers.
 
-    python benchmarks/hugging_face.py [--layers N] [--tokens N] [--rounds N] [--toy]
+    python benchmarks/hugging_face.py [--layers N] [--tokens N] [--rounds N] [--brief] [--toy]
 
 Four layers, bf16, without the output head: hidden 2048, 128 experts of width 768, top-8. The cases:
 
@@ -8,10 +8,12 @@ Four layers, bf16, without the output head: hidden 2048, 128 experts of width 76
   frozen   the same with frozen experts
   lora     the same with PEFT's LoRA of rank 16 on the experts alone, where peft is installed
   decode   forward without a gradient at 1, 2, 4, 8 and 64 tokens
+  kernels  the experts of these forwards alone, launched while the GPU waits: the host's time does not count
 
 The arms are transformers' grouped_mm, batched_mm (decode) and sonicmoe where it loads; ours as it chooses, and each of
-its ways by itself. First each arm's experts are compared with float32. Prints medians in milliseconds, the speed beside
-grouped_mm (decode: beside the faster of transformers' own) and the peak memory of a step. --toy runs small on a CPU.
+its ways by itself. --brief leaves the ways out where tokens are few. First each arm's experts are compared with
+float32. Prints medians in milliseconds, the speed beside grouped_mm (tokens are few: beside the faster of transformers'
+own) and the peak memory of a step. --toy runs small on a CPU.
 """
 
 from __future__ import annotations
@@ -93,11 +95,13 @@ def check(model: Any, gate: Gate) -> None:
         gate.take({"good": arm, "error": error} if good else {"bad": arm, "why": f"relative error {error:.1e}"})
 
 
-def step_of(model: Any, arm: str, tokens: Any, train: bool) -> Callable[[], Any]:
+Step = Callable[[], Any]
+
+
+def step_of(model: Any, tokens: Any, train: bool) -> Step:
     import torch
 
     def step() -> None:
-        model.set_experts_implementation(arm)
         if not train:
             with torch.no_grad():
                 model(tokens, use_cache=False)
@@ -108,17 +112,42 @@ def step_of(model: Any, arm: str, tokens: Any, train: bool) -> Callable[[], Any]
     return step
 
 
-def report(name: str, runs: dict[str, Callable[[], Any]], rounds: int, calls: int, bases: tuple[str, ...]) -> None:
+def kernels_of(model: Any, count: int) -> Step:
+    """The experts of all layers, one after the other, with pairs of each layer's own."""
     import torch
 
+    config, device = model.config, model.device
+    x = torch.randn(count, config.hidden_size, device=device, dtype=torch.bfloat16)
+    chances = [torch.rand(count, config.num_experts, device=device) for _ in model.layers]
+    pairs = [(ids, scores.bfloat16()) for scores, ids in (c.topk(config.num_experts_per_tok) for c in chances)]
+
+    def step() -> None:
+        with torch.no_grad():
+            for layer, (ids, scores) in zip(model.layers, pairs, strict=True):
+                layer.mlp.experts(x, ids, scores)
+
+    return step
+
+
+def report(
+    name: str, model: Any, arms: list[str], step: Step, rounds: int, bases: tuple[str, ...], *, calls: int = 1,
+    head_start_ms: float = 0.0,
+) -> None:  # fmt: skip
+    import torch
+
+    def timed(arm: str) -> float:
+        model.set_experts_implementation(arm)
+        return milliseconds(step, calls, head_start_ms=head_start_ms)
+
     peaks = {}
-    for arm, run in runs.items():
-        run()
+    for arm in arms:
+        model.set_experts_implementation(arm)
+        step()
         if on_gpu():
             torch.cuda.reset_peak_memory_stats()
-            run()
+            step()
             peaks[arm] = f"{torch.cuda.max_memory_allocated() / 2**30:8.2f} GiB"
-    times = interleave({arm: partial(milliseconds, run, calls) for arm, run in runs.items()}, rounds, warm_up=2)
+    times = interleave({arm: partial(timed, arm) for arm in arms}, rounds, warm_up=2)
     base = min((arm for arm in bases if arm in times), key=lambda arm: median(times[arm]))
     for arm, measured in times.items():
         beside = f"{speed(times, arm, base):6.2f} x {base}"
@@ -137,6 +166,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--brief", action="store_true", help="without most of our ways by themselves")
     parser.add_argument("--toy", action="store_true", help="small sizes, on a CPU too; its times mean nothing")
     options = parser.parse_args()
     tokens = min(options.tokens, 64) if options.toy else options.tokens
@@ -155,24 +185,27 @@ def main() -> int:
     if not gate.green:
         return 1
     arms = [arm for arm in (*THEIRS, *OURS) if arm in gate.errors]
+    generating = [arm for arm in arms if arm in (*THEIRS, OURS[0])] if options.brief else arms
     for count in DECODE:
         ids = torch.randint(1024, (count, 1), device=device)
-        report(f"decode {count}", {a: step_of(model, a, ids, False) for a in arms}, options.rounds, 5, THEIRS)
+        step = step_of(model, ids, False)
+        report(f"decode {count}", model, generating, step, options.rounds, THEIRS, calls=5)
+    for count in DECODE:
+        step = kernels_of(model, count)
+        report(f"kernels {count}", model, generating, step, options.rounds, THEIRS, calls=3, head_start_ms=30)
     ids = torch.randint(1024, (rows, tokens // rows), device=device)
     arms = [arm for arm in arms if arm not in ("batched_mm", "megablocks_few")]
-    runs = {arm: step_of(model, arm, ids, True) for arm in arms}
-    report("train", runs, options.rounds, 1, ("grouped_mm",))
+    report("train", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
     for layer in model.layers:
         layer.mlp.experts.requires_grad_(False)
-    report("frozen", runs, options.rounds, 1, ("grouped_mm",))
+    report("frozen", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
     try:
         tuned = lora_of(model)
     except ImportError:
         print("lora: peft is not installed")
         return 0
     arms = [arm for arm in arms if arm != "megablocks_fused"]  # it reads no factors
-    runs = {arm: step_of(tuned, arm, ids, True) for arm in arms}
-    report("lora", runs, options.rounds, 1, ("grouped_mm",))
+    report("lora", tuned, arms, step_of(tuned, ids, True), options.rounds, ("grouped_mm",))
     return 0
 
 
