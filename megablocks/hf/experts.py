@@ -170,11 +170,8 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     """The whole MLP in one op, which saves no rows (R, H) for backward."""
-    up, gated, bias = call.up.w.transpose(1, 2), call.module.has_gate, call.up_bias
-    # chunk, because the gradient of its two results is one cat
-    w1, v1 = up.chunk(2, dim=1) if gated else (up, None)
-    b1, c1 = bias.chunk(2, dim=1) if gated and bias is not None else (bias, None)
-    parameters = ExpertParameters(w1, v1, call.down.w, b1, c1, call.down_bias)
+    # both halves in one, as they lie: cut here, their gradients would be copied into one tensor
+    parameters = ExpertParameters(call.up.w.mT, None, call.down.w, call.up_bias, None, call.down_bias)
     assert call.activation is not None
     return fused_mlp(call.x, weight, dispatch, parameters, call.activation)
 

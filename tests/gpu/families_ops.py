@@ -330,6 +330,8 @@ def grouped_hopper(device: torch.device) -> Step:
     def launches() -> list[Tensor]:
         out = [hopper.ragged_m(x, m, offsets, g, tile=t) for m in (w, across) for g in (None, order) for t in tiles]
         out += [hopper_dw.ragged_k(dy, x, offsets, g) for g in (None, order)]
+        halves = dy.new_empty(offsets.shape[0] - 1, 2 * dy.shape[1], x.shape[1]).chunk(2, dim=1)
+        out += [hopper_dw.ragged_k(dy, x, offsets, g, out=half) for g in (None, order) for half in halves]
         for tile in tiles:  # no expert has rows, so no element of `order` may be read, not even prefetched
             hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
         return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]

@@ -114,6 +114,39 @@ def test_N1_fused_mlp_on_a_cpu_is_as_exact_as_torch(tokens, hidden, inner, activ
         assert_as_exact_as(got[1][name], plain[1][name], grad)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("activation", GATED)
+def test_N10_both_up_projections_in_one_equal_those_apart(activation, bias, recompute):
+    values, dispatch, _, dy = _case(13, 12, 10, 5, 2, True, bias)
+    want = _with_gradients(_fused(dispatch, activation, recompute=recompute), values, dy)
+    joined = {n: None if t is None else t for n, t in values.items() if n not in ("v1", "c1")}
+    joined["w1"] = torch.cat([values["w1"], values["v1"]], dim=1)
+    joined["b1"] = torch.cat([values["b1"], values["c1"]], dim=1) if bias else None
+    with poisoned_empty():
+        got = _with_gradients(
+            lambda v: _fused(dispatch, activation, recompute=recompute)(v | {"v1": None, "c1": None}), joined, dy
+        )
+    want[1]["w1"] = torch.cat([want[1]["w1"], want[1].pop("v1")], dim=1)
+    if bias:
+        want[1]["b1"] = torch.cat([want[1]["b1"], want[1].pop("c1")], dim=1)
+    assert torch.equal(got[0], want[0]) and got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        assert torch.equal(got[1][name], grad), name
+
+
+def test_both_up_projections_in_one_without_a_gradient_or_beside_other_frozen_parameters():
+    values, dispatch, _, dy = _case(13, 12, 10, 5, 2, True, False)
+    w1, w2 = torch.cat([values["w1"], values["v1"]], dim=1), values["w2"]
+    expected = _with_gradients(_fused(dispatch, "swiglu"), values, dy)[1]
+    for trained in ("w1", "w2"):
+        leaf = (w1 if trained == "w1" else w2).clone().requires_grad_()
+        parameters = ExpertParameters(leaf if trained == "w1" else w1, None, leaf if trained == "w2" else w2)
+        fused_mlp(values["x"], values["weight"], dispatch, parameters, Activation("swiglu")).backward(dy)
+        want = torch.cat([expected["w1"], expected["v1"]], dim=1) if trained == "w1" else expected["w2"]
+        assert torch.equal(leaf.grad, want)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_N6_fused_mlp_on_a_cpu_rounds_where_its_parts_round(dtype):
     v, d, _, _ = _case(40, 64, 48, 9, 3, True, False, dtype=dtype)
@@ -205,6 +238,12 @@ def test_N9_fused_mlp_opcheck():
     for recompute in (False, True):
         rest = ExpertParameters(*leaves[2:]), dispatch, Activation("swiglu"), Options(recompute)
         torch.library.opcheck(fused_mlp_op.definition, fused_mlp_op.flat(*leaves[:2], *rest))
+    joined = ExpertParameters(
+        torch.cat(leaves[2:4], dim=1).detach().requires_grad_(), None, leaves[4],
+        torch.cat(leaves[5:7], dim=1).detach().requires_grad_(), None, leaves[7],
+    )  # fmt: skip
+    rest = joined, dispatch, Activation("swiglu"), Options()
+    torch.library.opcheck(fused_mlp_op.definition, fused_mlp_op.flat(*leaves[:2], *rest))
 
 
 def _gradient_equals_its_reference(ends, inner, activation, approximate):
@@ -268,6 +307,8 @@ def test_fused_mlp_names_what_does_not_fit():
     refused(r"w2 is \(3, 4, 7\): must be \(3, 4, 8\)", "swiglu", values | {"w2": values["w2"][..., :7]})
     refused("c1 is given: activation='silu' has no gate", "silu", plain | {"c1": torch.zeros(3, 4)})
     refused(r"x is \(5, 8\)", "swiglu", values | {"x": values["x"][:5]})
+    both = plain | {"w1": torch.cat([values["w1"], values["v1"]], dim=1)}
+    refused(r"w1 or v1, but w1 \(3, 8, 8\) holds both", "swiglu", both, main_grads=MainGrads(w1=torch.zeros(shape)))
     for mains, message in (
         (MainGrads(w1=torch.zeros(3, 8, 4)), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),
         (MainGrads(w2=torch.zeros(shape).half()), r"main_grads of w2 is .* torch.float16, contiguous: " + must),

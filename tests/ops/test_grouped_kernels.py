@@ -247,6 +247,30 @@ def test_N6_hopper_adds_to_what_is_there(loads: list[int], m: int, n: int, dtype
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
+@pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
+def test_N6_halves_of_one_weight_gradient_equal_each_alone(
+    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool
+) -> None:
+    """Bit for bit."""
+    offsets, rows = make(loads, 21, "cuda")
+    used = sum(loads)
+    gather = gather_of(rows, 500, "cuda") if gathered else None
+    lefts = [fill(rows, m, dtype=dtype, device="cuda", seed=seed, poison_from=used) for seed in (1, 3)]
+    b = fill(501 if gathered else rows, n, dtype=dtype, device="cuda", seed=2, poison_from=500 if gathered else used)
+    if gather is not None:
+        gather[used:] = 500
+    with poisoned_empty():
+        whole = torch.empty(len(loads), 2 * m, n, dtype=dtype, device="cuda")
+        for left, half in zip(lefts, whole.chunk(2, dim=1), strict=True):
+            assert hopper_dw.ragged_k(left, b, offsets, gather, out=half) is half
+        alone = [hopper_dw.ragged_k(left, b, offsets, gather) for left in lefts]
+    assert torch.equal(whole, torch.cat(alone, dim=1))
+
+
+@pytest.mark.gpu
+@hopper_only
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
 @pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)

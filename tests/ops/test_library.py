@@ -28,6 +28,7 @@ from megablocks.ops.grouped.bias import add_expert_bias, add_expert_bias_op, exp
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm,
     gathered_mm_dw_add_op,
+    gathered_mm_dw_halves_op,
     gathered_mm_dw_op,
     gathered_mm_gated,
     gathered_mm_op,
@@ -160,6 +161,7 @@ def _samples():
         "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, d)),
         "gathered_mm_gated": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), d)),
         "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), d)),
+        "gathered_mm_dw_halves": (gathered_mm_dw_halves_op, (const(R, F), const(R, F), const(T, H), d)),
         "gathered_mm_dw_add": (gathered_mm_dw_add_op, (const(E, F, H), const(R, F), const(T, H), d)),
         "add_expert_bias": (add_expert_bias_op, (t(R, F), t(E, F), offsets)),
         "expert_sum": (expert_sum_op, (const(R, F), offsets)),

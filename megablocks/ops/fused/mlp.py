@@ -41,6 +41,7 @@ from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
+    gathered_mm_dw_halves_op,
     gathered_mm_dw_op,
     gathered_mm_op,
     grouped_mm_sum_op,
@@ -60,6 +61,9 @@ class ExpertParameters(NamedTuple):
 
     w1, v1, w2: (E, I, H); v1 where the activation is gated, else None.
     b1, c1, b2: (E, I), (E, I) and (E, H), each or None; c1 only beside v1.
+
+    `fused_mlp` also takes both of a gated MLP in one: w1 (E, 2·I, H) with v1's matrices in its lower half, v1 None,
+    and b1 (E, 2·I) or None.
     """
 
     w1: Tensor
@@ -68,6 +72,22 @@ class ExpertParameters(NamedTuple):
     b1: Tensor | None = None
     c1: Tensor | None = None
     b2: Tensor | None = None
+
+
+def _are_joined(parameters: ExpertParameters, activation: Activation) -> bool:
+    """Whether w1 holds v1 too."""
+    w1, w2 = parameters.w1, parameters.w2
+    both = w1.dim() == 3 and w2.dim() == 3 and w1.shape[1] == 2 * w2.shape[1]
+    return activation.gated and parameters.v1 is None and both
+
+
+def _apart(parameters: ExpertParameters, activation: Activation) -> ExpertParameters:
+    """The parameters with w1 and v1, b1 and c1 each by itself."""
+    if not _are_joined(parameters, activation):
+        return parameters
+    w1, _, w2, b1, _, b2 = parameters
+    (w1, v1), (b1, c1) = w1.chunk(2, dim=1), (None, None) if b1 is None else b1.chunk(2, dim=1)
+    return ExpertParameters(w1, v1, w2, b1, c1, b2)
 
 
 class MainGrads(NamedTuple):
@@ -220,8 +240,8 @@ def down_gradient_op(
 
 
 def _fake_fused_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    pre = a.x.new_empty(0 if a.options.recompute else (a.dispatch.num_rows, a.parameters.w1.shape[1]))
-    return a.x.new_empty(a.x.shape), pre, a.x.new_empty(0) if a.parameters.v1 is None else torch.empty_like(pre)
+    pre = a.x.new_empty(0 if a.options.recompute else (a.dispatch.num_rows, a.parameters.w2.shape[1]))
+    return a.x.new_empty(a.x.shape), pre, torch.empty_like(pre) if a.activation.gated else a.x.new_empty(0)
 
 
 @custom_op("megablocks::fused_mlp", fake=_fake_fused_mlp)
@@ -230,6 +250,7 @@ def fused_mlp_op(
     options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """y (T, H), and pre and gate (R, I) for backward: both empty with recompute, gate empty unless gated."""
+    parameters = _apart(parameters, activation)
     w1, v1, w2, b1, c1, b2 = parameters
     gate: Tensor | None
     if not x.is_cuda:
@@ -276,6 +297,10 @@ def gradients(
     need_x, need_weight, need_w1, need_v1, need_w2, need_b1, need_c1, need_b2 = ctx.needs_input_grad[:8]
     dx = d_weight = dw1 = dv1 = dw2 = db1 = dc1 = db2 = None
     x = unpack(ctx.packed_x, x, x_scales)
+    given = ExpertParameters(w1, v1, w2, b1, c1, b2)
+    joined = _are_joined(given, activation)
+    apart: Any = _apart(given, activation)
+    w1, v1, w2, b1, c1, b2 = apart
     dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
     if ctx.options.recompute:
         pre, gate, _ = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
@@ -301,10 +326,15 @@ def gradients(
             else:
                 dx = rows if ctx.options.in_order else combine_op(rows, None, dispatch)
             del rows
-        dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
-        dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
+        if joined:
+            dw1 = gathered_mm_dw_halves_op(d_pre, d_gate, x, dispatch) if need_w1 else None
+        else:
+            dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
+            dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
         db1 = expert_sum_op(d_pre, offsets).to(b1.dtype) if need_b1 else None
-        dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 else None
+        dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 or (joined and need_b1) else None
+        if db1 is not None and dc1 is not None and joined:
+            db1, dc1 = torch.cat([db1, dc1], dim=1), None
     if need_b2:
         # Σ s · dY is a product with one column of weights
         scale = weight.to(dy.dtype).index_select(0, dispatch.pair).unsqueeze(1)
@@ -344,7 +374,7 @@ def fused_mlp(
         x: (T, H) floating.
         weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing; None for ones.
         dispatch: of T tokens and R pairs.
-        parameters: the matrices in x's dtype, the biases in any.
+        parameters: the matrices in x's dtype, the biases in any. Where w1 holds v1 too, its gradient is written whole.
         activation: as in `activate`.
         recompute: save x and weight alone, and compute the up-projection again in backward.
         in_order: the dispatch's rows are its tokens as they stand, and weight is None: nothing is summed, and rows of
@@ -361,8 +391,12 @@ def fused_mlp(
     num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
-    _check(x, weight, ExpertParameters(w1, v1, w2, b1, c1, b2), dispatch, activation)
-    _check_main_grads(ExpertParameters(w1, v1, w2), main_grads)
+    parameters = ExpertParameters(w1, v1, w2, b1, c1, b2)
+    apart = _apart(parameters, activation)
+    _check(x, weight, apart, dispatch, activation)
+    if _are_joined(parameters, activation) and (main_grads.w1 is not None or main_grads.v1 is not None):
+        raise ValueError(f"main_grads has a tensor for w1 or v1, but w1 {tuple(w1.shape)} holds both: give them apart")
+    _check_main_grads(apart, main_grads)
     if in_order and (weight is not None or num_tokens != num_pairs):
         raise ValueError(f"in_order=True: needs weight=None, and as many tokens ({num_tokens}) as pairs ({num_pairs})")
     if weight is None:

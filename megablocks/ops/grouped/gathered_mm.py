@@ -69,6 +69,22 @@ def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
 
 
+@custom_op(
+    "megablocks::gathered_mm_dw_halves",
+    fake=lambda a: a.x.new_empty(a.dispatch.num_experts, 2 * a.dy.shape[1], a.x.shape[1]),
+)
+def gathered_mm_dw_halves_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
+    """gathered_mm_dw_op of dy and, below it, of dy2 (R, N) → (E, 2·N, H), as one parameter holds both matrices."""
+    d, offsets = dispatch, dispatch.expert_offsets
+    hopper = hopper_ragged_k(x) if d.num_rows > 0 else None
+    if hopper is None or not all(hopper.supports_k(one, x, offsets) for one in (dy, dy2)):
+        return torch.cat([gathered_mm_dw_op(one, x, d) for one in (dy, dy2)], dim=1)
+    whole = x.new_empty(d.num_experts, 2 * dy.shape[1], x.shape[1])
+    for one, half in zip((dy, dy2), whole.chunk(2, dim=1), strict=True):
+        hopper.ragged_k(one, x, offsets, d.gather, out=half)
+    return whole
+
+
 @custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
 def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispatch) -> None:
     """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous.

@@ -230,7 +230,7 @@ def ragged_k_kernel(
 
 def ragged_k(
     a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None,
-    tile: Tile | None = None,
+    out: Tensor | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
 
@@ -240,10 +240,14 @@ def ragged_k(
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
         gather: (R,) int32 in [0, S).
         add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
+        out: (E, M, N) of a's dtype, rows contiguous, such as a half of a joined weight: where o is written.
     """
     assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N, add = offsets.shape[0] - 1, a.shape[1], b.shape[1], add_to is not None
-    o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if add_to is None else add_to
+    if add_to is not None:
+        o = add_to
+    else:
+        o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if out is None else out
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o if add else o.zero_()
     c = _plan(tile, M, N, gather is not None, add)
