@@ -160,7 +160,7 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     between = functools.partial(_between, call)
     masked = call.activation is None and any(_own_parameters(module))
     act = _without_unused(h, dispatch, between) if masked else between(h)
-    rows = call.down.sorted(act.to(call.x.dtype), offsets)
+    rows = call.down.sorted(act.to(call.x.dtype), dispatch)
     if call.down_bias is not None:
         rows = add_expert_bias(rows, call.down_bias, offsets)
     if getattr(module, "has_post_expert_norm", False):

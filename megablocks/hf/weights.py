@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megablocks.ops.grouped.gathered_mm import gathered_mm
 from megablocks.ops.grouped.grouped_mm import grouped_mm
+from megablocks.ops.grouped.low_rank_mm import low_rank_mm
 from megablocks.ops.grouped.pair_mm import pair_mm
 from megablocks.ops.library import under_autocast
 from megablocks.ops.routing.dispatch import Dispatch
@@ -36,17 +37,15 @@ class Weight(NamedTuple):
 
     def gathered(self, x: Tensor, dispatch: Dispatch) -> Tensor:
         """x (T, K) → (R, N), as `gathered_mm`."""
-        y = gathered_mm(x, self.w, dispatch)
         if self.a is None or self.b is None:
-            return y
-        return y + grouped_mm(gathered_mm(x, self.a, dispatch), self.b, dispatch.expert_offsets)
+            return gathered_mm(x, self.w, dispatch)
+        return low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=True)
 
-    def sorted(self, rows: Tensor, offsets: Tensor) -> Tensor:
+    def sorted(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
         """rows (R, K) → (R, N), as `grouped_mm`."""
-        y = grouped_mm(rows, self.w, offsets)
         if self.a is None or self.b is None:
-            return y
-        return y + grouped_mm(grouped_mm(rows, self.a, offsets), self.b, offsets)
+            return grouped_mm(rows, self.w, dispatch.expert_offsets)
+        return low_rank_mm(rows, self.w, self.a, self.b, dispatch, gathered=False)
 
     def each(self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """rows (T, K), ids (R,), bias (E, N), scale (R,) → (R, N), as `pair_mm`."""

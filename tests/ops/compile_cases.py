@@ -265,6 +265,11 @@ def grouped_hopper() -> None:
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
         ragged_m_sum(x, w, x, w, ints(17))
+    # low_rank_mm's: of rank 16, in forward and in backward
+    for transposed in (False, True):
+        v, w, t = (torch.zeros(s, dtype=torch.bfloat16) for s in ((16, 16, 128), (16, 1024, 128), (rows, 16)))
+        v, w = (m.mT.contiguous().mT if transposed else m for m in (v, w))
+        ragged_m_sum(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, t, v, ints(17))
 
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))

@@ -288,6 +288,25 @@ def test_sum_of_two_products(loads: list[int], k: int, n: int, dtype: torch.dtyp
 
 @pytest.mark.gpu
 @hopper_only
+@pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])
+@pytest.mark.parametrize("rank", [8, 16, 64, 200])
+@pytest.mark.parametrize("k,n,dtype", SHAPES, ids=str)
+def test_sum_of_products_of_unequal_inner_sizes(k: int, n: int, rank: int, dtype: torch.dtype, k_major: bool) -> None:
+    loads = LARGE_LOADS["odd"]
+    offsets, rows = make(loads, 21, "cuda")
+    used, experts = sum(loads), len(loads)
+    x, x2 = (fill(rows, size, dtype=dtype, device="cuda", seed=size, poison_from=used) for size in (k, rank))
+    weights = [fill(experts, n, size, dtype=dtype, device="cuda", seed=2).transpose(1, 2) for size in (k, rank)]
+    w, v = weights if k_major else [t.contiguous() for t in weights]
+    assert hopper.supports_sum(x, w, x2, v, offsets)
+    with poisoned_empty():
+        y = hopper.ragged_m_sum(x, w, x2, v, offsets)
+    assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, v, offsets, None), k + rank)
+    assert bool(y[used:].isnan().all()), "rows of no expert were written"
+
+
+@pytest.mark.gpu
+@hopper_only
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 def test_every_tile_of_hopper(tile: Tile | None, gathered: bool) -> None:

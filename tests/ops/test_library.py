@@ -35,6 +35,7 @@ from megablocks.ops.grouped.gathered_mm import (
     grouped_mm_sum_op,
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm, grouped_mm_dw_op, grouped_mm_op
+from megablocks.ops.grouped.low_rank_mm import low_rank_mm_op
 from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import pair_mm_op
 from megablocks.ops.grouped.rows_linear import rows_linear_op
@@ -160,6 +161,7 @@ def _samples():
         ),
         "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, d)),
         "gathered_mm_gated": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), d)),
+        "low_rank_mm": (low_rank_mm_op, (t(T, H), t(E, H, F), t(E, H, 2), t(E, 2, F), d, True)),
         "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), d)),
         "gathered_mm_dw_halves": (gathered_mm_dw_halves_op, (const(R, F), const(R, F), const(T, H), d)),
         "gathered_mm_dw_add": (gathered_mm_dw_add_op, (const(E, F, H), const(R, F), const(T, H), d)),

@@ -39,7 +39,7 @@ from megablocks.ops.routing.dispatch import Dispatch
 
 
 def grouped_mm_sum_ref(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), x2 (R, K), v (E, K, N) → x·w + x2·v (R, N), rounded once."""
+    """x (R, K), w (E, K, N), x2 (R, L), v (E, L, N) → x·w + x2·v (R, N), rounded once."""
     acc = torch.promote_types(x.dtype, torch.float32)
     total = grouped_mm_ref(x.to(acc), w.to(acc), offsets) + grouped_mm_ref(x2.to(acc), v.to(acc), offsets)
     return total.to(x.dtype)

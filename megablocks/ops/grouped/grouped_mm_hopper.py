@@ -1,7 +1,7 @@
 """Ragged-M grouped GEMM on Hopper (Gluon, sm_90): the choice of the tile, the kernel and its launch.
 
     y[r] = x[row(r)] · w[e]                 x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
-    y[r] = x[r] · w[e] + x2[r] · v[e]      `summed`: the steps of the second product follow those of the first
+    y[r] = x[r] · w[e] + x2[r] · v[e]      `summed`: the steps of the second product, of K2, follow those of the first
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] where x's S rows are gathered. The grid is one
 program a multiprocessor. N, K and whether rows are gathered decide the tile. hopper_gluon.py describes the roles of a
@@ -53,6 +53,7 @@ class Plan(Tile):
     gather: bool = False
     b_k_major: bool = False
     summed: bool = False
+    K2: int = 0
     a_k_major: ClassVar[bool] = True
 
     @property
@@ -65,7 +66,7 @@ class Plan(Tile):
 
     @property
     def steps(self) -> int:
-        return (1 + self.summed) * self.k_steps
+        return self.k_steps + -(-self.K2 // self.BK)
 
     @property
     def producer_warps(self) -> int:
@@ -109,9 +110,10 @@ def choose_m(N: int, K: int, gather: bool) -> Tile:
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, summed: bool) -> Plan:
-    tile = tile or choose_m(N, K * (1 + summed), gather)
-    return Plan(**vars(tile), lanes=lanes_of(experts), N=N, K=K, gather=gather, b_k_major=b_k_major, summed=summed)
+def _plan(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, K2: int) -> Plan:
+    """K2: the second product's inner size, 0 without one."""
+    tile, lanes = tile or choose_m(N, K + K2, gather), lanes_of(experts)
+    return Plan(**vars(tile), lanes=lanes, N=N, K=K, gather=gather, b_k_major=b_k_major, summed=K2 > 0, K2=K2)
 
 
 def lanes_of(experts: int) -> int:
@@ -143,12 +145,12 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
 
 
 def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_m_sum takes these: each product alone, of equal shapes, w and v of the same major."""
+    """Whether ragged_m_sum takes these: each product alone, of equally many rows and columns, w and v of one major."""
     return (
         supports_m(x, w, offsets, x.shape[0])
         and supports_m(x2, v, offsets, x2.shape[0])
-        and x.shape == x2.shape
-        and w.shape == v.shape
+        and x.shape[0] == x2.shape[0]
+        and w.shape[2] == v.shape[2]
         and aligned(w, 2) == aligned(v, 2)
     )
 
@@ -286,7 +288,10 @@ def ragged_m(
 
 
 def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum."""
+    """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum.
+
+    x2 (R, K2), v (E, K2, N): K2 may differ from K.
+    """
     return _launch(x, w, x2, v, offsets, None)
 
 
@@ -300,7 +305,7 @@ def _launch(
     if rows == 0:
         return y
     k_major, gathered = not aligned(w, 2), gather is not None
-    c = _plan(tile, experts, N, K, gathered, k_major, x2 is not None)
+    c = _plan(tile, experts, N, K, gathered, k_major, 0 if x2 is None else x2.shape[1])
     x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
