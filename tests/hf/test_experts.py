@@ -153,6 +153,20 @@ def test_H1_a_clamp_is_never_dropped(module: str, name: str) -> None:
     assert (y - _ours(experts, "grouped", *inputs)["y"]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("way", ours.WAYS)
+@pytest.mark.parametrize(("module", "name"), MIXTRAL_AND_NEMOTRON)
+def test_gradients_of_the_parameters_are_kept_as_they_are_computed(module: str, name: str, way: str) -> None:
+    """A gradient in another layout than its parameter's is copied by autograd."""
+    experts, given = _make(module, name), {}
+    for key, parameter in experts.named_parameters():
+        parameter.register_hook(lambda grad, key=key: given.__setitem__(key, grad.data_ptr()))
+    x, ids, weight = _inputs()
+    routing = ours.routing_of(ids, weight, E)
+    call = ours.read_call(experts, x)
+    ours.WAYS[way](call, ours.build_dispatch(routing), routing.weight).sum().backward()
+    assert len(given) == 2 and given == {key: p.grad.data_ptr() for key, p in experts.named_parameters()}
+
+
 @pytest.mark.parametrize("act", ["silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "relu2", "gelu_10", "mish"])
 @pytest.mark.parametrize(("module", "name"), MIXTRAL_AND_NEMOTRON)
 def test_H1_every_activation(module: str, name: str, act: str) -> None:

@@ -135,6 +135,21 @@ def test_N10_both_up_projections_in_one_equal_those_apart(activation, bias, reco
         assert torch.equal(got[1][name], grad), name
 
 
+@pytest.mark.parametrize("activation", ["gelu", "swiglu"])
+def test_a_down_projection_that_lies_transposed_gets_its_gradient_so(activation):
+    values, dispatch, ids, dy = _case(13, 12, 10, 5, 2, activation in GATED, True)
+    want = _with_gradients(lambda v: _loop(v, ids, activation), values, dy)
+    w2 = values["w2"].mT.contiguous().requires_grad_()
+    given = []
+    w2.register_hook(lambda grad: given.append(grad.data_ptr()))
+    with poisoned_empty():
+        y = _fused(dispatch, activation)(values | {"w2": w2.mT})
+        y.backward(dy)
+    torch.testing.assert_close(y.detach(), want[0], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(w2.grad, want[1]["w2"].mT, rtol=1e-9, atol=1e-9)
+    assert w2.grad.is_contiguous() and given == [w2.grad.data_ptr()]  # no copy of it was made
+
+
 def test_both_up_projections_in_one_without_a_gradient_or_beside_other_frozen_parameters():
     values, dispatch, _, dy = _case(13, 12, 10, 5, 2, True, False)
     w1, w2 = torch.cat([values["w1"], values["v1"]], dim=1), values["w2"]

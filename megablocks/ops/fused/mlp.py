@@ -46,10 +46,10 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
-from megablocks.ops.permute.rows import combine_op
+from megablocks.ops.permute.rows import combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -311,7 +311,10 @@ def gradients(
             dy, w2, pre, None if v1 is None else gate, weight, dispatch, activation
         )
         del pre, gate
-        if need_w2:
+        if need_w2 and main_w2 is None and is_transposed(w2):
+            # in w2's own layout, for which dY's rows are gathered: autograd would copy the other one, transposing it
+            dw2 = weight_gradient(scaled, gather_op(dy, dispatch), offsets, transposed=True)
+        elif need_w2:
             dw2 = _matrix_gradient(main_w2, scaled, dy, dispatch)
         del scaled
         if need_weight and b2 is not None:
