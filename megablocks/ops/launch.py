@@ -88,25 +88,15 @@ class QuickLaunch:
         self._places[types] = made
         return made
 
-    def launch_compiled(self, compiled: Any, grid: tuple[int, int, int], *values: Any) -> None:
-        """Launch what `kernel[grid](…)` has returned, without asking what the arguments compile to.
-
-        For a caller that knows it: of the same dtypes, alignment, specialized sizes, device and `compile_state()`.
-
-        values: all arguments in order, tensors by address, then the compile-time ones.
-        """
-        compiled[grid](*values, stream=driver.active.get_current_stream(torch.cuda.current_device()))
-
-    def _launch(self, grid: tuple[int, ...], /, *args: Any, **options: Any) -> Any:
-        """The compiled kernel if it was launched here and can be again, else None."""
+    def _launch(self, grid: tuple[int, ...], /, *args: Any, **options: Any) -> None:
         if is_compiling_ahead():
             self._kernel.run(*args, grid=grid, warmup=True, **options)
-            return None
+            return
         types = tuple(map(type, args))
         places = self._places[types] if types in self._places else self._places_of(types)
         if places is None:
             self._kernel[grid](*args, **options)
-            return None
+            return
         device = torch.cuda.current_device()
         # 1, 1.0 and True are equal, and compile differently
         key: list[Any] = [device, types, *options, *map(type, options.values()), *options.values()]
@@ -117,7 +107,7 @@ class QuickLaunch:
             a = args[i]
             if not a.is_cuda:  # Triton refuses it by name; as an address it would be read all the same
                 self._kernel[grid](*args, **options)
-                return None
+                return
             # by its address: of a tensor the launcher asks it, and the driver where that is
             values[i] = address = a.data_ptr()
             key.append(a.dtype)
@@ -128,7 +118,7 @@ class QuickLaunch:
             a = args[i]
             if not -(2**31) <= a < 2**31:
                 self._kernel[grid](*args, **options)
-                return None
+                return
             if specialized:
                 key.append(1 if a == 1 else 16 if a % 16 == 0 else 0)
         for i in places.descriptors:
@@ -138,22 +128,15 @@ class QuickLaunch:
         if found is None:
             compiled = self._kernel[grid](*args, **options)
             # an AsyncCompileMode of the caller's returns a promise of it, which cannot be launched
-            if compiled is None or hasattr(compiled, "result"):
-                return None
-            if len(self._compiled) >= _MOST:
-                self._compiled.clear()
-            # with the layouts, so that no other one is given the id of one in a key
-            self._compiled[made_of] = compiled, [args[i].layout for i in places.descriptors]
-            return compiled
+            if compiled is not None and not hasattr(compiled, "result"):
+                if len(self._compiled) >= _MOST:
+                    self._compiled.clear()
+                # with the layouts, so that no other one is given the id of one in a key
+                self._compiled[made_of] = compiled, [args[i].layout for i in places.descriptors]
+            return
         x, y, z = (*grid, 1, 1)[:3]
         stream = driver.active.get_current_stream(device)  # without it Triton asks for the device again
         found[0][x, y, z](*values, *[options[name] for name in self._constexprs], stream=stream)
-        return found[0]
-
-
-def compile_state() -> tuple[Any, ...]:
-    """Triton's switches that decide how a kernel is compiled, beside its arguments and the device."""
-    return knobs.runtime.debug, knobs.compilation.instrumentation_mode
 
 
 class _ZerosForEmpty(TorchFunctionMode):

@@ -90,6 +90,5 @@ def launches() -> Iterator[set[str]]:
     with (
         mock.patch.object(JITFunction, "run", noting(JITFunction.run)),
         mock.patch.object(QuickLaunch, "_launch", noting(QuickLaunch._launch)),
-        mock.patch.object(QuickLaunch, "launch_compiled", noting(QuickLaunch.launch_compiled)),
     ):
         yield launched

@@ -12,7 +12,6 @@ from megablocks.ops.activation_table import ACTIVATIONS, Activation
 from megablocks.ops.grouped import pair_mm_triton
 from megablocks.ops.grouped.pair_mlp import pair_mlp, pair_mlp_ref
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS, pair_mm, pair_mm_ref
-from megablocks.ops.launch import QuickLaunch
 from megablocks.testing.oracle import FORMULAS, relative_error
 from megablocks.testing.poison import poisoned_empty
 
@@ -196,49 +195,6 @@ def test_R2_all_pairs_of_the_mlp_to_one_expert_and_to_none(kind: str) -> None:
         y = launch_mlp(x, ids, *others, Activation("geglu"))
     expected = true_mlp(x, ids, *others, name="geglu", form="tanh")
     assert relative_error(y, expected) < 1e-6 if kind == "one" else not y.any()
-
-
-class _Recorder(QuickLaunch):
-    """Stands for the kernel; notes what is launched by its first way and what by its second."""
-
-    def __init__(self) -> None:
-        self.first: list[tuple[Any, ...]] = []
-        self.later: list[tuple[Any, ...]] = []
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, c: Any, num_stages: int) -> object:
-            given = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-            self.first.append((f"compiled {len(self.first)}", (*grid, 1), (*given, c, num_stages)))
-            return self.first[-1][0]
-
-        return launch
-
-    def launch_compiled(self, compiled: Any, grid: tuple[int, int, int], *values: Any) -> None:
-        self.later.append((compiled, grid, values))
-
-
-def test_N9_a_second_call_of_the_mlp_launches_what_the_first_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel, memory = _Recorder(), {}
-    monkeypatch.setattr(pair_mm_triton, "_pair_mm_kernel", kernel)
-    monkeypatch.setattr(pair_mm_triton, "_mlps", {})
-    empty = torch.empty
-    # the same memory each time
-    monkeypatch.setattr(torch, "empty", lambda *s, **options: memory.setdefault(s, empty(*s, **options)))
-    inputs = draw_mlp((3, 2, 5, 67, 13), "swiglu")
-    biased, plain = inputs, (*inputs[:5], None, None)
-    for values in (biased, plain):
-        for _ in range(3):
-            launch_mlp(*values, Activation("swiglu"))
-    assert len(kernel.first) == 4 and kernel.later == [*kernel.first[:2] * 2, *kernel.first[2:] * 2]
-    kernel.later.clear()
-    x, ids, weight, *rest = plain
-    shifted = empty(3 * 67 + 1)[1:].view(3, 67)
-    for changed in ((shifted, ids, weight), (x, ids.int(), weight), (x, ids, weight.half())):
-        launch_mlp(*changed, *rest, Activation("swiglu"))
-    launch_mlp(*plain, Activation("geglu"))
-    launch_mlp(*(t[:2] for t in plain[:3]), *plain[3:], Activation("swiglu"))  # of another number, but the same kind
-    assert len(kernel.first) == 12 and len(kernel.later) == 2
-    assert [values[8] for *_, values in kernel.later] == [4, 4]
 
 
 @pytest.mark.gpu  # without one numpy multiplies, whose bits depend on a row's place

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,9 +27,8 @@ from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.launch import QuickLaunch, cdiv, compile_state, is_compiling_ahead, next_power_of_2, quick
+from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
-_STAGES = 4
 _FEW = 64  # pairs, up to which the vector of ids and the blocks of columns are small
 
 
@@ -63,7 +61,7 @@ class Plan:
     top_k: int = 0
     counters: int = 0
 
-    @functools.cached_property
+    @property
     def blocks(self) -> int:
         return cdiv(self.outer, self.block)
 
@@ -219,83 +217,33 @@ def pair_mm_launch(
         c = _plan(w.shape, w.stride(), pairs // x.shape[0], x.dtype.itemsize, pairs > _FEW, None)
         bias, scale = (t if t is None else t.contiguous() for t in (bias, scale))
         _pair_mm_kernel[(c.blocks, pairs)](
-            x.contiguous(), w, ids.contiguous(), bias, scale, y, None, None, pairs, c=c, num_stages=_STAGES
+            x.contiguous(), w, ids.contiguous(), bias, scale, y, None, None, pairs, c=c, num_stages=4
         )
     return y
-
-
-class _Launches(NamedTuple):
-    """The two launches of an MLP, and what they were compiled to once they ran."""
-
-    first: Plan
-    last: Plan
-    compiled: list[Any]
-
-
-_mlps: dict[tuple[Any, ...], _Launches] = {}
-
-
-def _launches_of(key: tuple[Any, ...], up: Tensor, down: Tensor, top_k: int, many: bool, form: Activation) -> _Launches:
-    found = _mlps.get(key)
-    if found is None:
-        if len(_mlps) >= 1024:
-            _mlps.clear()
-        last = _plan(down.shape, down.stride(), 1, down.dtype.itemsize, many, None, top_k)
-        first = _plan(up.shape, up.stride(), top_k, up.dtype.itemsize, many, form, 0, last.blocks)
-        found = _mlps[key] = _Launches(first, last, [])
-    return found
 
 
 def pair_mlp_launch(
     x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     activation: Activation,
 ) -> Tensor:  # fmt: skip
-    """As `pair_mlp_ref`, of at most 512 pairs; two launches.
-
-    From the second call of a kind on they go past what `quick` asks about each argument: that and the plans took a
-    third of the host's time.
-    """
-    (tokens, top_k), hidden, dtype, device = ids.shape, down.shape[2], x.dtype, x.device
-    pairs = tokens * top_k
-    y = torch.empty(tokens, hidden, dtype=dtype, device=device)
-    if pairs == 0 or hidden == 0:
+    """As `pair_mlp_ref`, of at most 512 pairs; two launches."""
+    (tokens, top_k), hidden, size = ids.shape, down.shape[2], x.dtype.itemsize
+    pairs, device = tokens * top_k, x.device
+    y = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
+    if pairs == 0 or y.numel() == 0:
         return y.zero_()
-    inputs = x.contiguous(), ids.contiguous(), weight.contiguous(), up, down
-    biases = tuple(t if t is None else t.contiguous() for t in (up_bias, down_bias))
-    key = (
-        x.get_device(), compile_state(), dtype, ids.dtype, weight.dtype, *(t if t is None else t.dtype for t in biases),
-        up.shape, up.stride(), down.shape, down.stride(), top_k, pairs > _FEW, activation,
-    )  # fmt: skip
-    first, last, compiled = _launches_of(key, up, down, top_k, pairs > _FEW, activation)
-    # act, rows and counters lie behind each other, each from a multiple of 16 bytes on
-    rows_at = -(-pairs * first.outer * dtype.itemsize // 16) * 4
-    counters_at = rows_at + -(-pairs * hidden // 4) * 4
-    room = torch.empty(counters_at + tokens * last.blocks, dtype=torch.float32, device=device)
-    addresses = [None if t is None else t.data_ptr() for t in (*inputs, *biases)]
-    aligned = not any(a is not None and a % 16 for a in addresses)
-    if compiled and aligned and not is_compiling_ahead():
-        x_at, ids_at, weight_at, up_at, down_at, up_bias_at, down_bias_at = addresses
-        act_at = room.data_ptr()
-        rows_at, counters_at = act_at + 4 * rows_at, act_at + 4 * counters_at
-        _pair_mm_kernel.launch_compiled(
-            compiled[0], (first.blocks, pairs, 1),
-            x_at, up_at, ids_at, up_bias_at, None, act_at, None, counters_at, pairs, first, _STAGES,
-        )  # fmt: skip
-        _pair_mm_kernel.launch_compiled(
-            compiled[1], (last.blocks, pairs, 1),
-            act_at, down_at, ids_at, down_bias_at, weight_at, rows_at, y.data_ptr(), counters_at, pairs, last, _STAGES,
-        )  # fmt: skip
-        return y
-    x, ids, weight, *_ = inputs
-    act, rows, counters = room[:rows_at].view(dtype), room[rows_at:counters_at], room[counters_at:].view(torch.int32)
-    made = [
-        _pair_mm_kernel[(first.blocks, pairs)](
-            x, up, ids, biases[0], None, act, None, counters, pairs, c=first, num_stages=_STAGES
-        ),
-        _pair_mm_kernel[(last.blocks, pairs)](
-            act, down, ids, biases[1], weight, rows, y, counters, pairs, c=last, num_stages=_STAGES
-        ),
-    ]
-    if aligned and isinstance(_pair_mm_kernel, QuickLaunch) and None not in made:
-        compiled[:] = made
+    last = _plan(down.shape, down.stride(), 1, size, pairs > _FEW, None, top_k)
+    blocks = last.blocks
+    first = _plan(up.shape, up.stride(), top_k, size, pairs > _FEW, activation, 0, blocks)
+    up_bias, down_bias = (t if t is None else t.contiguous() for t in (up_bias, down_bias))
+    ids = ids.contiguous()
+    act = torch.empty(pairs, first.outer, dtype=x.dtype, device=device)
+    rows = torch.empty(pairs * hidden, dtype=torch.float32, device=device)
+    counters = torch.empty(tokens * blocks, dtype=torch.int32, device=device)
+    _pair_mm_kernel[(first.blocks, pairs)](
+        x.contiguous(), up, ids, up_bias, None, act, None, counters, pairs, c=first, num_stages=4
+    )
+    _pair_mm_kernel[(blocks, pairs)](
+        act, down, ids, down_bias, weight.contiguous(), rows, y, counters, pairs, c=last, num_stages=4
+    )
     return y
