@@ -177,6 +177,17 @@ def test_mlp_kernel_and_reference_equal_float64(shape: tuple[int, ...], inner_fi
 
 
 @pytest.mark.any_device
+def test_an_mlp_without_width_sums_its_biases() -> None:
+    x, ids, weight, _, _, _, bias = draw_mlp((3, 2, 5, 20, 1), "swiglu")
+    parameters = x.new_empty(5, 20, 0), x.new_empty(5, 0, 20), None, bias
+    expected = true_mlp(x, ids, weight, *parameters, name="swiglu", form="tanh")
+    for run in (launch_mlp, pair_mlp_ref):
+        with poisoned_empty():
+            y = run(x, ids, weight, *parameters, Activation("swiglu"))
+        assert relative_error(y, expected) < 1e-6
+
+
+@pytest.mark.any_device
 @pytest.mark.parametrize("form", ["tanh", "none"])
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_activation_of_the_mlp(name: str, form: str) -> None:

@@ -240,7 +240,7 @@ def pair_mlp_launch(
     act = torch.empty(pairs, first.outer, dtype=x.dtype, device=device)
     rows = torch.empty(pairs * hidden, dtype=torch.float32, device=device)
     counters = torch.empty(tokens * blocks, dtype=torch.int32, device=device)
-    _pair_mm_kernel[(first.blocks, pairs)](
+    _pair_mm_kernel[(max(first.blocks, 1), pairs)](  # with I = 0, too, it sets the counters
         x.contiguous(), up, ids, up_bias, None, act, None, counters, pairs, c=first, num_stages=4
     )
     _pair_mm_kernel[(blocks, pairs)](
