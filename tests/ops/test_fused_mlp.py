@@ -323,6 +323,7 @@ def test_fused_mlp_names_what_does_not_fit():
     refused("c1 is given: activation='silu' has no gate", "silu", plain | {"c1": torch.zeros(3, 4)})
     refused(r"x is \(5, 8\)", "swiglu", values | {"x": values["x"][:5]})
     both = plain | {"w1": torch.cat([values["w1"], values["v1"]], dim=1)}
+    refused("v1 is missing for activation='swiglu'", "swiglu", both | {"c1": torch.zeros(3, 4)})
     refused(r"w1 or v1, but w1 \(3, 8, 8\) holds both", "swiglu", both, main_grads=MainGrads(w1=torch.zeros(shape)))
     for mains, message in (
         (MainGrads(w1=torch.zeros(3, 8, 4)), r"main_grads of w1 is \(3, 8, 4\) torch.float32, contiguous: " + must),

@@ -76,9 +76,9 @@ class ExpertParameters(NamedTuple):
 
 def _are_joined(parameters: ExpertParameters, activation: Activation) -> bool:
     """Whether w1 holds v1 too."""
-    w1, w2 = parameters.w1, parameters.w2
+    w1, v1, w2, _, c1, _ = parameters
     both = w1.dim() == 3 and w2.dim() == 3 and w1.shape[1] == 2 * w2.shape[1]
-    return activation.gated and parameters.v1 is None and both
+    return activation.gated and v1 is None and c1 is None and both
 
 
 def _apart(parameters: ExpertParameters, activation: Activation) -> ExpertParameters:
