@@ -276,7 +276,7 @@ def grouped_hopper() -> None:
 def grouped_hopper_dw() -> None:
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
 
-    for m, n in ((64, 128), (128, 128), (512, 512)):  # each tile of choose_k
+    for m, n in ((64, 128), (512, 128), (512, 512)):  # each tile of choose_k
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)

@@ -65,9 +65,7 @@ _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(
-    experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool
-) -> _Plan:
+def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool) -> _Plan:
     return _Plan(
         **vars(_SHARED if gated else _WIDE), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
         b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, has_bias=has_bias,

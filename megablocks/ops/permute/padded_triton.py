@@ -75,9 +75,7 @@ def _pad_kernel(
     tl.store(scatter_out_ptr + i, tl.where(fits, row, -1), mask=live)
 
 
-def pad_launch(
-    d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+def pad_launch(d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Like `pad_indices_ref`; one launch."""
     num_pairs, num_experts = d.num_pairs, d.num_experts
     gather, pair, scatter = d.pair.new_empty(num_rows), d.pair.new_empty(num_rows), torch.empty_like(d.scatter)
