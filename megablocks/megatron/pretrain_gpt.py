@@ -22,8 +22,13 @@ import signal
 import socket
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megablocks.megatron.arguments import DriverSettings
+    from megablocks.megatron.guards import Guards
 
 _STARTED = time.time()
 _WAIT_TO_BE_ENDED_S = 20.0
@@ -125,7 +130,7 @@ class OutOfMemory(Exception):
     """A tensor did not fit on this rank; the message is one line."""
 
 
-def prepare() -> tuple[Any, ...]:
+def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     """Parse, validate and verify. Returns what `train` takes. Raises ArgumentError or CheckpointError."""
     import warnings
 
@@ -167,8 +172,8 @@ def prepare() -> tuple[Any, ...]:
     return args, settings, config, guards.Guards(args, settings, verifiable, fingerprint)
 
 
-def train(args: Any, settings: Any, config: Any, guards: Any) -> int:
-    """Run Megatron's `pretrain`. Returns the exit code."""
+def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards) -> int:
+    """Run Megatron's `pretrain`. Returns the exit code. config: Megatron's container of all configs."""
     import torch
     import torch.distributed as dist
     from megatron.core.enums import ModelType
@@ -259,7 +264,7 @@ def save_at_interrupt(exit_signal: int) -> None:
         signal.signal(signal.SIGINT, interrupt)
 
 
-def _announce(args: Any, run_dir: str | None) -> None:
+def _announce(args: Namespace, run_dir: str | None) -> None:
     from megablocks.files import write_durably
     from megablocks.monitor.env_report import env_report
 
@@ -271,7 +276,7 @@ def _announce(args: Any, run_dir: str | None) -> None:
         print(f"set automatically: {dest} = {value}", flush=True)
 
 
-def _unigram_entropy(args: Any) -> float | None:
+def _unigram_entropy(args: Namespace) -> float | None:
     if args.data_prefix is None:
         return None
     from megablocks.data.manifest import read_manifest

@@ -79,7 +79,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def _exchange(self, x: Tensor, routing: Routing) -> Exchange | None:
         """The exchange for these, None to fall back. All ranks come to the same answer."""
         why = self._refusal(x, routing)
-        opened: Exchange | str = why or _open(self, x.device, x.dtype, x.shape[1], routing.top_k or 0)
+        opened = why or _open(self, x.device, x.dtype, x.shape[1], routing.top_k or 0)
         if isinstance(opened, Exchange):
             return opened
         if self.strict:
@@ -97,10 +97,12 @@ class SymmetricDispatcher(AllToAllDispatcher):
 
 
 _opened: dict[tuple[Any, ...], Exchange | str] = {}
-_buffers: list[Any] = []  # kept as long as the process: peers address them
+_buffers: list[tuple[Tensor, object]] = []  # kept as long as the process: peers address them
 
 
-def _open(dispatcher: SymmetricDispatcher, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> Any:
+def _open(
+    dispatcher: SymmetricDispatcher, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int
+) -> Exchange | str:
     """Return the exchange of these sizes, or the reason why the ranks cannot exchange rows this way.
 
     The first call of a size is a collective. Layers of one size share the result.
@@ -142,6 +144,6 @@ def _rendezvous(
 
 
 def _gather(value: str, group: ProcessGroup) -> list[str]:
-    values: list[Any] = [None] * group.size()
+    values = [""] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values

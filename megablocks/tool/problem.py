@@ -13,10 +13,16 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megablocks.ops.activation_table import Activation
 from megablocks.tool.timing import on_gpu, relative_error
+
+if TYPE_CHECKING:  # importing this file loads no torch
+    import torch
+    from torch import Tensor
+
+    from megablocks import MoE, MoEConfig, dMoE
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 STRENGTH = 8.0
@@ -95,7 +101,9 @@ def memory_of(step: Step) -> dict[str, int]:
 class Problem:
     """Inputs, weights, the given routing and the float32 truth of one shape."""
 
-    def __init__(self, shape: Shape, ids: Any, *, device: str, dtype: Any = None, **settings: Any) -> None:
+    def __init__(
+        self, shape: Shape, ids: Tensor, *, device: str, dtype: torch.dtype | None = None, **settings: Any
+    ) -> None:
         """settings: options of the MoEConfig of every layer, also of the truth."""
         import torch
 
@@ -105,7 +113,7 @@ class Problem:
         self.settings = settings
         generator = torch.Generator(device).manual_seed(0)
 
-        def rand(*size: int, std: float) -> Any:
+        def rand(*size: int, std: float) -> Tensor:
             return (torch.randn(*size, device=device, generator=generator) * std).to(dtype)
 
         self.x, self.dy = rand(T, H, std=1.0), rand(T, H, std=1.0)
@@ -115,10 +123,10 @@ class Problem:
         self.constant = torch.zeros(T, E, device=device, dtype=dtype).scatter_(1, self.ids, STRENGTH)
         self._truth: dict[str, dict[str, Any]] = {}
 
-    def experts(self, weight: Any) -> Any:
+    def experts(self, weight: Tensor) -> Tensor:
         return weight.view(self.shape.experts, self.shape.width, self.shape.hidden)
 
-    def config(self, **changes: Any) -> Any:
+    def config(self, **changes: Any) -> MoEConfig:
         from megablocks import MoEConfig
 
         s = self.shape
@@ -127,7 +135,7 @@ class Problem:
             activation=s.activation, softmax_order=s.softmax_order, **self.settings, **changes,
         )  # fmt: skip
 
-    def module(self, config: Any, experts_dtype: Any = None) -> Any:
+    def module(self, config: MoEConfig, experts_dtype: torch.dtype | None = None) -> dMoE | MoE:
         """One of our layers over the shared weights. experts_dtype: of the experts only, for the truth."""
         import torch
 
@@ -146,7 +154,7 @@ class Problem:
         assert all(isinstance(p, torch.nn.Parameter) and not p.is_meta for p in made.parameters())
         return made
 
-    def layer(self, config: Any, *, experts_dtype: Any = None, graphed: bool = False) -> Step:
+    def layer(self, config: MoEConfig, *, experts_dtype: torch.dtype | None = None, graphed: bool = False) -> Step:
         """A step of `module`. graphed: through torch.cuda.make_graphed_callables."""
         import torch
 

@@ -20,6 +20,7 @@ from megablocks.ops.exchange import Exchange, Sums
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, Options, fused_mlp_op, gradients, save
 from megablocks.ops.library import once_differentiable
 from megablocks.ops.quant.quant import OFF
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 class Remote(NamedTuple):
@@ -55,7 +56,7 @@ class _RemoteMlp(torch.autograd.Function):
         if dy is None:
             return (None,) * 12
 
-        def send(rows: Tensor, d_weight: Tensor, dispatch: Any) -> tuple[Tensor, Tensor]:
+        def send(rows: Tensor, d_weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
             values = d_weight.view(local_ids.shape)
             dx, home = exchange.to_home(rows, local_ids, ids, values, Sums(None, dispatch))
             assert home is not None
