@@ -196,7 +196,7 @@ class Settings:
 
     arms, seeds: those of the report; seeds of all arms, and of single ones (3,tutel-1:1). rates: a learning rate of all
     arms, "published" or "tuned". batch: sequences a step, 0 for the default by budget. micro_batch: of all arms, and of
-    single ones (128,tutel-0:16); where there is none the largest that fits. data: the set's fingerprint.
+    single ones (128,tutel-0:16); an arm without a number gets the largest that fits. data: the set's fingerprint.
     """
 
     model: str
