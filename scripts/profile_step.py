@@ -1,11 +1,93 @@
-"""A training step as a table of parts with their bounds, and a picture: see `--help` and monitor.profile_step."""
+"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part beside it.
 
+    python scripts/profile_step.py OUT -- bash exp/dmoe/dmoe_125m_8gpu.sh [STEPS …]
+    python scripts/profile_step.py OUT --trace RUN/torch_profile/rank-0.json.gz
+
+The first form launches a script of exp/ in the folder OUT/run for a few steps; the script's arguments are those after
+EXP_DIR, and the environment variables are those of exp/common.sh. Writes OUT/profile.md, profile.json and profile.png.
+The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
+only where nothing else runs. The profiler slows the host, so the table has more idle time than the line above it, which
+is about the steps after the profile. DRY_RUN=1 prints the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megablocks.monitor.profile_step import main  # noqa: E402
+from megablocks.config import ConfigError
+from megablocks.monitor.bounds import RunSizes
+from megablocks.monitor.profile_step import profile_of, write
+from megablocks.monitor.trace import read_step
+
+FIRST, LAST, STEPS = 6, 9, 16
+"""The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
+FLAGS = (
+    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --profile "
+    f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
+)
+EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
+
+
+def command_in(folder: Path, words: Sequence[str]) -> list[str]:
+    """The command with `folder` as the first argument of its script. Raises ConfigError if there is no script."""
+    at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
+    if at is None or not Path(words[at]).is_file():
+        raise ConfigError(f"command={shlex.join(words)!r}: must name a script of exp/, such as {EXAMPLE}")
+    return [*words[: at + 1], str(folder), *words[at + 1 :]]
+
+
+def _launch(out: Path, words: Sequence[str]) -> Path | None:
+    """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
+    folder = out / "run"
+    command, flags = command_in(folder, words), f"{FLAGS} {os.environ.get('FLAGS', '')}".strip()
+    if os.environ.get("DRY_RUN") == "1":
+        print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
+        return None
+    done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
+    if done.returncode:
+        raise ConfigError(f"command={shlex.join(command)!r}: ended with {done.returncode}; see {folder}/train.log")
+    return folder / "torch_profile" / "rank-0.json.gz"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0: written. 2: bad arguments, a run that failed, or a trace that cannot be read."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    cut = words.index("--") if "--" in words else len(words)
+    words, command = words[:cut], words[cut + 1 :]
+    parser = argparse.ArgumentParser(
+        prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path, help="folder for the table and the picture")
+    parser.add_argument("--trace", type=Path, help="read this trace in place of a launch")
+    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json beside the trace)")
+    parser.add_argument("--title", help="of table and picture (default: the script's or the trace's name)")
+    options = parser.parse_args(words)
+    try:
+        if (options.trace is None) == (not command):
+            raise ConfigError(f"trace={options.trace}: give either --trace FILE or a command after --: {EXAMPLE}")
+        trace = options.trace or _launch(options.out, command)
+        if trace is None:
+            return 0
+        sizes = options.run or trace.with_name("run.json")
+        run = RunSizes.read(sizes) if options.run or sizes.exists() else None
+        script = next((Path(word).stem for word in command if word.endswith(".sh")), None)
+        title = options.title or script or trace.name.split(".")[0]
+        print(write(profile_of(read_step(trace), run), options.out, title), end="")
+        if run is None:
+            print(f"no bounds: {sizes} does not exist; give --run FILE")
+    except (ConfigError, OSError) as error:
+        print(f"profile_step: {error}", file=sys.stderr)
+        return 2
+    return 0
+
 
 if __name__ == "__main__":
     sys.exit(main())

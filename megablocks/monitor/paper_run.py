@@ -31,7 +31,6 @@ from megablocks.config import ConfigError
 from megablocks.files import write_durably
 from megablocks.monitor.env_report import commit
 from megablocks.monitor.history import History
-from megablocks.monitor.micro_batch import divisors
 from megablocks.monitor.paper_arms import (
     ARMS,
     MODELS,
@@ -340,7 +339,7 @@ class Comparison:
         """
         found = self.found(arm)
         size = found["micro_batch_size"]
-        smaller = [one for one in divisors(size) if one < size] if size else []
+        smaller = [one for one in range(1, size) if size % one == 0] if size else []
         reason = _OUT_OF_MEMORY.search(output) or (_CRASHED.search(output) if ARMS[arm].needs else None)
         if reason is None or not smaller:
             return False

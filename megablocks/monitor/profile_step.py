@@ -1,43 +1,27 @@
 """A training step as a table of parts, from a trace of torch's profiler, with the bound of each part beside it.
 
-    python scripts/profile_step.py OUT -- bash exp/dmoe/dmoe_125m_8gpu.sh [STEPS …]
-    python scripts/profile_step.py OUT --trace RUN/torch_profile/rank-0.json.gz
+    write(profile_of(read_step(trace), RunSizes.read(trace.with_name("run.json"))), folder, title)
 
-The first form launches a script of exp/ in the folder OUT/run for a few steps; the script's arguments are those after
-EXP_DIR, and the environment variables are those of exp/common.sh. Writes OUT/profile.md, profile.json and profile.png.
 The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
 only where nothing else runs. The profiler slows the host, so the table has more idle time than the line above it, which
-is about the steps after the profile. DRY_RUN=1 prints the command.
+is about the steps after the profile.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import re
-import shlex
-import subprocess
-import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megablocks.config import ConfigError
 from megablocks.files import write_durably
 from megablocks.monitor.bounds import Bound, RunSizes, bounds
 from megablocks.monitor.flops import mfu
 from megablocks.monitor.parts import COMMUNICATION, IDLE, PARTS, part_of
 from megablocks.monitor.plots import plot_parts
-from megablocks.monitor.trace import Step, exclusive_times, read_step
+from megablocks.monitor.trace import Step, exclusive_times
 
-FIRST, LAST, STEPS = 6, 9, 16
-"""The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
-FLAGS = (
-    f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --profile "
-    f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
-)
 LONGEST = 10
 TEXTS = {
     "step_ms": "{:.1f} ms a step",
@@ -49,7 +33,6 @@ TEXTS = {
     "peak_memory_gib": "peak memory {:.1f} GiB",
 }
 """The figures of `summary`, as the table shows them."""
-EXAMPLE = "-- bash exp/dmoe/dmoe_125m_8gpu.sh"
 
 
 class Row(NamedTuple):
@@ -159,56 +142,3 @@ def write(profile: Profile, out: Path, title: str) -> str:
     bars = [(r.part, r.ms, *(r.bound or (0.0, 0.0))) for r in profile.rows]
     plot_parts(bars, out / "profile.png", title=f"{title}: {profile.ms:.0f} ms a step")
     return text
-
-
-def command_in(folder: Path, words: Sequence[str]) -> list[str]:
-    """The command with `folder` as the first argument of its script. Raises ConfigError if there is no script."""
-    at = next((i for i, word in enumerate(words) if word.endswith(".sh")), None)
-    if at is None or not Path(words[at]).is_file():
-        raise ConfigError(f"command={shlex.join(words)!r}: must name a script of exp/, such as {EXAMPLE}")
-    return [*words[: at + 1], str(folder), *words[at + 1 :]]
-
-
-def _launch(out: Path, words: Sequence[str]) -> Path | None:
-    """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
-    folder = out / "run"
-    command, flags = command_in(folder, words), f"{FLAGS} {os.environ.get('FLAGS', '')}".strip()
-    if os.environ.get("DRY_RUN") == "1":
-        print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
-        return None
-    done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
-    if done.returncode:
-        raise ConfigError(f"command={shlex.join(command)!r}: ended with {done.returncode}; see {folder}/train.log")
-    return folder / "torch_profile" / "rank-0.json.gz"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: written. 2: bad arguments, a run that failed, or a trace that cannot be read."""
-    words = list(sys.argv[1:] if argv is None else argv)
-    cut = words.index("--") if "--" in words else len(words)
-    words, command = words[:cut], words[cut + 1 :]
-    parser = argparse.ArgumentParser(
-        prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("out", type=Path, help="folder for the table and the picture")
-    parser.add_argument("--trace", type=Path, help="read this trace in place of a launch")
-    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json beside the trace)")
-    parser.add_argument("--title", help="of table and picture (default: the script's or the trace's name)")
-    options = parser.parse_args(words)
-    try:
-        if (options.trace is None) == (not command):
-            raise ConfigError(f"trace={options.trace}: give either --trace FILE or a command after --: {EXAMPLE}")
-        trace = options.trace or _launch(options.out, command)
-        if trace is None:
-            return 0
-        sizes = options.run or trace.with_name("run.json")
-        run = RunSizes.read(sizes) if options.run or sizes.exists() else None
-        script = next((Path(word).stem for word in command if word.endswith(".sh")), None)
-        title = options.title or script or trace.name.split(".")[0]
-        print(write(profile_of(read_step(trace), run), options.out, title), end="")
-        if run is None:
-            print(f"no bounds: {sizes} does not exist; give --run FILE")
-    except (ConfigError, OSError) as error:
-        print(f"profile_step: {error}", file=sys.stderr)
-        return 2
-    return 0

@@ -8,9 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare_runs
 import pytest
 
-from megablocks.monitor import compare
 from megablocks.monitor.history import History
 
 ROOT = Path(__file__).parents[2]
@@ -22,8 +22,8 @@ def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
-    (arm,) = compare.arms_of([folder.name.split("-")[0]], []).values()
-    _, flags = compare._command(compare.EXPERIMENT, folder, 20, arm, seed)
+    (arm,) = compare_runs.arms_of([folder.name.split("-")[0]], []).values()
+    _, flags = compare_runs._command(compare_runs.EXPERIMENT, folder, 20, arm, seed)
     (folder / "command.txt").write_text(f"'-m' 'a driver' '--train-iters' '20' {flags}\n")
 
 
@@ -35,11 +35,11 @@ def test_distance_uses_the_iterations_that_both_curves_have(tmp_path: Path) -> N
     _run(tmp_path / "a", [4.0, 3.0, 2.0, 1.0])
     _run(tmp_path / "b", [4.3, 2.6, 2.0])
     a, b = History.of_run(tmp_path / "a"), History.of_run(tmp_path / "b")
-    assert compare.distance(a, b) == pytest.approx((math.sqrt((0.09 + 0.16) / 3), 0.3, 0.4))
+    assert compare_runs.distance(a, b) == pytest.approx((math.sqrt((0.09 + 0.16) / 3), 0.3, 0.4))
     _run(tmp_path / "nan", [4.0, math.nan, 2.0])
     _run(tmp_path / "later", [4.0], every=100)
     for name in ("nan", "later"):
-        assert compare.distance(a, History.of_run(tmp_path / name)) == (math.inf, math.inf, math.inf)
+        assert compare_runs.distance(a, History.of_run(tmp_path / name)) == (math.inf, math.inf, math.inf)
 
 
 @pytest.mark.parametrize("offset, status", [(0.01, 0), (0.2, 1), (math.nan, 1)])
@@ -49,7 +49,7 @@ def test_runs_within_and_beyond_the_noise(
     _run(tmp_path / "sparse", _curve(), rate=1000, seed=7)
     _run(tmp_path / "fused", _curve(offset), rate=1500, seed=7)
     _run(tmp_path / "sparse-seed8", _curve(wobble=0.05), seed=8)
-    assert compare.main([str(tmp_path), "--steps", "20", "--seeds", "7", "8"]) == status
+    assert compare_runs.main([str(tmp_path), "--steps", "20", "--seeds", "7", "8"]) == status
     text = capsys.readouterr().out
     assert ("NOT within" in text) == bool(status)
     assert "two seeds of sparse: rms 0.05000, median 0.05000, largest 0.05000" in text
@@ -64,21 +64,21 @@ def test_a_loss_spike_of_the_first_run_does_not_count_as_noise(offset: float, st
     for name, curve in (("sparse", _curve()), ("fused", _curve(offset)), ("sparse-seed1235", _curve(wobble=0.05))):
         curve[3] += 5 * (name == "sparse")
         _run(tmp_path / name, curve, seed=1235 if "seed" in name else 1234)
-    assert compare.main([str(tmp_path), "--steps", "20"]) == status
+    assert compare_runs.main([str(tmp_path), "--steps", "20"]) == status
 
 
 @pytest.mark.parametrize("broken", ["sparse", "fused", "sparse-seed1235"])
 def test_a_run_with_a_nan_loss_is_not_within_the_noise(broken: str, tmp_path: Path) -> None:
     for name in ("sparse", "fused", "sparse-seed1235"):
         _run(tmp_path / name, _curve(math.nan if name == broken else 0.0), seed=1235 if "seed" in name else 1234)
-    assert compare.main([str(tmp_path), "--steps", "20"]) == 1
+    assert compare_runs.main([str(tmp_path), "--steps", "20"]) == 1
 
 
 def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("sparse", "fused"):
         _run(tmp_path / name, _curve())
     _run(tmp_path / "sparse-seed1235", _curve()[:10], seed=1235)  # stopped half way
-    assert compare.main([str(tmp_path), "--steps", "20", "--only", "sparse"]) == 2
+    assert compare_runs.main([str(tmp_path), "--steps", "20", "--only", "sparse"]) == 2
     assert capsys.readouterr().out.strip().endswith("still to run: sparse-seed1235")
 
 
@@ -89,20 +89,21 @@ def test_L2_an_unfinished_or_different_run_is_refused(
     _run(tmp_path / "sparse", _curve()[: 10 if what == "stopped" else 20], seed=9 if "seed" in what else 1234)
     if "flags" in what:
         monkeypatch.setenv("FLAGS", "--lr 1e-3")
-    assert compare.main([str(tmp_path), "--steps", "20"]) == 1
+    assert compare_runs.main([str(tmp_path), "--steps", "20"]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}/sparse: holds another run or an unfinished one") and said.count("\n") == 1
 
 
 def test_the_last_step_is_logged() -> None:
     for steps, every in ((500, 10), (12, 1), (515, 5), (101, 1)):
-        assert f" --log-interval {every} " in compare._command(compare.EXPERIMENT, Path(), steps, compare.Arm(""), 1)[1]
+        _, flags = compare_runs._command(compare_runs.EXPERIMENT, Path(), steps, compare_runs.Arm(""), 1)
+        assert f" --log-interval {every} " in flags
 
 
 def test_a_launch_that_ends_early_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment = tmp_path / "exp.sh"
     experiment.write_text("exit 0\n")  # as a driver that got a signal to stop
-    assert compare.main([str(tmp_path / "out"), "--steps", "20", "--experiment", str(experiment)]) == 1
+    assert compare_runs.main([str(tmp_path / "out"), "--steps", "20", "--experiment", str(experiment)]) == 1
     assert capsys.readouterr().err == "sparse: ended with 0 before step 20\n"
 
 
@@ -110,7 +111,7 @@ def test_L2_a_comparison_of_one_run_is_refused(tmp_path: Path, capsys: pytest.Ca
     both = ["--impls", "sparse", "fused", "--layouts", "PP2"]
     for flags in (both, ["--impls", "fused"], ["--seeds", "3", "3"], ["--only", "grouped"]):
         with pytest.raises(SystemExit) as stop:
-            compare.main([str(tmp_path), *flags])
+            compare_runs.main([str(tmp_path), *flags])
         assert stop.value.code == 2
     assert "--only grouped: must be one of sparse, fused, sparse-seed1235" in capsys.readouterr().err
 
@@ -134,12 +135,12 @@ def test_L1_dry_run_of_layouts(
 ) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     monkeypatch.setenv("FLAGS", "--bf16")
-    assert compare.main([str(tmp_path), "--layouts", "EP2", "PP2"]) == 0
+    assert compare_runs.main([str(tmp_path), "--layouts", "EP2", "PP2"]) == 0
     common = "--seed {} --log-interval 10 --no-save-optim --bf16"
-    arms = (("one-gpu", 1, "", 1234), ("EP2", 2, "", 1234), ("PP2", 2, f"{compare.LAYOUTS['PP2']} ", 1234),
+    arms = (("one-gpu", 1, "", 1234), ("EP2", 2, "", 1234), ("PP2", 2, f"{compare_runs.LAYOUTS['PP2']} ", 1234),
             ("one-gpu-seed1235", 1, "", 1235))  # fmt: skip
     assert capsys.readouterr().out.splitlines() == [
-        f"FLAGS='{flags}{common.format(seed)}' NGPU={gpus} bash {compare.EXPERIMENT} {tmp_path}/{name} 500"
+        f"FLAGS='{flags}{common.format(seed)}' NGPU={gpus} bash {compare_runs.EXPERIMENT} {tmp_path}/{name} 500"
         for name, gpus, flags, seed in arms
     ]
 

@@ -8,11 +8,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import find_micro_batch
 import pytest
+from find_micro_batch import Trial
 
 from megablocks.config import ConfigError
-from megablocks.monitor import micro_batch
-from megablocks.monitor.micro_batch import Trial
 
 ROOT = Path(__file__).parents[2]
 LAUNCHER = """
@@ -40,14 +40,14 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_divisors_only() -> None:
-    assert micro_batch.divisors(24) == [1, 2, 3, 4, 6, 8, 12, 24]
-    assert micro_batch.divisors(1) == [1]
+    assert find_micro_batch.divisors(24) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert find_micro_batch.divisors(1) == [1]
 
 
-@pytest.mark.parametrize("sizes", [[1], [1, 2], [1, 2, 3, 6], micro_batch.divisors(96)])
+@pytest.mark.parametrize("sizes", [[1], [1, 2], [1, 2, 3, 6], find_micro_batch.divisors(96)])
 def test_the_largest_size_that_fits_is_found(sizes: list[int]) -> None:
     for fitting in (0, *sizes):
-        trials = micro_batch.largest_that_fits(sizes, lambda size, most=fitting: Trial(size, size <= most))
+        trials = find_micro_batch.largest_that_fits(sizes, lambda size, most=fitting: Trial(size, size <= most))
         assert max((t.micro_batch_size for t in trials if t.fits), default=0) == fitting
         tried = [t.micro_batch_size for t in trials]
         assert len(set(tried)) == len(tried) <= 2 + len(sizes).bit_length()
@@ -62,7 +62,7 @@ def test_the_largest_size_that_fits_is_found(sizes: list[int]) -> None:
     ],
 )
 def test_share_of_a_data_parallel_rank(flags: str, share: int) -> None:
-    assert micro_batch.share_of(flags.split()) == share
+    assert find_micro_batch.share_of(flags.split()) == share
 
 
 def test_L2_a_share_that_is_none_is_one_line() -> None:
@@ -72,12 +72,12 @@ def test_L2_a_share_that_is_none_is_one_line() -> None:
         ("--nproc-per-node 3 --global-batch-size x", "--global-batch-size x: must be a whole number"),
     ):
         with pytest.raises(ConfigError, match=said):
-            micro_batch.share_of(flags.split())
+            find_micro_batch.share_of(flags.split())
 
 
 def test_trials_are_recorded(launcher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    assert micro_batch.main([str(out), "--", "bash", str(launcher), "20000"]) == 0
+    assert find_micro_batch.main([str(out), "--", "bash", str(launcher), "20000"]) == 0
     found = json.loads((out / "micro_batch.json").read_text())
     assert found["micro_batch_size"] == 8
     assert {trial["micro_batch_size"]: trial["fits"] for trial in found["trials"]} == {
@@ -95,7 +95,7 @@ def test_nothing_fits(
     launcher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FITS", "0")
-    assert micro_batch.main([str(tmp_path / "out"), "--", "bash", str(launcher)]) == 1
+    assert find_micro_batch.main([str(tmp_path / "out"), "--", "bash", str(launcher)]) == 1
     assert capsys.readouterr().err.startswith("find_micro_batch: not even --micro-batch-size 1 fits")
     assert json.loads((tmp_path / "out/micro_batch.json").read_text())["micro_batch_size"] is None
 
@@ -104,7 +104,7 @@ def test_another_failure_is_no_lack_of_memory(
     launcher: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WHY", "lr=None")
-    assert micro_batch.main([str(tmp_path / "out"), "--", "bash", str(launcher)]) == 2
+    assert find_micro_batch.main([str(tmp_path / "out"), "--", "bash", str(launcher)]) == 2
     said = capsys.readouterr().err
     assert said.startswith("find_micro_batch: micro-batch 24: pretrain_gpt: rank 0: micro_batch_size=24: lr=None")
     assert said.count("\n") == 1 and not (tmp_path / "out/micro_batch.json").exists()
@@ -117,7 +117,7 @@ def test_another_failure_is_no_lack_of_memory(
 def test_L2_bad_commands_are_one_line(
     words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert micro_batch.main([str(tmp_path / "out"), *words]) == 2
+    assert find_micro_batch.main([str(tmp_path / "out"), *words]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"find_micro_batch: {said}") and error.count("\n") == 1
 
@@ -130,5 +130,5 @@ def test_L1_dry_run_prints_the_trials(tmp_path: Path) -> None:
     assert done.returncode == 0 and not (tmp_path / "out").exists(), done.stderr
     launch = f"bash exp/dmoe/dmoe_125m_8gpu.sh {tmp_path}/out/trial"
     assert done.stdout.splitlines() == [
-        f"FLAGS='--global-batch-size 32 {micro_batch.FLAGS} {size}' {launch}" for size in (4, 2, 1)
+        f"FLAGS='--global-batch-size 32 {find_micro_batch.FLAGS} {size}' {launch}" for size in (4, 2, 1)
     ]
