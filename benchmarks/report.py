@@ -21,11 +21,12 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from paper_arms import ARMS, BASE, MODELS, Settings, count, time_unit
+from paper_plots import PICTURES
+from paper_results import Span, Summary, capacity_front, read_record, summarize
+
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings, count, time_unit
-from megablocks.monitor.paper_plots import PICTURES
-from megablocks.monitor.paper_results import Span, Summary, capacity_front, read_record, summarize
 
 DAY_S = 86400
 

@@ -29,4 +29,4 @@ else
     find_python
     STEPS=1 default_data
 fi
-exec "$PYTHON" "$ROOT/scripts/paper.py" "$@"
+exec "$PYTHON" "$ROOT/benchmarks/paper_run.py" "$@"

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 import report
-
-from megablocks.monitor.paper_arms import Settings
-from megablocks.monitor.paper_results import Span, summarize
-from megablocks.testing.paper_runs import write_runs
+from paper_arms import Settings
+from paper_results import Span, summarize
 
 from .conftest import BENCHMARKS
+from .paper_runs import write_runs
 
 
 def _text(folder: Path, *arguments: str) -> str:

@@ -6,13 +6,15 @@ import copy
 import json
 from pathlib import Path
 
+import paper_plots
+import paper_results
 import pytest
+from paper_arms import ARMS, ROOT, Settings
 
 from megablocks.config import ConfigError
-from megablocks.monitor import paper_plots, paper_results
 from megablocks.monitor.history import History
-from megablocks.monitor.paper_arms import ROOT, Settings
-from megablocks.testing.paper_runs import write_runs
+
+from .paper_runs import write_runs
 
 START = "[before the start of training step] datetime: now"
 
@@ -56,7 +58,7 @@ def test_a_front_has_no_point_that_another_beats() -> None:
 def test_summaries_have_the_spread_of_the_seeds(tmp_path: Path) -> None:
     record = write_runs(tmp_path)
     dense, dmoe, capacity = paper_results.summarize(record).values()
-    # The synthetic runs of megablocks.testing.paper_runs: final loss 4, 3.5 and 3.8, a seed apart by 0.02.
+    # The synthetic runs of paper_runs.py: final loss 4, 3.5 and 3.8, a seed apart by 0.02.
     assert dense.loss == pytest.approx((4.01, 4.0, 4.02)) and dense.to_base_s == dense.time_s
     assert dmoe.loss.mean == pytest.approx(3.51) and dmoe.below(dense) == pytest.approx((0.5, 0.5, 0.5))
     assert dmoe.to_base_s is not None and dmoe.to_base_s.mean < dense.time_s.mean
@@ -142,6 +144,4 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
 
 
 def test_arms_look_different() -> None:
-    from megablocks.monitor.paper_arms import ARMS
-
     assert len({paper_plots._style(arm) for arm in ARMS}) == len(ARMS)

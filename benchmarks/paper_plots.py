@@ -7,8 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, count, time_unit
-from megablocks.monitor.paper_results import Summary, capacity_front, drop_shares, summarize
+from paper_arms import ARMS, BASE, MODELS, count, time_unit
+from paper_results import Summary, capacity_front, drop_shares, summarize
+
 from megablocks.monitor.plots import new_figure, save_figure
 
 _FAMILIES = (("tutel-", "^", ":"), ("capacity-", "s", "--"), ("", "o", "-"))

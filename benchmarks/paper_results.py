@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from paper_arms import ARMS, BASE, MODELS, Settings
+
 from megablocks.config import ConfigError
 from megablocks.monitor.history import History
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, Settings
 
 FORMAT = 1
 SAME = ("gpu", "torch", "torch CUDA", "triton", "megatron-core", "commit")

@@ -1,14 +1,18 @@
-"""The table of arms, budgets and schedules of a comparison, and the settings that it refuses."""
+"""The table of arms, which the driver accepts, budgets and schedules of a comparison, and the settings it refuses."""
 
 from __future__ import annotations
 
+import json
+import os
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from paper_arms import ARMS, BASE, MODELS, ROOT, Schedule, Settings, amount, launch_of, rates_of
 
 from megablocks.config import ConfigError
-from megablocks.monitor.paper_arms import ARMS, BASE, MODELS, ROOT, Schedule, Settings, amount, launch_of, rates_of
 
 
 def _settings(model: str = "xs", **variables: str) -> Settings:
@@ -191,3 +195,50 @@ def test_seeds_by_arm() -> None:
     assert list(settings.seeds_of("dmoe")) == [1234, 1235, 1236]
     assert list(_settings(SEEDS="3,tutel-1:1").seeds_of("tutel-1")) == [1234]
     assert list(settings.seeds_of("dmoe-uniform")) == [1234], "only its step time counts"
+
+
+PARSE = """
+import json, os, sys
+from megablocks.megatron.cpu import install
+from megablocks.megatron.arguments import add_arguments
+install()
+from megablocks.megatron.gpt import model_config
+from megatron.training.arguments import parse_args, validate_args
+os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
+verdicts = []
+for argv in json.load(sys.stdin):
+    sys.argv = ["pretrain_gpt", *argv]
+    try:
+        args = validate_args(parse_args(add_arguments), {})
+        args.padded_vocab_size = 1024
+        model_config(args)
+        verdicts.append([args.num_experts, args.lr, args.bf16, args.train_iters])
+    except (Exception, SystemExit) as error:
+        verdicts.append(f"{type(error).__name__}: {error}")
+print("VERDICTS", json.dumps(verdicts))
+"""
+
+
+def test_L1_the_driver_accepts_every_arm(tmp_path: Path) -> None:
+    """One process parses them all. Tutel's arms are printed from the table, since the package is not here."""
+    cases, names = [], []
+    for model in MODELS:
+        settings = Settings.from_environment(model, {"ARMS": "all"}, data="", commit="")
+        for arm in ARMS:
+            launch = launch_of(settings, arm, Schedule.of(settings, 1e8, 10**7), tmp_path / "run", micro_batch=8)
+            environment = {**os.environ, **launch.variables, "DRY_RUN": "1", "DATA_PREFIX": str(tmp_path)}
+            done = subprocess.run(launch.command, env=environment, capture_output=True, text=True, check=True)
+            words = shlex.split(done.stdout)
+            words = words[words.index("-m", 3) + 2 :]
+            at = words.index("--data-prefix")
+            cases.append([*words[:at], "--mock-data", "--vocab-size", "1024", "--tokenizer-type", "NullTokenizer",
+                          *words[at + 2 :]])  # fmt: skip
+            names.append((model, arm))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    parse = [sys.executable, "-c", PARSE]
+    done = subprocess.run(parse, input=json.dumps(cases), env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
+    for name, verdict in zip(names, json.loads(line.removeprefix("VERDICTS ")), strict=True):
+        assert isinstance(verdict, list), f"{name}: {verdict}"
+        assert verdict[1:3] == [6e-4, True], name

@@ -19,15 +19,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import paper_run
 import psutil
 import pytest
+from paper_arms import ROOT, Launch, Schedule, Settings
+from paper_places import Failed, Places, Stopped
+from paper_results import first_intervals
+from paper_run import Comparison, Job
 
 from megablocks.config import ConfigError
-from megablocks.monitor import paper_run
-from megablocks.monitor.paper_arms import ROOT, Launch, Schedule, Settings
-from megablocks.monitor.paper_places import Failed, Places, Stopped
-from megablocks.monitor.paper_run import Comparison, Job
-from megablocks.testing import paper_runs
+
+from . import paper_runs
 
 VARIABLES = {"BUDGET": "10k", "ARMS": "dense,dmoe,capacity-1", "BATCH": "8", "MICRO_BATCH": "8"}
 
@@ -356,7 +358,7 @@ def test_bad_settings_are_one_line(tmp_path: Path) -> None:
     )
     for variables, said in cases:
         dry = {} if "DATA_PREFIX" in variables else {"DRY_RUN": "1"}
-        command = [sys.executable, str(ROOT / "scripts/paper.py"), str(tmp_path / "out"), "toy"]
+        command = [sys.executable, str(ROOT / "benchmarks/paper_run.py"), str(tmp_path / "out"), "toy"]
         done = subprocess.run(command, env=_environment(**variables, **dry), capture_output=True, text=True)
         assert done.returncode == 2 and done.stderr.startswith(said) and done.stderr.count("\n") == 1, done.stderr
     assert not (tmp_path / "out").exists()
@@ -499,7 +501,8 @@ def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
         assert run["curve"]["tokens"][-1] == 20 * 8 * 64 and run["steps"] == 20 == run["validation"]["iteration"][-1]
         losses = run["validation"]["loss"]
         assert losses[-1] < losses[0] and run["tokens_per_second"] > 0
-        assert paper_run_first_intervals(out, run) == {1, 5}
+        log = out / f"runs/{run['arm']}/{run['seed']}/train.log"
+        assert first_intervals(log.read_text()) == {1, 5}
     assert record["runs"][1]["curve"]["tokens_dropped"][-1] > 0
     text = (out / "RESULTS.md").read_text()
     assert "| ours, capacity 1 | " in text and all((out / name).exists() for name in ("pareto.png", "loss_time.png"))
@@ -512,9 +515,3 @@ def test_a_toy_comparison_end_to_end(tmp_path: Path) -> None:
 
     changed = subprocess.run(command, env=environment | {"BATCH": "16"}, capture_output=True, text=True)
     assert changed.returncode == 2 and changed.stderr.startswith("paper: BATCH=16: ")
-
-
-def paper_run_first_intervals(out: Path, run: dict) -> set[int]:
-    from megablocks.monitor.paper_results import first_intervals
-
-    return first_intervals((out / f"runs/{run['arm']}/{run['seed']}/train.log").read_text())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from megablocks.config import ConfigError
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).resolve().parent.parent
 FIRST_SEED = 1234
 TRIED_RATES = (3e-4, 6e-4, 1.2e-3)
 """Learning rates that RATES=tuned tries, for every arm alike."""

@@ -6,10 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import paper_results
+from paper_arms import ARMS, MODELS, Schedule, Settings, launch_of
+
 from megablocks.files import write_durably
-from megablocks.monitor import paper_results
 from megablocks.monitor.history import History
-from megablocks.monitor.paper_arms import ARMS, MODELS, Schedule, Settings, launch_of
 
 STEPS, BATCH, EVERY = 20, 8, 5
 FINAL = {"dense": 4.0, "dmoe": 3.5, "capacity-1": 3.8}

@@ -18,8 +18,9 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from paper_arms import Launch
+
 from megablocks.config import ConfigError
-from megablocks.monitor.paper_arms import Launch
 
 J = TypeVar("J")
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Runs a comparison of `exp/paper`: the micro-batch of every arm, learning rates, every arm and seed, then the record.
+"""Runs a comparison of `exp/paper`: the micro-batch of every arm, learning rates, every arm and seed, then the report.
 
     OUT/settings.json           what decides the results; a folder holds one set of settings
     OUT/micro_batch/ARM/        the search for the largest micro-batch
@@ -6,6 +6,7 @@
     OUT/runs/ARM/SEED/          a run: an EXP_DIR of exp/common.sh, and done.json once it is whole
     OUT/launch-N.log            what the last launch in place N printed
     OUT/record.json, OUT/*.png  the results of all runs
+    OUT/RESULTS.md              the report on them
 
 AT_ONCE runs go on side by side. A run with done.json is not repeated. One that was stopped resumes from its checkpoint;
 without a checkpoint it starts again in an empty folder, and with the same seed it is the same run.
@@ -27,11 +28,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megablocks.config import ConfigError
-from megablocks.files import write_durably
-from megablocks.monitor.env_report import commit
-from megablocks.monitor.history import History
-from megablocks.monitor.paper_arms import (
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import paper_plots
+import paper_results
+import report
+from paper_arms import (
     ARMS,
     MODELS,
     ROOT,
@@ -47,7 +49,12 @@ from megablocks.monitor.paper_arms import (
     time_unit,
     whole,
 )
-from megablocks.monitor.paper_places import Failed, Places, Stopped
+from paper_places import Failed, Places, Stopped
+
+from megablocks.config import ConfigError
+from megablocks.files import write_durably
+from megablocks.monitor.env_report import commit
+from megablocks.monitor.history import History
 
 START_S = 25.0
 """First estimate of what a run takes beside its steps: imports, compilation, evaluations."""
@@ -425,8 +432,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         value, is_time = amount("BUDGET", settings.budget)
         comparison.find_micro_batches(Schedule.of(settings, 1 if is_time else value, valid_tokens), is_time)
         comparison.train(comparison.tokens(time.time() - began))
-        from megablocks.monitor import paper_plots, paper_results
-
         record = paper_results.record_of(out, settings, comparison.not_run, comparison.failed)
         write_durably(out / "record.json", paper_results.dump(record))
         if comparison.failed:
@@ -435,10 +440,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         for path in paper_plots.draw(record, out):
             _say(f"drew {path}")
+        return report.main([str(out)])
     except Stopped:
         print(f"paper: stopped; the same command with OUT={out} goes on", file=sys.stderr)
         return 130
     except (ConfigError, OSError) as error:
         print(f"paper: {error}", file=sys.stderr)
         return 2
-    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
