@@ -12,7 +12,10 @@ import pytest
 
 TESTS = Path(__file__).parent
 MULTI_PROCESS = ("megatron", "reliability")
-"""Folders whose tests start several processes. They run on one xdist worker, so that they do not compete for cores."""
+"""Folders whose tests start several processes. They run on one xdist worker, so that they do not compete for cores.
+
+A machine with a GPU has cores for more: there each file is a group of its own, which its module's fixtures need.
+"""
 OF_RANKS = {
     "megatron": ("megablocks.megatron.specs", "megatron.training.training", "torch.distributed.checkpoint"),
     "hf": (
@@ -49,6 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _folder(item) in MULTI_PROCESS:
             item.add_marker(pytest.mark.xdist_group("ranks"))
+        if HAS_GPU and item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))  # xdist joins the names of an item's groups
         elif HAS_GPU and "_N4_" in item.name:
             item.add_marker(pytest.mark.xdist_group("memory"))  # up to 100 GiB each
         if item.get_closest_marker("gpu") and not HAS_GPU:

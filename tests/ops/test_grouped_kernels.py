@@ -218,7 +218,7 @@ def test_ragged_m_hopper(
 @pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
 @pytest.mark.parametrize("m,n,dtype", SHAPES, ids=str)
 @pytest.mark.parametrize("loads", LARGE_LOADS.values(), ids=LARGE_LOADS)
-def test_ragged_k_hopper(
+def test_R6_ragged_k_hopper(
     loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, tile: Tile | None = None
 ) -> None:
     """Both operands hold NaN from the last expert's end on, and the next expert's numbers from each expert's end on."""
@@ -314,7 +314,7 @@ def test_every_tile_of_hopper(tile: Tile | None, gathered: bool) -> None:
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, True, gathered, tile)
     test_ragged_m_hopper(loads, 328, 712, torch.bfloat16, False, gathered, tile)
     if tile is None or not tile.pingpong:
-        test_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, tile)
+        test_R6_ragged_k_hopper(loads, 328, 712, torch.bfloat16, gathered, tile)
 
 
 @pytest.mark.gpu
