@@ -4,6 +4,8 @@
 
 A trial launches a script of exp/ with one of the sizes that divide each data-parallel rank's share of the global batch.
 The first trial takes the whole share; after one that runs out of memory the others halve the sizes that are left.
+A trial in whose last step torch's allocator emptied its cache to find room, for which it waits for the GPU, counts as
+too large, unless no smaller size has more room.
 Writes OUT/micro_batch.json: the chosen size, and the peak memory and tokens/s of each trial, whose logs lie beside it.
 With expert parallelism the memory follows the load of the experts; take the next smaller size there. The environment
 variables are those of exp/common.sh; DRY_RUN=1 prints the trials.
@@ -38,12 +40,20 @@ _OUT_OF_MEMORY = re.compile(r"^pretrain_gpt: .*(out of memory|ALLOC_FAILED)", re
 
 @dataclass(frozen=True)
 class Trial:
-    """One launch. The last two are None if it did not fit, or if its log lacks them."""
+    """One launch. Peak and speed are None if it did not fit, or if its log lacks them.
+
+    retries: how often the allocator emptied its cache in the last step.
+    """
 
     micro_batch_size: int
     fits: bool
     peak_memory_gib: float | None = None
     tokens_per_second: float | None = None
+    retries: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return self.fits and not self.retries
 
 
 def divisors(share: int) -> list[int]:
@@ -81,13 +91,13 @@ def share_of(command: Sequence[str]) -> int:
 def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], Trial]) -> list[Trial]:
     """The trials, in order: the largest size, then bisection, for a smaller size never takes more memory."""
     trials = [attempt(sizes[-1])]
-    low, high = -1, len(sizes) - 1  # `low` fits, `high` does not
-    if trials[0].fits:
+    low, high = -1, len(sizes) - 1  # `low` has room, `high` has not
+    if trials[0].has_room:
         return trials
     while high - low > 1:
         middle = (low + high) // 2
         trials.append(attempt(sizes[middle]))
-        low, high = (middle, high) if trials[-1].fits else (low, middle)
+        low, high = (middle, high) if trials[-1].has_room else (low, middle)
     return trials
 
 
@@ -99,9 +109,10 @@ def read_log(size: int, status: int, text: str) -> Trial:
             raise ConfigError(f"micro-batch {size}: {said[-1] if said else f'the launch ended with {status}'}")
         return Trial(size, False)
     peaks = [float(mib) for mib in re.findall(r"max allocated: ([\d.]+)", text)]
-    rates = [parse_log_line(line).get("tokens/s") for line in text.splitlines() if "tokens/s" in line]
-    known = [rate for rate in rates if rate is not None]
-    return Trial(size, True, max(peaks) / 1024 if peaks else None, known[-1] if known else None)
+    steps = [step for line in text.splitlines() if "tokens/s" in (step := parse_log_line(line))]
+    last = steps[-1] if steps else {}
+    peak = max(peaks) / 1024 if peaks else None
+    return Trial(size, True, peak, last.get("tokens/s"), int(last.get("allocator retries", 0)))
 
 
 def _trial(out: Path, words: Sequence[str], size: int) -> Trial:
@@ -156,7 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ConfigError, OSError) as error:
         print(f"find_micro_batch: {error}", file=sys.stderr)
         return 2
-    chosen = max((trial for trial in trials if trial.fits), key=lambda trial: trial.micro_batch_size, default=None)
+    fitting = [trial for trial in trials if trial.fits]
+    chosen = max(fitting, key=lambda trial: (trial.has_room, trial.micro_batch_size), default=None)
     found = {"micro_batch_size": chosen and chosen.micro_batch_size, "trials": [asdict(trial) for trial in trials]}
     write_durably(out / "micro_batch.json", json.dumps(found, indent=1) + "\n")
     if chosen is None:

@@ -85,6 +85,7 @@ class Reporter:
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._device_name = "cpu"
+        self._retries = 0
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
@@ -164,6 +165,8 @@ class Reporter:
         if used is not None:
             row["mfu"] = used
             text += f" MFU: {100 * used:.1f}% |"
+        if retries := self._new_retries():
+            text += f" allocator retries: {retries} |"
         if self.summary is not None:
             row["expert_load_max_over_mean"] = float(self.summary.max_over_mean.mean())
             row["empty_experts"] = int(self.summary.empty.sum())
@@ -174,6 +177,13 @@ class Reporter:
             self._to_boards(iteration, row)
             self._save()
         return text
+
+    def _new_retries(self) -> int:
+        """How often since the last call this GPU's allocator waited for it and emptied its cache to find room."""
+        if not torch.cuda.is_available():
+            return 0
+        before, self._retries = self._retries, torch.cuda.memory_stats()["num_alloc_retries"]
+        return self._retries - before
 
     def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
         names = ("tokens_per_second", "mfu", "expert_load_max_over_mean", "empty_experts", "tokens_dropped")

@@ -379,6 +379,16 @@ def test_flops_agree_with_megatron_but_for_the_router(parser: argparse.ArgumentP
         )
 
 
+def test_the_log_tells_the_allocator_retries_of_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    from megablocks.megatron.reporting import Reporter
+
+    reporter = object.__new__(Reporter)
+    reporter._retries, counts = 0, iter((0, 3, 3, 5))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": next(counts)})
+    assert [reporter._new_retries() for _ in range(4)] == [0, 3, 0, 2]
+
+
 def test_L5_one_process_takes_a_free_port_that_no_connection_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ports are offered, and another process listens on the first."""
     with socket.socket() as busy:

@@ -20,7 +20,10 @@ flags="--nproc-per-node 2 -m driver --global-batch-size 48 $FLAGS"
 if [ "${DRY_RUN:-0}" = 1 ]; then echo "python torchrun.py $flags"; exit; fi
 size=${FLAGS##* }
 {
-    echo " iteration 3/ 3 | elapsed time per iteration (ms): 9.0 | tokens/s: ${size}00 |"
+    retries=""
+    [ "$size" -le "${EASY:-99}" ] || retries=" allocator retries: 2 |"
+    echo " iteration 2/ 3 | elapsed time per iteration (ms): 9.0 | tokens/s: 1 | allocator retries: 9 |"
+    echo " iteration 3/ 3 | elapsed time per iteration (ms): 9.0 | tokens/s: ${size}00 |$retries"
     echo "[Rank 0] memory (MB) | allocated: 1.00 | max allocated: $((size * 1024)).00 | reserved: 2.00"
     [ "$size" -le "$FITS" ] || echo "pretrain_gpt: rank 0: micro_batch_size=$size: $WHY; take smaller sizes"
 } >"$1/train.log"
@@ -89,6 +92,21 @@ def test_trials_are_recorded(launcher: Path, tmp_path: Path, capsys: pytest.Capt
     assert {path.name for path in out.iterdir()} == {
         "micro_batch.json", *(f"micro_batch_{size}.log" for size in (24, 4, 8, 12))
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "easy, chosen", [(4, 4), (2, 2), (0, 4)], ids=["half has room", "a quarter has room", "none has room"]
+)
+def test_a_size_that_empties_the_cache_is_too_large(
+    launcher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, easy: int, chosen: int
+) -> None:
+    monkeypatch.setenv("EASY", str(easy))
+    out = tmp_path / "out"
+    assert find_micro_batch.main([str(out), "--", "bash", str(launcher)]) == 0
+    found = json.loads((out / "micro_batch.json").read_text())
+    assert found["micro_batch_size"] == chosen  # 4 is the largest one that was tried and did not run out of memory
+    assert all(trial["retries"] == (2 if trial["micro_batch_size"] > easy else 0)
+               for trial in found["trials"] if trial["fits"])  # fmt: skip
 
 
 def test_nothing_fits(
