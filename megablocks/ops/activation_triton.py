@@ -20,16 +20,24 @@ _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half
 
 
 @triton.jit
-def unary(z, NAME: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr = tl.sigmoid):
+def _normal(z):
+    """Φ(z), the share of the normal distribution below z, and exp(-z²/2)."""
+    return 0.5 + 0.5 * tl.erf(z * 0.7071067811865476), tl.exp(-0.5 * z * z)
+
+
+@triton.jit
+def unary(
+    z, NAME: tl.constexpr, EXACT: tl.constexpr, SIGMOID: tl.constexpr = tl.sigmoid, NORMAL: tl.constexpr = _normal
+):
     """The activation NAME (gelu, silu, relu, relu2) of float32 z, and its derivative; EXACT for gelu's erf form.
 
-    SIGMOID: a kernel's own, where it has a cheaper one.
+    SIGMOID, NORMAL: a kernel's own, where it has cheaper ones.
     """
     if NAME == "gelu":
         if EXACT:
-            phi = 0.5 + 0.5 * tl.erf(z * 0.7071067811865476)
+            phi, bell = NORMAL(z)
             value = z * phi
-            slope = phi + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
+            slope = phi + z * 0.3989422804014327 * bell
         else:
             # 0.5·(1 + tanh(u)) is σ(2u)
             half = SIGMOID(1.5957691216057308 * z * (1 + 0.044715 * z * z))

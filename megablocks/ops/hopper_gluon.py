@@ -288,6 +288,38 @@ def _sigmoid(z):
 
 
 @gluon.jit
+def _normal(z):
+    """Φ(z) and exp(-z²/2) in 16 instructions, where erf and exp take 40. Relative error up to 7e-6.
+
+    Φ(-|z|) = exp(-z²/2) · t · p(t) with t = 1 / (1 + 0.31·|z|). The coefficients of p were fitted, by weighted least
+    squares, to the smallest relative error for |z| up to 14.
+    """
+    t, bell = gl.inline_asm_elementwise(
+        """{
+            .reg .f32 a, b;
+            abs.f32 a, $2;
+            mul.f32 b, $2, $2;
+            fma.rn.f32 a, a, 0f3E9EB852, 0f3F800000;
+            mul.f32 b, b, 0fBF38AA3B;
+            rcp.approx.ftz.f32 $0, a;
+            ex2.approx.ftz.f32 $1, b;
+        }""",
+        "=f,=f,f",
+        [z],
+        dtype=(gl.float32, gl.float32),
+        is_pure=True,
+        pack=1,
+    )
+    p = t * -0.07392869744287202 + 0.1804490810967262
+    p = p * t + 0.015746085115990332
+    p = p * t + 0.13342907773292995
+    p = p * t + 0.1204414472944249
+    p = p * t + 0.12386068663700767
+    tail = p * (t * bell)
+    return gl.where(z < 0, tail, 1 - tail), bell
+
+
+@gluon.jit
 def unary(z, NAME: gl.constexpr, EXACT: gl.constexpr):
-    """The activation NAME of float32 z and its derivative, as activation_triton's with the cheaper sigmoid."""
-    return _unary(z, NAME, EXACT, _sigmoid)
+    """The activation NAME of float32 z and its derivative, as activation_triton's with cheaper functions."""
+    return _unary(z, NAME, EXACT, _sigmoid, _normal)
