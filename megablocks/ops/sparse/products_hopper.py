@@ -24,9 +24,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.activation_triton import unary
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
-from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out, tma_load, tma_store
+from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out, tma_load, tma_store, unary
 from megablocks.ops.launch import quick
 from megablocks.ops.sparse.hopper_schedule import (
     announce,
@@ -88,9 +87,6 @@ def supports(block_size: int, *operands: Tensor) -> bool:
     return block_size == BLOCK and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
 
 
-_unary = gluon.jit(unary.fn)
-
-
 @gluon.jit
 def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
     """Store from the consumer's next buffer, once the store that last read it has gone."""
@@ -115,13 +111,13 @@ def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c
                 part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
             pre = part.to(bufs.dtype)
             _write(pre, 2 * i, bufs, desc, row, at, WG, c)
-            value, _ = _unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+            value, _ = unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
             _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
         else:
             if c.kind == "slope":
                 rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
                 z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
-                _, slope = _unary(z.to(gl.float32), NAME, EXACT)
+                _, slope = unary(z.to(gl.float32), NAME, EXACT)
                 part *= slope
             _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
 
