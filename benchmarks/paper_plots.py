@@ -25,8 +25,10 @@ def _style(arm: str) -> tuple[str, str, str]:
     from matplotlib import colormaps
 
     marker, line = next((marker, line) for start, marker, line in _FAMILIES if arm.startswith(start))
-    # tab20 begins with two blues, which stay dMoE's. The arms of the paper are first in the table and get its rest.
-    colors = [*colormaps["tab20"].colors[2:], *colormaps["tab20b"].colors]  # type: ignore[attr-defined]
+    # tab20 begins with two blues, which stay dMoE's. The arms of the paper and Tutel's are first in the table and get
+    # light colors too. All others get dark ones first, which a thin line on white needs.
+    bright, dark = colormaps["tab20"].colors, colormaps["tab20b"].colors  # type: ignore[attr-defined]
+    colors = [*bright[2:12], *bright[12::2], *(one for shade in range(3) for one in dark[shade::4])]
     return colors[list(ARMS).index(arm)], marker, line
 
 
@@ -140,9 +142,10 @@ def plot_step(record: dict[str, Any], path: Path) -> None:
 
 
 def plot_drops_and_load(record: dict[str, Any], path: Path) -> None:
-    """The share of dropped pairs and the fullest expert's load over tokens, one line an arm: the mean of its seeds."""
-    figure = new_figure(8, 7)
-    drops, loads = figure.subplots(2, 1, sharex=True)
+    """The fullest expert's load over tokens, the mean of the seeds, below the share of dropped pairs if any."""
+    is_dropping = any(any(drop_shares(run)[1]) for run in record["runs"])
+    figure = new_figure(8, 7 if is_dropping else 4)
+    *above, loads = figure.subplots(2 if is_dropping else 1, 1, sharex=True, squeeze=False)[:, 0]
     for arm in dict.fromkeys(run["arm"] for run in record["runs"]):
         runs = [run for run in record["runs"] if run["arm"] == arm]
         color, _, line = _style(arm)
@@ -150,19 +153,20 @@ def plot_drops_and_load(record: dict[str, Any], path: Path) -> None:
         shares = [drop_shares(run) for run in runs]
         if any(any(values) for _, values in shares):
             means = [100 * statistics.fmean(those) for those in zip(*(values for _, values in shares), strict=True)]
-            drops.plot([tokens / 1e6 for tokens in shares[0][0]], means, **how)
+            above[0].plot([tokens / 1e6 for tokens in shares[0][0]], means, **how)
         curve = runs[0]["curve"]
         if any(value is not None for value in curve["expert_load_max_over_mean"]):
             seeds = zip(*(run["curve"]["expert_load_max_over_mean"] for run in runs), strict=True)
             means = [statistics.fmean(those) for those in seeds]
             loads.plot([tokens / 1e6 for tokens in curve["tokens"]], means, **how)
-    drops.set(ylabel="dropped pairs, %", title=title_of(record))
-    drops.title.set_fontsize(9)
+    for axes in above:
+        axes.set(ylabel="dropped pairs, %")
     loads.set(xlabel="million tokens", ylabel="fullest expert's load over the mean")
-    for axes in (drops, loads):
+    for axes in (*above, loads):
         axes.grid(alpha=0.3)
         if axes.lines:
             axes.legend(fontsize=8)
+    figure.suptitle(title_of(record), fontsize=9)
     save_figure(figure, path)
 
 
@@ -178,8 +182,9 @@ PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw every picture into `folder`. Returns the files."""
-    paths = [folder / f"{name}.png" for name in PICTURES]
-    for path, plot in zip(paths, PICTURES.values(), strict=True):
-        plot(record, path)
-    return paths
+    """Draw every picture into `folder`, a Pareto front only of several points. Returns the files."""
+    points, _ = capacity_front(summarize(record))
+    names = [name for name in PICTURES if name != "pareto" or len(points) > 1]
+    for name in names:
+        PICTURES[name](record, folder / f"{name}.png")
+    return [folder / f"{name}.png" for name in names]

@@ -68,7 +68,9 @@ def span(value: Span | None, form: str, scale: float = 1.0) -> str:
 
 
 def _sooner(one: Summary, form: str = ".2f") -> str:
-    return f"{one.missed} of {one.seeds} seeds miss it" if one.sooner is None else span(one.sooner, form)
+    if one.sooner is None and one.seeds > 1:
+        return f"{one.missed} of {one.seeds} seeds miss it"
+    return span(one.sooner, form)
 
 
 def _at_once(record: dict[str, Any]) -> int:
@@ -98,15 +100,19 @@ def _seeds(summaries: dict[str, Summary]) -> str:
 
 
 def _warmup(record: dict[str, Any]) -> str:
-    """Of the run. Before it was in the command it was 1 %."""
-    given = re.search(r"--lr-warmup-fraction (\S+)", record["runs"][0]["launch"])
-    return f"{float(given[1]) if given else 0.01:.0%}"
+    """In steps. Before it was in the command it was 1 % of them."""
+    run = record["runs"][0]
+    given = re.search(r"--lr-warmup-fraction (\S+)", run["launch"])
+    return f"{round((float(given[1]) if given else 0.01) * run['steps'])} steps"
+
+
+def _tokens(record: dict[str, Any]) -> str:
+    return f"{count(record['runs'][0]['curve']['tokens'][-1])} tokens"
 
 
 def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     settings, run = record["settings"], record["runs"][0]
     model, where = MODELS[settings["model"]], run["environment"]
-    tokens = run["curve"]["tokens"][-1]
     rates = {"published": "as in the published scripts", "tuned": "tuned for each arm alike over three values"}
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     many = _seeds(summaries)
@@ -117,10 +123,10 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"{settings['ngpu']} × {where['gpu']}{runs}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
         f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
-        f"Each run trains on {count(tokens)} tokens in {run['steps']:,} steps of {run['batch']} sequences of "
+        f"Each run trains on {_tokens(record)} in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, and for each seed they share the order "
         f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "
-        f"{_warmup(record)} of the run, cosine decay to a tenth. Text: the data set with fingerprint "
+        f"{_warmup(record)}, cosine decay to a tenth. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. {same}"
         "Times are those of training, without compilation, evaluation and saves. The load of the experts is that of "
         "the routers as they train, unless an arm's name says uniform or skewed.",
@@ -152,10 +158,12 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     ]  # fmt: skip
     head = ["arm", "validation loss", "below dense", "above dMoE", "below dense in the paper, Small", "seeds",
             "pairs dropped", "load, fullest/mean", "learning rate"]  # fmt: skip
-    text = (
-        "Mean of the seeds, with the smallest and the largest in brackets. Differences are taken seed by seed, for "
-        "runs of one seed read the same data in the same order."
-    )
+    text = "Runs of one seed read the same data in the same order."
+    if max(one.seeds for one in summaries.values()) > 1:
+        text = (
+            "Mean of the seeds, with the smallest and the largest in brackets. Differences are taken seed by seed, for "
+            "runs of one seed read the same data in the same order."
+        )
     picture = _picture("loss_tokens", "Loss against tokens")
     return "\n\n".join([text, table(head, rows), "\n".join(orders(summaries)), picture])
 
@@ -234,14 +242,14 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             text += (
                 " An arm that failed with it, out of memory or in another package's kernel, got the next smaller one."
             )
-    best = "; ".join(ARMS[arm].label for arm in front)
-    tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
-    if len(front) < len(points):
-        tail += " Every other arm takes at least as long as one of these, and its loss is not lower."
-    pictures = [_picture(name, title) for name, title in
-                (("step", "Step time and memory"), ("pareto", "Loss and time by capacity factor"),
-                 ("drops_and_load", "Dropped pairs and load over tokens"))]  # fmt: skip
-    return "\n\n".join([text, table(head, rows), *([tail] if points else []), *pictures])
+    parts = [text, table(head, rows), _picture("step", "Step time and memory")]
+    if len(points) > 1:
+        best = "; ".join(ARMS[arm].label for arm in front)
+        tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
+        if len(front) < len(points):
+            tail += " Every other arm takes at least as long as one of these, and its loss is not lower."
+        parts += [tail, _picture("pareto", "Loss and time by capacity factor")]
+    return "\n\n".join([*parts, _picture("drops_and_load", "Dropped pairs and load over tokens")])
 
 
 def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
@@ -366,7 +374,7 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
     for (record, folder), title in zip(records, titles, strict=True):
         summaries = summarize(record)
         if titles.count(title) > 1:
-            title += f", warm-up {_warmup(record)}, {_seeds(summaries)}"
+            title += f", {_tokens(record)}, warm-up {_warmup(record)}, {_seeds(summaries)}"
         for name, section in SECTIONS.items():
             parts += [
                 f"## {title}: {name[0].lower()}{name[1:]}",

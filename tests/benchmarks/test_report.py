@@ -7,6 +7,7 @@ import json
 import shlex
 from pathlib import Path
 
+import paper_plots
 import pytest
 import report
 from paper_arms import Settings
@@ -34,7 +35,7 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     assert "| dense over dMoE, time to the dense loss | 1.33 | 1.5 | 1.8 to 2.4 |" in text
     assert "Every evaluation of every run reads the same samples" in text and "reads other samples" not in text
     assert "8 × " not in text and "runs at once" not in text and "AT_ONCE" not in text
-    assert "Learning rate: 6e-4 for every arm, a warm-up over 10% of the run, cosine decay to a tenth." in text
+    assert "Learning rate: 6e-4 for every arm, a warm-up over 2 steps, cosine decay to a tenth." in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
     assert "this Pareto front of training time and final loss: dMoE. Every other arm takes at least as long" in text
@@ -60,12 +61,14 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
 
 
 def test_the_kept_report_is_that_of_its_records() -> None:
-    folders = ["results/h100/paper_xs", "results/h200/paper_xs_two_seeds", "results/h200/paper_xs"]
+    names = ("h100/paper_xs", "h200/paper_xs_two_seeds", "h200/paper_xs")
+    folders = [f"results/{name}" for name in names]
     text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
     assert (BENCHMARKS / "RESULTS.md").read_text() == text
-    assert text.count("a warm-up over 1% of the run") == 2  # in these runs it was the script's own
-    for title in ("10%, up to 3 seeds an arm", "1%, 2 seeds", "1%, one seed"):
-        assert f"## XS, warm-up {title}: set-up" in text
+    assert text.count("a warm-up over 8 steps") == 2  # in these runs it was the script's own, 1 %
+    old = ("warm-up 80 steps, up to 3 seeds an arm", "warm-up 8 steps, 2 seeds", "warm-up 8 steps, one seed")
+    for title in (f"104.9M tokens, {one}" for one in old):
+        assert f"## XS, {title}: set-up" in text
 
 
 def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:
@@ -133,6 +136,21 @@ def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path)
     assert "One seed, so no spread: every arm." in text
     assert "Tutel, dynamic capacity (0): not run: tutel is not installed." in text
     assert "which may be chance with one seed." in text
+    assert "Mean of the seeds" not in text
+
+
+def test_one_missed_loss_is_not_reached_and_one_point_is_no_front(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, seeds=1)
+    record["runs"] = [run for run in record["runs"] if run["arm"] != "capacity-1"]
+    record["settings"]["arms"].remove("capacity-1")
+    for run in record["runs"]:
+        if run["arm"] == "dmoe":
+            run["validation"]["loss"] = [loss + 1.0 for loss in run["validation"]["loss"]]
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = _text(tmp_path)
+    assert "| dMoE | not reached | not reached |" in text and "seeds miss it" not in text
+    assert "Pareto" not in text and "pareto.png" not in text
+    assert {path.stem for path in paper_plots.draw(record, tmp_path)} == set(paper_plots.PICTURES) - {"pareto"}
 
 
 def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
