@@ -10,8 +10,9 @@ median of its rounds. "plain" arms leave out what the driver does by default on 
 rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
 step from the fourth step on. --before also starts the published scripts of another checkout, with their own defaults.
 
-"te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They run
-only where --arms names them, for example with what they are compared with, in about four minutes on one H100:
+"te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They
+stop where cuDNN refuses the attention, which Transformer Engine would else compute unfused. They run only where --arms
+names them, for example with what they are compared with, in about four minutes on one H100:
 
     --arms dense-small,dense-small-te,dmoe-small-32,dmoe-small-te,dmoe-small-te-peer
 
@@ -105,9 +106,10 @@ ARMS |= {
 # 32 sequences of dMoE-Small fit into 80 GB.
 _PEER = "--megablocks-layer megatron --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 _ADAM = "--no-megablocks-fused-optimizer"
+_FUSED = "--attention-backend fused"
 _STOCK = f"{_ADAM} --no-megablocks-fused-loss --cross-entropy-loss-fusion"
 ARMS |= {
-    f"{model}-te{suffix}": ARMS[like]._replace(flags=f"{ARMS[like].flags} {flags}".strip(), engine=True)
+    f"{model}-te{suffix}": ARMS[like]._replace(flags=f"{ARMS[like].flags} {_FUSED} {flags}".strip(), engine=True)
     for model, like, suffix, flags in (
         ("dmoe-small", "dmoe-small-32", "", ""),
         ("dmoe-small", "dmoe-small-32", "-adam", _ADAM),

@@ -82,3 +82,4 @@ def test_an_arm_says_whose_block_it_has() -> None:
         flags = step.command_of(arm, Path("/c"), Path("/d"), Path("/r"))[1]["FLAGS"]
         assert ("--transformer-impl transformer_engine" in flags) == ("-te" in name) == arm.engine, name
         assert ("--transformer-impl local" in flags) != arm.engine, name
+        assert ("--attention-backend fused" in flags) == arm.engine, name  # else a fallback to unfused would be timed
