@@ -13,8 +13,8 @@
 #   PYTHON          interpreter (default: the active one if it satisfies pyproject.toml, else .venv)
 #   DRY_RUN=1       print the command and stop
 #
-# SIGINT (Ctrl-C), SIGTERM and SIGHUP let every rank save and exit; the same command then resumes. A second signal, two
-# seconds later or more, kills the ranks.
+# SIGINT (Ctrl-C), SIGTERM and SIGHUP let every rank save and exit; the same command then resumes. A second signal,
+# three seconds later or more, kills the ranks.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 NNODES=${NNODES:-1}
@@ -125,13 +125,13 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
     ! compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || RESUME=(--load "$EXP_DIR/checkpoints")
 }
 
-_stop() { # timeout and some shells send one signal twice, so a repetition counts only after two seconds
+_stop() { # timeout and some shells send one signal twice, so a repetition counts only after more than two seconds
     INTERRUPTED=1
     if [ -z "$STOPPED_AT" ]; then
         STOPPED_AT=$SECONDS
         say "stopping: every rank saves after its step and exits; another signal kills the ranks without a save"
         [ -z "$TORCHRUN" ] || kill -TERM "$TORCHRUN" 2>/dev/null || true
-    elif [ $((SECONDS - STOPPED_AT)) -ge 2 ]; then
+    elif [ $((SECONDS - STOPPED_AT)) -ge 3 ]; then # whole seconds: it may be little more than two
         kill -QUIT "$TORCHRUN" 2>/dev/null || true
     fi
 }

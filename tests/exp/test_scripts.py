@@ -478,7 +478,7 @@ def test_a_second_signal_kills_the_ranks(held, tmp_path: Path) -> None:
     launcher, _, _ = held
     (tmp_path / "seconds").write_text("30")
     launcher.terminate()
-    time.sleep(2.1)
+    time.sleep(3.1)
     launcher.terminate()
     out, err = launcher.communicate()
     assert launcher.returncode == 1 and "killed\n" in out and "saved" not in out, err
