@@ -182,7 +182,7 @@ class Reporter:
         """How often since the last call this GPU's allocator waited for it and emptied its cache to find room."""
         if not torch.cuda.is_available():
             return 0
-        before, self._retries = self._retries, torch.cuda.memory_stats()["num_alloc_retries"]
+        before, self._retries = self._retries, torch.cuda.memory_stats().get("num_alloc_retries", 0)
         return self._retries - before
 
     def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
