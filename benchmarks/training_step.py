@@ -12,7 +12,7 @@ step from the fourth step on. --before also starts the published scripts of anot
 
 "te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They
 stop where cuDNN refuses the attention, which Transformer Engine would else compute unfused. They run only where --arms
-names them, for example with what they are compared with, in about four minutes on one H100:
+names them, for example with what they are compared with:
 
     --arms dense-small,dense-small-te,dmoe-small-16,dmoe-small-te,dmoe-small-te-peer
 
