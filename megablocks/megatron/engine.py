@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import importlib.util
 import types
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +25,33 @@ def why_not() -> str | None:
         return "Transformer Engine needs a GPU"
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    return None if HAVE_TE else "Transformer Engine cannot be imported"
+    if not HAVE_TE:
+        return "Transformer Engine cannot be imported"
+    from transformer_engine.pytorch.utils import get_cudnn_version
+
+    try:
+        ours = torch.backends.cudnn.version()
+    except RuntimeError:  # torch finds a cuDNN that it was not compiled for
+        ours = None
+    return cudnn_conflict(get_cudnn_version(), ours)
+
+
+def cudnn_conflict(theirs: tuple[int, int, int], ours: int | None) -> str | None:
+    """Why Transformer Engine's attention would be unfused: it has loaded another cuDNN than torch. None if it has not.
+
+    Args:
+        theirs: version of Transformer Engine's cuDNN.
+        ours: version of torch's, such as 91900 for 9.19.0; None if torch refuses the one that it finds.
+    """
+    major, minor, patch = theirs
+    if ours == 10000 * major + 100 * minor + patch:
+        return None
+    spec = importlib.util.find_spec("nvidia.cudnn") if importlib.util.find_spec("nvidia") else None
+    fix = "let both find the same one"
+    if spec is not None and spec.submodule_search_locations:
+        cudnn = Path(list(spec.submodule_search_locations)[0])
+        fix = f"set CUDNN_HOME={cudnn}, and LD_LIBRARY_PATH to all folders {cudnn.parent}/*/lib"
+    return f"Transformer Engine has loaded cuDNN {major}.{minor}.{patch} beside torch's; {fix}"
 
 
 def accumulate_without_apex() -> None:

@@ -372,6 +372,15 @@ def test_flags_that_the_engine_does_not_read(monkeypatch: pytest.MonkeyPatch, re
         _check_engine(args)
 
 
+def test_the_engine_and_torch_need_one_cudnn() -> None:
+    """With two, Transformer Engine computes attention unfused, which takes over three times as long."""
+    assert engine.cudnn_conflict((9, 19, 0), 91900) is None
+    for ours in (91900, None):
+        why = engine.cudnn_conflict((9, 14, 0), ours)
+        assert why is not None and why.startswith("Transformer Engine has loaded cuDNN 9.14.0 beside torch's; ")
+        assert "\n" not in why
+
+
 def test_without_a_gpu_the_engine_is_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformer_engine", sys)  # which pytest takes back
     del sys.modules["transformer_engine"]
