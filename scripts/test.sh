@@ -1,24 +1,37 @@
 #!/usr/bin/env bash
-# The tests, and the checks beside them. Usage: scripts/test.sh [--all] [pytest arguments]
+# The tests, and the checks beside them. Usage: scripts/test.sh [--all | --gpu] [pytest arguments]
 #   --all      also runs the slow tests
+#   --gpu      only the tests that use a GPU; no checks
 #   DRY_RUN=1  only prints the commands
 #   WORKERS=N  pytest workers (default 2; for the tests that need a GPU half of the cores, at most 16)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
+has_gpu() { nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; }
+half=$(($(nproc --all) / 2))
+gpu_workers=${WORKERS:-$((half < 2 ? 2 : half > 16 ? 16 : half))}
+on_gpu=(-m "gpu or any_device")
+
 workers=${WORKERS:-2}
 args=(--dist loadgroup -r fE)
-if [ "${1:-}" = "--all" ]; then
-    shift
-    args+=(-m "slow or not slow")
-fi
+only_gpu=""
+case ${1:-} in
+--all) args+=(-m "slow or not slow") ;;&
+--gpu) only_gpu=1 workers=$gpu_workers args+=("${on_gpu[@]}") ;;&
+--all | --gpu) shift ;;
+esac
 args+=("$@")
 if [ "${DRY_RUN:-0}" = 1 ]; then
-    printf 'bash scripts/check.sh\npython -m pytest -n %s' "$workers"
+    [ -n "$only_gpu" ] || echo "bash scripts/check.sh"
+    printf 'python -m pytest -n %s' "$workers"
     printf ' %q' "${args[@]}"
     echo
     exit 0
 fi
+[ -z "$only_gpu" ] || has_gpu || {
+    echo "test: --gpu: nvidia-smi finds no GPU here, or CUDA_VISIBLE_DEVICES hides it; leave --gpu out" >&2
+    exit 1
+}
 
 source scripts/env.sh
 use_env megatron dev docs
@@ -28,17 +41,17 @@ if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
     unset PYTHONDONTWRITEBYTECODE
     export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$PWD/build/bytecode}"
 fi
+[ -z "$only_gpu" ] || exec "$PYTHON" -m pytest -n "$workers" "${args[@]}"
 log=$(mktemp)
 bash scripts/check.sh >"$log" 2>&1 & # beside the tests, which leave cores idle
 checking=$!
 trap 'kill "$checking" 2>/dev/null || true; rm -f "$log"' EXIT # a command that fails here would set the exit status
 status=0
-if nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; then
+if has_gpu; then
     echo "test: first the CPU path, then the tests for the GPU"
     CUDA_VISIBLE_DEVICES="" "$PYTHON" -m pytest -n "$workers" "${args[@]}" || status=$?
-    half=$(($(nproc) / 2))
-    workers=${WORKERS:-$((half < 2 ? 2 : half > 16 ? 16 : half))}
-    args+=(-m "gpu or any_device")
+    workers=$gpu_workers
+    args+=("${on_gpu[@]}")
 fi
 "$PYTHON" -m pytest -n "$workers" "${args[@]}" || status=$?
 wait "$checking" || status=1

@@ -522,3 +522,12 @@ def test_test_command_dry_run() -> None:
     assert "slow" not in plain
     everything = subprocess.run([*script, "--all"], env=environment, capture_output=True, text=True, check=True).stdout
     assert shlex.split(everything)[-2:] == ["-m", "slow or not slow"]
+    gpu = subprocess.run([*script, "--gpu", "-x"], env=environment, capture_output=True, text=True, check=True).stdout
+    assert "check.sh" not in gpu and shlex.split(gpu)[-3:] == ["-m", "gpu or any_device", "-x"]
+
+
+def test_test_command_without_a_gpu() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", str(ROOT / "scripts/test.sh"), "--gpu"], env=hidden, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.startswith("test: --gpu: nvidia-smi finds no GPU here, or CUDA_VISIBLE_DEVICES hides it; ")
