@@ -12,10 +12,12 @@ The imports are late, so that a package that is not installed is one line too.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import importlib.util
 import io
+import multiprocessing
 import os
 import random
 import signal
@@ -210,6 +212,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
         profile.install()
     if args.exit_signal_handler:
         save_at_interrupt(args.exit_signal)
+    atexit.register(end_data_workers)
     heartbeat = None
     if args.world_size > 1 and settings.hang_timeout > 0:
         heartbeat = guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
@@ -262,6 +265,17 @@ def save_at_interrupt(exit_signal: int) -> None:
 
     if exit_signal != signal.SIGINT:
         signal.signal(signal.SIGINT, interrupt)
+
+
+def end_data_workers() -> None:
+    """End the data loader's processes where an error left them running.
+
+    Python would send them SIGTERM and wait, but Megatron lets them ignore it: the rank would never exit.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
+    for worker in multiprocessing.active_children():
+        if worker.daemon:
+            worker.kill()
 
 
 def _announce(args: Namespace, run_dir: str | None) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("megatron.training")
 
-from driver import Driver, Run, read_csv  # noqa: E402
+from driver import EXPERTS, PATIENCE_S, TINY, Driver, Run, read_csv  # noqa: E402
 
 from megablocks.checkpoint import atomic  # noqa: E402
 
@@ -116,3 +119,24 @@ def test_F3_the_guard_can_be_left_to_megatron(driver: Driver) -> None:
     run = driver.run("--train-iters", "3", "--rerun-mode", "validate_results", ranks=1, faults=faults, expect=None)
     assert run.codes() != [0]
     assert said(run, "NaN in local forward loss|NaN or Inf")
+
+
+FAILING = """
+import sys
+from megablocks.megatron import gpt, pretrain_gpt
+
+def loss_func(*args, **kwargs):
+    raise RuntimeError("a mistake in the user's code")
+
+gpt.loss_func = loss_func
+sys.exit(pretrain_gpt.main())
+"""
+
+
+def test_an_error_ends_a_rank_that_has_data_workers(driver: Driver) -> None:
+    """In an interpreter of its own, for those of the other tests end without Python's own exit."""
+    flags = ["--data-prefix", str(driver.data), "--train-iters", "4", "--num-workers", "2"]
+    command = [sys.executable, "-c", FAILING, *TINY, *EXPERTS, *flags]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
+    assert done.returncode == 1 and "a mistake in the user's code" in done.stderr.splitlines()[-1], done.stderr[-3000:]
