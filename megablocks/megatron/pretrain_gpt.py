@@ -256,9 +256,15 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
 
 
 def save_at_interrupt(exit_signal: int) -> None:
-    """Let the first SIGINT (Ctrl-C) save and exit, as `exit_signal` does, and the second end the process at once."""
+    """Let the first SIGINT (Ctrl-C) save and exit, as `exit_signal` does, and the second end the process at once.
+
+    A terminal also sends it to the data loader's processes, which inherit the handler: they leave it to the rank.
+    """
+    rank = os.getpid()
 
     def interrupt(number: int, frame: Any) -> None:
+        if os.getpid() != rank:
+            return
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.write(2, b"interrupted: saving after this iteration; interrupt again to end at once\n")
         signal.raise_signal(exit_signal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -195,3 +196,27 @@ def test_layouts_and_layers_learn_under_the_guards(driver: Driver, tmp_path: Pat
     assert sorted(losses) == [1, 2, 3, 4, 5, 6] and losses[6] < losses[1] - 0.5
     if "megatron" not in flags:
         assert "tokens dropped: 0" in run.text()
+
+
+def test_an_interrupt_of_the_process_group_is_left_to_the_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """A terminal sends Ctrl-C to the data loader's processes too."""
+    from megablocks.megatron.pretrain_gpt import save_at_interrupt
+
+    asked: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    try:
+        signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+        save_at_interrupt(signal.SIGTERM)
+        worker = os.fork()
+        if worker == 0:
+            for _ in range(2):
+                signal.raise_signal(signal.SIGINT)
+            os._exit(len(asked))
+        assert os.waitpid(worker, 0)[1] == 0
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert asked == [signal.SIGTERM]
+    assert capfd.readouterr().err.count("interrupted: saving after this iteration") == 1
