@@ -9,7 +9,7 @@
 #SBATCH --signal=TERM@300
 # An example: dMoE-XS over two machines. From the repository's root:
 #   DATA_PREFIX=/shared/data/pile sbatch scripts/slurm_dmoe.sh /shared/runs/dmoe_46m [STEPS …]
-# The run folder and the data set must be visible to every machine. More machines: sbatch --nodes=N.
+# The run folder and the data set must be visible to every machine. More machines: sbatch --nodes=N, and a smaller BATCH.
 # Ranks that die are started again up to MAX_RESTARTS times, a job whose machine died is queued again, and five minutes
 # before the time limit every rank saves and exits: submit the same command again. All of them resume.
 # With 16 GPUs each GPU gets 32 of the 512 sequences of a step, so BATCH is 32 below.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -170,12 +171,20 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
     for script in SCRIPTS:
         words = _dry(script, "runs/x", DATA_PREFIX=str(data))
         cases.append((int(_option(words, "--nproc-per-node")), words[words.index("-m", 3) + 2 :]))
+    page = (ROOT / "docs/machines.md").read_text()
+    for rank in ("0", "1"):  # two machines of eight GPUs
+        line = rf"(?m)^    NNODES=2 NODE_RANK={rank} MASTER_ADDR=host0 MAX_RESTARTS=3 bash (\S+) (.+)$"
+        ((script, arguments),) = re.findall(line, page)
+        several = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "host0", "DATA_PREFIX": str(data)}
+        words = _dry(ROOT / script, *arguments.split(), **several)
+        cases.append((16, words[words.index("megablocks.megatron.pretrain_gpt") + 1 :]))
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     parse, given = [sys.executable, "-c", PARSE], json.dumps(cases)
     done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("VERDICTS ")]
-    for name, (world, _), verdict in zip(IDS, cases, json.loads(line.removeprefix("VERDICTS ")), strict=True):
+    verdicts, names = json.loads(line.removeprefix("VERDICTS ")), [*IDS, "machine 0", "machine 1"]
+    for name, (world, _), verdict in zip(names, cases, verdicts, strict=True):
         assert isinstance(verdict, list), f"{name}: {verdict}"
         experts = None if name.startswith("gpt2") else {"smoke/dmoe.sh": 8, "dmoe/dmoe_fine_1gpu.sh": 128}.get(name, 64)
         assert verdict[:2] == [experts, world if experts else 1], name
