@@ -177,7 +177,7 @@ class DriverParser(argparse.ArgumentParser):
             group.add_argument(flag_of(name), type=kind, help=f"old name of {flag_of(dest)}{by_layer}")
         group.add_argument(
             "--moe-expert-model-parallelism", action=argparse.BooleanOptionalAction, default=False,
-            help="spread experts over all ranks",
+            help="spread experts over as many data-parallel ranks as there are experts, or over all of them",
         )  # fmt: skip
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:

@@ -93,10 +93,12 @@ class MegaBlocksSettings:
     capacity_factor: float | None = option(
         None,
         "drop tokens beyond this many times an expert's fair share; 0: the capacity is the fullest expert's load; "
-        "unset: drop none",
+        "unset: drop none, but 1 with layer tutel",
     )
     capacity_rule: str = option(
-        "megablocks", "formula of the capacity; only tutel takes a negative factor", CAPACITY_RULES
+        "megablocks",
+        "formula of the capacity; only tutel takes a negative factor, and layer tutel has only tutel",
+        CAPACITY_RULES,
     )
     pad_to_capacity: bool = option(
         False, "with a capacity, compute each expert's empty places too, as GShard and Tutel do; off: only drop tokens"
