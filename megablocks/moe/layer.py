@@ -32,8 +32,9 @@ class AuxOutput:
     """What a layer returns beside its output.
 
     losses: name → float32 scalar with a graph, weighted, to be added to the training loss: "load_balancing_loss" and
-        "z_loss", those whose weight is above 0.
-    metrics: name → detached tensor, for logs: `tokens_per_expert` (E,) int64 before any drop, `dropped` () int64 pairs.
+        "z_loss", in training, those whose weight is above 0.
+    metrics: name → detached tensor, for logs: `tokens_per_expert` (E,) int64 before any drop, `dropped` () int64 pairs,
+        and what `route` and `MoE` add.
     """
 
     losses: dict[str, Tensor] = field(default_factory=dict)
