@@ -71,8 +71,8 @@ class MoEConfig:
         output_bias: one bias (H,) that all experts share, added after the combine (megablocks 0.10's `bias`).
         mlp_impl: how the experts are computed: one of `kinds.IMPLS`, which says what each needs and saves, or "auto",
             which picks grouped or fused by device and shape and logs the choice once. All compute the same function.
-            `MoE`, whose experts all have the same number of places, uses one torch.bmm a projection instead; there only
-            "reference" differs.
+            `MoE`, whose experts all have the same number of places, uses one torch.bmm a projection instead, unless
+            inputs or pre-activations are quantized; there only "reference" differs.
         recompute_activation: save less for backward and recompute it there; `kinds.IMPLS` says what each saves.
         quantize_inputs_num_bits: 4 or 8 bits in which the experts' input is saved for the gradients of w1 and v1; -1
             saves it as it is. `ops.quant` gives bytes and errors.
