@@ -18,7 +18,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_global_save_plan,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -26,15 +30,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -366,32 +362,16 @@ class _Into(DefaultLoadPlanner):
         super().__init__()
         self.target = target
 
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        part = self.target
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
-            part = part.narrow(dim, start, length)
-        return part
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """The tensor is in place already."""
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.target
 
 
-class _FromUnits(SavePlanner):
+class _FromUnits(DefaultSavePlanner):
     """Lets the writer ask for one block after the other."""
 
     def __init__(self, read: Callable[[MetadataIndex], Tensor], objects: Mapping[str, Any]) -> None:
+        super().__init__()
         self.read, self.objects = read, objects
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def create_local_plan(self) -> SavePlan:
-        raise NotImplementedError("`write` makes the plans")
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> Any:
-        raise NotImplementedError("`write` makes the plans")
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         if write_item.type is not WriteItemType.BYTE_IO:
