@@ -5,12 +5,12 @@ Used by our own layer, and as `MoESubmodules(experts=MegaBlocksExperts)` inside 
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -54,12 +54,7 @@ class MegaBlocksExperts(MegatronModule):
             dtype=config.params_dtype,
         )
         for parameter in self.core.parameters():
-            # False always: with True at expert parallel 2 Megatron averages different experts' gradients.
-            parameter.allreduce = False  # type: ignore[attr-defined]
-            # True always: without it the gradient norm leaves out every tensor-parallel rank but the first.
-            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-            parameter.partition_dim = 0  # type: ignore[attr-defined]
-            parameter.partition_stride = 1  # type: ignore[attr-defined]
+            mark_expert(parameter)
 
     def forward(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, None]:
         """Megatron's call, for its own MoELayer.
@@ -86,49 +81,38 @@ class MegaBlocksExperts(MegatronModule):
         Global shapes, after the layers that `sharded_offsets` says: w1, v1, w2 (E, I, H); b1, c1 (E, I); b2 (E, H).
         So a checkpoint loads at any expert, expert-tensor, tensor and pipeline parallel size.
         """
-        out: dict[str, Any] = {}
-        for name, parameter in self.core.named_parameters():
-            has_width = name != "b2"
-            out[f"{prefix}core.{name}"] = ShardedTensorFactory(
-                f"{prefix}{name}",
-                parameter,
-                partial(
-                    self._build,
-                    is_matrix=name in ("w1", "v1", "w2"),
-                    has_width=has_width,
-                    sharded_offsets=tuple(sharded_offsets),
-                ),
-                partial(_merge, shape=parameter.shape),
-                (0, 0 if has_width else self.tp_group.rank(), self.dp_group.rank()),
-            )
-        return out
-
-    @torch.no_grad()
-    def _build(
-        self,
-        key: str,
-        tensor: Tensor,
-        replica_id: tuple[int, int, int],
-        flattened_range: slice | None,
-        *,
-        is_matrix: bool,
-        has_width: bool,
-        sharded_offsets: tuple[tuple[int, int, int], ...],
-    ) -> dict[str, ShardedTensor]:
-        """For the parameter or for its optimizer state of the same shape."""
-        assert flattened_range is None, "Megatron 0.19 keeps the optimizer state in the shape of the parameter"
-        experts = self.core.num_local_experts
-        layers = len(sharded_offsets)
-        local = tensor.view(experts, -1, tensor.shape[1]) if is_matrix else tensor
-        offsets = [(layers, self.ep_group.rank(), self.ep_group.size())]
-        if has_width:
-            offsets.append((layers + 1, self.tp_group.rank(), self.tp_group.size()))
         return {
-            "data": ShardedTensor.from_rank_offsets(
-                key, local, *sharded_offsets, *offsets, replica_id=replica_id, prepend_axis_num=layers
-            )
+            f"{prefix}core.{name}": self._factory(f"{prefix}{name}", name, parameter, sharded_offsets)
+            for name, parameter in self.core.named_parameters()
         }
 
+    def _factory(
+        self, key: str, name: str, parameter: Tensor, sharded_offsets: tuple[tuple[int, int, int], ...]
+    ) -> ShardedTensorFactory:
+        """For the parameter, and for its optimizer state of the same shape."""
+        is_matrix, has_width = name in ("w1", "v1", "w2"), name != "b2"
+        layers = len(sharded_offsets)
+        offsets = [*sharded_offsets, (layers, self.ep_group.rank(), self.ep_group.size())]
+        if has_width:
+            offsets.append((layers + 1, self.tp_group.rank(), self.tp_group.size()))
+        replica = (0, 0 if has_width else self.tp_group.rank(), self.dp_group.rank())
 
-def _merge(loaded: dict[str, Tensor], shape: torch.Size) -> Tensor:
-    return loaded["data"].reshape(shape)
+        @torch.no_grad()
+        def build(key: str, tensor: Tensor, replica_id: Any, flattened_range: slice | None) -> dict[str, ShardedTensor]:
+            assert flattened_range is None, "Megatron 0.19 keeps the optimizer state in the shape of the parameter"
+            local = tensor.view(self.core.num_local_experts, -1, tensor.shape[1]) if is_matrix else tensor
+            shards = ShardedTensor.from_rank_offsets
+            return {"data": shards(key, local, *offsets, replica_id=replica_id, prepend_axis_num=layers)}
+
+        def merge(loaded: dict[str, Tensor]) -> Tensor:
+            return loaded["data"].reshape(parameter.shape)
+
+        return ShardedTensorFactory(key, parameter, build, merge, replica)
+
+
+def mark_expert(parameter: torch.nn.Parameter) -> None:
+    """Tell Megatron's data parallelism and gradient norm that this is a parameter of experts."""
+    # False always: with True at expert parallel 2 Megatron averages different experts' gradients.
+    parameter.allreduce = False  # type: ignore[attr-defined]
+    # True always: without it the gradient norm leaves out every tensor-parallel rank but the first.
+    set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=0, stride=1)

@@ -20,6 +20,7 @@ from tutel import moe as tutel_moe
 
 from megablocks.config import ConfigError
 from megablocks.megatron.load import ExpertLoad
+from megablocks.megatron.local_experts import mark_expert
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
 from megablocks.megatron.topk_router import forced_logits
@@ -79,7 +80,7 @@ class TutelMoELayer(MoELayer):
                     "has_fc1_bias": config.add_bias_linear,
                     "has_fc2_bias": config.add_bias_linear,
                 },
-                scan_expert_func=_mark_expert,
+                scan_expert_func=lambda _name, parameter: mark_expert(parameter),
                 group=self.ep_group,
                 normalize_gate=not config.moe_router_pre_softmax,
             )
@@ -155,10 +156,3 @@ class TutelMoELayer(MoELayer):
                 prepend_axis_num=layers,
             )
         return out
-
-
-def _mark_expert(name: str, parameter: torch.nn.Parameter) -> None:
-    parameter.allreduce = False  # type: ignore[attr-defined]
-    parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
-    parameter.partition_dim = 0  # type: ignore[attr-defined]
-    parameter.partition_stride = 1  # type: ignore[attr-defined]
