@@ -25,8 +25,8 @@ from torch import Tensor
 
 from megablocks.config import ConfigError
 from megablocks.megatron.model_config import needs_megatron_routing
-from megablocks.megatron.reporting import wrap_training
 from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.wrap import wrap
 
 _WITH = "with --cuda-graph-impl full_iteration"
 _PYTHON = "a replayed step runs no Python"
@@ -99,9 +99,8 @@ def install(args: argparse.Namespace) -> None:
     if args.cuda_graph_impl != "full_iteration":
         return
     training.FullCudaGraphWrapper = _Captured
-    wrap_training(train_step=functools.partial(_train_step, {}))
-    original = checkpointing.get_rng_state
-    checkpointing.get_rng_state = functools.wraps(original)(functools.partial(_with_plain_states, original))
+    wrap(training, train_step=functools.partial(_train_step, {}))
+    wrap(checkpointing, get_rng_state=_with_plain_states)
 
 
 def release() -> None:

@@ -29,11 +29,12 @@ import torch.distributed as dist
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer, FP32Optimizer, distrib_optimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.training import training
 from megatron.training.utils import print_rank_0
 from torch import Tensor
 
 from megablocks.megatron import engine
-from megablocks.megatron.reporting import wrap_training
+from megablocks.megatron.wrap import wrap
 from megablocks.ops.adam import FusedAdam, square_sum
 
 _PARTS = (Float16OptimizerWithFloat16Params, FP32Optimizer, DistributedOptimizer)
@@ -49,10 +50,11 @@ def install(args: argparse.Namespace, wanted: bool) -> None:
     """
     if not torch.cuda.is_available():
         return
-    wrap_training(get_megatron_optimizer=functools.partial(_build, wanted=wanted))
+    wrap(training, get_megatron_optimizer=functools.partial(_build, wanted=wanted))
     if wanted:
         agreed = not args.fp16 and not args.loss_scale
-        wrap_training(
+        wrap(
+            training,
             reduce_max_stat_across_model_parallel_group=_reduce_max,
             logical_and_across_model_parallel_group=functools.partial(_logical_and, agreed=agreed),
         )

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
-from megatron.training import checkpointing
+from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
 from megatron.training.utils import print_rank_0
 from torch import Tensor
@@ -36,7 +36,7 @@ from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io
 from megablocks.megatron.arguments import DriverSettings
 from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
-from megablocks.megatron.reporting import shape_of, wrap_training
+from megablocks.megatron.reporting import shape_of
 from megablocks.megatron.wrap import wrap
 from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
@@ -87,7 +87,8 @@ class Guards:
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
-        wrap_training(
+        wrap(
+            training,
             load_checkpoint=self._load,
             save_checkpoint=self._save,
             setup_model_and_optimizer=self._setup,
@@ -122,7 +123,8 @@ class Guards:
             parts = getattr(optimizer, "chained_optimizers", [optimizer])
             self._defers = not self.settings.loss_spike_factor and all(getattr(p, SKIPS, False) for p in parts)
             if self.settings.nonfinite_guard:
-                layers, names = _layers_of(model)
+                layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+                names = [f"layer {layer.layer_number}" for layer in layers]
                 self._sentinels = LayerSentinels(layers, names, _device())
             optimizer.step = functools.wraps(optimizer.step)(functools.partial(self._step, optimizer.step))
         return model, optimizer, scheduler
@@ -415,13 +417,3 @@ def _check_memory(args: argparse.Namespace) -> None:
 
 def _device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def _layers_of(model: list[torch.nn.Module]) -> tuple[list[torch.nn.Module], list[str]]:
-    layers, names = [], []
-    for chunk in model:
-        decoder = get_attr_wrapped_model(chunk, "decoder")
-        for layer in decoder.layers:
-            layers.append(layer)
-            names.append(f"layer {layer.layer_number}")
-    return layers, names

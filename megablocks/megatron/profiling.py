@@ -21,7 +21,8 @@ from megatron.training import training
 from torch.profiler import record_function
 
 from megablocks.files import write_durably
-from megablocks.megatron.reporting import shape_of, wrap_training
+from megablocks.megatron.reporting import shape_of
+from megablocks.megatron.wrap import wrap
 from megablocks.monitor.bounds import RunSizes
 from megablocks.monitor.history import History
 from megablocks.monitor.trace import RANGE_PREFIX
@@ -70,7 +71,7 @@ class StepProfile:
 
     def install(self) -> None:
         """Once a process, before `pretrain`."""
-        wrap_training(setup_model_and_optimizer=self._setup)
+        wrap(training, setup_model_and_optimizer=self._setup)
         training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
         # The loss's mask, sum and scale are no module's.
         schedules.forward_step_calc_loss = _ranged(schedules.forward_step_calc_loss, "embedding and loss")

@@ -7,7 +7,6 @@ interval, and `print_rank_last`, which prints the log lines. The files hold the 
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import re
 import time
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from megatron.training import get_tensorboard_writer, training
 from megatron.training.global_vars import get_wandb_writer
+from megatron.training.utils import is_last_rank
 
 from megablocks.files import write_durably
 from megablocks.megatron.load import gather_load
@@ -60,10 +60,6 @@ def shape_of(args: argparse.Namespace) -> GPTShape:
     )
 
 
-wrap_training = functools.partial(wrap, training)
-"""`wrap` for globals of `megatron.training.training`."""
-
-
 class Reporter:
     """One run's report.
 
@@ -89,7 +85,8 @@ class Reporter:
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
-        wrap_training(
+        wrap(
+            training,
             setup_model_and_optimizer=self._setup,
             training_log=self._training_log,
             print_rank_last=self._print,
@@ -109,7 +106,7 @@ class Reporter:
 
     @property
     def _is_writer(self) -> bool:
-        return self.run_dir is not None and dist.get_rank() == dist.get_world_size() - 1
+        return self.run_dir is not None and is_last_rank()
 
     def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         iteration, first = args[3], kwargs.get("is_first_iteration", False)
@@ -135,7 +132,7 @@ class Reporter:
         return self._load
 
     def _print(self, original: Any, message: str) -> None:
-        if dist.get_rank() == dist.get_world_size() - 1:
+        if is_last_rank():
             if "elapsed time per iteration" in message:
                 message += self._train_fields(message)
             elif match := re.search(r"validation loss at iteration (\d+)( on test set)?", message):
@@ -208,7 +205,7 @@ class Reporter:
 
     def finish(self) -> None:
         """Write the files and pictures and print the summary, on the rank that has the losses."""
-        if dist.get_rank() != dist.get_world_size() - 1:
+        if not is_last_rank():
             return
         if self._is_writer and self.history.rows:
             assert self.run_dir is not None
