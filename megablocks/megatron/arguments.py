@@ -3,17 +3,6 @@
 All flags of Megatron-LM work, except those of `UNSUPPORTED`. `add_arguments` is the `extra_args_provider` of Megatron's
 `parse_and_validate_args`. Its parser first parses; then it maps the old names to Megatron's, fills defaults that depend
 on the machine (no GPU, no Transformer Engine) and refuses bad values in one line. Megatron's own validation follows.
-
-| old fork                            | here                                                                         |
-|-------------------------------------|------------------------------------------------------------------------------|
-| --moe-num-experts N                 | --num-experts N                                                              |
-| --moe-top-k K                       | --moe-router-topk K                                                          |
-| --moe-loss-weight W                 | --moe-aux-loss-coeff W / num_layers (the old loss is averaged over layers)   |
-| --moe-zloss-weight W                | --moe-z-loss-coeff W                                                         |
-| --moe-jitter-eps E                  | --moe-input-jitter-eps E                                                     |
-| --moe-capacity-factor F             | --megablocks-capacity-factor F                                               |
-| --moe-normalize-expert-weights P    | --megablocks-normalize-top-k P                                               |
-| --moe-expert-model-parallelism      | --expert-model-parallel-size min(data-parallel size, num_experts)            |
 """
 
 from __future__ import annotations
@@ -107,7 +96,8 @@ ALIASES: dict[str, tuple[str, type]] = {
     "moe_capacity_factor": (PREFIX + "capacity_factor", float),
     "moe_normalize_expert_weights": (PREFIX + "normalize_top_k", float),
 }
-"""The old fork's names: Megatron's or ours, and the type."""
+"""The old fork's names: Megatron's or ours, and the type. The old loss is averaged over layers, so the weight of
+--moe-loss-weight is divided by their number."""
 _PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
