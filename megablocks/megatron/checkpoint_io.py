@@ -162,27 +162,25 @@ def write_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-def keep_random_state() -> None:
-    """Let building the data iterators keep the random state.
-
-    A torch DataLoader iterator draws a seed for its workers when it is built. A resumed run builds it after the
-    checkpoint has restored the generator, so that on a CPU, where dropout draws from the same generator, dropout would
-    differ from that of the run that it continues.
-    """
+def install() -> None:
+    """Save fast, name failed writes, and keep a resumed run's random numbers; once a process, before `pretrain`."""
+    write_in_process()
     wrap(training, build_train_valid_test_data_iterators=_with_own_random_state)
+    wrap(filesystem_async.FileSystemWriterAsync, write_preloaded_data=_write)
 
 
 def _with_own_random_state(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """A torch DataLoader iterator draws a seed for its workers when it is built. Let that change no random state.
+
+    A resumed run builds it after the checkpoint has restored the generator, so that on a CPU, where dropout draws from
+    the same generator, dropout would differ from that of the run that it continues.
+    """
     with torch.random.fork_rng(devices=[]):
         return original(*args, **kwargs)
 
 
-def name_write_errors() -> None:
-    """Let a failed write, as on a full disk, say why. Megatron reports only the type of the error."""
-    wrap(filesystem_async.FileSystemWriterAsync, write_preloaded_data=_write)
-
-
 def _write(original: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of a failed write, as on a full disk, Megatron reports only the type of the error."""
     result = original(*args, **kwargs)
     error = result[1] if result is not None else None
     if not isinstance(error, Exception):
