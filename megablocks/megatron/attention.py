@@ -13,7 +13,6 @@ import math
 
 import torch
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -38,17 +37,14 @@ class SDPAttention(MegatronModule):
         config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
+        *,
         attention_dropout: float | None = None,
         softmax_scale: float | None = None,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
         super().__init__(config=config)
         for name, allowed in _SUPPORTED.items():
-            if getattr(config, name) != allowed:
-                value = getattr(config, name)
+            if (value := getattr(config, name)) != allowed:
                 raise ConfigError(f"{name}={value!r}: must be {allowed!r}, or use --megablocks-attention megatron")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout

@@ -21,6 +21,7 @@ import logging
 import os
 import runpy
 import sys
+import types
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Any
@@ -72,9 +73,7 @@ class _NoStream:
 
 
 def _is_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 _CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind in ("Float", "Half", "BFloat16")}
@@ -149,18 +148,11 @@ def _device_count() -> None:
     _cuda.set_device = lambda device: None
 
 
-class _NoProperties:
-    """Stands for the properties of a CUDA device. Megatron uses nothing special at compute capability 0.0."""
-
-    name = "cpu"
-    major = minor = 0
-    total_memory = 0
-    multi_processor_count = os.cpu_count() or 1
-
-
 def _device_properties() -> None:
-    """`get_device_properties`: with tensor parallelism Megatron's validation asks for the compute capability."""
-    _cuda.get_device_properties = lambda device=None: _NoProperties()
+    """`get_device_properties`: with tensor parallelism Megatron's validation asks for the compute capability. At 0.0 it
+    uses nothing special."""
+    sizes = {"major": 0, "minor": 0, "total_memory": 0, "multi_processor_count": os.cpu_count() or 1}
+    _cuda.get_device_properties = lambda device=None: types.SimpleNamespace(name="cpu", **sizes)
 
 
 def _memory_statistics() -> None:

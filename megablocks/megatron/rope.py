@@ -15,6 +15,7 @@ from megatron.core.transformer import attention
 from megatron.core.utils import log_single_rank
 from torch import Tensor
 
+from megablocks.megatron.wrap import wrap
 from megablocks.ops.rope import rope
 
 _ARGUMENTS = ["t", "freqs", "config", "cu_seqlens", "mscale", "cp_group", "mla_rotary_interleaved"]
@@ -26,9 +27,8 @@ _PLAIN = {"apply_rope_fusion": False, "multi_latent_attention": False}
 @functools.cache
 def install() -> None:
     """Let Megatron's attention call `apply`; once a process."""
-    original = attention.apply_rotary_pos_emb
-    if list(inspect.signature(original).parameters) == _ARGUMENTS:
-        attention.apply_rotary_pos_emb = functools.wraps(original)(functools.partial(apply, original))
+    if list(inspect.signature(attention.apply_rotary_pos_emb).parameters) == _ARGUMENTS:
+        wrap(attention, apply_rotary_pos_emb=apply)
     else:
         message = "rotary embedding: Megatron's own, because its function takes other arguments in this release"
         log_single_rank(logging.getLogger(__name__), logging.WARNING, message)

@@ -85,18 +85,14 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     )
     if config.num_moe_experts is not None and settings.layer in ("megablocks", "tutel"):
         _say_what_is_not_read(config)
-    replaced: dict[int, Any] = {}  # layers of one kind share one spec object
-    layers = []
-    for layer in block.layer_specs:
-        if id(layer) not in replaced:
-            replaced[id(layer)] = _our_layer(layer, config, settings)
-        layers.append(replaced[id(layer)])
+    kinds = {id(layer): layer for layer in block.layer_specs}  # layers of one kind share one spec object
+    ours = {kind: _our_layer(layer, config, settings) for kind, layer in kinds.items()}
     norm = Norm if block.layer_norm is WrappedTorchNorm else block.layer_norm
     if with_engine:
         norm = engine.without_extra_state(norm)
         if config.gradient_accumulation_fusion:
             engine.accumulate_without_apex()
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=[ours[id(layer)] for layer in block.layer_specs], layer_norm=norm)
 
 
 def _ready_layer(num_experts: int | None) -> ModuleSpec:
