@@ -14,6 +14,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.blended_megatron_dataset_config import (
+    convert_split_vector_to_split_matrix,
+    parse_and_normalize_split,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.datasets.utils import Split
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.training import get_args
+from megatron.training.arguments import core_transformer_config_from_args
+from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
 from megablocks.config import ConfigError
 from megablocks.data.indexed import DataError, check_dataset, read_index
 from megablocks.data.manifest import read_manifest
@@ -76,12 +90,6 @@ def open_data(args: argparse.Namespace) -> str | None:
 
 def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, float]]]]:
     """Every data set of the flags, with the parts (begin, end in 0 to 1) of its sequences that this run reads."""
-    from megatron.core.datasets.blended_megatron_dataset_config import (
-        convert_split_vector_to_split_matrix,
-        parse_and_normalize_split,
-    )
-    from megatron.training.utils import get_blend_and_blend_per_split
-
     used = [split == "train" or args.eval_iters > 0 or args.full_validation for split in _SPLITS]
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is not None:
@@ -110,8 +118,6 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
         num_samples: of the three sets; None for one epoch.
         vp_stage: virtual pipeline stage that the sets are built for.
     """
-    from megatron.training import get_args
-
     args = get_args()
     if not (args.megablocks_fixed_validation and num_samples[1]):
         return tuple(_build(args, num_samples, _config(args, args.seed), vp_stage))
@@ -132,8 +138,6 @@ class _Repeated:
     """The first `period` samples of a data set, over and over, `total` in all: each evaluation reads one period."""
 
     def __init__(self, samples: Any, period: int, total: int) -> None:
-        from megatron.core.datasets.utils import Split
-
         self.samples, self.period, self.total = samples, period, total
         self.split = Split.valid  # Megatron's loader takes its micro-batch from it
 
@@ -145,9 +149,6 @@ class _Repeated:
 
 
 def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, vp_stage: int | None) -> Any:
-    from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-    from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
-
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, list(sizes), partial(_is_read_here, vp_stage=vp_stage), config).build()
 
@@ -162,10 +163,6 @@ def _only(config: Any, *splits: str) -> Any:
 
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
-    from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
-    from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-    from megatron.training.utils import get_blend_and_blend_per_split
-
     blend, per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
     return GPTDatasetConfig(
@@ -208,9 +205,6 @@ def cache_folder(args: argparse.Namespace) -> str | None:
 
 
 def _is_read_here(vp_stage: int | None = None) -> bool:
-    from megatron.core import parallel_state
-    from megatron.training.utils import is_first_or_last_pipeline_stage
-
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
     return is_first_or_last_pipeline_stage(vp_stage) or predicts_ahead(vp_stage)
@@ -218,10 +212,6 @@ def _is_read_here(vp_stage: int | None = None) -> bool:
 
 def predicts_ahead(vp_stage: int | None) -> bool:
     """Whether this rank's stage has layers of multi-token prediction, which read tokens too."""
-    from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-    from megatron.training import get_args
-    from megatron.training.arguments import core_transformer_config_from_args
-
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
