@@ -11,7 +11,7 @@ import argparse
 import io
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from megablocks.config import ConfigError
 from megablocks.megatron import checkpoint_io, planned
 from megablocks.megatron.failures import line_of
 from megablocks.megatron.reporting import moe_layers
+from megablocks.megatron.settings import flag_of
 
 _UNIT = "model.layers.{l}."
 _HEADS = {
@@ -151,7 +152,25 @@ _MUST_GPT_OSS = _MUST | {
     "transformer_impl": ("local",),
 }
 """The same where the gate is clamped."""
-_LATENT_SIZES = {"nope_dim": "qk_head_dim", "rope_dim": "qk_pos_emb_head_dim", "v_dim": "v_head_dim"}
+_SIZES = {
+    "num_layers": "num_layers",
+    "hidden_size": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "expert_width": "moe_ffn_hidden_size",
+    "num_experts": "num_experts",
+    "top_k": "moe_router_topk",
+    "vocab_size": "padded_vocab_size",
+    "max_positions": "max_position_embeddings",
+}
+"""Fields of Model, and Megatron's arguments that hold the same."""
+_LATENT_SIZES = {
+    "kv_lora_rank": "kv_lora_rank",
+    "q_lora_rank": "q_lora_rank",
+    "nope_dim": "qk_head_dim",
+    "rope_dim": "qk_pos_emb_head_dim",
+    "v_dim": "v_head_dim",
+}
+"""The same with latent attention."""
 
 
 def model_of(args: argparse.Namespace, where: object) -> Model:
@@ -169,29 +188,19 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
     sums_to_one = args.moe_router_topk > 1 if sigmoid else not args.moe_router_pre_softmax
     sums_to_one = sums_to_one or getattr(args, "megablocks_normalize_top_k", None) == 1
     qk_norm = getattr(args, "megablocks_qk_norm", "head") if args.qk_layernorm else None
-    more: dict[str, Any] = {}
     if latent and qk_norm != "head":
         raise ConfigError(f"{where}: qk_layernorm={args.qk_layernorm}: must be True with multi_latent_attention")
-    if latent:
-        names = {"kv_lora_rank": "kv_lora_rank", "q_lora_rank": "q_lora_rank", **_LATENT_SIZES}
-        more = {field: getattr(args, name) for field, name in names.items()}
+    names = _SIZES | (_LATENT_SIZES if latent else {})
+    more: dict[str, Any] = {field: getattr(args, name) for field, name in names.items()}
     if clamp is not None:
-        more = {"clamp": clamp, "window": args.window_size[0] + 1}
+        more |= {"clamp": clamp, "window": args.window_size[0] + 1}
     if args.rope_type == "yarn" if latent else args.position_embedding_type == "yarn":
         more["yarn"] = (float(args.rotary_scaling_factor), float(args.mscale), float(args.mscale_all_dim))
     return Model(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        num_heads=args.num_attention_heads,
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,
         head_dim=args.qk_head_dim + args.qk_pos_emb_head_dim if latent else args.kv_channels,
-        vocab_size=args.padded_vocab_size,
-        num_experts=args.num_experts,
-        top_k=args.moe_router_topk,
-        expert_width=args.moe_ffn_hidden_size,
         rope_theta=float(args.rotary_base),
         norm_eps=args.layernorm_epsilon,
-        max_positions=args.max_position_embeddings,
         dense_width=args.ffn_hidden_size,
         dense_layers=tuple(sorted(set(range(args.num_layers)) - {number - 1 for number in moe_layers(args)})),
         qk_norm=None if latent else qk_norm,
@@ -207,73 +216,70 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
     )
 
 
-def flags_of(model: Model) -> list[str]:
-    """The flags of the driver that define this model. Raises ConfigError for what they cannot say."""
+def flags_of(model: Model) -> dict[str, Any]:
+    """The flags of the driver that define this model, True for one that takes no value.
+
+    Raises:
+        ConfigError: Megatron has no flag for something in it.
+    """
     if model.rope_theta != int(model.rope_theta):
         raise ConfigError(f"rope_theta={model.rope_theta}: must be a whole number for Megatron")
-    values: dict[str, Any] = {
-        "num-layers": model.num_layers,
-        "hidden-size": model.hidden_size,
-        "num-attention-heads": model.num_heads,
-        "ffn-hidden-size": model.dense_width or model.expert_width,
-        "moe-ffn-hidden-size": model.expert_width,
-        "num-experts": model.num_experts,
-        "moe-router-topk": model.top_k,
-        "padded-vocab-size": model.vocab_size,
-        "max-position-embeddings": model.max_positions,
-        "position-embedding-type": "rope",
-        "rotary-base": int(model.rope_theta),
-        "normalization": "RMSNorm",
-        "norm-epsilon": model.norm_eps,
-        "hidden-dropout": 0,
-        "attention-dropout": 0,
+    flags: dict[str, Any] = _values(model, _SIZES) | {
+        "--ffn-hidden-size": model.dense_width or model.expert_width,
+        "--position-embedding-type": "rope",
+        "--rotary-base": int(model.rope_theta),
+        "--normalization": "RMSNorm",
+        "--norm-epsilon": model.norm_eps,
+        "--hidden-dropout": 0,
+        "--attention-dropout": 0,
     }
     if model.dense_layers:
         pattern = ",".join("0" if layer in model.dense_layers else "1" for layer in range(model.num_layers))
-        values["moe-layer-freq"] = f"[{pattern}]"
-    switches = ["--swiglu", "--disable-bias-linear"]
-    if model.clamp is not None:  # Megatron's fused gate clamps before it adds the bias
-        switches = ["--quick-geglu", "--no-bias-gelu-fusion"]
+        flags["--moe-layer-freq"] = f"[{pattern}]"
     if model.kv_lora_rank is None:
-        values |= {"num-query-groups": model.num_kv_heads, "kv-channels": model.head_dim}
-        switches.append("--group-query-attention")
+        flags |= {"--num-query-groups": model.num_kv_heads, "--kv-channels": model.head_dim}
+        flags["--group-query-attention"] = True
     else:
-        names = {"kv_lora_rank": "kv_lora_rank", **_LATENT_SIZES}
-        values |= {name.replace("_", "-"): getattr(model, field) for field, name in names.items()}
-        values |= {"rope-type": "rope" if model.yarn is None else "yarn"}
         if model.q_lora_rank is None:
             raise ConfigError("q_lora_rank=None: must be a number for Megatron, which norms the queries' low rank")
-        values |= {"q-lora-rank": model.q_lora_rank}
-        switches += ["--multi-latent-attention", "--qk-layernorm"]
+        flags |= _values(model, _LATENT_SIZES) | {"--rope-type": "rope" if model.yarn is None else "yarn"}
+        flags |= {"--multi-latent-attention": True, "--qk-layernorm": True}
     if model.yarn is not None:
-        values |= dict(zip(("rotary-scaling-factor", "mscale", "mscale-all-dim"), model.yarn, strict=True))
-    if model.clamp is not None:  # our experts have no clamp, our attention no window and no sinks
-        values |= {"megablocks-layer": "megatron", "megablocks-attention": "megatron", "transformer-impl": "local"}
-        values |= {"activation-func-clamp-value": model.clamp, "glu-linear-offset": 1, "softmax-type": "learnable"}
-        values |= {"window-size": f"{(model.window or 0) - 1},0", "window-attn-skip-freq": 2}
-        values["position-embedding-type"] = "rope" if model.yarn is None else "yarn"
-        switches.append("--no-yarn-correction-range-round-to-int")
+        flags |= dict(zip(("--rotary-scaling-factor", "--mscale", "--mscale-all-dim"), model.yarn, strict=True))
+    if model.clamp is None:
+        flags |= {"--swiglu": True, "--disable-bias-linear": True}
+    else:  # our experts have no clamp, our attention no window and no sinks
+        flags |= {"--megablocks-layer": "megatron", "--megablocks-attention": "megatron", "--transformer-impl": "local"}
+        flags |= {"--activation-func-clamp-value": model.clamp, "--glu-linear-offset": 1, "--softmax-type": "learnable"}
+        flags |= {"--window-size": f"{(model.window or 0) - 1},0", "--window-attn-skip-freq": 2}
+        flags["--position-embedding-type"] = "rope" if model.yarn is None else "yarn"
+        flags["--no-yarn-correction-range-round-to-int"] = True
+        flags |= {"--quick-geglu": True, "--no-bias-gelu-fusion": True}  # the fused gate clamps before it adds the bias
     if model.score_function == "sigmoid":
         if model.top_k == 1:
             raise ConfigError("num_experts_per_tok=1: must be > 1 with a sigmoid router for Megatron")
-        values |= {"moe-router-score-function": "sigmoid", "moe-router-topk-scaling-factor": model.top_k_scaling}
+        flags |= {"--moe-router-score-function": "sigmoid", "--moe-router-topk-scaling-factor": model.top_k_scaling}
     if model.num_groups is not None:
-        values |= {"moe-router-num-groups": model.num_groups, "moe-router-group-topk": model.group_top_k}
+        flags |= {"--moe-router-num-groups": model.num_groups, "--moe-router-group-topk": model.group_top_k}
     if model.score_bias:
-        switches.append("--moe-router-enable-expert-bias")
+        flags["--moe-router-enable-expert-bias"] = True
     if model.shared_width:
-        values["moe-shared-expert-intermediate-size"] = model.shared_width
-    flags = [word for name, value in values.items() for word in (f"--{name}", str(value))] + switches
+        flags["--moe-shared-expert-intermediate-size"] = model.shared_width
     if not model.tied:
-        flags.append("--untie-embeddings-and-output-weights")
+        flags["--untie-embeddings-and-output-weights"] = True
     if model.qk_norm is not None:
-        flags += ["--qk-layernorm", "--megablocks-qk-norm", model.qk_norm]
-        flags += ["--transformer-impl", "local"] if model.qk_norm == "all" else []
+        flags |= {"--qk-layernorm": True, "--megablocks-qk-norm": model.qk_norm}
+    if model.qk_norm == "all":
+        flags["--transformer-impl"] = "local"
     if model.score_function == "softmax" and (not model.normalize_top_k or model.top_k == 1):
-        flags.append("--moe-router-pre-softmax")
+        flags["--moe-router-pre-softmax"] = True
     if model.normalize_top_k and model.top_k == 1:  # a softmax after top-1 would be 1 without a gradient
-        flags += ["--megablocks-normalize-top-k", "1"]
+        flags["--megablocks-normalize-top-k"] = 1
     return flags
+
+
+def _values(model: Model, names: Mapping[str, str]) -> dict[str, Any]:
+    return {flag_of(name): getattr(model, field) for field, name in names.items()}
 
 
 def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
@@ -395,9 +401,9 @@ def write(
         said: called with the bytes of each block that was written. skipped: with those of a file that stays.
     """
     folder = journal.folder
-    flags = flags_of(units.model)
-    run = ["--seq-length", str(units.model.max_positions), "--micro-batch-size", "1"]
-    args = planned.parse([*flags, *run, "--tokenizer-type", "NullTokenizer"], 1)
+    lines = [flag if value is True else f"{flag} {value}" for flag, value in flags_of(units.model).items()]
+    run = f"--seq-length {units.model.max_positions} --micro-batch-size 1 --tokenizer-type NullTokenizer"
+    args = planned.parse(" ".join([*lines, run]).split(), 1)
     args.padded_vocab_size = units.model.vocab_size
     release = folder / "release"
     release.mkdir(exist_ok=True)
@@ -433,7 +439,7 @@ def write(
     writer.finish(metadata, done)
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / atomic.POINTER).write_text("release")
-    (folder / "flags.txt").write_text("\n".join(_lines(flags)) + "\n")
+    (folder / "flags.txt").write_text("\n".join(lines) + "\n")
 
 
 def _result(file: str, name: str, offset: list[int] | None, start: int, length: int, size: int) -> WriteResult:
@@ -472,14 +478,3 @@ def _plans(units: Units, layout: Mapping[str, Stored]) -> tuple[list[SavePlan], 
             items.setdefault(number, []).append(item)
             where[name, offset] = stored, block
     return [SavePlan(found) for found in items.values()], where
-
-
-def _lines(words: Sequence[str]) -> list[str]:
-    """Flags with their values, one a line."""
-    lines: list[str] = []
-    for word in words:
-        if word.startswith("--"):
-            lines.append(word)
-        else:
-            lines[-1] += f" {word}"
-    return lines
