@@ -45,20 +45,15 @@ def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -
         (num_layers, num_experts + 1) int64 on the CPU: pairs of each expert, then dropped pairs. Rows of layers without
         experts are 0.
     """
-    table: Tensor | None = None
+    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
     for chunk in model:
         for module in chunk.modules():
             load = getattr(module, "expert_load", None)
-            if not isinstance(load, ExpertLoad) or load.counts is None:
-                continue
-            if table is None:
-                table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=load.counts.device)
-            layer_number = module.layer_number
-            assert isinstance(layer_number, int), "TransformerLayer sets it"
-            table[layer_number - 1] += load.counts
-            load.reset()
-    if table is None:
-        device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
-        table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
+            if isinstance(load, ExpertLoad) and load.counts is not None:
+                layer_number = module.layer_number
+                assert isinstance(layer_number, int), "TransformerLayer sets it"
+                table[layer_number - 1] += load.counts.to(device)
+                load.reset()
     dist.all_reduce(table)
     return table.cpu()

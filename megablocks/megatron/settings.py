@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import types
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -47,13 +45,18 @@ def option(default: Any, text: str, choices: Sequence[Any] | None = None, *, lea
 def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
     """A flag for each field of a dataclass of `option`s. unset: every flag is None where it is not given."""
     for one in dataclasses.fields(options):
-        kind = {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
+        kind = _kind(one)
         default = None if one.default is dataclasses.MISSING else one.default
         text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
         how: dict[str, Any] = {"type": kind, "choices": one.metadata["choices"]}
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(flag_of(prefix + one.name), default=None if unset else default, help=text, **how)
+
+
+def _kind(one: dataclasses.Field) -> type:
+    """The type of a field's values but None."""
+    return {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
 
 
 def flag_of(name: str) -> str:
@@ -184,30 +187,22 @@ class MegaBlocksSettings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
         """The settings in MEGABLOCKS_<FIELD>. Raises ConfigError, which names the variable, at a wrong value."""
-        hints = typing.get_type_hints(cls)
-        values = {}
-        for f in dataclasses.fields(cls):
-            name = ENV_PREFIX + f.name.upper()
-            if name in environ:
-                values[f.name] = _parse(name, environ[name], hints[f.name])
-        return cls(**values)
+        names = {ENV_PREFIX + f.name.upper(): f for f in dataclasses.fields(cls)}
+        return cls(**{f.name: _parse(name, environ[name], f) for name, f in names.items() if name in environ})
 
 
-def _parse(name: str, text: str, hint: Any) -> Any:
-    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if type(None) in kinds and text.lower() in ("", "none"):
+def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
+    kind = _kind(one)
+    if text.lower() in ("", "none") and "None" in str(one.type):
         return None
-    if bool in kinds:
+    if kind is bool:
         if text.lower() not in ("0", "1", "true", "false"):
             raise ConfigError(f"{name}={text!r}: must be 0, 1, true or false")
         return text.lower() in ("1", "true")
-    for kind, what in ((int, "an integer"), (float, "a number")):
-        if kind in kinds:
-            try:
-                return kind(text)
-            except ValueError:
-                raise ConfigError(f"{name}={text!r}: must be {what}") from None
-    return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r}: must be {'an integer' if kind is int else 'a number'}") from None
 
 
 def settings_of(config: Any) -> MegaBlocksSettings:

@@ -84,7 +84,8 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
         vp_stage=vp_stage,
     )
     if config.num_moe_experts is not None and settings.layer in ("megablocks", "tutel"):
-        _say_what_is_not_read(config)
+        if config.moe_token_dispatcher_type == "allgather":  # the default of Megatron's config, so it cannot be refused
+            _log(f"moe_token_dispatcher_type='allgather' is not read: {OWN_EXCHANGE}", logging.WARNING)
     kinds = {id(layer): layer for layer in block.layer_specs}  # layers of one kind share one spec object
     ours = {kind: _our_layer(layer, config, settings) for kind, layer in kinds.items()}
     norm = Norm if block.layer_norm is WrappedTorchNorm else block.layer_norm
@@ -182,15 +183,8 @@ def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) 
     return functools.partial(MoELayer, submodules=dataclasses.replace(parts, router=CountingTopKRouter))
 
 
-def _say_what_is_not_read(config: Any) -> None:
-    """The default of Megatron's config is "allgather", so that it cannot be refused here as the driver refuses it."""
-    if config.moe_token_dispatcher_type == "allgather":
-        message = f"moe_token_dispatcher_type='allgather' is not read: {OWN_EXCHANGE}"
-        log_single_rank(logging.getLogger(__name__), logging.WARNING, message)
-
-
-def _log(message: str) -> None:
-    log_single_rank(logging.getLogger(__name__), logging.INFO, message)
+def _log(message: str, level: int = logging.INFO) -> None:
+    log_single_rank(logging.getLogger(__name__), level, message)
 
 
 moe_layer_spec = _ready_layer(num_experts=1)  # Megatron asks only whether there are experts; the config says how many
