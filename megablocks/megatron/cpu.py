@@ -203,20 +203,9 @@ def skip_compile_helpers() -> None:
         utils.compile_helpers = lambda: None
 
 
-PATCHES: dict[str, Callable[[], None]] = {
-    "current_device": _current_device,
-    "literals": _literals,
-    "random_state": _random_state,
-    "streams": _streams,
-    "synchronize": _synchronize,
-    "device_count": _device_count,
-    "device_properties": _device_properties,
-    "memory_statistics": _memory_statistics,
-    "no_compiler": _no_compiler,
-    "dispatcher_splits": _dispatcher_splits,
-    "initialize": _initialize,
-    "prebuilt_helpers": skip_compile_helpers,
-}
+_ALL = (_current_device, _literals, _random_state, _streams, _synchronize, _device_count, _device_properties,
+        _memory_statistics, _no_compiler, _dispatcher_splits, _initialize, skip_compile_helpers)  # fmt: skip
+PATCHES: dict[str, Callable[[], None]] = {patch.__name__.removeprefix("_"): patch for patch in _ALL}
 
 
 def hide_engine() -> None:

@@ -36,8 +36,8 @@ def moe_layers(args: argparse.Namespace) -> list[int]:
         return []
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
-        return [i + 1 for i in range(args.num_layers) if i % frequency == 0]
-    return [i + 1 for i, flag in enumerate(frequency) if flag]
+        return list(range(1, args.num_layers + 1, frequency))
+    return [number for number, has_experts in enumerate(frequency, start=1) if has_experts]
 
 
 def shape_of(args: argparse.Namespace) -> GPTShape:

@@ -22,7 +22,7 @@ import sys
 from megablocks.megatron import cpu
 install, skip = cpu.install, sys.argv.pop(1).split(",")
 cpu.install = lambda **options: install(skip=skip)
-if "prebuilt_helpers" in skip:
+if "skip_compile_helpers" in skip:
     cpu.skip_compile_helpers = lambda: False
 from megablocks.megatron.pretrain_gpt import main
 sys.exit(main())
