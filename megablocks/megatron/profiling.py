@@ -54,12 +54,8 @@ def part_of(name: str, module: torch.nn.Module) -> str | None:
     return next((part for pattern, part in MODULES if re.search(pattern, name)), None)
 
 
-def _ranged(call: Callable[..., Any], part: str) -> Callable[..., Any]:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with record_function(RANGE_PREFIX + part):
-            return call(*args, **kwargs)
-
-    return run
+def _ranged(call: Callable[..., Any], part: str) -> Any:
+    return record_function(RANGE_PREFIX + part)(call)
 
 
 class StepProfile:
