@@ -110,14 +110,11 @@ def _ready_layer(num_experts: int | None) -> ModuleSpec:
 def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     layer = copy.copy(layer)
     layer.submodules = parts = copy.copy(layer.submodules)
-    for name in ("input_layernorm", "pre_cross_attn_layernorm", "pre_mlp_layernorm"):
-        if getattr(parts, name) is WrappedTorchNorm:
-            setattr(parts, name, Norm)
     parts.self_attention = copy.copy(parts.self_attention)
     heads = parts.self_attention.submodules = copy.copy(parts.self_attention.submodules)
-    for name in ("q_layernorm", "k_layernorm", "kv_layernorm"):
-        if getattr(heads, name, None) is WrappedTorchNorm:
-            setattr(heads, name, Norm)
+    for owner, name in _norms(parts):
+        if getattr(owner, name) is WrappedTorchNorm:
+            setattr(owner, name, Norm)
     if settings.qk_norm == "all" and config.qk_layernorm:
         if heads.q_layernorm is not Norm:
             raise ConfigError(
@@ -131,18 +128,23 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     if isinstance(parts.mlp, functools.partial) and parts.mlp.func is MoELayer:
         parts.mlp = _moe_layer(parts.mlp, settings)
     if config.transformer_impl == "transformer_engine" and HAVE_TE:
-        _save_as_local(parts, heads, settings, config.multi_latent_attention)
+        _save_as_local(parts, settings, config.multi_latent_attention)
     return layer
 
 
-def _save_as_local(parts: Any, heads: Any, settings: MegaBlocksSettings, multi_latent: bool) -> None:
+def _norms(parts: Any) -> list[tuple[Any, str]]:
+    """The modules of a layer and of its attention that may be norms, each as its owner and name."""
+    owners = (parts, parts.self_attention.submodules)
+    return [(owner, field) for owner in owners for field in vars(owner) if field.endswith("layernorm")]
+
+
+def _save_as_local(parts: Any, settings: MegaBlocksSettings, multi_latent: bool) -> None:
     """Let a layer of Transformer Engine save the tensors of the layer that Megatron has without it, by their names.
 
     Megatron's own layer, and what stands around it, keeps the names that Megatron gives it with Transformer Engine.
     """
-    for owner, name in ((parts, "input_layernorm"), (parts, "pre_mlp_layernorm"),
-                        (heads, "q_layernorm"), (heads, "k_layernorm"), (heads, "kv_layernorm")):  # fmt: skip
-        if getattr(owner, name, IdentityOp) not in (IdentityOp, L2Norm):
+    for owner, name in _norms(parts):
+        if getattr(owner, name) not in (None, IdentityOp, L2Norm):
             setattr(owner, name, engine.without_extra_state(getattr(owner, name)))
     if settings.layer != "megatron":
         names = _LATENT_NAMES if multi_latent else {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
