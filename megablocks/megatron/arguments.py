@@ -377,11 +377,11 @@ def check(args: argparse.Namespace) -> None:
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
     settings_from(args, DriverSettings)
-    settings = settings_from(args, MegaBlocksSettings)
+    settings_from(args, MegaBlocksSettings)
     if args.cuda_graph_impl != "none":
         from megablocks.megatron import cuda_graph
 
-        cuda_graph.check(args, settings)
+        cuda_graph.check(args)
     if args.num_experts:
         _check_experts(args, ranks)
         _check_layer(args)

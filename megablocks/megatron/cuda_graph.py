@@ -24,13 +24,12 @@ from megatron.training.utils import print_rank_0
 from torch import Tensor
 
 from megablocks.config import ConfigError
-from megablocks.megatron.model_config import needs_megatron_routing
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.model_config import Table, check_table, needs_megatron_routing
 from megablocks.megatron.wrap import wrap
 
-_WITH = "with --cuda-graph-impl full_iteration"
+_WITH = " with --cuda-graph-impl full_iteration"
 _PYTHON = "a replayed step runs no Python"
-_NEEDS: dict[str, tuple[tuple[Any, ...], str]] = {
+_NEEDS: Table = {
     **dict.fromkeys(
         ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
         ((1,), "other layouts than data and expert parallelism are untested"),
@@ -54,44 +53,38 @@ _NEEDS: dict[str, tuple[tuple[Any, ...], str]] = {
     "recompute_granularity": ((None,), "the second forward would draw other random numbers than the first"),
     "spec": ((None,), "layers that are not ours may read from the GPU"),
 }  # fmt: skip
-"""Megatron's flags: the values that a captured step allows, and why no other."""
-_EXPERTS_NEED: dict[str, tuple[Any, str]] = {
-    "layer": ("megablocks", "the other layers read from the GPU"),
-    "router_type": ("topk", "another router is untested"),
-    "token_rounding": (None, "it is untested"),
-    "pad_to_capacity": (False, "the host reads the number of places"),
+"""Flags of every model that a captured step allows."""
+_EXPERTS_NEED: Table = {
+    "megablocks_layer": (("megablocks",), "the other layers read from the GPU"),
+    "megablocks_router_type": (("topk",), "another router is untested"),
+    "megablocks_token_rounding": ((None,), "it is untested"),
+    "megablocks_pad_to_capacity": ((False,), "the host reads the number of places"),
 }
-"""Settings of our layer: the only value that a captured step allows, and why."""
+"""The same with experts."""
 
 
-def check(args: argparse.Namespace, settings: MegaBlocksSettings) -> None:
+def check(args: argparse.Namespace) -> None:
     """Refuse, with a ConfigError, what cannot be captured or would be left out of a replay. Needs no GPU."""
     impl = args.cuda_graph_impl
-    if impl == "none" or (impl != "full_iteration" and args.transformer_impl == "transformer_engine"):
-        return
     if impl != "full_iteration":
+        if args.transformer_impl == "transformer_engine":
+            return
         raise ConfigError(
             f"cuda_graph_impl={impl!r}: must be 'none' or 'full_iteration'; graphs of single layers run without the "
             "guard's hooks, and need Transformer Engine here"
         )
-    for name, (allowed, why) in _NEEDS.items():
-        if (value := getattr(args, name, allowed[0])) not in allowed:
-            raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r} {_WITH}; {why}")
+    check_table(args, _NEEDS, _WITH)
     if args.cuda_graph_warmup_steps < 1:
         raise ConfigError(f"cuda_graph_warmup_steps={args.cuda_graph_warmup_steps}: must be >= 1, to compile kernels")
     if not args.num_experts:
         return
-    for name, (only, why) in _EXPERTS_NEED.items():
-        if (value := getattr(settings, name)) != only:
-            raise ConfigError(f"megablocks_{name}={value!r}: must be {only!r} {_WITH}; {why}")
+    check_table(args, _EXPERTS_NEED, _WITH)
     if needs_megatron_routing(args):
         raise ConfigError("cuda_graph_impl='full_iteration': needs our routing, and the router's flags Megatron's")
     spread = max(args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1
-    if spread and settings.dispatcher != "symmetric":
-        raise ConfigError(
-            f"megablocks_dispatcher={settings.dispatcher!r}: must be 'symmetric' {_WITH} and experts on several ranks; "
-            "the all-to-all reads its sizes on the host"
-        )
+    if spread:
+        symmetric = {"megablocks_dispatcher": (("symmetric",), "the all-to-all reads its sizes on the host")}
+        check_table(args, symmetric, _WITH + " and experts on several ranks")
 
 
 def install(args: argparse.Namespace) -> None:

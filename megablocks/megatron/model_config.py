@@ -21,11 +21,12 @@ from megablocks.kinds import QUANTIZED
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
 
-_Table = dict[str, tuple[tuple[Any, ...], str]]
+Table = dict[str, tuple[tuple[Any, ...], str]]
+"""Fields: the allowed values, and why no other."""
 _OF_ENGINE = "or use Megatron's own layer (--megablocks-layer megatron) with Transformer Engine"
 _OF_MEGATRON = "or use Megatron's own layer (--megablocks-layer megatron)"
 _SPLITS = "the all-to-all's split sizes change every step"
-_UNSUPPORTED: _Table = {
+_UNSUPPORTED: Table = {
     "fp8": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
     "fp4": ((None,), "the expert layer computes in bf16, fp16 or fp32"),
     "moe_latent_size": ((None,), f"the experts have the model's width, {_OF_MEGATRON}"),
@@ -54,10 +55,10 @@ _UNSUPPORTED: _Table = {
     "cuda_graph_impl": (("none", "full_iteration"), "a graph of one layer would run without the guard's hooks"),
     "cuda_graph_modules": (([], "full"), "they are of graphs of one layer"),
 }
-"""Fields that our experts refuse: the allowed values, and why."""
+"""Fields that our experts refuse."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
 """Why our layer reads nothing of Megatron's dispatchers."""
-_DISPATCHER: _Table = {
+_DISPATCHER: Table = {
     "moe_token_dispatcher_type": (("alltoall", "allgather"), OWN_EXCHANGE),  # the latter is the config's default
     "moe_flex_dispatcher_backend": (("deepep",), OWN_EXCHANGE),
     "moe_hybridep_num_sms_preprocessing": ((108,), OWN_EXCHANGE),
@@ -80,6 +81,14 @@ _OFFLOADED = {"expert_fc1", "moe_act", "fused_group_mlp"}
 _OF_ENGINE_ALONE = ("moe_router_fusion", "use_transformer_engine_op_fuser", "use_grouped_gemm_for_dense_mlp")
 
 
+def check_table(values: Any, table: Table, where: str = "") -> None:
+    """Refuse, with a ConfigError, a value that the table does not allow. A field that `values` lacks is allowed."""
+    for name, (allowed, why) in table.items():
+        value = getattr(values, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}{where}; {why}")
+
+
 def check_fields(values: Any, *, dispatches: bool) -> None:
     """Refuse, with a ConfigError, values of single fields that our experts or our layer do not support.
 
@@ -87,10 +96,7 @@ def check_fields(values: Any, *, dispatches: bool) -> None:
         values: a TransformerConfig, or the driver's flags, which have its names.
         dispatches: whether our layer computes, not only our experts in Megatron's layer.
     """
-    for name, (allowed, why) in (_UNSUPPORTED | (_DISPATCHER if dispatches else {})).items():
-        value = getattr(values, name, allowed[0])
-        if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}; {why}")
+    check_table(values, _UNSUPPORTED | (_DISPATCHER if dispatches else {}))
     inside = _OFFLOADED.intersection(getattr(values, "offload_modules", None) or ())
     if inside:
         raise ConfigError(
