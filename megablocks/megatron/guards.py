@@ -208,8 +208,7 @@ class Guards:
             parameter = first_bad_parameter(named) if before_update else None  # later steps have overwritten them
             born, where = "gradient", f"the gradient of {parameter or 'some parameter'}"
         order = ("forward", "loss", "backward", "gradient", None).index(born)
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, (order, dist.get_rank(), where))
+        reports = _of_all_ranks((order, dist.get_rank(), where))
         _, rank, where = min(report for report in reports if report[2] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         when = "before the update" if before_update else f"at step {last}, where the guard was read"
@@ -284,8 +283,7 @@ class Guards:
                 state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
                 atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
             dist.barrier()
-            hashes: list[Any] = [None] * ranks
-            dist.all_gather_object(hashes, atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
+            hashes = _of_all_ranks(atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
             if rank == 0:
                 merged = {name: entry for part in hashes for name, entry in part.items()}
                 atomic.mark_complete(folder, iteration, merged)
@@ -372,6 +370,13 @@ def _signals(original: Any, handler: DistributedSignalHandler) -> list[bool]:
     return [handler._signal_received] if dist.get_world_size() == 1 else original(handler)
 
 
+def _of_all_ranks(value: Any) -> list[Any]:
+    """What each rank passes, in the order of the ranks. Every rank must call it."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def _together(check: Any) -> None:
     """Run `check` on every rank. If it fails on one or more, every rank raises the first failure."""
     try:
@@ -379,17 +384,14 @@ def _together(check: Any) -> None:
         failure = None
     except (CheckpointError, OSError) as error:
         failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    for message in failures:
+    for message in _of_all_ranks(failure):
         if message is not None:
             raise CheckpointError(message)
 
 
 def _check_same_checkpoint(args: argparse.Namespace) -> None:
     """Refuse to start where ranks found different checkpoints to resume from, as without a shared folder."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (socket.gethostname(), args.ckpt_step if args.load else None))
+    found = _of_all_ranks((socket.gethostname(), args.ckpt_step if args.load else None))
     for rank, (host, iteration) in enumerate(found):
         if iteration != found[0][1]:
             raise CheckpointError(

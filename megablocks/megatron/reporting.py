@@ -80,7 +80,6 @@ class Reporter:
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
-        self._device_name = "cpu"
         self._retries = 0
 
     def install(self) -> None:
@@ -96,8 +95,6 @@ class Reporter:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
         self._model = model
-        if torch.cuda.is_available():  # earlier, before Megatron has chosen a device, this would start CUDA on GPU 0
-            self._device_name = torch.cuda.get_device_name()
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
             past = self.history.series("tokens_dropped")[1]
@@ -158,7 +155,8 @@ class Reporter:
         if values.get("number of skipped iterations") and not row.get("train_loss"):
             row.pop("train_loss", None)  # Megatron prints 0 if every update of the interval was skipped
         text = f" tokens/s: {rate:.0f} |"
-        used = mfu(rate, self.shape, self._device_name, dist.get_world_size())
+        device_name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+        used = mfu(rate, self.shape, device_name, dist.get_world_size())
         if used is not None:
             row["mfu"] = used
             text += f" MFU: {100 * used:.1f}% |"
