@@ -7,25 +7,13 @@ import contextlib
 import io
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from unittest import mock
 
 from megablocks.config import ConfigError
 
 _UNSAID = ("--lr", "1e-4", "--train-iters", "1000")
 """What the driver must know and a plan need not."""
-
-
-@contextlib.contextmanager
-def _as_rank_0_of(gpus: int) -> Iterator[None]:
-    """The environment of a process that a launcher has started, and nothing of it afterwards."""
-    ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8))}
-    before = dict(os.environ)
-    os.environ.update(ranks)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
@@ -38,7 +26,9 @@ def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     """
     if {"-h", "--help"} & set(argv):
         raise ConfigError("--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help")
-    with warnings.catch_warnings(), _as_rank_0_of(gpus), contextlib.redirect_stdout(io.StringIO()):
+    of_rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8))}
+    # patch.dict also takes away what the parser adds to the environment.
+    with warnings.catch_warnings(), mock.patch.dict(os.environ, of_rank_0), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")  # of packages that are missing here
         return _parsed(argv, gpus)
 
