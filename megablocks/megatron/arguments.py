@@ -134,8 +134,23 @@ def add_arguments(
     Args:
         parsed: gets the namespace before Megatron validates it, so that an error message can name its values.
     """
-    driver = DriverParser(parents=[parser], add_help=False, allow_abbrev=False, description="Megatron-LM + MegaBlocks")
+    driver = DriverParser(
+        parents=[parser], formatter_class=_HelpFormatter, add_help=False, allow_abbrev=False,
+        description="Megatron-LM + MegaBlocks",
+    )  # fmt: skip
     driver.parsed = parsed
+    group = driver.add_argument_group("megablocks")
+    group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
+    for settings in (MegaBlocksSettings, DriverSettings):
+        add_flags(group, settings, PREFIX)
+    group = driver.add_argument_group("names of the old Megatron fork")
+    for name, (dest, kind) in ALIASES.items():
+        by_layer = " times the number of layers" if name == "moe_loss_weight" else ""
+        group.add_argument(flag_of(name), type=kind, help=f"old name of {flag_of(dest)}{by_layer}")
+    group.add_argument(
+        "--moe-expert-model-parallelism", action=argparse.BooleanOptionalAction, default=False,
+        help="spread experts over as many data-parallel ranks as there are experts, or over all of them",
+    )  # fmt: skip
     return driver
 
 
@@ -153,22 +168,6 @@ class DriverParser(argparse.ArgumentParser):
     """A parser whose result is resolved: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
 
     parsed: list[argparse.Namespace] | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.formatter_class = _HelpFormatter
-        group = self.add_argument_group("megablocks")
-        group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
-        for settings in (MegaBlocksSettings, DriverSettings):
-            add_flags(group, settings, PREFIX)
-        group = self.add_argument_group("names of the old Megatron fork")
-        for name, (dest, kind) in ALIASES.items():
-            by_layer = " times the number of layers" if name == "moe_loss_weight" else ""
-            group.add_argument(flag_of(name), type=kind, help=f"old name of {flag_of(dest)}{by_layer}")
-        group.add_argument(
-            "--moe-expert-model-parallelism", action=argparse.BooleanOptionalAction, default=False,
-            help="spread experts over as many data-parallel ranks as there are experts, or over all of them",
-        )  # fmt: skip
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:

@@ -163,13 +163,9 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         fingerprint = data.open_data(args)
         verifiable = guards.choose_checkpoint(args)
-    except CheckpointError:
-        raise
-    except SystemExit as exit_:
-        if not parsed:  # --help
+    except (Exception, SystemExit) as error:
+        if isinstance(error, CheckpointError) or (isinstance(error, SystemExit) and not parsed):  # the latter: --help
             raise
-        raise ArgumentError(failures.explain(exit_, parsed[0])) from exit_
-    except Exception as error:
         raise ArgumentError(failures.explain(error, parsed[0] if parsed else None)) from error
     return args, settings, config, guards.Guards(args, settings, verifiable, fingerprint)
 
