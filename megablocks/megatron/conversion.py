@@ -44,49 +44,52 @@ from megablocks.megatron.reporting import moe_layers
 from megablocks.megatron.settings import flag_of
 
 _UNIT = "model.layers.{l}."
-_HEADS = {
-    "self_attention.linear_qkv.layer_norm_weight": (("input_layernorm.weight",), "same"),
-    "self_attention.linear_qkv.weight": (
+_HEADS = (
+    Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
+    Rule(
+        "self_attention.linear_qkv.weight",
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv",
     ),
-    "self_attention.q_layernorm.weight": (("self_attn.q_norm.weight",), "same"),
-    "self_attention.k_layernorm.weight": (("self_attn.k_norm.weight",), "same"),
-    "mlp.linear_fc1.layer_norm_weight": (("post_attention_layernorm.weight",), "same"),
-}  # fmt: skip
-_LATENT = {
-    "input_layernorm.weight": (("input_layernorm.weight",), "same"),
-    "self_attention.linear_q_down_proj.weight": (("self_attn.q_a_proj.weight",), "same"),
-    "self_attention.q_layernorm.weight": (("self_attn.q_a_layernorm.weight",), "same"),
-    "self_attention.linear_q_up_proj.weight": (("self_attn.q_b_proj.weight",), "same"),
-    "self_attention.linear_kv_down_proj.weight": (("self_attn.kv_a_proj_with_mqa.weight",), "same"),
-    "self_attention.kv_layernorm.weight": (("self_attn.kv_a_layernorm.weight",), "same"),
-    "self_attention.linear_kv_up_proj.weight": (("self_attn.kv_b_proj.weight",), "same"),
-    "pre_mlp_layernorm.weight": (("post_attention_layernorm.weight",), "same"),
-}
-_BOTH = {
-    "self_attention.linear_proj.weight": (("self_attn.o_proj.weight",), "same"),
-    "mlp.linear_fc1.weight": (("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
-    "mlp.linear_fc2.weight": (("mlp.down_proj.weight",), "same"),
-    "mlp.router.weight": (("mlp.router.layer.weight",), "same"),
-    "mlp.router.expert_bias": (("mlp.router.expert_score_bias",), "same"),
-    **{f"mlp.experts.{name}": ((f"mlp.experts.{{e}}.{name}",), "same") for name in ("w1", "v1", "w2")},
-    "mlp.shared_experts.linear_fc1.weight": (
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
+    Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
+    Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
+)  # fmt: skip
+_LATENT = (
+    Rule("input_layernorm.weight", ("input_layernorm.weight",)),
+    Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
+    Rule("self_attention.q_layernorm.weight", ("self_attn.q_a_layernorm.weight",)),
+    Rule("self_attention.linear_q_up_proj.weight", ("self_attn.q_b_proj.weight",)),
+    Rule("self_attention.linear_kv_down_proj.weight", ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Rule("self_attention.kv_layernorm.weight", ("self_attn.kv_a_layernorm.weight",)),
+    Rule("self_attention.linear_kv_up_proj.weight", ("self_attn.kv_b_proj.weight",)),
+    Rule("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",)),
+)
+_BOTH = (
+    Rule("self_attention.linear_proj.weight", ("self_attn.o_proj.weight",)),
+    Rule("mlp.linear_fc1.weight", ("mlp.gate_proj.weight", "mlp.up_proj.weight"), "rows"),
+    Rule("mlp.linear_fc2.weight", ("mlp.down_proj.weight",)),
+    Rule("mlp.router.weight", ("mlp.router.layer.weight",)),
+    Rule("mlp.router.expert_bias", ("mlp.router.expert_score_bias",)),
+    *(Rule(f"mlp.experts.{name}", (f"mlp.experts.{{e}}.{name}",)) for name in ("w1", "v1", "w2")),
+    Rule(
+        "mlp.shared_experts.linear_fc1.weight",
         ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"), "rows",
     ),
-    "mlp.shared_experts.linear_fc2.weight": (("mlp.shared_expert.down_proj.weight",), "same"),
-}  # fmt: skip
-_OF_GPT_OSS = {
-    "self_attention.linear_qkv.bias": (
+    Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_expert.down_proj.weight",)),
+)  # fmt: skip
+_OF_GPT_OSS = (
+    Rule(
+        "self_attention.linear_qkv.bias",
         ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"), "qkv",
     ),
-    "self_attention.linear_proj.bias": (("self_attn.o_proj.bias",), "same"),
-    "self_attention.core_attention.softmax_offset": (("self_attn.sinks",), "same"),
-    "mlp.router.bias": (("mlp.router.layer.bias",), "same"),
-    "mlp.experts.experts.linear_fc1.weight": (("mlp.experts.{e}.w1", "mlp.experts.{e}.v1"), "rows"),
-    "mlp.experts.experts.linear_fc1.bias": (("mlp.experts.{e}.b1", "mlp.experts.{e}.c1"), "rows"),
-    "mlp.experts.experts.linear_fc2.weight": (("mlp.experts.{e}.w2",), "transposed"),
-    "mlp.experts.experts.linear_fc2.bias": (("mlp.experts.{e}.b2",), "same"),
-}  # fmt: skip
+    Rule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),
+    Rule("self_attention.core_attention.softmax_offset", ("self_attn.sinks",)),
+    Rule("mlp.router.bias", ("mlp.router.layer.bias",)),
+    Rule("mlp.experts.experts.linear_fc1.weight", ("mlp.experts.{e}.w1", "mlp.experts.{e}.v1"), "rows"),
+    Rule("mlp.experts.experts.linear_fc1.bias", ("mlp.experts.{e}.b1", "mlp.experts.{e}.c1"), "rows"),
+    Rule("mlp.experts.experts.linear_fc2.weight", ("mlp.experts.{e}.w2",), "transposed"),
+    Rule("mlp.experts.experts.linear_fc2.bias", ("mlp.experts.{e}.b2",)),
+)  # fmt: skip
 _OUTSIDE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
@@ -97,13 +100,10 @@ _OUTSIDE = (
 def rules_of(model: Model, per_layer: bool) -> tuple[Rule, ...]:
     """Megatron's names. per_layer: each layer has tensors of its own, as where dense layers stand among the others."""
     prefix = "decoder.layers.{l}." if per_layer else "decoder.layers."
-    found = {**(_HEADS if model.kv_lora_rank is None else _LATENT), **_BOTH}
+    inside = (_HEADS if model.kv_lora_rank is None else _LATENT) + _BOTH
     if model.clamp is not None:  # the last rule of a unit counts
-        found |= _OF_GPT_OSS
-    layers = (
-        Rule(prefix + stored, tuple(_UNIT + unit for unit in units), packing)
-        for stored, (units, packing) in found.items()
-    )
+        inside += _OF_GPT_OSS
+    layers = (Rule(prefix + rule.stored, tuple(_UNIT + unit for unit in rule.units), rule.packing) for rule in inside)
     return (*_OUTSIDE, *layers)
 
 
