@@ -62,8 +62,9 @@ def install(args: argparse.Namespace, wanted: bool) -> None:
 
 def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: bool, **options: Any) -> Any:
     why = why_not(config, model) if wanted else "--no-megablocks-fused-optimizer"
-    if why is None:
-        use_torch_adam()
+    if why is None:  # build torch's Adam, and treat its state so, also where Transformer Engine or apex is installed
+        megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
+        distrib_optimizer.HAVE_APEX_OR_TE = False
     optimizer = original(config, model, *args, **options)
     why = why or why_not_parts(optimizer)
     if why is None:
@@ -75,12 +76,6 @@ def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: boo
         why += f"; {megatron_optimizer.Adam.__module__.split('.')[0]}'s FusedAdam"
     print_rank_0("optimizer: one fused pass over each parameter" if why is None else f"optimizer: not fused: {why}")
     return optimizer
-
-
-def use_torch_adam() -> None:
-    """Let Megatron build torch's Adam, and treat its state so, where it would take Transformer Engine's or apex's."""
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
-    distrib_optimizer.HAVE_APEX_OR_TE = False
 
 
 def why_not(config: Any, model: list[Any]) -> str | None:

@@ -206,7 +206,8 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
     fusion = settings.gradient_accumulation_fusion
     if fusion is None:
         fusion = config.gradient_accumulation_fusion or torch.cuda.is_available()
-    if settings.router_type == "expert_choice" and _aux_loss_is_on(config):
+    coeffs = config.moe_aux_loss_coeff if isinstance(config.moe_aux_loss_coeff, list) else [config.moe_aux_loss_coeff]
+    if settings.router_type == "expert_choice" and any(coeff > 0 for coeff in coeffs):
         raise ConfigError(
             f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: must be 0 with router_type='expert_choice', "
             "which is balanced by construction"
@@ -245,11 +246,6 @@ def needs_megatron_routing(config: TransformerConfig) -> bool:
         or config.moe_expert_capacity_factor is not None
         or bool(config.moe_router_fusion)
     )
-
-
-def _aux_loss_is_on(config: TransformerConfig) -> bool:
-    coeff = config.moe_aux_loss_coeff
-    return any(c > 0 for c in coeff) if isinstance(coeff, list) else coeff > 0
 
 
 def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool) -> Activation:
