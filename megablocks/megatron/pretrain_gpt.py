@@ -179,23 +179,13 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     from megatron.training.utils import print_rank_0
 
     from megablocks.checkpoint.atomic import CheckpointError
-    from megablocks.megatron import (
-        checkpoint_io,
-        cuda_graph,
-        data,
-        failures,
-        fused_optimizer,
-        gpt,
-        optimizer_state,
-        profiling,
-    )
+    from megablocks.megatron import checkpoint_io, cuda_graph, data, failures, fused_optimizer, gpt, profiling
     from megablocks.megatron.reporting import Reporter
     from megablocks.monitor.heartbeat import Heartbeat
 
     run_dir = settings.run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None, _unigram_entropy(args))
     _announce(args, run_dir)
-    optimizer_state.install()
     fused_optimizer.install(args, settings.fused_optimizer)
     checkpoint_io.install()
     cuda_graph.install(args)
