@@ -119,20 +119,21 @@ class Guards:
         _check_memory(self.args)
         model, optimizer, scheduler = original(*args, **kwargs)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
-            self._model, self._bad = model, self._bad.to(_device())
+            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+            self._model, self._bad = model, self._bad.to(device)
             parts = getattr(optimizer, "chained_optimizers", [optimizer])
             self._defers = not self.settings.loss_spike_factor and all(getattr(p, SKIPS, False) for p in parts)
             if self.settings.nonfinite_guard:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
-                self._sentinels = LayerSentinels(layers, names, _device())
+                self._sentinels = LayerSentinels(layers, names, self._bad.device)
             optimizer.step = functools.wraps(optimizer.step)(functools.partial(self._step, optimizer.step))
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
         """Stands for `optimizer.step`. Costs no synchronization and no collective in a step that is not read."""
         if self._sums is None:  # a pipeline stage without the loss
-            sums = torch.zeros(3, dtype=torch.float64, device=_device())
+            sums = torch.zeros(3, dtype=torch.float64, device=self._bad.device)
         else:
             sums = self._sums.clone()
             self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
@@ -415,7 +416,3 @@ def _check_memory(args: argparse.Namespace) -> None:
             f"{sizes_of(args)}: {parameters:.3g} parameters need {wanted / 2**30:.0f} GiB or more on each rank, which "
             f"has {there / 2**30:.0f} GiB; take a smaller model or more ranks"
         )
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
