@@ -108,10 +108,7 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "--megablocks-keep-checkpoints",
 }
 """Megatron's flags that this driver does not take, and why."""
-_MEGATRONS_EXPERTS = "must be left out, or use Megatron's own layer (--megablocks-layer megatron)"
-UNSUPPORTED_BY_EXPERTS = dict.fromkeys(
-    ("moe_use_upcycling", "expert_tensor_parallel_num_weight_shards"), _MEGATRONS_EXPERTS
-)
+UNSUPPORTED_BY_EXPERTS = ("moe_use_upcycling", "expert_tensor_parallel_num_weight_shards")
 """Megatron's flags that only its own experts read and that are not in its config; `model_config` has the others."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
 """Our settings of which Transformer Engine's layers read none."""
@@ -465,9 +462,10 @@ def _check_layer(args: argparse.Namespace) -> None:
         return
     from megablocks.megatron.model_config import OWN_EXCHANGE, check_fields
 
-    for dest, why in UNSUPPORTED_BY_EXPERTS.items():
+    for dest in UNSUPPORTED_BY_EXPERTS:
         if value := getattr(args, dest, None):
-            raise ConfigError(f"{dest}={value!r}: {why}")
+            rule = "must be left out, or use Megatron's own layer (--megablocks-layer megatron)"
+            raise ConfigError(f"{dest}={value!r}: {rule}")
     if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # asked for, since our default is another
         raise ConfigError(f"moe_token_dispatcher_type='allgather': must be 'alltoall'; {OWN_EXCHANGE}")
     check_fields(args, dispatches=layer != "experts")

@@ -38,8 +38,6 @@ MODULES = (
     (r"\.router$", "routing"),
 )
 """A pattern for a module's name, and the part that its forward and backward belong to. The first match counts."""
-_EXPERT_LAYER = "experts"
-"""The part of a mixture-of-experts layer, whose module has a router."""
 
 
 def is_on(args: argparse.Namespace) -> bool:
@@ -50,7 +48,7 @@ def is_on(args: argparse.Namespace) -> bool:
 def part_of(name: str, module: torch.nn.Module) -> str | None:
     """The part of the module with this dotted name; None if it belongs to the module around it."""
     if hasattr(module, "router"):
-        return _EXPERT_LAYER
+        return "experts"  # a whole mixture-of-experts layer
     return next((part for pattern, part in MODULES if re.search(pattern, name)), None)
 
 

@@ -17,11 +17,7 @@ from typing import Any
 from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError
 from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 
-LAYERS = ("megablocks", "experts", "megatron", "tutel")
-ATTENTIONS = ("sdpa", "megatron")
-NORMS = ("fused", "torch")
-FUSED = ("fused", "megatron")
-QK_NORMS = ("head", "all")
+_FUSED = ("fused", "megatron")
 ENV_PREFIX = "MEGABLOCKS_"
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
@@ -71,7 +67,7 @@ class MegaBlocksSettings:
         "megablocks",
         "mixture-of-experts layer: megablocks, ours; experts, our experts in Megatron's MoELayer; megatron, Megatron's "
         "own; tutel, Tutel's own if the package tutel is installed, else ours with Tutel's capacity rule",
-        LAYERS,
+        ("megablocks", "experts", "megatron", "tutel"),
     )
     mlp_impl: str = option(
         "auto",
@@ -141,27 +137,29 @@ class MegaBlocksSettings:
         "stops if more arrive",
     )
     attention: str = option(
-        "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's", ATTENTIONS
-    )
+        "sdpa", "core attention without Transformer Engine: sdpa, torch's fused one; megatron, Megatron's",
+        ("sdpa", "megatron"),
+    )  # fmt: skip
     norm: str = option(
-        "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's", NORMS
-    )
+        "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's",
+        ("fused", "torch"),
+    )  # fmt: skip
     qkv_bias: str = option(
         "fused",
         "bias of queries, keys and values on a GPU without Transformer Engine: fused, added inside the product where "
         "no tensor parallelism splits it; megatron, in a pass of its own",
-        FUSED,
+        _FUSED,
     )
     rope: str = option(
         "fused",
         "rotary embedding on a GPU without Transformer Engine: fused, our Triton kernel; megatron, torch's operations",
-        FUSED,
+        _FUSED,
     )
     qk_norm: str = option(
         "head",
         "what --qk-layernorm normalizes: head, each head of queries and keys, as Megatron; all, all heads of a token "
         "together, as OLMoE; all needs tensor parallel size 1 and no Transformer Engine",
-        QK_NORMS,
+        ("head", "all"),
     )
 
     def __post_init__(self) -> None:
