@@ -27,12 +27,15 @@ class Rule(NamedTuple):
 
 
 _ROUTING_OPS = r"router|rounded_router|build_dispatch|pad_indices|count_valid|sparse_topology"
-_ROUTING_KERNELS = r"route|route_backward|finish|loads|select|odds|count|scan|place|pad|rows|topology|weight_backward"
+_ROUTING_KERNELS = r"route|route_backward|finish|loads|select|odds|count|scan|place|pad|topology|weight_backward"
 _EXPERT_OPS = (
     r"fused_\w+|down_gradient|activate_and_project|grouped_\w+|gathered_\w+|scattered_\w+|sparse_\w+|linear_combine|"
     r"parallel_linear|combine\w*|gather|replicate|bin_sum|add_expert_bias|expert_sum|activation\w*|d?e?quantize"
 )
-_EXPERT_KERNELS = r"\w*ragged_[mk]|\w*up|down_gradient|_combine\w*|_?sdd|_?spmm|_mlp_gradient|_expert_sum|_\w*quantize"
+_EXPERT_KERNELS = (
+    r"\w*ragged_[mk]|_rows|_weights|_pair_mm|\w*up|down_gradient|_expand|_combine\w*|_?sdd|_?spmm|_mlp_gradient|"
+    r"_forward|_backward|_add_bias|_expert_sum|_\w*quantize"
+)
 
 RULES = (
     Rule(COMMUNICATION, kernel=r"nccl|^gloo:|^c10d::|^to_(experts|home)_kernel", op=r"^c10d::|^gloo:"),
@@ -49,7 +52,7 @@ RULES = (
     Rule("norms", op=r"(?i)(layer|rms)_?norm|^(megablocks::)?norm(_b|B|$)",
          kernel=r"(?i)(layer|rms)_?norm|\bln_[fb]wd|^_norm_", within=r"^norms$"),
     Rule("routing", op=rf"^(megablocks::)?({_ROUTING_OPS})(Backward)?$|RouterGating|AuxLoss|topk",
-         kernel=rf"^_({_ROUTING_KERNELS})_kernel|(?i:topk)", within=r"^routing$"),
+         kernel=rf"^(_({_ROUTING_KERNELS})|limit)_kernel|(?i:topk)", within=r"^routing$"),
     Rule(COPIES, op=r"^aten::(copy_|contiguous|clone|_to_copy|to|cat)$", kernel=r"^Mem(cpy|set)"),
     Rule("attention", within=r"^attention$"),  # after the copies and before the products of an unfused attention
     Rule("experts", op=rf"^(megablocks::)?({_EXPERT_OPS})(Backward)?$", kernel=rf"^({_EXPERT_KERNELS})_kernel",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import megablocks
 from megablocks.config import ConfigError
 from megablocks.monitor.parts import PARTS, RULES, part_of
 from megablocks.monitor.trace import Kernel, exclusive_times, read_step
@@ -119,6 +121,8 @@ def test_an_instant_counts_once_and_communication_only_where_nothing_else_runs()
         ("add", ("aten::add_", "LayerNorm", "autograd::engine::evaluate_function: LayerNorm"), "norms", "norms"),
         ("_route_kernel", ("router",), "", "routing"),
         ("down_gradient_kernel", (), "", "experts"),
+        ("_rows_kernel", ("megablocks::scattered_mm",), "experts", "experts"),
+        ("_rows_kernel", ("megablocks::rows_linear",), "routing", "routing"),
         ("triton_poi_fused_add_native_dropout_0", (), "", "elementwise"),
         ("_rope_kernel", (), "", "elementwise"),
         ("_norm_backward_kernel", ("normBackward",), "", "norms"),
@@ -129,6 +133,18 @@ def test_an_instant_counts_once_and_communication_only_where_nothing_else_runs()
 def test_rules(name: str, callers: tuple[str, ...], within: str, part: str) -> None:
     assert part_of(Kernel(name, 0, 1, callers, within)) == part
     assert {rule.part for rule in RULES} <= set(PARTS)
+
+
+def test_each_of_our_kernels_has_a_part_by_its_name_alone() -> None:
+    """As in a CUDA graph, where a kernel has no op and no range."""
+    experts = ("fused", "grouped", "permute", "quant", "activation_triton.py", "products_hopper.py")
+    ops = Path(megablocks.__file__).parent / "ops"
+    for path in sorted(ops.rglob("*.py")):
+        for name in re.findall(r"\.jit[^\n]*\ndef (\w+_kernel)\(", path.read_text()):
+            part = part_of(Kernel(name, 0, 1, (), ""))
+            assert part != "other", f"{path}: {name}"
+            if path.name != "padded_triton.py" and set(experts) & set(path.relative_to(ops).parts):
+                assert part == "experts", f"{path}: {name}"
 
 
 def test_L2_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
