@@ -93,6 +93,8 @@ class StepProfile:
         rates = [rate for i, rate in pairs if i > args.profile_step_end + 1]
         on_gpu = torch.cuda.is_available()
         sharded = args.use_distributed_optimizer
+        expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+        expert_shards *= args.pipeline_model_parallel_size
         sizes = RunSizes(
             shape=shape_of(args),
             tokens=args.global_batch_size * args.seq_length,
@@ -101,7 +103,8 @@ class StepProfile:
             parameters=self.parameters,
             expert_parameters=self.expert_parameters,
             model_shards=args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
-            optimizer_shards=args.data_parallel_size if sharded else 1,
+            optimizer_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
+            expert_optimizer_shards=args.world_size // expert_shards if sharded else 1,
             element_bytes=2 if args.bf16 or args.fp16 else 4,
             rotary=args.position_embedding_type == "rope",
             device=torch.cuda.get_device_name() if on_gpu else "cpu",

@@ -25,8 +25,9 @@ class RunSizes:
     """What the bounds are computed from; the driver writes it beside a trace, as run.json.
 
     tokens: of one step, over all ranks. parameters: on the profiled rank, expert_parameters among them. model_shards:
-    tensor- times pipeline-parallel size. optimizer_shards: ranks that share the state of a parameter.
-    tokens_per_second: after the profile, median over the log intervals.
+    tensor- times pipeline-parallel size. optimizer_shards: ranks that share the optimizer's state of a parameter;
+    expert_optimizer_shards: of one of an expert, None for as many. tokens_per_second: after the profile, median over
+    the log intervals.
     """
 
     shape: GPTShape
@@ -38,6 +39,7 @@ class RunSizes:
     world_size: int = 1
     model_shards: int = 1
     optimizer_shards: int = 1
+    expert_optimizer_shards: int | None = None
     element_bytes: int = 2
     rotary: bool = False
     peak_memory_bytes: int | None = None
@@ -164,7 +166,9 @@ def _optimizer(run: RunSizes) -> Work:
     # A parameter: gradient, two moments and the master weight are read, 4 bytes each; the last three are written, and
     # the weight itself unless it is the master weight.
     bytes_each = 28 + (run.element_bytes if run.element_bytes < 4 else 0)
-    return Work(0, bytes_each * run.parameters / run.optimizer_shards)
+    of_experts = run.optimizer_shards if run.expert_optimizer_shards is None else run.expert_optimizer_shards
+    dense = run.parameters - run.expert_parameters
+    return Work(0, bytes_each * (dense / run.optimizer_shards + run.expert_parameters / of_experts))
 
 
 def _gradients(run: RunSizes) -> Work:

@@ -100,7 +100,8 @@ def run_sizes(m: Model) -> RunSizes:
         device=m.gpu,
         world_size=m.gpus,
         model_shards=m.tensor_model_parallel_size * m.pipeline_model_parallel_size,
-        optimizer_shards=m.data_parallel_size if m.use_distributed_optimizer else 1,
+        optimizer_shards=m.data_parallel_size * m.context_parallel_size if m.use_distributed_optimizer else 1,
+        expert_optimizer_shards=m.expert_data_parallel_size if m.use_distributed_optimizer else 1,
         element_bytes=m.element_bytes,
         rotary=m.position_embedding_type == "rope",
     )

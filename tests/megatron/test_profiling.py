@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 pytest.importorskip("megatron.training")
 
 from megablocks.megatron import profiling  # noqa: E402
-from megablocks.monitor.bounds import FORMULAS  # noqa: E402
+from megablocks.monitor.bounds import FORMULAS, RunSizes  # noqa: E402
+from megablocks.monitor.flops import GPTShape  # noqa: E402
+from megablocks.monitor.history import History  # noqa: E402
 
 LAYER = "module.module.decoder.layers.3."
 
@@ -42,3 +47,21 @@ def test_a_layer_with_a_router_belongs_to_the_experts() -> None:
     layer = torch.nn.Module()
     layer.router = torch.nn.Module()
     assert profiling.part_of(LAYER + "mlp", layer) == "experts"
+
+
+@pytest.mark.parametrize("spread, shards", [(True, (4, 1)), (False, (1, 1))])
+def test_run_json_says_how_many_ranks_share_an_optimizer_state(
+    spread: bool, shards: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "get_num_microbatches", lambda: 1)
+    monkeypatch.setattr(profiling, "shape_of", lambda _: GPTShape(
+        num_layers=1, hidden_size=8, seq_length=8, vocab_size=8, num_attention_heads=1, head_dim=8))  # fmt: skip
+    args = SimpleNamespace(
+        profile_step_end=4, use_distributed_optimizer=spread, data_parallel_size=2, context_parallel_size=2,
+        world_size=8, tensor_model_parallel_size=1, pipeline_model_parallel_size=2, expert_model_parallel_size=4,
+        expert_tensor_parallel_size=1, global_batch_size=8, seq_length=8, bf16=True, fp16=False,
+        position_embedding_type="rope", tensorboard_dir=str(tmp_path / "tensorboard"),
+    )  # fmt: skip
+    profiling.StepProfile(args).write(History(tmp_path))
+    run = RunSizes.read(tmp_path / "torch_profile" / "run.json")
+    assert (run.optimizer_shards, run.expert_optimizer_shards) == shards

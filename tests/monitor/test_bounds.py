@@ -50,6 +50,9 @@ def test_ranks_share_the_work_and_models_differ() -> None:
     two = dataclasses.replace(SMALL, world_size=2, optimizer_shards=2)
     assert FORMULAS["experts"](two).flops == FORMULAS["experts"](SMALL).flops / 2
     assert FORMULAS["optimizer"](two).bytes == FORMULAS["optimizer"](SMALL).bytes / 2
+    spread = dataclasses.replace(two, expert_optimizer_shards=1)  # each rank has experts of its own
+    experts = SMALL.expert_parameters
+    assert FORMULAS["optimizer"](spread).bytes == 30 * ((3_680_000_000 - experts) / 2 + experts)
     shape = dataclasses.replace(SMALL.shape, num_moe_layers=0, gated=True, num_query_groups=4)
     dense = dataclasses.replace(SMALL, shape=shape, expert_parameters=0, rotary=True)
     tokens, matrices = 131072, 2 * 768**2 + 2 * 768 * 256 + 3 * 768 * 3072

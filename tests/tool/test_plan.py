@@ -432,6 +432,15 @@ def test_rings_over_hosts_share_adapters() -> None:
     assert _part(sharded, name) - late == pytest.approx((_part(many, name) - late) * 6 / 8)
 
 
+def test_a_rank_updates_all_of_its_experts_where_no_other_has_them() -> None:
+    m = _with(FINE, gpus=8, expert_model_parallel_size=8, global_batch_size=256, use_distributed_optimizer=True)
+    p, bandwidth = memory.parameters(m), 4.8e12
+    moved = 30 * (p.dense_per_gpu / 8 + p.experts_per_gpu)
+    assert _part(m, "optimizer") == pytest.approx(step_time.TIMES["optimizer"] * 1e3 * moved / bandwidth)
+    state = memory.OPTIMIZER_BYTES[True] * (p.dense_per_gpu / 8 + p.experts_per_gpu)
+    assert memory.memory(m).parts["optimizer state"] == pytest.approx(state)
+
+
 def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     m = _with(FINE, gpus=8, expert_model_parallel_size=4, pipeline_model_parallel_size=2, global_batch_size=256)
     time = step_time.step_time(m, 1.5)
