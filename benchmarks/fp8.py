@@ -38,7 +38,6 @@ SHAPES = {
     "Q": (16384, 4096, 1536, 128, 8),
 }
 SMALL = ("toy", "small")
-PEAKS = {"H100": (989e12, 1979e12, 3.35e12), "H200": (989e12, 1979e12, 4.8e12)}  # bf16, e4m3 FLOP/s; bytes/s
 PRODUCT_ERROR, LAYER_ERROR = 1e-2, 0.1
 PRODUCTS = ("up", "down", "dA", "dX")
 """Those in e4m3."""
@@ -184,10 +183,13 @@ def errors(got: tuple[Any, ...], want: tuple[Any, ...]) -> dict[str, float]:
 
 
 def bounds(name: str, gpu: str) -> dict[str, float] | None:
-    """Milliseconds of each arm, and of quantizing the weights, by PEAKS; None for another GPU."""
-    peaks = next((p for known, p in PEAKS.items() if known in gpu), None)
-    if peaks is None:
+    """Milliseconds of each arm, and of quantizing the weights, by the data sheet; None for another GPU than Hopper."""
+    from megablocks.monitor.flops import peak_bandwidth, peak_flops
+
+    bf16_rate, bandwidth = peak_flops(gpu), peak_bandwidth(gpu)
+    if bf16_rate is None or bandwidth is None or not any(known in gpu for known in ("H100", "H200")):
         return None
+    e4m3_rate = 2 * bf16_rate
     T, H, width, E, K = SHAPES[name]
     X, A, Y, W = T * H, T * K * width, T * K * H, E * width * H  # values of x, act, the rows of y, one weight
     product, both = 2 * A * H, 2 * (2 * Y + 2 * X)  # FLOPs; bytes of the two combines
@@ -200,8 +202,8 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
     passes8 = both + 6 * X + 5 * A + 14 * A  # rows of x and dY; SwiGLU; its gradient
 
     def ms(bf16: list[tuple[int, int]], e4m3: list[tuple[int, int]], moved: int) -> float:
-        kernels = [(f / peak, b) for of, peak in ((bf16, peaks[0]), (e4m3, peaks[1])) for f, b in of]
-        return 1e3 * (sum(max(seconds, b / peaks[2]) for seconds, b in kernels) + moved / peaks[2])
+        kernels = [(f / rate, b) for of, rate in ((bf16, bf16_rate), (e4m3, e4m3_rate)) for f, b in of]
+        return 1e3 * (sum(max(seconds, b / bandwidth) for seconds, b in kernels) + moved / bandwidth)
 
     return {
         "bf16": ms(rest16 + dw16, [], both),

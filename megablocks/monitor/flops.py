@@ -1,9 +1,9 @@
 """Model FLOPs utilization (MFU): the FLOPs of a dense or mixture-of-experts GPT over the peak rate of known GPUs.
 
 Only matrix products count, with 2 FLOPs per multiply-add: attention projections, causal attention (half of S²), router,
-the top-k experts and shared experts of a token, logits. Backward costs twice the forward. Recomputed activations,
-padding and dropped tokens are not model FLOPs. Megatron's `num_floating_point_operations` counts the same, except that
-it leaves out the router.
+the top-k experts and shared experts of a token, logits. Backward costs twice the forward. Recomputed activations and
+padding are not model FLOPs. A pair that a capacity drops counts as if its expert had computed it. Megatron's
+`num_floating_point_operations` counts the same, except that it leaves out the router.
 """
 
 from __future__ import annotations
@@ -74,16 +74,20 @@ GPUS = {
     "GB200": Gpu(2500.0, 8.0, 184.0),
     "B200": Gpu(2250.0, 8.0, 178.0),
     "GH200": Gpu(989.4),
+    "H200 NVL": Gpu(835.5, 4.8, 139.8),
     "H200": Gpu(989.4, 4.8, 139.8),
     "H100 PCIe": Gpu(756.0, 2.0, 79.1),
     "H100 NVL": Gpu(835.0, 3.9, 93.0),
     "H100": Gpu(989.4, 3.35, 79.1),
+    "A100 80GB PCIe": Gpu(312.0, 1.94, 79.1),
     "A100 80GB": Gpu(312.0, 2.04, 79.1),
     "A100 40GB": Gpu(312.0, 1.56, 39.4),
     "A100": Gpu(312.0),
     "A800": Gpu(312.0),
     "L40S": Gpu(362.05, 0.86, 44.4),
     "A40": Gpu(149.7, 0.70, 44.4),
+    "V100 PCIE 32GB": Gpu(112.0, 0.90, 31.7),
+    "V100 PCIE": Gpu(112.0, 0.90),
     "V100 32GB": Gpu(125.0, 0.90, 31.7),
     "V100": Gpu(125.0, 0.90),
 }

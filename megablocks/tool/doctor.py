@@ -25,7 +25,10 @@ from megablocks.tool.commands import Parser, progress
 from megablocks.tool.env import WITH_HOPPER
 from megablocks.tool.timing import milliseconds
 
-EXPECTED_TFLOPS = {"up": {"H200": 626.0}, "down": {"H200": 545.0}}
+EXPECTED_TFLOPS: dict[str, dict[str, float | None]] = {
+    "up": {"H200 NVL": None, "H200": 626.0},
+    "down": {"H200 NVL": None, "H200": 545.0},
+}
 """Of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0" and "down S0"."""
 SLOW = 0.8
 """The share of the expected rate below which a product counts as slow. Power limits move it by 5 to 10 %."""

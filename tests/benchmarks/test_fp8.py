@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -109,4 +110,11 @@ def test_a_gain_counts_the_weights_once_a_step() -> None:
     found = [(r["micro_batches"], round(r["gain"], 3), r["largest_error"]) for r in rows]
     assert found == [(1, 1.0, 0.07), (4, 1.333, 0.07)]
     assert 1 < rows[0]["gain_of_bound"] < rows[1]["gain_of_bound"] < 2
-    assert fp8.bounds("Q", "NVIDIA A100-SXM4-80GB") is None
+
+
+def test_bounds_are_those_of_the_card() -> None:
+    sxm, pcie = (fp8.bounds("L", f"NVIDIA H100 {card}") for card in ("80GB HBM3", "PCIe"))
+    assert sxm["bf16"] == pytest.approx(12.71, rel=1e-3) and sxm["quantize weights"] == pytest.approx(2.404, rel=1e-3)
+    assert pcie["bf16"] > 1.3 * sxm["bf16"] and pcie["quantize weights"] == pytest.approx(2.404 * 3.35 / 2, rel=1e-3)
+    for other in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", ""):
+        assert fp8.bounds("Q", other) is None

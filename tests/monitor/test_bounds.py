@@ -71,7 +71,13 @@ def test_no_bound_is_better_than_a_wrong_one(change: dict) -> None:
 
 @pytest.mark.parametrize(
     "name, rate",
-    [("NVIDIA H200", 4.8e12), ("NVIDIA A100-SXM4-80GB", 2.04e12), ("NVIDIA H200 MIG 1g.18gb", None), ("Tesla", None)],
+    [
+        ("NVIDIA H200", 4.8e12),
+        ("NVIDIA A100-SXM4-80GB", 2.04e12),
+        ("NVIDIA A100 80GB PCIe", 1.94e12),
+        ("NVIDIA H200 MIG 1g.18gb", None),
+        ("Tesla", None),
+    ],
 )
 def test_bandwidth_by_name_or_none(name: str, rate: float | None) -> None:
     assert peak_bandwidth(name) == rate

@@ -10,6 +10,7 @@ import torch
 from gpu.test_families import in_another_process, tensors_pass_for_cuda
 from torch import Tensor
 
+from megablocks.monitor.flops import of_device
 from megablocks.tool import doctor
 from megablocks.tool.cases import CASES, Case, errors
 from megablocks.tool.commands import main
@@ -141,3 +142,11 @@ def _seen_on_hopper() -> dict[str, Any]:
 
 if __name__ == "__main__":
     print(json.dumps(_seen_on_hopper()))
+
+
+@pytest.mark.parametrize(
+    "name, known", [("NVIDIA H200", True), ("NVIDIA H200 NVL", False), ("NVIDIA H100 PCIe", False)]
+)
+def test_the_rate_of_a_faster_card_is_not_expected(name: str, known: bool) -> None:
+    for rates in doctor.EXPECTED_TFLOPS.values():
+        assert (of_device(rates, name) is not None) == known
