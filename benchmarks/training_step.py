@@ -130,7 +130,9 @@ BEFORE = {
 
 
 class Measured(NamedTuple):
-    """One run of an arm. ms: a step. peak_gib: largest memory that torch had allocated. first_s: the first step."""
+    """One run of an arm. ms: a step. peak_gib: largest memory that torch had allocated, of rank 0. first_s: the first
+    step.
+    """
 
     ms: float
     tokens_per_second: float
@@ -144,6 +146,7 @@ def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list
     """The command of a run and what it adds to the environment."""
     block = "transformer_engine" if arm.engine else "local"
     ours = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= --transformer-impl {block}"
+    ours += f" --log-memory-interval {INTERVAL}"  # else Megatron reads the peak after the first interval alone
     command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS), *arm.arguments]
     return command, {
         "NGPU": str(arm.gpus),

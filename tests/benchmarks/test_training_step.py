@@ -77,6 +77,13 @@ def test_a_run_beyond_the_patience_is_ended(tmp_path: Path) -> None:
         step.run(step.Arm("M", "bad.sh", ""), tmp_path, tmp_path)
 
 
+def test_the_peak_of_memory_is_read_until_the_last_step() -> None:
+    flags = step.command_of(step.ARMS["dmoe-xs"], Path("/c"), Path("/d"), Path("/r"))[1]["FLAGS"].split()
+    assert flags[flags.index("--log-memory-interval") + 1] == str(step.INTERVAL) and step.STEPS % step.INTERVAL == 0
+    later = "[Rank 0] (after 30 iterations) memory (MB) | allocated: 1.0 | max allocated: 3072.0 | reserved: 4096.0"
+    assert step.read_log(f"{log(250.0, 6.5)}\n{later}").peak_gib == 3.0
+
+
 def test_an_arm_says_whose_block_it_has() -> None:
     for name, arm in step.ARMS.items():
         flags = step.command_of(arm, Path("/c"), Path("/d"), Path("/r"))[1]["FLAGS"]
