@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megablocks.monitor import flops
 from megablocks.tool import memory, plan, step_time
 
 from .conftest import BENCHMARKS
@@ -30,6 +31,19 @@ def test_the_pages_tables_are_what_is_computed() -> None:
             assert one.lost["memory"] >= 0
     page = (BENCHMARKS.parent / "docs/tool.md").read_text()
     assert f"\n{chr(10).join(scaling.check_rows(INPUTS))}\n\n" in page
+
+
+def test_the_kept_steps_agree_with_themselves() -> None:
+    """MFU follows from tokens/s, and tokens/s from the milliseconds; those of XS on an H200 are 2 % apart."""
+    records = json.loads((scaling.RESULTS / "training_step.json").read_text())["records"]
+    kept, compared = {one["arm"]: one for one in records}, 0
+    for entry, one in zip(INPUTS["steps"], scaling.steps(INPUTS), strict=True):
+        if (record := kept.get(entry["arm"])) is not None:
+            m, rate = one.model, record["tokens_per_second"]
+            assert record["mfu"] == pytest.approx(flops.mfu(rate, m.shape, m.gpu, m.gpus), abs=1e-3), entry["arm"]
+            assert m.tokens / record["ms"] * 1e3 == pytest.approx(rate, rel=0.022 if "xs" in entry["arm"] else 5e-3)
+            compared += 1
+    assert compared > 12
 
 
 def test_load_of_ranks_is_that_of_their_experts() -> None:
