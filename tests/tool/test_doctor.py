@@ -88,6 +88,17 @@ def test_a_slow_product_fails(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert out.err == "megablocks doctor: up: slow\n"
 
 
+def test_the_time_of_a_product_has_no_launch_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def milliseconds(run: Any, calls: int = 1, *, head_start_ms: float = 0.0) -> float:
+        waits.append(head_start_ms)
+        return run()
+
+    monkeypatch.setattr(doctor, "milliseconds", milliseconds)
+    assert doctor.gpu_milliseconds(lambda: 0.25) == 0.25 and waits == [doctor.HEAD_START_MS] and waits[0] > 0
+
+
 @pytest.mark.gpu
 def test_products_are_timed() -> None:
     found = doctor.speeds(torch.device("cuda", 0))
