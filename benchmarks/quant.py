@@ -7,7 +7,7 @@ float32 and small. mlp_impl "grouped" and "sparse", gelu and swiglu. For each qu
 
     saved    how many bytes less autograd keeps than without the quantizer (each storage counts once)
     errors   ‖dW − dW without‖ / ‖dW without‖ for each weight
-    ms       forward and backward, median, and the same without quantizers
+    ms       forward and backward, median, and the same without quantizers, in turn
 
 Also the GB/s of the two kernels and of torch's copy. The exit status is 1 if the error of a single quantizer exceeds
 1e-2 at 8 bits or 1e-1 at 4 bits. Writes quant.json. DRY_RUN=1 prints the cases.
@@ -18,11 +18,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import Gate, dry_run, milliseconds, relative_error, write_result
+from measure import Gate, dry_run, interleave, milliseconds, relative_error, write_result
 
 QUANTIZERS = ("inputs", "rematerialize", "scatter")
 BOUND = {8: 1e-2, 4: 1e-1}
@@ -35,10 +36,8 @@ def cases() -> list[tuple[str, str, int, tuple[str, ...]]]:
     return [(impl, act, bits, n) for impl in IMPLS for act in ACTIVATIONS for bits in (8, 4) for n in names]
 
 
-def measure(
-    impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, repeats: int, device: str
-) -> Any:
-    """(gradients by name, bytes kept, milliseconds) of one layer."""
+def measure(impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, device: str) -> Any:
+    """(gradients by name, bytes kept, a step to time) of one layer."""
     import torch
 
     from megablocks import MoEConfig, dMoE
@@ -71,8 +70,7 @@ def measure(
         x.grad = None
         layer.forward_with_aux(x)[0].backward(dy)
 
-    milliseconds(step, 2)
-    return grads, kept, median(milliseconds(step) for _ in range(repeats))
+    return grads, kept, step
 
 
 def predicted(impl: str, activation: str, bits: int, names: tuple[str, ...], tokens: int, device: str) -> int | None:
@@ -150,9 +148,11 @@ def main() -> int:
     print(f"{'impl':8} {'act':7} bits {'quantized':13} {'kept MB':>8} {'saved MB':>8} {'ms':>7} {'plain':>7}  errors")
     for impl, activation, bits, names in cases():
         if (impl, activation) not in plain:
-            plain[impl, activation] = measure(impl, activation, -1, (), tokens, options.repeats, device)
-        expected, kept_plain, ms_plain = plain[impl, activation]
-        grads, kept, ms = measure(impl, activation, bits, names, tokens, options.repeats, device)
+            plain = {(impl, activation): measure(impl, activation, -1, (), tokens, device)}
+        expected, kept_plain, plain_step = plain[impl, activation]
+        grads, kept, step = measure(impl, activation, bits, names, tokens, device)
+        timers = {"plain": partial(milliseconds, plain_step), "quantized": partial(milliseconds, step)}
+        ms_plain, ms = map(median, interleave(timers, options.repeats, warm_up=2).values())
         errors = {n: relative_error(grads[n], g) for n, g in expected.items()}  # infinite for NaN
         name = names[0] if len(names) == 1 else "all three"
         worst, key = max(errors.values()), f"{impl}/{activation}/{bits}/{name}"
