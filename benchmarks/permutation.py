@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,6 +29,7 @@ from measure import (
     milliseconds,
     need_gpu,
     relative_error,
+    speed,
     write_result,
 )
 
@@ -148,17 +149,26 @@ def measure(shape: tuple[int, int, int], rounds: int, gate: Gate) -> list[dict[s
         if f"copy {num_bytes}" not in functions:
             functions |= copies_of(num_bytes)
     times = interleave({name: timer(fn) for name, fn in functions.items()}, rounds)
+    return rows_of(shape, {name: num_bytes for name, (*_, num_bytes) in case.ops.items()}, times)
+
+
+def rows_of(
+    shape: tuple[int, int, int], bytes_of: Mapping[str, int], times: Mapping[str, Sequence[float]]
+) -> list[dict[str, Any]]:
+    """One row an op. The shares are medians of the ratios of the rounds. times: of the ops and of all copies, in µs."""
     spent = {name: median(values) for name, values in times.items()}
-    sizes = {2**31, *(num_bytes for *_, num_bytes in case.ops.values())}
-    fastest = {size: size / min(spent[f"copy {size}"], spent[f"neg {size}"]) for size in sizes}
-    peak = max(fastest.values())
-    out = []
-    for name, (_, _, num_bytes) in case.ops.items():
-        speed, same_size = num_bytes / spent[name], fastest[num_bytes]
+    sizes = {2**31, *bytes_of.values()}
+    fastest = {size: min((f"copy {size}", f"neg {size}"), key=spent.__getitem__) for size in sizes}
+    best = max(sizes, key=lambda size: size / spent[fastest[size]])
+    peak, out = best / spent[fastest[best]], []
+    for name, num_bytes in bytes_of.items():
+        of_copy, of_best = (speed(times, name, copy) for copy in (fastest[num_bytes], fastest[best]))
+        assert of_copy is not None and of_best is not None
         out.append(
             {
-                "shape": shape, "op": name, "bytes": num_bytes, "us": spent[name], "gb_per_s": speed / 1e3,
-                "of_copy": speed / same_size, "of_peak": speed / peak, "peak_gb_per_s": peak / 1e3,
+                "shape": shape, "op": name, "bytes": num_bytes, "us": spent[name],
+                "gb_per_s": num_bytes / spent[name] / 1e3, "of_copy": of_copy, "of_peak": of_best * num_bytes / best,
+                "peak_gb_per_s": peak / 1e3,
             }
         )  # fmt: skip
     return out
