@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megablocks.monitor.bounds import RunSizes, bounds
-from megablocks.monitor.flops import mfu, peak_bandwidth
+from megablocks.monitor.flops import mfu, of_device, peak_bandwidth
 from megablocks.tool.memory import parameters, rows
 from megablocks.tool.model import HOST_GPUS, Model
 
@@ -64,7 +64,8 @@ NETWORK_GB, NETWORK_US = 40.0, 36.0
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
 """Of the time. The first is that of one or two H200s or H100s: all measured steps stay within it. The second is a
 guess, for everything else."""
-MEASURED_GPUS = ("H200", "H100 80GB HBM3")
+MEASURED_GPUS = {"H200 NVL": False, "H200": True, "H100 80GB HBM3": True}
+"""By words of the device name, as `monitor.flops.GPUS`."""
 
 
 _ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks")
@@ -226,7 +227,7 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
         parts["waiting for the last stage"] = last
         parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches
     rate = m.tokens / sum(parts.values()) * 1e3
-    measured = m.measured_layout and any(name in m.gpu for name in MEASURED_GPUS) and m.recompute_granularity is None
+    measured = m.measured_layout and of_device(MEASURED_GPUS, m.gpu) and m.recompute_granularity is None
     bar = ERROR_BAR if measured else ERROR_BAR_LAYOUT
     unknown = waits > IDLE_MS and m.shape.num_moe_layers < m.num_layers
     return StepTime(parts, rate, mfu(rate, m.shape, m.gpu, m.gpus), None if unknown else bar)

@@ -350,6 +350,14 @@ def test_what_saves_memory_saves_it() -> None:
     assert memory.memory(stages).parts["weights"] < 0.6 * memory.memory(eight).parts["weights"]
 
 
+@pytest.mark.parametrize("gpu, measured", [("NVIDIA H200", True), ("NVIDIA H100 80GB HBM3", True),
+                                           ("NVIDIA H200 NVL", False), ("NVIDIA H100 PCIe", False)])  # fmt: skip
+def test_a_card_that_was_not_measured_has_the_larger_error_bar(gpu: str, measured: bool) -> None:
+    time = step_time.step_time(_with(gpu=gpu))
+    assert time is not None
+    assert time.error_bar == (step_time.ERROR_BAR if measured else step_time.ERROR_BAR_LAYOUT)
+
+
 def test_layouts_cost_communication() -> None:
     eight = _with(gpus=8, global_batch_size=1024)
     alone, spread = step_time.step_time(eight), step_time.step_time(_with(eight, expert_model_parallel_size=8))
