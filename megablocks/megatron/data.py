@@ -212,6 +212,8 @@ def _is_read_here(vp_stage: int | None = None) -> bool:
 
 def predicts_ahead(vp_stage: int | None) -> bool:
     """Whether this rank's stage has layers of multi-token prediction, which read tokens too."""
+    if not get_args().mtp_num_layers:  # asked for each micro-batch; the config takes 0.4 ms to make
+        return False
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(
         layout=config.pipeline_model_parallel_layout,
