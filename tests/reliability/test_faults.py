@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("megatron.training")
 
-from driver import EXPERTS, PATIENCE_S, TINY, Driver, Run, read_csv  # noqa: E402
+from driver import EXPERTS, TINY, Driver, Run, read_csv  # noqa: E402
 
 from megablocks.checkpoint import atomic  # noqa: E402
 
@@ -133,10 +133,10 @@ sys.exit(pretrain_gpt.main())
 """
 
 
-def test_an_error_ends_a_rank_that_has_data_workers(driver: Driver) -> None:
+def test_F6_an_error_ends_a_rank_that_has_data_workers(driver: Driver) -> None:
     """In an interpreter of its own, for those of the other tests end without Python's own exit."""
     flags = ["--data-prefix", str(driver.data), "--train-iters", "4", "--num-workers", "2"]
     command = [sys.executable, "-c", FAILING, *TINY, *EXPERTS, *flags]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_S)
+    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 1 and "a mistake in the user's code" in done.stderr.splitlines()[-1], done.stderr[-3000:]
