@@ -89,15 +89,9 @@ class Work(NamedTuple):
     bytes: float
 
 
-def _heads(shape: GPTShape) -> tuple[int, int]:
-    """Widths of all queries and of all keys; values are as wide as keys."""
-    groups = shape.num_query_groups or shape.num_attention_heads
-    return shape.num_attention_heads * shape.head_dim, groups * shape.head_dim
-
-
 def _experts(run: RunSizes) -> Work:
     s = run.shape
-    width = s.moe_ffn_hidden_size * (2 if s.gated else 1)
+    width = s.moe_ffn_hidden_size * s.up_products
     # A pair's rows. H: forward reads x, writes y; backward reads dy twice and x, writes dx. Width of the up product:
     # forward writes and reads it; backward reads it, writes its gradient, reads that twice.
     rows = 6 * s.top_k * (s.hidden_size + width)
@@ -115,21 +109,18 @@ def _routing(run: RunSizes) -> Work:
 
 def _attention(run: RunSizes) -> Work:
     s = run.shape
-    query, key = _heads(s)
     # Of 2 products forward and 5 backward (scores are computed again), the model's FLOPs count 2 and 4.
     # Forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
-    moved = s.num_layers * (6 * query + 6 * key)
+    moved = s.num_layers * 6 * (s.query_width + s.key_width)
     return Work(run.flops("attention") * 3.5 / 3, run.activations(moved))
 
 
 def _products(run: RunSizes) -> Work:
     s = run.shape
-    query, key = _heads(s)
-    gated = 2 if s.gated else 1
     # The inputs and outputs of each product. y, dx and dw move them once each: three times.
-    attention = s.num_layers * (2 * s.hidden_size + 2 * query + 2 * key)
-    mlp = (s.num_layers - s.num_moe_layers) * (2 * s.hidden_size + (gated + 1) * s.ffn_hidden_size)
-    shared = s.num_moe_layers * (2 * s.hidden_size + (gated + 1) * s.shared_expert_hidden_size)
+    attention = s.num_layers * 2 * (s.hidden_size + s.query_width + s.key_width)
+    mlp = (s.num_layers - s.num_moe_layers) * (2 * s.hidden_size + (s.up_products + 1) * s.ffn_hidden_size)
+    shared = s.num_moe_layers * (2 * s.hidden_size + (s.up_products + 1) * s.shared_expert_hidden_size)
     shared = shared if s.shared_expert_hidden_size else 0
     parts = ("attention_projections", "mlp", "shared_experts")
     moved = run.weights(run.matrices(*parts)) + run.activations(3 * (attention + mlp + shared))
@@ -151,14 +142,13 @@ def _embedding_and_loss(run: RunSizes) -> Work:
 
 def _elementwise(run: RunSizes) -> Work:
     s = run.shape
-    gated = 2 if s.gated else 1
     # Two residuals a layer. Forward reads the branch and the residual, writes the sum; backward reads the gradient of
     # the sum and writes that of the branch, which dropout changes, and reads that of the residual to add it.
     moved = 2 * 6 * s.num_layers * s.hidden_size
     # Activations of dense layers. Forward reads the up product, writes; backward reads both and writes one.
-    moved += (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * gated + 2)
+    moved += (s.num_layers - s.num_moe_layers) * s.ffn_hidden_size * (3 * s.up_products + 2)
     # Rotary embedding reads and writes q and k, forward and backward.
-    moved += run.rotary * s.num_layers * 4 * sum(_heads(s))
+    moved += run.rotary * s.num_layers * 4 * (s.query_width + s.key_width)
     return Work(0, run.activations(moved))
 
 

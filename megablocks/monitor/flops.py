@@ -35,16 +35,28 @@ class GPTShape:
     moe_ffn_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
 
+    @property
+    def query_width(self) -> int:
+        """Of the queries of all heads."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_width(self) -> int:
+        """Of the keys of all heads. Values are as wide as keys."""
+        return (self.num_query_groups or self.num_attention_heads) * self.head_dim
+
+    @property
+    def up_products(self) -> int:
+        """Products of an MLP that read its input."""
+        return 2 if self.gated else 1
+
 
 def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
     """Forward FLOPs of one token, by part of the model."""
-    hidden, query = shape.hidden_size, shape.num_attention_heads * shape.head_dim
-    groups = shape.num_query_groups or shape.num_attention_heads
-    products = 3 if shape.gated else 2
-    dense_layers = shape.num_layers - shape.num_moe_layers
-    moe = shape.num_moe_layers
+    hidden, query, products = shape.hidden_size, shape.query_width, shape.up_products + 1
+    dense_layers, moe = shape.num_layers - shape.num_moe_layers, shape.num_moe_layers
     return {
-        "attention_projections": shape.num_layers * 2.0 * hidden * (2 * query + 2 * groups * shape.head_dim),
+        "attention_projections": shape.num_layers * 2.0 * hidden * (2 * query + 2 * shape.key_width),
         "attention": shape.num_layers * 2.0 * shape.seq_length * query,  # 2 products · 2 FLOPs · S/2 keys on average
         "mlp": dense_layers * 2.0 * products * hidden * shape.ffn_hidden_size,
         "router": moe * 2.0 * hidden * shape.num_experts,

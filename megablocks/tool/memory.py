@@ -48,8 +48,7 @@ class Parameters(NamedTuple):
 def _layer_parts(m: Model) -> tuple[int, int, int]:
     """Parameters of a layer's attention and norms, of a dense MLP, and of one expert."""
     s = m.shape
-    hidden, products = m.hidden_size, 3 if m.swiglu else 2
-    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or 0) * s.head_dim
+    hidden, query, key, products = m.hidden_size, s.query_width, s.key_width, s.up_products + 1
     attention = hidden * (2 * query + 2 * key)
     norms = 2 * hidden * (2 if m.normalization == "LayerNorm" else 1)
     mlp = products * hidden * s.ffn_hidden_size
@@ -64,7 +63,7 @@ def parameters(m: Model) -> Parameters:
     attention, mlp, expert = _layer_parts(m)
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     moe = s.num_moe_layers
-    shared = (3 if m.swiglu else 2) * m.hidden_size * s.shared_expert_hidden_size
+    shared = (s.up_products + 1) * m.hidden_size * s.shared_expert_hidden_size
     router = m.hidden_size * s.num_experts
     words = m.hidden_size * m.vocab_size
     places = m.hidden_size * m.seq_length if m.position_embedding_type == "learned_absolute" else 0
@@ -109,7 +108,7 @@ def rows(m: Model) -> Rows:
 def layer_activations(m: Model) -> dict[str, float]:
     """Bytes that backward needs of one layer, averaged over layers with and without experts."""
     n, s, e, tp = rows(m), m.shape, m.element_bytes, m.tensor_model_parallel_size
-    query, key = s.num_attention_heads * s.head_dim, (s.num_query_groups or 0) * s.head_dim
+    query, key = s.query_width, s.key_width
     input_ = n.rank * m.hidden_size * e
     if m.recompute_granularity == "full":
         return {"layer inputs": input_}
@@ -125,14 +124,13 @@ def layer_activations(m: Model) -> dict[str, float]:
     if m.hidden_dropout:
         parts["dropout masks"] = 2 * n.rank * m.hidden_size
     share = s.num_moe_layers / s.num_layers
-    gated = 2 if m.swiglu else 1
     if share < 1:
-        parts["dense MLP"] = (1 - share) * (input_ + n.group * (gated + 1) * s.ffn_hidden_size * e / tp)
+        parts["dense MLP"] = (1 - share) * (input_ + n.group * (s.up_products + 1) * s.ffn_hidden_size * e / tp)
     if share:
         width = s.shared_expert_hidden_size
         # Logits in float32; five indices and a weight a pair.
         parts["router"] = share * n.rank * (4 * s.num_experts + 24 * s.top_k)
-        parts["experts"] = share * (expert_activations(m) + n.group * (gated + 1) * width * e / tp)
+        parts["experts"] = share * (expert_activations(m) + n.group * (s.up_products + 1) * width * e / tp)
     return parts
 
 
@@ -144,7 +142,7 @@ def expert_activations(m: Model) -> float:
     sizes = {
         "tokens": (n.rank + n.received) * m.hidden_size * e,
         "rows": n.padded * m.hidden_size * e,
-        "pre": n.padded * width * (2 if m.swiglu else 1) * pre_bytes,
+        "pre": n.padded * width * s.up_products * pre_bytes,
         "activation": n.padded * width * e,
         "output": n.padded * m.hidden_size * e,
     }
@@ -159,9 +157,9 @@ def expert_activations(m: Model) -> float:
 def _backward_of_a_layer(m: Model) -> float:
     """Bytes of the temporary tensors in a layer's backward: gradients of the widest products' rows and of its input."""
     n, s, e = rows(m), m.shape, m.element_bytes
-    gated = 2 if m.swiglu else 1
-    dense = n.group * (gated + 1) * s.ffn_hidden_size / m.tensor_model_parallel_size
-    experts = n.padded * ((gated + 1) * s.moe_ffn_hidden_size / m.etp + m.hidden_size) if s.num_moe_layers else 0
+    up = s.up_products + 1  # gradients of what goes into the activation, and of what comes out
+    dense = n.group * up * s.ffn_hidden_size / m.tensor_model_parallel_size
+    experts = n.padded * (up * s.moe_ffn_hidden_size / m.etp + m.hidden_size) if s.num_moe_layers else 0
     again = 0.0
     if m.recompute_granularity == "full":
         again = sum(layer_activations(dataclasses.replace(m, recompute_granularity=None)).values())

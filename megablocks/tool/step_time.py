@@ -181,14 +181,14 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
     beside = ATTENTION * EXPONENTIAL_FLOPS + (ATTENTION_DROPOUT_FLOPS if m.attention_dropout else 0)
     parts["attention"] = least["attention"].arithmetic * (ATTENTION + 2 * beside / 14 / s.head_dim)
     parts["copies"] = moved(COPIES * hidden)
-    query, key = s.num_attention_heads, s.num_query_groups or s.num_attention_heads
-    if key != query:  # keys and values are copied to every head of a group, and their gradients added up
-        parts["copies"] += moved(4 * (query + key) * s.head_dim * tokens * s.num_layers * m.element_bytes)
+    if (
+        s.key_width != s.query_width
+    ):  # keys and values are copied to every head of a group, and their gradients added up
+        parts["copies"] += moved(4 * (s.query_width + s.key_width) * tokens * s.num_layers * m.element_bytes)
     if "experts" in parts:
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
-            gated = 2 if m.swiglu else 1
-            parts["experts"] *= 1 + gated / (gated + 1) / 3
+            parts["experts"] *= 1 + s.up_products / (s.up_products + 1) / 3
     if m.fused_loss:  # backward computes the logits that were not kept again: a fourth product
         again = max(0.0, 1 - m.kept_logits / logits) / 3
         parts["embedding and loss"] += (
