@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megablocks.config import QUANTIZE_NUM_BITS, ConfigError
+from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
 from megablocks.megatron.settings import flag_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
@@ -39,23 +39,23 @@ def _kind(one: dataclasses.Field[Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One training run, on paper. Fields that are None at first are filled by their rule in `__post_init__`."""
+    """One training run, on paper. `__post_init__` fills the fields that are unset, thus None, at first."""
 
     num_layers: int = option(..., "Transformer layers")
     hidden_size: int = option(..., "H")
     num_attention_heads: int = option(..., "attention heads")
     seq_length: int = option(..., "tokens of a sequence")
     micro_batch_size: int = option(..., "sequences of a micro-batch on a data-parallel rank")
-    global_batch_size: int | None = option(None, "sequences of a step; unset: one micro-batch on each rank")
+    global_batch_size: int = option(None, "sequences of a step; unset: one micro-batch on each rank")
     vocab_size: int = option(VOCABULARY, "rows of the embedding, padding included")
-    kv_channels: int | None = option(None, "width of a head; unset: H / heads")
-    num_query_groups: int | None = option(None, "heads of keys and values; unset: as many as attention heads")
-    ffn_hidden_size: int | None = option(None, "width of dense layers; unset: 4·H, gated 8/3·H")
+    kv_channels: int = option(None, "width of a head; unset: H / heads")
+    num_query_groups: int = option(None, "heads of keys and values; unset: as many as attention heads")
+    ffn_hidden_size: int = option(None, "width of dense layers; unset: 4·H, gated 8/3·H")
     num_experts: int = option(0, "experts of a layer; 0: a dense model", least=0)
     moe_router_topk: int = option(1, "experts of a token")
-    moe_ffn_hidden_size: int | None = option(None, "width of an expert; unset: as dense layers")
+    moe_ffn_hidden_size: int = option(None, "width of an expert; unset: as dense layers")
     moe_shared_expert_intermediate_size: int = option(0, "width of the shared expert; 0: none", least=0)
-    num_moe_layers: int | None = option(None, "layers with experts; unset: all of a model with experts", least=0)
+    num_moe_layers: int = option(None, "layers with experts; unset: all of a model with experts", least=0)
     swiglu: bool = option(False, "gated activation: two up-projections")
     normalization: str = option("LayerNorm", "kind of norm", ("LayerNorm", "RMSNorm"))
     position_embedding_type: str = option(
@@ -69,7 +69,7 @@ class Model:
     tensor_model_parallel_size: int = option(1, "TP")
     pipeline_model_parallel_size: int = option(1, "PP")
     expert_model_parallel_size: int = option(1, "EP")
-    expert_tensor_parallel_size: int | None = option(None, "TP of experts; unset: as TP")
+    expert_tensor_parallel_size: int = option(None, "TP of experts; unset: as TP")
     context_parallel_size: int = option(1, "CP")
     sequence_parallel: bool = option(False, "norms and dropout on a part of the sequence for each TP rank")
     use_distributed_optimizer: bool = option(False, "optimizer state is spread over the data-parallel ranks")
@@ -88,54 +88,47 @@ class Model:
 
     def __post_init__(self) -> None:
         check_least(vars(self))
-        if self.num_experts and not 1 <= self.moe_router_topk <= self.num_experts:
-            raise ConfigError(f"moe_router_topk={self.moe_router_topk}: must be 1 to num_experts={self.num_experts}")
+        if self.num_experts and self.moe_router_topk > self.num_experts:
+            refuse("moe_router_topk", self.moe_router_topk, f"must be 1 to num_experts={self.num_experts}")
         if self.mlp_impl == "reference":
-            raise ConfigError("mlp_impl='reference': is for tests; nothing is known about its time")
+            refuse("mlp_impl", "reference", "is for tests; nothing is known about its time")
         width, capacity = 4 * self.hidden_size, memory_gib(self.gpu)
-        rules = {
-            "kv_channels": self.hidden_size // self.num_attention_heads,
-            "num_query_groups": self.num_attention_heads,
-            "ffn_hidden_size": width * 2 // 3 // 64 * 64 if self.swiglu else width,
-            "num_moe_layers": self.num_layers if self.num_experts else 0,
-            "expert_tensor_parallel_size": self.tensor_model_parallel_size,
-            "fused_loss_kept_gib": None if capacity is None else capacity / 10,
-        }
-        for name, value in rules.items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        if self.moe_ffn_hidden_size is None:
-            object.__setattr__(self, "moe_ffn_hidden_size", self.ffn_hidden_size)
-        check_least(vars(self))  # a rule may give a width of 0
+        self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
+        self._fill("num_query_groups", self.num_attention_heads)
+        self._fill("ffn_hidden_size", width * 2 // 3 // 64 * 64 if self.swiglu else width)
+        self._fill("moe_ffn_hidden_size", self.ffn_hidden_size)
+        self._fill("num_moe_layers", self.num_layers if self.num_experts else 0)
+        self._fill("expert_tensor_parallel_size", self.tensor_model_parallel_size)
+        self._fill("fused_loss_kept_gib", None if capacity is None else capacity / 10)
+        check_least(vars(self))  # what was filled in may be a width of 0
         self._check_layout()
-        if self.global_batch_size is None:
-            object.__setattr__(self, "global_batch_size", self.micro_batch_size * self.data_parallel_size)
         share = self.micro_batch_size * self.data_parallel_size
-        if self.global_batch_size % share:  # type: ignore[operator]
-            raise ConfigError(
-                f"global_batch_size={self.global_batch_size}: must be a multiple of micro_batch_size="
-                f"{self.micro_batch_size} times the {self.data_parallel_size} data-parallel ranks"
-            )
+        self._fill("global_batch_size", share)
+        if self.global_batch_size % share:
+            ranks = f"times the {self.data_parallel_size} data-parallel ranks"
+            allowed = f"must be a multiple of micro_batch_size={self.micro_batch_size} {ranks}"
+            refuse("global_batch_size", self.global_batch_size, allowed)
+
+    def _fill(self, name: str, value: Any) -> None:
+        if getattr(self, name) is None:
+            object.__setattr__(self, name, value)
 
     def _check_layout(self) -> None:
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
-            raise ConfigError(f"gpus={self.gpus}: must be a multiple of TP · PP · CP = {ranks}")
-        most = self.num_layers if self.num_experts else 0
-        if self.num_moe_layers is not None and self.num_moe_layers > most:
-            name = "num_layers" if self.num_experts else "num_experts"
-            raise ConfigError(
-                f"num_moe_layers={self.num_moe_layers}: must be <= {most}, for {name}={getattr(self, name)}"
-            )
-        if self.num_layers % self.pipeline_model_parallel_size:
-            stages = self.pipeline_model_parallel_size
-            raise ConfigError(f"pipeline_model_parallel_size={stages}: must divide num_layers={self.num_layers}")
+            refuse("gpus", self.gpus, f"must be a multiple of TP · PP · CP = {ranks}")
+        name, most = ("num_layers", self.num_layers) if self.num_experts else ("num_experts", 0)
+        if self.num_moe_layers > most:
+            refuse("num_moe_layers", self.num_moe_layers, f"must be <= {most}, for {name}={most}")
+        stages = self.pipeline_model_parallel_size
+        if self.num_layers % stages:
+            refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")
         ranks = self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size
         if self.num_experts and (self.gpus % ranks or self.num_experts % self.expert_model_parallel_size):
-            raise ConfigError(
-                f"expert_model_parallel_size={self.expert_model_parallel_size}: must divide num_experts="
-                f"{self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
+            allowed = (
+                f"must divide num_experts={self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
             )
+            refuse("expert_model_parallel_size", self.expert_model_parallel_size, allowed)
 
     @property
     def kept_logits(self) -> float:
@@ -144,7 +137,7 @@ class Model:
 
     @property
     def etp(self) -> int:
-        return self.expert_tensor_parallel_size or 1
+        return self.expert_tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
@@ -157,7 +150,6 @@ class Model:
 
     @property
     def micro_batches(self) -> int:
-        assert self.global_batch_size is not None
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -176,7 +168,6 @@ class Model:
     @property
     def tokens(self) -> int:
         """Tokens of a step, over all ranks."""
-        assert self.global_batch_size is not None
         return self.global_batch_size * self.seq_length
 
     @property
@@ -192,14 +183,14 @@ class Model:
             seq_length=self.seq_length,
             vocab_size=self.vocab_size,
             num_attention_heads=self.num_attention_heads,
-            head_dim=self.kv_channels or 0,
+            head_dim=self.kv_channels,
             num_query_groups=self.num_query_groups,
-            ffn_hidden_size=self.ffn_hidden_size or 0,
+            ffn_hidden_size=self.ffn_hidden_size,
             gated=self.swiglu,
-            num_moe_layers=self.num_moe_layers or 0,
+            num_moe_layers=self.num_moe_layers,
             num_experts=self.num_experts,
             top_k=self.moe_router_topk,
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size or 0,
+            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
             shared_expert_hidden_size=self.moe_shared_expert_intermediate_size,
         )
 
@@ -219,7 +210,7 @@ class Model:
             saves_less=self.recompute_activation or self.quantize_rematerialize_num_bits != -1,
             num_experts=self.num_experts // self.expert_model_parallel_size,
             hidden_size=self.hidden_size,
-            ffn_hidden_size=(self.moe_ffn_hidden_size or 0) // self.etp,
+            ffn_hidden_size=self.moe_ffn_hidden_size // self.etp,
         )
 
 
@@ -229,7 +220,7 @@ def check_least(values: Mapping[str, Any]) -> None:
         least, value = one.metadata["least"], values.get(one.name)
         least = _LEAST.get(_kind(one)) if least is None else least
         if least is not None and value is not None and not least <= value < math.inf:
-            raise ConfigError(f"{one.name}={value}: must be >= {least}")
+            refuse(one.name, value, f"must be >= {least}")
 
 
 def from_flags(options: argparse.Namespace) -> Model:
@@ -251,11 +242,11 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
 
     for name, why in _NOT_PLANNED.items():
         if getattr(args, name):
-            raise ConfigError(f"{name}={getattr(args, name)}: is not planned, leave it out; {why}")
+            refuse(name, getattr(args, name), f"is not planned, leave it out; {why}")
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
-        name = f"capacity_factor={factor}" if factor is not None else f"layer={layer!r}"
-        raise ConfigError(f"megablocks_{name}: must be left out; plan knows only our dropless layers")
+        name, value = ("layer", layer) if factor is None else ("capacity_factor", factor)
+        refuse(PREFIX + name, value, "must be left out; plan knows only our dropless layers")
     values: dict[str, Any] = {}
     for one in dataclasses.fields(Model):
         dest = one.name if hasattr(args, one.name) else PREFIX + one.name
@@ -265,14 +256,12 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
         values.pop("num_query_groups", None)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     words = args.padded_vocab_size or math.ceil((args.vocab_size or VOCABULARY) / multiple) * multiple
-    return Model(
-        **{
-            **values,
-            "gpu": gpu,
-            "gpus": args.world_size,
-            "vocab_size": words,
-            "bf16": args.bf16 or args.fp16,
-            "swiglu": args.swiglu or args.quick_geglu,
-            "num_moe_layers": len(moe_layers(args)),
-        }
-    )
+    values |= {
+        "gpu": gpu,
+        "gpus": args.world_size,
+        "vocab_size": words,
+        "bf16": args.bf16 or args.fp16,
+        "swiglu": args.swiglu or args.quick_geglu,
+        "num_moe_layers": len(moe_layers(args)),
+    }
+    return Model(**values)
