@@ -124,7 +124,7 @@ class Model:
         if self.num_layers % stages:
             refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")
         ranks = self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size
-        if self.num_experts and (self.gpus % ranks or self.num_experts % self.expert_model_parallel_size):
+        if self.gpus % ranks or self.num_experts % self.expert_model_parallel_size:
             allowed = (
                 f"must divide num_experts={self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
             )

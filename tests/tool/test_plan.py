@@ -222,6 +222,10 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--num-attention-heads", "65"], "kv_channels=0: must be >= 1"),
         ([*FLAGS, "--num-moe-layers", "3", "--num-experts", "4"], "num_moe_layers=3: must be <= 2, for num_layers=2"),
         ([*FLAGS, "--num-moe-layers", "2"], "num_moe_layers=2: must be <= 0, for num_experts=0"),
+        (
+            [*FLAGS, "--expert-model-parallel-size", "2", "--use-distributed-optimizer"],
+            "expert_model_parallel_size=2: must divide num_experts=0, and times expert TP and PP (2) the 1 GPUs",
+        ),
         (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
         (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
