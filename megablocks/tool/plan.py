@@ -11,6 +11,7 @@ Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 from collections.abc import Iterator, Sequence
@@ -52,39 +53,32 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
 
 
 def changes(m: Model) -> Iterator[tuple[str, Model]]:
-    """What a user may change to save memory, the cheapest first."""
-
-    def with_(**values: Any) -> Model | None:
-        try:
-            return dataclasses.replace(m, **values)
-        except ConfigError:
-            return None
-
+    """What a user may change to save memory, the cheapest first; each where the changed model is possible."""
     smaller = [size for size in range(m.micro_batch_size - 1, 0, -1) if m.micro_batch_size % size == 0]
-    found: list[tuple[str, Model | None]] = []
+    found: list[tuple[str, dict[str, Any]]] = []
     if not m.fused_loss:
-        found.append(("--megablocks-fused-loss", with_(fused_loss=True)))
+        found.append(("--megablocks-fused-loss", {"fused_loss": True}))
     if m.data_parallel_size > 1 and not m.use_distributed_optimizer:
-        found.append(("--use-distributed-optimizer", with_(use_distributed_optimizer=True)))
+        found.append(("--use-distributed-optimizer", {"use_distributed_optimizer": True}))
     if m.num_experts and m.impl != "fused":
-        found.append(("--megablocks-mlp-impl fused", with_(mlp_impl="fused")))
-    found += [(f"--micro-batch-size {size}", with_(micro_batch_size=size)) for size in smaller]
+        found.append(("--megablocks-mlp-impl fused", {"mlp_impl": "fused"}))
+    found += [(f"--micro-batch-size {size}", {"micro_batch_size": size}) for size in smaller]
     if m.num_experts:
-        found.append(
-            ("--megablocks-mlp-impl fused --megablocks-recompute-activation",
-             with_(mlp_impl="fused", recompute_activation=True))
-        )  # fmt: skip
+        flags = "--megablocks-mlp-impl fused --megablocks-recompute-activation"
+        found.append((flags, {"mlp_impl": "fused", "recompute_activation": True}))
         ranks = [ep for ep in range(m.expert_model_parallel_size + 1, m.gpus + 1) if m.gpus % ep == 0]
-        found += [(f"--expert-model-parallel-size {ep}", with_(expert_model_parallel_size=ep)) for ep in ranks]
-    found.append(("--recompute-granularity full", with_(recompute_granularity="full")))
+        found += [(f"--expert-model-parallel-size {ep}", {"expert_model_parallel_size": ep}) for ep in ranks]
+    found.append(("--recompute-granularity full", {"recompute_granularity": "full"}))
     for gpus in (2 * m.gpus, 4 * m.gpus, 8 * m.gpus):
         values: dict[str, Any] = {"gpus": gpus, "global_batch_size": None, "use_distributed_optimizer": True}
         flags = f"{gpus} GPUs with --use-distributed-optimizer"
         if m.num_experts:
             values["expert_model_parallel_size"] = m.expert_model_parallel_size * gpus // m.gpus
             flags += f" --expert-model-parallel-size {values['expert_model_parallel_size']}"
-        found.append((flags, with_(**values)))
-    return ((text, one) for text, one in found if one is not None)
+        found.append((flags, values))
+    for flags, values in found:
+        with contextlib.suppress(ConfigError):
+            yield flags, dataclasses.replace(m, **values)
 
 
 def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
@@ -173,8 +167,5 @@ def text_of(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     m, options = model_of(argv)
     found = report(m)
-    if options.json:
-        print(json.dumps(found, indent=1))
-    else:
-        print(text_of(found))
+    print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 1 if found["fits"] == "no" else 0
