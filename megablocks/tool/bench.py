@@ -56,11 +56,10 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
         progress(f"{number} of {len(makers)}: compiling and checking {name}")
         try:
             step = make()
-            error = problem.error(step, weights=name not in PEERS)
-            found[name] = {"error": error, **memory_of(step)}
+            row: dict[str, Any] = {"error": problem.error(step, weights=name not in PEERS), **memory_of(step)}
             timers |= timers_of(name, step)
+            found[name] = row
         except Exception as error:  # a candidate that raises is a finding; the others are still timed
-            found.pop(name, None)
             said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             refused = isinstance(error, (ConfigError, ImportError)) or (name in PEERS and isinstance(error, ValueError))
             (left_out if refused else failed)[name] = said
@@ -97,11 +96,11 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
 
 
 def text_of(found: Mapping[str, Any]) -> str:
-    s, host = found["shape"], any("python_ms" in row for row in found["candidates"].values())
+    shape, host = Shape(**found["shape"]), any("python_ms" in row for row in found["candidates"].values())
     columns = ("forward", 9), ("step", 9), ("python" if host else "", 9), ("TFLOP/s", 9), ("speed", 8), ("kept", 10)
     lines = [
-        f"{found['device']}, torch {found['torch']}, {found['dtype']}, {s['activation']}; auto is {found['auto']}",
-        f"T,H; I/E/K = {s['tokens']},{s['hidden']}; {s['width']}/{s['experts']}/{s['top_k']}",
+        f"{found['device']}, torch {found['torch']}, {found['dtype']}, {shape.activation}; auto is {found['auto']}",
+        f"T,H; I/E/K = {shape.label}",
         "",
         " " * 18 + "".join(f"{title:>{width}}" for title, width in (*columns, ("error", 9))),
     ]
@@ -136,9 +135,8 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
         axes.text(row["step_ms"], at, f" {row['step_ms']:.2f}", va="center", fontsize=8)
     axes.invert_yaxis()
     axes.margins(x=0.1)
-    s = found["shape"]
-    shape = f"T,H; I/E/K = {s['tokens']},{s['hidden']}; {s['width']}/{s['experts']}/{s['top_k']}"
-    axes.set(xlabel="ms", title=f"{shape}, {s['activation']}, {found['dtype']}, {found['device']}")
+    shape = Shape(**found["shape"])
+    axes.set(xlabel="ms", title=f"T,H; I/E/K = {shape.label}, {shape.activation}, {found['dtype']}, {found['device']}")
     axes.grid(alpha=0.3, axis="x")
     axes.legend()
     save_figure(figure, path)

@@ -7,14 +7,14 @@ Without a GPU the reference code is compared, in float32. Exit code 0: all right
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -36,18 +36,6 @@ SLOW = 0.8
 """The share of the expected rate below which a product counts as slow. Power limits move it by 5 to 10 %."""
 PRODUCT = {"tokens": 40960, "hidden": 768, "width": 256, "experts": 128, "top_k": 8}
 """The shape S0 of benchmarks/notes/README.md: 0.9 GB of memory."""
-
-
-@contextlib.contextmanager
-def _without_hopper() -> Iterator[None]:
-    before = os.environ.get("MEGABLOCKS_HOPPER")
-    os.environ["MEGABLOCKS_HOPPER"] = "0"
-    try:
-        yield
-    finally:
-        del os.environ["MEGABLOCKS_HOPPER"]
-        if before is not None:
-            os.environ["MEGABLOCKS_HOPPER"] = before
 
 
 def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -74,7 +62,7 @@ def families(device: torch.device) -> dict[str, dict[str, Any]]:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found = {name: check(name, case, device, dtype) for name, case in CASES.items()}
     if device.type == "cuda" and is_available(device.index or 0) and switched_on():
-        with _without_hopper():
+        with mock.patch.dict(os.environ, MEGABLOCKS_HOPPER="0"):
             found |= {f"{name} without Hopper": check(name, CASES[name], device, dtype) for name in WITH_HOPPER}
     return found
 

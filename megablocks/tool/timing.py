@@ -32,10 +32,7 @@ def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float 
     slow host does not count: the time is that of the kernels. A call that synchronizes gains nothing from this.
     """
     if not on_gpu():
-        start = time.perf_counter()
-        for _ in range(calls):
-            fn()
-        return (time.perf_counter() - start) * 1e3 / calls
+        return host_milliseconds(fn, calls) / calls
     import torch
 
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
