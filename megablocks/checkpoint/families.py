@@ -33,14 +33,14 @@ def _one_tensor_an_expert(block: str, gate: str, up: str, down: str) -> tuple[Ru
 
 _LLAMA_EXPERTS = _one_tensor_an_expert("mlp", "gate_proj", "up_proj", "down_proj")
 _FIELDS = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "vocab_size": "vocab_size",
-    "top_k": "num_experts_per_tok",
-    "norm_eps": "rms_norm_eps",
-    "max_positions": "max_position_embeddings",
+    "num_layers": ("num_hidden_layers",),
+    "hidden_size": ("hidden_size",),
+    "num_heads": ("num_attention_heads",),
+    "num_kv_heads": ("num_key_value_heads",),
+    "vocab_size": ("vocab_size",),
+    "top_k": ("num_experts_per_tok",),
+    "norm_eps": ("rms_norm_eps",),
+    "max_positions": ("max_position_embeddings",),
 }
 
 
@@ -237,7 +237,7 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
         "norm_topk_prob": False,
     }
     config = {**defaults, **{name: given for name, given in config.items() if given is not None}}
-    names = {**{field: (name,) for field, name in _FIELDS.items()}, "head_dim": ("head_dim",), **family.fields}
+    names = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     values: dict[str, Any] = {field: value(options) for field, options in names.items()}
     values["rope_theta"] = float(value(("rope_theta",)))
     values["tied"] = bool(config.get("tie_word_embeddings", False))
@@ -248,16 +248,16 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
 
 def check_computable(config: Mapping[str, Any], where: object) -> None:
     """Refuse a config whose model Megatron would compute differently. Raises ConfigError, which names the field."""
-    for name, allowed in FAMILIES[family_of(config, where)].must.items():
+    family = FAMILIES[family_of(config, where)]
+    for name, allowed in family.must.items():
         if config.get(name, allowed) != allowed:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
-    yarn = FAMILIES[family_of(config, where)].yarn
-    kinds = ("default", "yarn") if yarn else ("default",)
+    kinds = ("default", "yarn") if family.yarn else ("default",)
     if kind not in kinds:
         raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")
-    for name, needed in {**yarn, "attention_factor": None}.items() if kind == "yarn" else ():
+    for name, needed in {**family.yarn, "attention_factor": None}.items() if kind == "yarn" else ():
         found = rope.get(name, True if name == "truncate" else needed)
         if found != needed:
             raise ConfigError(f"{where}: {name}={found!r}: must be {needed} for Megatron")
@@ -280,7 +280,7 @@ def family_for(model: Model) -> str:
 def config_of(model: Model, name: str) -> dict[str, Any]:
     """A config.json for a model of the family `name`, without dtype and with no ids of special tokens."""
     family = FAMILIES[name]
-    names = {**{field: (one,) for field, one in _FIELDS.items()}, **family.fields}
+    names = {**_FIELDS, **family.fields}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if model.yarn is not None:
         rope |= {"rope_type": "yarn", **dict(zip(_YARN_FACTORS, model.yarn, strict=True)), **family.yarn}

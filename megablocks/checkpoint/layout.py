@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -298,10 +298,6 @@ class Units:
                 raise CheckpointError(f"{unit} is {other}, {first} is {dtype}: {stored.name} holds both in one dtype")
         return dtype
 
-    def blocks(self, stored: Stored) -> Iterator[Tensor]:
-        """The blocks of a tensor of the other format, in order."""
-        for block in stored.blocks:
-            yield self.block(stored, block)
-
     def block(self, stored: Stored, block: Block) -> Tensor:
+        """A block of a tensor of the other format."""
         return PACKINGS[stored.rule.packing].pack(self.model, [self.read(unit) for unit in block.units])

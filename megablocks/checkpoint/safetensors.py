@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.checkpoint.journal import Journal
+from megablocks.checkpoint.layout import Block, Stored
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
@@ -39,7 +40,7 @@ class _Entry(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder.
+    """The tensors of a folder, a `layout.Source`.
 
     Raises:
         CheckpointError: a file is missing, truncated or no safetensors file; the line names it.
@@ -61,6 +62,10 @@ class SafetensorsFolder:
 
     def dtype(self, name: str) -> torch.dtype:
         return self.entries[name].dtype
+
+    def read_block(self, stored: Stored, block: Block) -> Tensor:
+        number = stored.blocks.index(block)
+        return self.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
 
     def read(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
         """The values of `shape` that follow the first `first` values of a tensor."""

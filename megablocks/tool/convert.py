@@ -45,7 +45,7 @@ from megablocks.checkpoint.families import (
     model_of,
 )
 from megablocks.checkpoint.journal import Journal, begun
-from megablocks.checkpoint.layout import Block, Rule, Source, Stored, Units, check_names, layout_of
+from megablocks.checkpoint.layout import Rule, Source, Stored, Units, check_names, layout_of
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
 from megablocks.config import ConfigError
 from megablocks.files import exclusive, sync
@@ -57,14 +57,6 @@ CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
 _SECONDS_BETWEEN_LINES = 10.0
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Keys of old files whose values follow from config.json."""
-
-
-class Files(SafetensorsFolder):
-    """The safetensors files of a folder as a source of blocks."""
-
-    def read_block(self, stored: Stored, block: Block) -> Any:
-        number = stored.blocks.index(block)
-        return self.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
 
 
 class Progress:
@@ -111,7 +103,7 @@ class Opened:
         if (folder / CONFIG).is_file():
             self.config = _read_config(folder)
             self.family, self.model = family_of(self.config, folder / CONFIG), model_of(self.config, folder / CONFIG)
-            files, self.folder = Files(folder), folder
+            files, self.folder = SafetensorsFolder(folder), folder
             self.format = "ours" if any(name.endswith(".mlp.experts.w1") for name in files.shapes()) else "hf"
             source, rules = files, OURS if self.format == "ours" else FAMILIES[self.family].rules
         else:
@@ -187,9 +179,10 @@ def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal,
 
     def tensor(stored: Stored) -> NewTensor:
         def blocks() -> Any:
-            for block in opened.units.blocks(stored):
-                yield block
-                progress.add(block.nbytes)
+            for block in stored.blocks:
+                values = opened.units.block(stored, block)
+                yield values
+                progress.add(values.nbytes)
 
         return NewTensor(stored.name, opened.units.dtype_of(stored), stored.shape, blocks)
 
