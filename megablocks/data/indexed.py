@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
-from megablocks.files import sha256_of
+from megablocks.files import sha256_of, sync, write_durably
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -62,20 +60,12 @@ class IndexedWriter:
         self.lengths.append(int(tokens.size))
 
     def close(self) -> None:
-        _flush(self._bin)
         self._bin.close()
+        sync(bin_path(self.prefix))
         lengths = np.asarray(self.lengths, dtype="<i4")
-        with open(idx_path(self.prefix), "wb") as stream:
-            stream.write(HEADER.pack(MAGIC, VERSION, _CODES[self.dtype.name], lengths.size, lengths.size + 1))
-            stream.write(lengths.tobytes())
-            stream.write(_starts(lengths, self.dtype.itemsize).tobytes())
-            stream.write(np.arange(lengths.size + 1, dtype="<i8").tobytes())
-            _flush(stream)
-
-
-def _flush(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
+        header = HEADER.pack(MAGIC, VERSION, _CODES[self.dtype.name], lengths.size, lengths.size + 1)
+        arrays = lengths, _starts(lengths, self.dtype.itemsize), np.arange(lengths.size + 1, dtype="<i8")
+        write_durably(idx_path(self.prefix), b"".join((header, *arrays)))
 
 
 def _starts(lengths: np.ndarray, itemsize: int) -> np.ndarray:

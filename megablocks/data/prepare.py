@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megablocks import __version__
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, refuse
 from megablocks.data import tokenizers
 from megablocks.data.indexed import DataError, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
@@ -78,33 +78,29 @@ def parser() -> argparse.ArgumentParser:
 
 def check_options(args: argparse.Namespace) -> None:
     """Set defaults. Bad values and combinations raise a ConfigError of one line."""
-
-    def refuse(option: str, value: object, allowed: str) -> None:
-        raise ConfigError(f"--{option}={value!r}: {allowed}")
-
     for option in ("max_document_bytes", "max_documents", "max_bytes", "workers"):
         value = getattr(args, option)
         if value is not None and value < 1:
-            refuse(option.replace("_", "-"), value, "must be at least 1")
+            refuse("--" + option.replace("_", "-"), value, "must be at least 1")
     if not 0 < args.valid_fraction < 1:
-        refuse("valid-fraction", args.valid_fraction, "must be between 0 and 1")
+        refuse("--valid-fraction", args.valid_fraction, "must be between 0 and 1")
     if args.tokenizer == "sentencepiece" and args.tokenizer_model is None:
         args.vocab_size = 8192 if args.vocab_size is None else args.vocab_size
         if args.vocab_size < tokenizers.MIN_VOCAB_SIZE:
-            refuse("vocab-size", args.vocab_size, f"must be at least {tokenizers.MIN_VOCAB_SIZE}")
+            refuse("--vocab-size", args.vocab_size, f"must be at least {tokenizers.MIN_VOCAB_SIZE}")
     elif args.vocab_size is not None:
-        refuse("vocab-size", args.vocab_size, "is only for a SentencePiece model that is trained here")
+        refuse("--vocab-size", args.vocab_size, "is only for a SentencePiece model that is trained here")
     if args.tokenizer == "hf" and args.tokenizer_model is None:
-        refuse("tokenizer-model", None, "--tokenizer=hf needs the folder or name of a Hugging Face tokenizer")
+        refuse("--tokenizer-model", None, "--tokenizer=hf needs the folder or name of a Hugging Face tokenizer")
     if args.tokenizer == "gpt2" and args.tokenizer_model is not None:
-        refuse("tokenizer-model", args.tokenizer_model, "--tokenizer=gpt2 takes --vocab-file and --merges-file")
-    files = {"vocab-file": args.vocab_file, "merges-file": args.merges_file}
+        refuse("--tokenizer-model", args.tokenizer_model, "--tokenizer=gpt2 takes --vocab-file and --merges-file")
+    files = {"--vocab-file": args.vocab_file, "--merges-file": args.merges_file}
     for option, value in files.items():
         if args.tokenizer != "gpt2" and value is not None:
             refuse(option, value, "is only for --tokenizer=gpt2")
     needed = files if args.tokenizer == "gpt2" else {}
     if args.tokenizer == "sentencepiece" and args.tokenizer_model is not None:
-        needed = {"tokenizer-model": args.tokenizer_model}
+        needed = {"--tokenizer-model": args.tokenizer_model}
     for option, value in needed.items():
         if value is None or not Path(value).is_file():
             refuse(option, value, "must be a file")
@@ -116,12 +112,12 @@ def check_options(args: argparse.Namespace) -> None:
     try:
         str(args.out).encode()
     except UnicodeEncodeError:
-        refuse("out", str(args.out), "must be a UTF-8 path, because the tokenizers' libraries take no other")
+        refuse("--out", str(args.out), "must be a UTF-8 path, because the tokenizers' libraries take no other")
     is_data_set = (args.out / MANIFEST).is_file()
     if is_data_set and not args.overwrite:
-        refuse("out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")
+        refuse("--out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")
     if not is_data_set and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
-        refuse("out", str(args.out), "exists and is no data set; choose another folder or remove it")
+        refuse("--out", str(args.out), "exists and is no data set; choose another folder or remove it")
 
 
 @dataclass(frozen=True)
@@ -154,15 +150,13 @@ def make_plan(args: argparse.Namespace) -> Plan:
             if args.max_document_bytes is not None and entry.size > args.max_document_bytes:
                 continue
             if entry.key in owner:
-                raise ConfigError(f"--input={args.input!r}: the document {entry.key!r} occurs twice")
+                refuse("--input", args.input, f"the document {entry.key!r} occurs twice")
             owner[entry.key] = number
             entries.append(entry)
     chosen = choose(entries, args.max_documents, args.max_bytes)
     if len(chosen) < 2:
-        raise ConfigError(
-            f"--input={args.input!r}: {len(chosen)} of {len(entries)} non-empty documents chosen, must be at least 2: "
-            "one to train on and one to hold out"
-        )
+        found = f"{len(chosen)} of {len(entries)} non-empty documents chosen"
+        refuse("--input", args.input, f"{found}, must be at least 2: one to train on and one to hold out")
     wanted: list[set[str]] = [set() for _ in sources]
     for entry in chosen:
         wanted[owner[entry.key]].add(entry.key)

@@ -39,7 +39,8 @@ class Entry:
 class Source:
     """Base of the sources. `_walk` gives each document's key, its size, and the function that reads it meanwhile."""
 
-    name: str
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.path, self.name = path, path.name if name is None else name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         raise NotImplementedError
@@ -63,13 +64,14 @@ class Source:
 class FolderSource(Source):
     """Every file below a folder, sorted by path, except hidden files and files in hidden folders."""
 
-    def __init__(self, root: Path, name: str, skip: tuple[str, ...] = ()) -> None:
-        self.root, self.name, self._skip = root, name, set(skip)
+    def __init__(self, path: Path, name: str, skip: tuple[str, ...] = ()) -> None:
+        super().__init__(path, name)
+        self._skip = set(skip)
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         found = []
-        for path in self.root.rglob("*"):
-            key = path.relative_to(self.root)
+        for path in self.path.rglob("*"):
+            key = path.relative_to(self.path)
             if any(part.startswith(".") or part in self._skip for part in key.parts):
                 continue
             if path.is_file() and not path.is_symlink():
@@ -79,14 +81,11 @@ class FolderSource(Source):
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
         for key in sorted(wanted):  # without a walk, so that a file that is gone by now is an error
-            yield key, (self.root / key).read_bytes()
+            yield key, (self.path / key).read_bytes()
 
 
 class TarSource(Source):
     """The regular files of a tar archive, compressed or not, in the order of the archive."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         try:
@@ -104,7 +103,8 @@ class JsonlSource(Source):
     """One document in each line, the text under `field`."""
 
     def __init__(self, path: Path, field: str) -> None:
-        self.path, self.name, self.field = path, path.name, field
+        super().__init__(path)
+        self.field = field
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         with open(self.path, "rb") as stream:
@@ -125,9 +125,6 @@ class JsonlSource(Source):
 
 class FileSource(Source):
     """One text file, which is one document."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.name = path, path.name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         yield self.name, self.path.stat().st_size, self.path.read_bytes
