@@ -19,12 +19,6 @@ def is_matrix(x: object) -> bool:
     return isinstance(x, Matrix) or (hasattr(x, "block_offsets_t") and hasattr(x, "data"))
 
 
-def check_matrix(x: object) -> None:
-    """Raise a ValueError unless x is a block-sparse matrix."""
-    if not is_matrix(x):
-        raise ValueError(f"x is a {type(x).__name__}: must be a block-sparse Matrix")
-
-
 def with_values(matrix: Any, data: Tensor) -> Any:
     """A matrix of the same kind and pattern around other values (n, B, B)."""
     if isinstance(matrix, Matrix):
@@ -48,7 +42,8 @@ def act_fn(
     Raises:
         ValueError: x is no block-sparse matrix.
     """
-    check_matrix(x)
+    if not is_matrix(x):
+        raise ValueError(f"x is a {type(x).__name__}: must be a block-sparse Matrix")
     with torch.set_grad_enabled(torch.is_grad_enabled() or return_grad_fn):
         if return_grad_fn:
             x.data.requires_grad_()

@@ -192,10 +192,5 @@ def from_megatron(megatron_args: Any) -> Arguments:
 
     Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default.
     """
-    values = {}
-    for field in dataclasses.fields(Arguments):
-        value = getattr(megatron_args, field.name, dataclasses.MISSING)
-        if value is dataclasses.MISSING or (value is None and field.default is not None):
-            continue
-        values[field.name] = value
-    return Arguments(**values)
+    found = {field.name: getattr(megatron_args, field.name, None) for field in dataclasses.fields(Arguments)}
+    return Arguments(**{name: value for name, value in found.items() if value is not None})

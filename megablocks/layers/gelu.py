@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megablocks.layers.activation_fn import check_matrix, is_matrix, with_values
+from megablocks.layers.activation_fn import act_fn, is_matrix, with_values
 
 
 def gelu(x: Any) -> Any:
@@ -16,8 +16,7 @@ def gelu(x: Any) -> Any:
     Raises:
         ValueError: x is no block-sparse matrix.
     """
-    check_matrix(x)
-    return with_values(x, F.gelu(x.data, approximate="tanh"))
+    return act_fn(x, F.gelu, approximate="tanh")
 
 
 def gelu_backward_(grad: Any, x: Any) -> Any:
