@@ -55,9 +55,8 @@ class Encoder:
         text = self._sources[source].text(key, raw) if is_text(raw) else ""
         # JSON may hold lone surrogates, which the tokenizers refuse.
         ids = self._tokenizer.encode(text.encode("utf-8", "replace").decode("utf-8")) if text else []
-        if not ids:
-            return Encoded(key, digest, None)
-        return Encoded(key, digest, np.asarray([*ids, self._tokenizer.spec.eod], dtype=self._dtype))
+        tokens = np.asarray([*ids, self._tokenizer.spec.eod], dtype=self._dtype) if ids else None
+        return Encoded(key, digest, tokens)
 
 
 _encoder: Encoder | None = None

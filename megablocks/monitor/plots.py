@@ -11,12 +11,9 @@ from megablocks.monitor.history import History
 
 
 def new_figure(width: float, height: float) -> Any:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(width, height), dpi=110, layout="constrained")
 
 
 def save_figure(figure: Any, path: Path) -> None:
