@@ -3,9 +3,10 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 @contextmanager
@@ -53,3 +54,8 @@ def sha256_of(path: Path) -> str:
         while size := file.readinto(block):
             digest.update(block[:size])
     return digest.hexdigest()
+
+
+def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of files of a folder, by name."""
+    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}

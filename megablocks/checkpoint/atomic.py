@@ -13,12 +13,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megablocks.files import sha256_of, sync
+from megablocks.files import hash_files as hash_files
+from megablocks.files import sync
 from megablocks.files import write_durably as write_durably
 
 MARKER = "complete.json"
@@ -60,14 +61,12 @@ def iterations(root: Path | str) -> list[int]:
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below `folder` except the marker, as sorted relative paths."""
+    """Every file below `folder` except the marker, as sorted relative paths.
+
+    To share the work of `hash_files`, rank r takes `files_of(folder)[r::ranks]`.
+    """
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MARKER and not Path(name).name.startswith(f".{MARKER}"))
-
-
-def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of files of a checkpoint. To share the work, rank r takes `files_of(folder)[r::ranks]`."""
-    return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}
 
 
 def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str, Any]]) -> None:

@@ -7,8 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from megablocks.checkpoint.atomic import hash_files
-from megablocks.files import write_durably
+from megablocks.files import hash_files, write_durably
 
 _NOTES = ".journal"
 

@@ -30,7 +30,7 @@ from megablocks.data.pipeline import Raw, SplitWriter, encode_all, unigram_stati
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
-from megablocks.files import exclusive, sha256_of, sync
+from megablocks.files import exclusive, hash_files, sync
 
 # Enough text to train a vocabulary of 50k, in seconds.
 _SAMPLE_BYTES = 32 << 20
@@ -210,7 +210,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
     for name, counts in splits.items():
         if not counts["tokens"]:
             raise DataError(f"{name}.bin: no tokens: all documents of this split are empty or no text")
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     content: dict[str, Any] = {
         "splits": splits,
         "dtype": token_dtype(spec.vocab_size).name,
@@ -227,10 +227,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
         },
         "recipe": {name: getattr(args, name) for name in _RECIPE},
         "versions": _package_versions(args),
-        "files": {
-            path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-            for path in files
-        },
+        "files": hash_files(folder, sorted(files)),
     }
     content["fingerprint"] = write_manifest(folder, content)
     return content
