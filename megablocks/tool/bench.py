@@ -18,6 +18,8 @@ from statistics import median
 from typing import Any
 
 from megablocks.config import ConfigError, MoEConfig, refuse
+from megablocks.files import write_durably
+from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
 from megablocks.tool.commands import Parser, progress
 from megablocks.tool.peers import PEERS, peers
@@ -124,8 +126,6 @@ def text_of(found: Mapping[str, Any]) -> str:
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
     """Horizontal bars of the candidates, the fastest on top: forward, and the whole step behind it."""
-    from megablocks.monitor.plots import new_figure, save_figure
-
     rows = sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"])
     figure = new_figure(8, 1.4 + 0.42 * len(rows))
     axes = figure.add_subplot()
@@ -173,8 +173,6 @@ def main(argv: Sequence[str]) -> int:
     whole, text = json.dumps(found, indent=1), text_of(found)
     print(whole if options.json else text)
     if options.out:
-        from megablocks.files import write_durably
-
         options.out.mkdir(parents=True, exist_ok=True)
         write_durably(options.out / "bench.json", whole + "\n")
         write_durably(options.out / "bench.txt", text + "\n")

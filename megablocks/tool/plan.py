@@ -132,14 +132,10 @@ def _bar(share: float | None, guess: float) -> str:
 
 def text_of(found: dict[str, Any]) -> str:
     m, p, mem, step = found["model"], found["parameters"], found["memory"], found["step"]
-    layout = ", ".join(
-        f"{short} {m[name]}"
-        for short, name in (("TP", "tensor_model_parallel_size"), ("PP", "pipeline_model_parallel_size"),
-                            ("EP", "expert_model_parallel_size"))
-    )  # fmt: skip
     impl = f", mlp_impl {found['mlp_impl']}" if found["mlp_impl"] else ""
     lines = [
-        f"{m['gpus']} x {m['gpu']}: {layout}; micro-batch {m['micro_batch_size']}, global batch "
+        f"{m['gpus']} x {m['gpu']}: TP {m['tensor_model_parallel_size']}, PP {m['pipeline_model_parallel_size']}, "
+        f"EP {m['expert_model_parallel_size']}; micro-batch {m['micro_batch_size']}, global batch "
         f"{m['global_batch_size']}, vocabulary {m['vocab_size']:,}{impl}",
         f"parameters: {p['total']:,}; active for a token: {p['active']:,}; on a GPU: {p['per_gpu']:,}",
         "",
