@@ -74,9 +74,7 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
     if args.moe_loss_weight == 0:
         return 0.0
     recorded = get_load_balancing_loss()
-    expected = args.num_layers // args.pipeline_model_parallel_size
-    if args.num_layers_per_virtual_pipeline_stage is not None:
-        expected = args.num_layers_per_virtual_pipeline_stage
+    expected = args.num_layers_per_virtual_pipeline_stage or args.num_layers // args.pipeline_model_parallel_size
     if len(recorded) != expected:
         raise ValueError(
             f"load-balancing losses recorded: {len(recorded)}, must be {expected} with num_layers={args.num_layers}, "
