@@ -70,6 +70,22 @@ def test_a_gpu_that_set_no_number_is_within_the_error_bars(arm: str, row: str) -
         assert time.milliseconds == pytest.approx(one["step_ms"], rel=0.20)
 
 
+H100_ROWS = {"dmoe-xs": "dmoe-xs-128", "dense-xs": "dense-xs-128", "dense-small": "dense-small",
+             "dmoe-small-16": "dmoe-small-32", "eight-1": "eight-1"}  # fmt: skip
+
+
+@pytest.mark.parametrize("arm", H100_ROWS)
+def test_steps_that_set_no_number_and_ran_alone_are_within_the_error_bars(arm: str) -> None:
+    measured = json.loads((RESULTS.parent / "h100/training_step.json").read_text())["summary"]["arms"]
+    m = _with(ROWS[H100_ROWS[arm]], gpu="NVIDIA H100 80GB HBM3")
+    m = _with(m, micro_batch_size=16) if arm == "dmoe-small-16" else m
+    found, time = memory.memory(m), step_time.step_time(m)
+    assert time is not None
+    for one in (one for one in measured if one["arm"] == arm):
+        assert found.peak / memory.GIB == pytest.approx(one["peak_gib"], rel=0.10)
+        assert 0.8 <= one["ms"] / time.milliseconds <= 1.2
+
+
 @pytest.mark.parametrize(
     ("profile", "arm", "set_by_it"),
     [
