@@ -12,8 +12,8 @@ Four layers, bf16, without the output head: hidden 2048, 128 experts of width 76
 
 The arms are transformers' grouped_mm, batched_mm (decode) and sonicmoe where it loads; ours as it chooses, and each of
 its ways by itself. --brief leaves the ways out where tokens are few. First each arm's experts are compared with
-float32. Prints medians in milliseconds, the speed beside grouped_mm (tokens are few: beside the faster of transformers'
-own) and the peak memory of a step. --toy runs small on a CPU.
+float32, and the gradients of those that train. Prints medians in milliseconds, the speed beside grouped_mm (tokens are
+few: beside the faster of transformers' own) and the peak memory of a step. --toy runs small on a CPU.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu
 THEIRS = ("grouped_mm", "batched_mm", "sonicmoe")
 WAYS = ("fused", "grouped", "few")
 OURS = ("megablocks", *(f"megablocks_{way}" for way in WAYS))
+FORWARD_ONLY = ("batched_mm", "megablocks_few")
 DECODE = (1, 2, 4, 8, 64)
 SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 TOY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
@@ -70,7 +71,7 @@ def register() -> None:
 
 
 def check(model: Any, gate: Gate) -> None:
-    """The first layer's experts of each arm against the loop over experts in float32."""
+    """The first layer's experts of each arm, and their gradients, against the loop over experts in float32."""
     import copy
 
     import torch
@@ -82,12 +83,21 @@ def check(model: Any, gate: Gate) -> None:
     truth = copy.deepcopy(experts).float()
     truth.config = copy.deepcopy(config)
     truth.config._experts_implementation = "eager"
-    want = truth(x.bfloat16().float(), ids, scores)
+    dy = torch.randn_like(x).bfloat16()
+
+    def results(module: Any, x: Any, scores: Any, trains: bool) -> list[Any]:
+        """Output, and gradients of x, of the scores and of the parameters."""
+        inputs = [x.requires_grad_(), scores.requires_grad_(), *module.parameters()]
+        with torch.set_grad_enabled(trains):
+            y = module(x, ids, scores)
+        return [y.detach(), *(torch.autograd.grad(y, inputs, dy.to(y.dtype)) if trains else ())]
+
+    want = results(truth, x.bfloat16().float(), scores.clone(), True)
     for arm in (*THEIRS, *OURS):
         try:
             model.set_experts_implementation(arm)
-            with torch.no_grad():
-                error = relative_error(experts(x.bfloat16(), ids, scores.bfloat16()), want)
+            got = results(experts, x.bfloat16(), scores.bfloat16(), arm not in FORWARD_ONLY)
+            error = max(relative_error(one, of) for one, of in zip(got, want, strict=False))
         except Exception as e:  # a peer that does not load is left out
             gate.take({"bad": arm, "why": f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"})
             continue
@@ -194,7 +204,7 @@ def main() -> int:
         step = kernels_of(model, count)
         report(f"kernels {count}", model, generating, step, options.rounds, THEIRS, calls=3, head_start_ms=30)
     ids = torch.randint(1024, (rows, tokens // rows), device=device)
-    arms = [arm for arm in arms if arm not in ("batched_mm", "megablocks_few")]
+    arms = [arm for arm in arms if arm not in FORWARD_ONLY]
     report("train", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
     for layer in model.layers:
         layer.mlp.experts.requires_grad_(False)
