@@ -305,6 +305,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out[PREFIX + "fused_loss"] = (False, "no GPU")
     if args.eval_interval is None:
         out["eval_interval"] = (1000, "Megatron divides by it")
+    out["tensorboard_log_interval"] = (args.log_interval, "a point of every step would wait for the GPU")
     if args.use_distributed_optimizer:
         out["dist_ckpt_optim_fully_reshardable"] = (True, "checkpoints load on any number of processes")
     if args.num_experts:

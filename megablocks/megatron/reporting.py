@@ -1,7 +1,8 @@
 """What a run reports: fields added to Megatron's log line, CSV files, pictures, a summary.
 
 `Reporter.install` wraps globals of `megatron.training.training`: `training_log`, to read the experts' load once a log
-interval, and `print_rank_last`, which prints the log lines. The files hold the numbers of these lines.
+interval and nothing else in between, and `print_rank_last`, which prints the log lines. The files hold the numbers of
+these lines.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class Reporter:
         self.summary: LoadSummary | None = None
         self._load: torch.Tensor | None = None  # since the last row, as far as it was read
         self._is_extra = False
+        self._hides_board = False
         self.dropped = 0
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
@@ -88,6 +90,8 @@ class Reporter:
             training,
             setup_model_and_optimizer=self._setup,
             training_log=self._training_log,
+            get_tensorboard_writer=self._board,
+            get_wandb_writer=self._board,
             print_rank_last=self._print,
             save_checkpoint=self._save_checkpoint,
         )
@@ -105,8 +109,11 @@ class Reporter:
     def _is_writer(self) -> bool:
         return self.run_dir is not None and is_last_rank()
 
-    def _training_log(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        iteration, first = args[3], kwargs.get("is_first_iteration", False)
+    def _training_log(
+        self, original: Any, losses: dict[str, Any], totals: dict[str, Any], rate: Any, iteration: int, scale: Any,
+        memory: bool, skipped: int, *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        first = kwargs.get("is_first_iteration", False)
         ends, resumed = iteration % self.args.log_interval == 0, first and iteration > 1
         # Megatron also logs the first step of each process, and counts it into the next line. A run that resumes keeps
         # the rows that it has without a stop: the step is a row only where it ends an interval, and then of that alone.
@@ -119,7 +126,21 @@ class Reporter:
                 self.summary = LoadSummary.from_table(table, self.layers)
             if not self._is_extra:
                 self._load = None
-        return original(*args, **kwargs)
+        to_board = iteration % self.args.tensorboard_log_interval == 0
+        if not (ends or first or skipped or to_board):
+            # Megatron adds each loss to a zero that it makes on the host. Copying it waits for all queued kernels.
+            for name, loss in losses.items():
+                totals[name] = totals.get(name, 0) + loss
+            losses = {}
+        self._hides_board = not to_board
+        try:
+            return original(losses, totals, rate, iteration, scale, memory, skipped, *args, **kwargs)
+        finally:
+            self._hides_board = False
+
+    def _board(self, original: Any) -> Any:
+        """Stands for both getters of a writer: Megatron's log of the experts' losses writes in every step."""
+        return None if self._hides_board else original()
 
     def _read_load(self) -> torch.Tensor:
         """The load since the last row. Counts the pairs that were dropped since the last call."""

@@ -54,9 +54,9 @@ def run(*flags):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("flags", [[], EXPERTS], ids=["dense", "experts"])
-def test_S1_three_steps_without_a_synchronization(flags):
+def test_S1_three_steps_without_a_synchronization(flags, tmp_path):
     pytest.importorskip("megatron.training")
-    status, said = run(*flags)
+    status, said = run(*flags, "--tensorboard-dir", str(tmp_path))
     assert status == 0 and "steps 8" in said, said[-4000:]
 
 

@@ -22,8 +22,7 @@ from megablocks.monitor.history import parse_log_line  # noqa: E402
 
 def check_files(folder: Path, text: str, layers: int) -> None:
     """CSV values equal those of the log, pictures and env.txt are there, and no temporary file is left."""
-    lines = [line for line in text.splitlines() if "elapsed time per iteration" in line]
-    logged = {int(values["iteration"]): values for values in map(parse_log_line, lines)}
+    logged = _lines(text)
     rows = {int(row["iteration"]): row for row in read_csv(folder / "loss.csv")}
     assert sorted(rows) == sorted(logged)
     for iteration, values in logged.items():
@@ -73,6 +72,35 @@ def test_two_processes_through_torchrun_learn_and_report(tiny_data: Path, tmp_pa
     assert len(re.findall(r"^set automatically: transformer_impl = local", text, flags=re.M)) == 1
     assert len(re.findall(r"^done at iteration 12$", text, flags=re.M)) == 1
     assert list((tmp_path / "board").glob("events*"))
+
+
+def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> None:
+    """A line and a point have what the lines of every step say, also where a board is asked for more points."""
+    each = _lines(driver.run("--train-iters", "8", "--log-interval", "1").text())
+    names = ("lm loss", "load_balancing_loss")
+    each[2] |= {name: 2 * each[2][name] - each[1][name] for name in names}  # the second line is a mean with the first
+    flags = ("--train-iters", "8", "--log-interval", "4", "--tensorboard-dir")
+    for board, more, steps in (("four", (), [4, 8]), ("three", ("--tensorboard-log-interval", "3"), [3, 6])):
+        lines = _lines(driver.run(*flags, tmp_path / board, *more).text())
+        points = _points(tmp_path / board)
+        for name in names:
+            assert [step for step, _ in points[name]] == steps
+            assert all(value == pytest.approx(each[step][name], rel=2e-6) for step, value in points[name])
+            for last in (4, 8):
+                mean = sum(each[step][name] for step in range(last - 3, last + 1)) / 4
+                assert lines[last][name] == pytest.approx(mean, rel=2e-6)
+
+
+def _lines(text: str) -> dict[int, dict[str, float]]:
+    lines = (parse_log_line(line) for line in text.splitlines() if "elapsed time per iteration" in line)
+    return {int(values["iteration"]): values for values in lines}
+
+
+def _points(board: Path) -> dict[str, list[tuple[int, float]]]:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(board), size_guidance={"scalars": 0}).Reload()
+    return {name: [(one.step, one.value) for one in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
