@@ -89,10 +89,12 @@ def _layer_of(tensors: dict[str, Tensor], experts: str, gate: str, up: str, down
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_K10_ours_is_the_state_dict_of_our_layer(family: str, tmp_path: Path) -> None:
     tensors = _tensors(family)
-    config = CONFIG if family == "mixtral" else QWEN
+    config, at = CONFIG if family == "mixtral" else QWEN, "model.layers.1."
+    if family == "qwen3_moe":  # transformers 5.24 keeps the routers of some families in float32
+        tensors[f"{at}mlp.gate.weight"] = tensors[f"{at}mlp.gate.weight"].float() / 3
     source = _write(tmp_path / "hf", tensors, config)
     convert(source, tmp_path / "ours", "ours")
-    ours, at = _read(tmp_path / "ours"), "model.layers.1."
+    ours = _read(tmp_path / "ours")
     if family == "mixtral":
         expected = _layer_of(tensors, at + "block_sparse_moe.experts.", "w1", "w3", "w2")
         expected["router.layer.weight"] = tensors[f"{at}block_sparse_moe.gate.weight"]
