@@ -111,7 +111,7 @@ class Exchange:
                 f"{self.rank}: see its log. {_STAYS}"
             )
 
-    def _common(self, part: str, block: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    def _common(self, part: str, block: int, warps: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         """The turns of a grid, and the kernels' last arguments."""
         from megablocks.ops.exchange_triton import CHUNK, LAG
 
@@ -123,7 +123,7 @@ class Exchange:
         )  # fmt: skip
         options = {
             "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
-            "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": 4,
+            "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": warps,
             "LIMIT": 0 if interpreted() else math.ceil(self.limit_s * 1e9),  # without a GPU there is no clock to read
         }  # fmt: skip
         return size.chunks + lag, numbers, options
@@ -144,7 +144,7 @@ class Exchange:
         """
         from megablocks.ops.exchange_triton import to_experts_kernel
 
-        size, (turns, numbers, options) = self.layout, self._common(part, 512)
+        size, (turns, numbers, options) = self.layout, self._common(part, 512, 4)
         slots = size.ranks * size.max_tokens
         rows = x.new_empty(slots, size.hidden)
         local_values = None if values is None else values.new_empty(slots, size.top_k)
@@ -174,8 +174,9 @@ class Exchange:
         """
         from megablocks.ops.exchange_triton import to_home_kernel
 
-        # Sums hold more in registers: blocks of 512 would leave three programs a multiprocessor.
-        size, (turns, numbers, options) = self.layout, self._common(part, 512 if sums is None else 256)
+        # Sums hold more in registers. Smaller blocks of more warps let a multiprocessor run more programs at once.
+        block, warps = (512, 4) if sums is None else (256, 8)
+        size, (turns, numbers, options) = self.layout, self._common(part, block, warps)
         weight, dispatch = sums or (None, None)
         indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)
