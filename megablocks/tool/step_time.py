@@ -44,12 +44,13 @@ COPIES = 13
 profiles."""
 IDLE_MS = 7.4
 """Milliseconds of a step in which the GPU has nothing to do, because the host waited for it. From dmoe_small.json."""
-HOST_LAYER_MS = 7.3
-"""Milliseconds that the host needs for a layer and a micro-batch, forward and backward. A GPU that needs less time
-waits. Set by the step of dMoE-Small with micro-batches of 32: 349.5 ms for 12 layers and 4 micro-batches."""
-RANKS_MS = 20.0
-"""Milliseconds of a step in which ranks wait for one another and for the host's work on collectives. Set by the step of
-the 8 layers with data parallelism over two GPUs. Nothing was measured on more GPUs."""
+HOST_STEP_MS, HOST_LAYER_MS = 9.4, 5.9
+"""Milliseconds that the host needs for a step, and for each layer and micro-batch of it, forward and backward. A GPU
+that needs less time waits. Set by two steps on one H100: 56.8 ms for 8 layers and one micro-batch, 578.7 for 12 layers
+and 8 micro-batches."""
+RANKS_MS = 15.0
+"""Milliseconds of a step in which ranks wait for one another and for the host's work on collectives. Set by the steps
+of dMoE-Small on one H200 and on two, 162.9 and 167.1 ms. Nothing was measured on more GPUs."""
 IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
 """The experts' time over that of "fused": geometric mean over the three shapes of README.md."""
 LOSS_PASSES = 3
@@ -211,8 +212,8 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
     communication = {f"communication: {name}": ms for name, ms in _communication(m).items() if ms}
     exchange = communication.get("communication: all-to-all of the experts", 0.0)
     stages = m.pipeline_model_parallel_size
-    host = HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
-    host *= 4 / 3 if m.recompute_granularity == "full" else 1
+    repeats = 4 / 3 if m.recompute_granularity == "full" else 1
+    host = HOST_STEP_MS + repeats * HOST_LAYER_MS * m.num_layers / stages * m.micro_batches
     waits = host - sum(parts.values()) - exchange
     parts["idle"] = max(IDLE_MS, waits)
     parts |= communication
