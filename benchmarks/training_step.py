@@ -8,7 +8,8 @@ An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072
 round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the
 median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
 rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
-step from the fourth step on. --before also starts the published scripts of another checkout, with their own defaults.
+step from the fourth step on. "balanced" arms route at random, so that every expert has about as many tokens. --before
+also starts the published scripts of another checkout, with their own defaults.
 
 "te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They
 stop where cuDNN refuses the attention, which Transformer Engine would else compute unfused. They run only where --arms
@@ -71,7 +72,7 @@ ARMS = {
     "dmoe-small-plain": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
     "dmoe-small-16": Arm("dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 16"),
     "dmoe-small-megatron": Arm(
-        "dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 32 --megablocks-layer megatron"
+        "dMoE-Small", "dmoe/dmoe_125m_8gpu.sh", "--micro-batch-size 16 --megablocks-layer megatron"
     ),
     "dense-small": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", "--micro-batch-size 64"),
     "dense-small-plain": Arm("dense Small", "gpt2/gpt2_125m_8gpu.sh", f"--micro-batch-size 32 {PLAIN}"),
@@ -124,6 +125,10 @@ ARMS |= {
 _GRAPH = " --cuda-graph-impl full_iteration"
 ARMS |= {f"{name}-graph": ARMS[name]._replace(flags=ARMS[name].flags + _GRAPH)
          for name in ("eight-1", "dmoe-xs", "dmoe-small-16")}  # fmt: skip
+for _name in ("fine-1", "fine-ep2"):
+    _arm = ARMS[_name]
+    _flags = f"{_arm.flags} --moe-router-force-load-balancing"
+    ARMS[f"{_name}-balanced"] = _arm._replace(model=f"{_arm.model}, balanced", flags=_flags)
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")
 }
