@@ -77,7 +77,7 @@ class Reporter:
         self.summary: LoadSummary | None = None
         self._load: torch.Tensor | None = None  # since the last row, as far as it was read
         self._is_extra = False
-        self._hides_board = False
+        self._is_quiet = self._hides_board = False
         self.dropped = 0
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
@@ -92,6 +92,7 @@ class Reporter:
             training_log=self._training_log,
             get_tensorboard_writer=self._board,
             get_wandb_writer=self._board,
+            reduce_max_stat_across_model_parallel_group=self._max_over_ranks,
             print_rank_last=self._print,
             save_checkpoint=self._save_checkpoint,
         )
@@ -127,7 +128,8 @@ class Reporter:
             if not self._is_extra:
                 self._load = None
         to_board = iteration % self.args.tensorboard_log_interval == 0
-        if not (ends or first or skipped or to_board):
+        self._is_quiet = not (ends or first or skipped or to_board)
+        if self._is_quiet:
             # Megatron adds each loss to a zero that it makes on the host. Copying it waits for all queued kernels.
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0) + loss
@@ -136,11 +138,15 @@ class Reporter:
         try:
             return original(losses, totals, rate, iteration, scale, memory, skipped, *args, **kwargs)
         finally:
-            self._hides_board = False
+            self._is_quiet = self._hides_board = False
 
     def _board(self, original: Any) -> Any:
         """Stands for both getters of a writer: Megatron's log of the experts' losses writes in every step."""
         return None if self._hides_board else original()
+
+    def _max_over_ranks(self, original: Any, stat: Any, *args: Any, **kwargs: Any) -> Any:
+        """A quiet step needs no learning rate of the model-parallel ranks, which the host would read."""
+        return stat if self._is_quiet else original(stat, *args, **kwargs)
 
     def _read_load(self) -> torch.Tensor:
         """The load since the last row. Counts the pairs that were dropped since the last call."""
