@@ -115,9 +115,10 @@ WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
-    "train_iters", "train_samples", "log_interval", "log_memory_interval", "eval_interval", "save_interval",
-    "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size", "pipeline_model_parallel_size",
-    "context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "train_iters", "train_samples", "log_interval", "log_memory_interval", "tensorboard_log_interval", "eval_interval",
+    "save_interval", "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size",
+    "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
 }  # fmt: skip
 """Flags whose value must be > 0."""
 FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}

@@ -77,7 +77,7 @@ class Reporter:
         self.summary: LoadSummary | None = None
         self._load: torch.Tensor | None = None  # since the last row, as far as it was read
         self._is_extra = False
-        self._is_quiet = self._hides_board = False
+        self._is_quiet = False  # whether Megatron logs a step of which nothing is read from the GPU
         self.dropped = 0
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
@@ -127,22 +127,20 @@ class Reporter:
                 self.summary = LoadSummary.from_table(table, self.layers)
             if not self._is_extra:
                 self._load = None
-        to_board = iteration % self.args.tensorboard_log_interval == 0
-        self._is_quiet = not (ends or first or skipped or to_board)
+        self._is_quiet = not (ends or first or skipped) and iteration % self.args.tensorboard_log_interval != 0
         if self._is_quiet:
             # Megatron adds each loss to a zero that it makes on the host. Copying it waits for all queued kernels.
             for name, loss in losses.items():
                 totals[name] = totals.get(name, 0) + loss
             losses = {}
-        self._hides_board = not to_board
         try:
             return original(losses, totals, rate, iteration, scale, memory, skipped, *args, **kwargs)
         finally:
-            self._is_quiet = self._hides_board = False
+            self._is_quiet = False
 
     def _board(self, original: Any) -> Any:
-        """Stands for both getters of a writer: Megatron's log of the experts' losses writes in every step."""
-        return None if self._hides_board else original()
+        """Stands for both getters of a writer: Megatron writes the experts' losses to it in every step."""
+        return None if self._is_quiet else original()
 
     def _max_over_ranks(self, original: Any, stat: Any, *args: Any, **kwargs: Any) -> Any:
         """A quiet step needs no learning rate of the model-parallel ranks, which the host would read."""

@@ -134,6 +134,7 @@ REFUSED = {
     "--expert-model-parallel-size 2": "expert_model_parallel_size=2: needs --num-experts",
     "--tensor-model-parallel-size 3": "tensor_model_parallel_size=3: times pipeline_model_parallel_size=1",
     "--num-layers 0": "num_layers=0: must be > 0",
+    "--tensorboard-log-interval 0": "tensorboard_log_interval=0: must be > 0",
     "--lr -1": "lr=-1.0: must be > 0",
     "--lr nan": "lr=nan: must be > 0",
     "--weight-decay inf": "weight_decay=inf: must be a finite number",
