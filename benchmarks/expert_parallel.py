@@ -48,6 +48,13 @@ CASES = {
     "exchange-top2": Case(4096, 4096, 64, 8, 2, alone=True),
     "exchange-top8": Case(4096, 4096, 64, 128, 8, alone=True),
 }
+DEFAULT = ",".join(CASES)
+CASES |= {
+    "exchange-fine": Case(65536, 768, 256, 128, 8, alone=True),
+    "exchange-Qwen3-30B": Case(8192, 2048, 768, 128, 8, alone=True),
+    "exchange-Mixtral": Case(8192, 4096, 14336, 8, 2, alone=True),
+    "exchange-Small": Case(65536, 768, 3072, 64, 1, alone=True),
+}
 CALLS = 10
 PEERS = ("vdev_2d",)
 PHASES = {"forward": False, "step": True}
@@ -191,12 +198,13 @@ def with_rates(figures: dict[str, float], sent: float) -> dict[str, float]:
 
 
 def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
-    """The two exchanges of a layer whose experts cost nothing."""
+    """The two exchanges of a layer whose experts cost nothing; "sums" is the second one with the sums of their rows."""
     import torch
     import torch.distributed as dist
 
     from megablocks.moe.symmetric import SymmetricDispatcher
-    from megablocks.ops.exchange import to_experts, to_home
+    from megablocks.ops.exchange import Sums, to_experts, to_home
+    from megablocks.ops.permute.rows import combine
     from megablocks.ops.routing.dispatch import make_routing
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -217,8 +225,15 @@ def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arm
         return to_home(exchange, rows, local_ids, ids)
 
     judge(gate, key, [back()], [x.float() * sum((owners == r).any(1, keepdim=True).float() for r in range(world))])
+    dispatch = exchange.dispatch(local_ids)
+    of_experts = torch.randn(dispatch.num_rows, case.hidden, device=x.device, dtype=x.dtype)
+
+    def sums() -> Any:
+        return exchange.to_home(of_experts, local_ids, ids, None, Sums(None, dispatch))[0]
+
+    judge(gate, f"{key} sums", [sums()], [to_home(exchange, combine(of_experts, None, dispatch), local_ids, ids)])
     # Captured: the launches of a layer's exchanges hide behind its products. One graph of a pair of exchanges.
-    names = {"dispatch": there, "combine": back}
+    names = {"dispatch": there, "combine": back, "sums": sums}
     arms = times_of({f"exchange/{name}": timer(graph(fn)) for name, fn in names.items()}, rounds)
     yield {"exchange": with_rates(arms["exchange"], sent)}
 
@@ -231,7 +246,7 @@ def tflops(case: Case, phase: str, ms: float) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default=DEFAULT)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", choices=PEERS)
     parser.add_argument("--rows-factor", type=float, default=1.25, help="of the peer's buffers, see vdev_2d.py")
