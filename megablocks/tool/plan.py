@@ -37,7 +37,9 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     parser = Parser("plan", description=__doc__)
     add_flags(parser, Model, unset=True)
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(words[:cut])
+    options, others = parser.parse_known_args(words[:cut])
+    if others:
+        raise ConfigError(f"{others[0]}: no flag of plan; give a command line of the driver behind --")
     if cut is None:
         return from_flags(options), options
     given = [f.name for f in dataclasses.fields(Model) if getattr(options, f.name) is not None]

@@ -239,6 +239,7 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
     ("words", "said"),
     [
         (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line behind --"),
+        ([*FLAGS, "--moe-num-experts", "4"], "--moe-num-experts: no flag of plan; give a command line of the driver"),
         ([*FLAGS, "--tensor-model-parallel-size", "2"], "gpus=1: must be a multiple of TP · PP · CP = 2"),
         ([*FLAGS, "--num-experts", "3", "--moe-router-topk", "4"], "moe_router_topk=4: must be 1 to num_experts=3"),
         ([*FLAGS, "--mlp-impl", "reference"], "mlp_impl='reference': is for tests; nothing is known about its time"),
