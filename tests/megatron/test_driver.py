@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import signal
@@ -12,11 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("megatron.training")
 
 from driver import EXPERTS, ROOT, TINY, Driver, read_csv  # noqa: E402
 
+from megablocks.megatron.reporting import Reporter  # noqa: E402
 from megablocks.monitor.history import parse_log_line  # noqa: E402
 
 
@@ -90,6 +93,19 @@ def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> 
             for last in (4, 8):
                 mean = sum(each[step][name] for step in range(last - 3, last + 1)) / 4
                 assert lines[last][name] == pytest.approx(mean, rel=2e-6)
+
+
+def test_a_step_between_two_lines_asks_no_other_rank() -> None:
+    reporter, asked = object.__new__(Reporter), {}
+    reporter.args = argparse.Namespace(log_interval=4, tensorboard_log_interval=4)
+    reporter.layers = []
+
+    def log(losses: dict[str, Any], *_: Any) -> None:
+        asked[step] = (list(losses), reporter._board(lambda: "writer"), reporter._max_over_ranks(lambda rate: "all", 1))
+
+    for step in (3, 4):
+        reporter._training_log(log, {"lm loss": torch.ones(())}, {}, 1, step, 1.0, False, 0)
+    assert asked == {3: ([], None, 1), 4: (["lm loss"], "writer", "all")}
 
 
 def _lines(text: str) -> dict[int, dict[str, float]]:
