@@ -369,6 +369,12 @@ def _tile_sizes(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, 
     return {"TOKENS": max(values // block, 4), "BLOCK": block, "K": top_k, "KPAD": next_power_of_2(top_k)}
 
 
+def _backward_sizes(num_experts: int, top_k: int) -> dict[str, int]:
+    """Small tiles: with a whole one a thread needs 178 registers, so that one program runs on a multiprocessor."""
+    sizes = _tile_sizes(num_experts, top_k, _TILE // 4)
+    return sizes | {"num_warps": _WARPS // 2 if sizes["TOKENS"] * sizes["BLOCK"] <= _TILE // 2 else _WARPS}
+
+
 def score_launch(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None,
     chosen: tuple[Tensor, Tensor, Tensor] | None, every: tuple[Tensor, Tensor] | None,
@@ -427,13 +433,13 @@ def route_backward_launch(
     logits, num_tokens, num_experts = logits.contiguous(), *logits.shape
     padding_mask, d_weight, d_sums = (None if t is None else t.contiguous() for t in (padding_mask, d_weight, d_sums))
     out = torch.empty_like(logits)
-    sizes = _tile_sizes(num_experts, options.top_k)
+    sizes = _backward_sizes(num_experts, options.top_k)
     if out.numel():
         _route_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
             logits, padding_mask, *saved, d_weight, d_sums, d_balance, d_z, out,
             num_tokens, num_experts, options.scaling, options.balance_weight, options.z_weight,
             SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), MASKED=padding_mask is not None,
-            num_warps=_WARPS, **sizes,
+            **sizes,
         )  # fmt: skip
     return out
 
@@ -444,11 +450,10 @@ def weight_backward_launch(
     """Like `router_weight_backward_ref`; one launch."""
     num_tokens = weight.shape[0] // options.top_k
     out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
-    sizes = _tile_sizes(num_experts, options.top_k)
+    sizes = _backward_sizes(num_experts, options.top_k)
     del sizes["KPAD"]
     if out.numel():
         _weight_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling,
-            num_warps=_WARPS, **sizes,
+            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling, **sizes,
         )  # fmt: skip
     return out
