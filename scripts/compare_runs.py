@@ -1,4 +1,5 @@
-"""Train one experiment with several `mlp_impl`s, or on several layouts of two GPUs, and compare the loss curves.
+"""Train one experiment with several `mlp_impl`s, on several layouts of two GPUs, or with and without some flags, and
+compare the loss curves.
 
 Runs with the same seed have the same initial weights and the same data, so only rounding makes their losses differ; on
 two GPUs dropout draws other masks too. The first run is repeated with a second seed: the distance between these two
@@ -48,8 +49,10 @@ class Arm(NamedTuple):
     gpus: int | None = None
 
 
-def arms_of(impls: Sequence[str], layouts: Sequence[str]) -> dict[str, Arm]:
-    """The arms by name, the first one is what the others are compared with: the impls, or one GPU and the layouts."""
+def arms_of(impls: Sequence[str], layouts: Sequence[str], flags: str) -> dict[str, Arm]:
+    """The arms by name, the first one is what the others are compared with: the impls, one GPU, or a run as it is."""
+    if flags:
+        return {"as-it-is": Arm(""), "with-flags": Arm(flags)}
     if layouts:
         return {"one-gpu": Arm("", 1)} | {name: Arm(LAYOUTS[name], 2) for name in layouts}
     return {impl: Arm(f"--megablocks-mlp-impl {impl}") for impl in impls}
@@ -131,12 +134,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                       help="the others are compared with the first one")  # fmt: skip
     what.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[],
                       help="layouts of two GPUs, compared with one GPU")  # fmt: skip
+    what.add_argument("--flags", default="", help="the experiment as it is, compared with itself with these flags")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", nargs=2, type=int, default=[1234, 1235], help="of all runs, and of the noise run")
     parser.add_argument("--experiment", type=Path, default=EXPERIMENT, help="a script of exp/ (default: dMoE-XS)")
     parser.add_argument("--only", help="launch only this one of the runs that DRY_RUN=1 lists")
     options = parser.parse_args(argv)
-    arms = arms_of(options.impls, options.layouts)
+    arms = arms_of(options.impls, options.layouts, options.flags)
     if options.steps < 2 or len(arms) < 2 or len(set(options.seeds)) < 2:
         parser.error("give at least 2 --steps, two or more --impls, and two different --seeds")
     first, (seed, other_seed) = next(iter(arms)), options.seeds

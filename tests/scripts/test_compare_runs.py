@@ -22,7 +22,7 @@ def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0
     for i, loss in enumerate(losses):
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
-    (arm,) = compare_runs.arms_of([folder.name.split("-")[0]], []).values()
+    (arm,) = compare_runs.arms_of([folder.name.split("-")[0]], [], "").values()
     _, flags = compare_runs._command(compare_runs.EXPERIMENT, folder, 20, arm, seed)
     (folder / "command.txt").write_text(f"'-m' 'a driver' '--train-iters' '20' {flags}\n")
 
@@ -142,6 +142,20 @@ def test_L1_dry_run_of_layouts(
     assert capsys.readouterr().out.splitlines() == [
         f"FLAGS='{flags}{common.format(seed)}' NGPU={gpus} bash {compare_runs.EXPERIMENT} {tmp_path}/{name} 500"
         for name, gpus, flags, seed in arms
+    ]
+
+
+def test_L1_dry_run_with_and_without_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "1")
+    monkeypatch.delenv("FLAGS", raising=False)
+    assert compare_runs.main([str(tmp_path), "--flags=--megablocks-norm torch"]) == 0
+    common = "--seed {} --log-interval 10 --no-save-optim"
+    arms = (("as-it-is", "", 1234), ("with-flags", "--megablocks-norm torch ", 1234), ("as-it-is-seed1235", "", 1235))
+    assert capsys.readouterr().out.splitlines() == [
+        f"FLAGS='{flags}{common.format(seed)}' bash {compare_runs.EXPERIMENT} {tmp_path}/{name} 500"
+        for name, flags, seed in arms
     ]
 
 
