@@ -174,7 +174,7 @@ def gpu_name() -> str | None:
 
 
 def environment() -> dict[str, Any]:
-    """GPU, versions, commit and command of this run. MEGABLOCKS_COMMIT gives the commit of a copy without git."""
+    """GPU, versions, commit and command of this run."""
     import torch
 
     from megablocks.monitor.env_report import commit, version
@@ -187,7 +187,7 @@ def environment() -> dict[str, Any]:
         **{package: None if known == "not installed" else known for package, known in found.items()},
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
-        "commit": os.environ.get("MEGABLOCKS_COMMIT") or commit(),
+        "commit": commit(),
         "command": shlex.join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
     }

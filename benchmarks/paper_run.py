@@ -417,8 +417,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         data = Path(os.environ.get("DATA_PREFIX") or ROOT / "data/stdlib").resolve()
         fingerprint, valid_tokens = _data(data)
-        code = os.environ.get("MEGABLOCKS_COMMIT") or commit()
-        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=code)
+        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=commit())
         places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, os.environ)
         comparison = Comparison(out, settings, data, valid_tokens, places)
         if is_dry_run():

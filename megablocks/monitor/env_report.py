@@ -41,7 +41,12 @@ def version(package: str) -> str:
 
 
 def commit() -> str:
-    """The commit of the git checkout that holds this package, or "unknown". "+changes": tracked files were modified."""
+    """The commit of the git checkout that holds this package, or "unknown". "+changes": tracked files were modified.
+
+    MEGABLOCKS_COMMIT gives that of a copy whose git does not know it.
+    """
+    if given := os.environ.get("MEGABLOCKS_COMMIT"):
+        return given
     folder = str(Path(__file__).resolve().parent)
     describe = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     try:

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from megablocks.monitor.env_report import commit, env_report
 
 
@@ -13,6 +15,11 @@ def test_report_names_command_commit_and_versions() -> None:
     assert report["python"].startswith(".".join(map(str, sys.version_info[:3])))
     assert report["apex"] == "not installed" or report["apex"][0].isdigit()
     assert "torch" in report and "megatron-core" in report
+
+
+def test_the_commit_of_a_copy_can_be_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_COMMIT", "0123abc")
+    assert commit() == "0123abc" and "commit: 0123abc" in env_report(["train"]).splitlines()
 
 
 def test_report_runs_as_a_program() -> None:
