@@ -21,13 +21,14 @@ _FUSED = ("fused", "megatron")
 ENV_PREFIX = "MEGABLOCKS_"
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
-_ROUTING = ("router_type", "token_rounding", "normalize_top_k", "uniform_assignment")
+_ROUTING = ("router_type", "token_rounding", "token_rounding_tile", "normalize_top_k", "uniform_assignment")
+_CAPACITY = ("capacity_factor", "capacity_rule", "pad_to_capacity")
 _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
 # The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
 _NOT_READ = {
-    "experts": (*_DISPATCH, *_ROUTING, "capacity_factor", "pad_to_capacity", "quantize_scatter_num_bits"),
-    "megatron": (*_DISPATCH, *_ROUTING, "capacity_factor", "pad_to_capacity", *_EXPERTS),
+    "experts": (*_DISPATCH, *_ROUTING, *_CAPACITY, "quantize_scatter_num_bits"),
+    "megatron": (*_DISPATCH, *_ROUTING, *_CAPACITY, *_EXPERTS),
     "tutel": (*_ROUTING, *_EXPERTS),
 }
 

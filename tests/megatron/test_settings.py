@@ -111,6 +111,9 @@ def test_main_gradients_follow_the_device_and_megatrons_flag_until_ours_is_given
         ("megatron", "GRADIENT_ACCUMULATION_FUSION", "0"),
         ("tutel", "GRADIENT_ACCUMULATION_FUSION", "1"),
         ("megatron", "CAPACITY_FACTOR", "1.25"),
+        ("megatron", "CAPACITY_RULE", "tutel"),
+        ("experts", "CAPACITY_RULE", "tutel"),
+        ("megatron", "TOKEN_ROUNDING_TILE", "64"),
         ("tutel", "ROUTER_TYPE", "expert_choice"),
     ],
 )
