@@ -115,7 +115,11 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     for owner, name in _norms(parts):
         if getattr(owner, name) is WrappedTorchNorm:
             setattr(owner, name, Norm)
-    if settings.qk_norm == "all" and config.qk_layernorm:
+    if settings.qk_norm == "all":
+        if not config.qk_layernorm or config.multi_latent_attention:
+            raise ConfigError(
+                "megablocks_qk_norm='all': needs --qk-layernorm, and must be 'head' with --multi-latent-attention"
+            )
         if heads.q_layernorm is not Norm:
             raise ConfigError(
                 "megablocks_qk_norm='all': must be 'head' with Transformer Engine, or --transformer-impl local"

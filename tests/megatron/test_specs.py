@@ -14,6 +14,7 @@ import torch
 from harness import Layout
 from packaging.version import Version
 
+from megablocks.config import ConfigError
 from megablocks.testing.launcher import run_distributed_test
 
 FREQUENCY = ("moe_layer_freq", [0, 1])
@@ -80,6 +81,15 @@ def _inspect() -> dict[str, Any]:
     block_spec(config)
     block_spec(dataclasses.replace(config, moe_token_dispatcher_type="allgather"))
     out["said"] = said
+    out["refused"] = []
+    for field, value in (("qk_layernorm", False), ("multi_latent_attention", True)):
+        other = dataclasses.replace(config, qk_layernorm=True)
+        other.megablocks = dataclasses.replace(config.megablocks, qk_norm="all")
+        setattr(other, field, value)
+        try:
+            block_spec(other)
+        except ConfigError as error:
+            out["refused"].append(str(error))
     holder = type("GPTModelConfig", (), {"transformer": config})()
     out["takes a GPTModelConfig"] = len(block_spec(holder, vp_stage=None).layer_specs)
     return out
@@ -150,6 +160,11 @@ def test_our_layer_builds_no_dispatcher_of_megatrons(built: dict[str, Any]) -> N
 def test_a_dispatcher_type_that_is_not_read_is_said(built: dict[str, Any]) -> None:
     (line,) = built["said"]
     assert line.startswith("moe_token_dispatcher_type='allgather' is not read: our layer exchanges the tokens itself;")
+
+
+def test_L2_a_norm_over_all_heads_that_would_not_be_there_is_refused(built: dict[str, Any]) -> None:
+    line = "megablocks_qk_norm='all': needs --qk-layernorm, and must be 'head' with --multi-latent-attention"
+    assert built["refused"] == [line, line]
 
 
 def test_the_tested_megatron_is_the_one_that_is_installed() -> None:
