@@ -450,8 +450,8 @@ def _check_folders(args: argparse.Namespace) -> None:
 
 
 def _check_dense(args: argparse.Namespace) -> None:
-    for dest in ("moe_top_k", "moe_loss_weight", "moe_capacity_factor", PREFIX + "capacity_factor"):
-        if getattr(args, dest) is not None:
+    for dest in (*ALIASES, PREFIX + "capacity_factor"):
+        if dest != "moe_num_experts" and getattr(args, dest) is not None:
             raise ConfigError(f"{dest}={getattr(args, dest)}: needs --num-experts")
     if args.expert_model_parallel_size != 1:
         raise ConfigError(f"expert_model_parallel_size={args.expert_model_parallel_size}: needs --num-experts")

@@ -125,6 +125,8 @@ REFUSED = {
     "--num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 1": "moe_loss_weight=0.1: sets moe_aux_loss_coeff=0.05",
     "--moe-top-k 2": "moe_top_k=2: needs --num-experts",
     "--moe-capacity-factor 1": "moe_capacity_factor=1.0: needs --num-experts",
+    "--moe-zloss-weight 0.1": "moe_zloss_weight=0.1: needs --num-experts",
+    "--moe-jitter-eps 0.1": "moe_jitter_eps=0.1: needs --num-experts",
     "--num-experts 0.5": "argument --num-experts: invalid int value: '0.5'",
     "--num-experts -2": "num_experts=-2: must be > 0",
     "--num-experts 8 --moe-top-k 9": "moe_router_topk=9: must be 1 to num_experts=8",
