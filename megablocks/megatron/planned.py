@@ -12,8 +12,9 @@ from unittest import mock
 
 from megablocks.config import ConfigError
 
-_UNSAID = ("--lr", "1e-4", "--train-iters", "1000")
-"""What the driver must know and a plan need not."""
+_UNSAID = ("--lr", "1e-4")
+_UNSAID_LENGTH = ("--train-iters", "1000")
+"""What the driver must know and a plan need not; the length unless it is given in samples."""
 
 
 def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
@@ -41,7 +42,9 @@ def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     parsed: list[argparse.Namespace] = []
     try:
         theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        args = arguments.add_arguments(theirs, parsed).parse_args([*_UNSAID, *argv])
+        in_samples = any(word.split("=")[0] == "--train-samples" for word in argv)
+        unsaid = _UNSAID if in_samples else (*_UNSAID, *_UNSAID_LENGTH)
+        args = arguments.add_arguments(theirs, parsed).parse_args([*unsaid, *argv])
         args.rank, args.world_size = 0, gpus
         args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
         if "(no GPU)" in str(args.megablocks_automatic.get(arguments.PREFIX + "fused_loss")):

@@ -225,6 +225,12 @@ def test_the_drivers_flags_mean_the_same(name: str, script: str, flags: str, tmp
     assert plan.report(found)["step"] == plan.report(ROWS[name])["step"]
 
 
+def test_a_driver_that_counts_samples_is_read() -> None:
+    pytest.importorskip("megatron.training")
+    found, _ = plan.model_of(["--", *DRIVER_FLAGS, "--train-samples", "512"])
+    assert found == plan.model_of(["--", *DRIVER_FLAGS])[0]
+
+
 def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.training")
     flags = _driver_flags("dmoe/dmoe_125m_8gpu.sh", "--use-distributed-optimizer", tmp_path, 8)
