@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, QUANTIZED, ROUTERS
 from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
@@ -28,7 +28,7 @@ class ConfigError(ValueError):
     """A value that a config refuses. The message is one line: field, value, what is allowed."""
 
 
-def refuse(field: str, value: object, allowed: str) -> None:
+def refuse(field: str, value: object, allowed: str) -> NoReturn:
     """Raise a ConfigError in its form."""
     raise ConfigError(f"{field}={value!r}: {allowed}")
 

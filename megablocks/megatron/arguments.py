@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
 from megablocks.megatron.settings import MegaBlocksSettings, add_flags, flag_of, option
 
@@ -76,15 +76,15 @@ class DriverSettings:
 
     def __post_init__(self) -> None:
         if self.loss_spike_factor != 0 and not self.loss_spike_factor > 1:
-            raise ConfigError(f"loss_spike_factor={self.loss_spike_factor}: must be > 1, or 0 for never")
+            refuse("loss_spike_factor", self.loss_spike_factor, "must be > 1, or 0 for never")
         if self.loss_spike_window < 4:
-            raise ConfigError(f"loss_spike_window={self.loss_spike_window}: must be >= 4")
+            refuse("loss_spike_window", self.loss_spike_window, "must be >= 4")
         if not self.hang_timeout >= 0:
-            raise ConfigError(f"hang_timeout={self.hang_timeout}: must be >= 0 seconds")
+            refuse("hang_timeout", self.hang_timeout, "must be >= 0 seconds")
         if self.keep_checkpoints < 0:
-            raise ConfigError(f"keep_checkpoints={self.keep_checkpoints}: must be >= 0; 0 keeps all")
+            refuse("keep_checkpoints", self.keep_checkpoints, "must be >= 0; 0 keeps all")
         if self.fused_loss_kept_gib is not None and not self.fused_loss_kept_gib >= 0:
-            raise ConfigError(f"fused_loss_kept_gib={self.fused_loss_kept_gib}: must be >= 0")
+            refuse("fused_loss_kept_gib", self.fused_loss_kept_gib, "must be >= 0")
 
 
 ALIASES: dict[str, tuple[str, type]] = {
@@ -213,10 +213,8 @@ def resolve(args: argparse.Namespace) -> None:
 
         for dest, value in flags_of_folder(args.data_prefix).items():
             if dest in explicit and getattr(args, dest) != value:
-                raise ConfigError(
-                    f"{dest}={getattr(args, dest)!r}: must be left out with --data-prefix {args.data_prefix}, "
-                    f"which sets {value!r}"
-                )
+                rule = f"must be left out with --data-prefix {args.data_prefix}, which sets {value!r}"
+                refuse(dest, getattr(args, dest), rule)
             setattr(args, dest, value)
     chosen = {k: v for k, v in machine_defaults(args).items() if k not in explicit and getattr(args, k) != v[0]}
     for dest, (value, _) in chosen.items():
@@ -236,25 +234,21 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
             continue
         if name == "moe_loss_weight":
             if not args.num_layers:
-                raise ConfigError(f"moe_loss_weight={value}: needs --num-layers, over which it is averaged")
+                refuse(name, value, "needs --num-layers, over which it is averaged")
             value = value / args.num_layers
         twin = getattr(args, dest)
         if isinstance(twin, list) and len(twin) == 1:
             twin = twin[0]
         if dest in explicit and not (isinstance(twin, (int, float)) and math.isclose(twin, value)):
-            raise ConfigError(
-                f"{name}={getattr(args, name)}: sets {dest}={value:g}, but {flag_of(dest)} {twin} is given "
-                "too; leave one of them out"
-            )
+            rule = f"sets {dest}={value:g}, but {flag_of(dest)} {twin} is given too; leave one of them out"
+            refuse(name, getattr(args, name), rule)
         setattr(args, dest, value)
         explicit.add(dest)
     if args.moe_expert_model_parallelism:
-        size = _expert_parallel_size(args)
-        if "expert_model_parallel_size" in explicit and args.expert_model_parallel_size != size:
-            raise ConfigError(
-                f"moe_expert_model_parallelism=True: spreads experts over {size} ranks, but "
-                f"--expert-model-parallel-size {args.expert_model_parallel_size} is given too; leave one of them out"
-            )
+        size, given = _expert_parallel_size(args), args.expert_model_parallel_size
+        if "expert_model_parallel_size" in explicit and given != size:
+            twin = f"--expert-model-parallel-size {given} is given too; leave one of them out"
+            refuse("moe_expert_model_parallelism", True, f"spreads experts over {size} ranks, but {twin}")
         args.expert_model_parallel_size = size
         explicit.add("expert_model_parallel_size")
 
@@ -263,11 +257,12 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
     world = int(os.environ.get("WORLD_SIZE", 1))
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model < 1 or world % model:
-        raise ConfigError(
-            f"tensor_model_parallel_size={args.tensor_model_parallel_size}: times pipeline_model_parallel_size="
-            f"{args.pipeline_model_parallel_size} and context_parallel_size={args.context_parallel_size} "
-            f"must divide the number of processes, {world}"
+        others = (
+            f"pipeline_model_parallel_size={args.pipeline_model_parallel_size} and "
+            f"context_parallel_size={args.context_parallel_size}"
         )
+        rule = f"times {others} must divide the number of processes, {world}"
+        refuse("tensor_model_parallel_size", args.tensor_model_parallel_size, rule)
     return world // model
 
 
@@ -275,10 +270,8 @@ def _expert_parallel_size(args: argparse.Namespace) -> int:
     ranks, experts = _data_parallel_size(args), args.num_experts or 0
     size = min(ranks, experts)
     if size < 1 or experts % size or ranks % size:
-        raise ConfigError(
-            f"num_experts={args.num_experts}: must be a multiple or a divisor of the {ranks} data-parallel ranks with "
-            "--moe-expert-model-parallelism"
-        )
+        rule = f"must be a multiple or a divisor of the {ranks} data-parallel ranks with --moe-expert-model-parallelism"
+        refuse("num_experts", args.num_experts, rule)
     return size
 
 
@@ -337,41 +330,38 @@ def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot train, in one line. Megatron's own validation follows."""
     for dest, why in UNSUPPORTED.items():
         if getattr(args, dest, None):
-            raise ConfigError(f"{dest}={getattr(args, dest)!r}: {why}")
+            refuse(dest, getattr(args, dest), why)
     for dest in ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "micro_batch_size", "lr"):
         if getattr(args, dest) is None and not args.use_checkpoint_args:
-            raise ConfigError(f"{dest}=None: {flag_of(dest)} is required")
+            refuse(dest, None, f"{flag_of(dest)} is required")
     if args.train_iters is None and args.train_samples is None:
-        raise ConfigError("train_iters=None: --train-iters or --train-samples is required")
+        refuse("train_iters", None, "--train-iters or --train-samples is required")
     for dest, value in vars(args).items():
         if dest in POSITIVE and value is not None and not value > 0:
-            raise ConfigError(f"{dest}={value}: must be > 0")
+            refuse(dest, value, "must be > 0")
         numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, float)]
         if dest in args.megablocks_explicit and not all(map(math.isfinite, numbers)):
-            raise ConfigError(f"{dest}={value}: must be a finite number")
+            refuse(dest, value, "must be a finite number")
         if dest in FRACTIONS and not 0 <= value <= 1:
-            raise ConfigError(f"{dest}={value}: must be 0 to 1")
+            refuse(dest, value, "must be 0 to 1")
     if args.full_validation and args.megablocks_fixed_validation:
-        raise ConfigError("megablocks_fixed_validation=True: must be left out with --full-validation, which reads all")
+        refuse("megablocks_fixed_validation", True, "must be left out with --full-validation, which reads all")
     _check_sizes(args)
     _check_schedule(args)
     _check_folders(args)
     ranks = _data_parallel_size(args)
     if args.global_batch_size and args.global_batch_size % (args.micro_batch_size * ranks):
-        raise ConfigError(
-            f"global_batch_size={args.global_batch_size}: must be a multiple of micro_batch_size="
-            f"{args.micro_batch_size} times the {ranks} data-parallel ranks"
-        )
+        rule = f"must be a multiple of micro_batch_size={args.micro_batch_size} times the {ranks} data-parallel ranks"
+        refuse("global_batch_size", args.global_batch_size, rule)
     if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
-        raise ConfigError("tensorboard_dir=None: --use-pytorch-profiler writes beside it; give --tensorboard-dir")
+        refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.save and args.save_interval is None:
-        raise ConfigError(f"save={args.save!r}: needs --save-interval")
+        refuse("save", args.save, "needs --save-interval")
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
-        raise ConfigError(
-            "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
-        )
+        rule = "needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
+        refuse("init_model_with_meta_device", True, rule)
     if args.use_torch_fsdp2 and not torch.cuda.is_available():
-        raise ConfigError("use_torch_fsdp2=True: needs a GPU; leave it out")
+        refuse("use_torch_fsdp2", True, "needs a GPU; leave it out")
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
     settings_from(args, DriverSettings)
@@ -390,35 +380,32 @@ def check(args: argparse.Namespace) -> None:
 def _check_engine(args: argparse.Namespace) -> None:
     """Refuse what Transformer Engine's layers would not read."""
     if (why := engine.why_not()) is not None:
-        raise ConfigError(f"transformer_impl='transformer_engine': must be 'local'; {why}")
+        refuse("transformer_impl", args.transformer_impl, f"must be 'local'; {why}")
     if args.reset_attention_mask:
-        raise ConfigError(
-            "reset_attention_mask=True: must be False with Transformer Engine, whose causal attention reads no mask; "
-            "leave it out or give --transformer-impl local"
-        )
-    for dest in WITHOUT_ENGINE:
-        if PREFIX + dest in args.megablocks_explicit and not (dest == "rope" and not args.apply_rope_fusion):
-            raise ConfigError(
-                f"{PREFIX}{dest}={getattr(args, PREFIX + dest)!r}: must be left out with Transformer Engine, which "
-                "does not read it, or give --transformer-impl local"
-            )
+        rule = "must be False with Transformer Engine, whose causal attention reads no mask"
+        refuse("reset_attention_mask", True, f"{rule}; leave it out or give --transformer-impl local")
+    for name in WITHOUT_ENGINE:
+        dest = PREFIX + name
+        if dest in args.megablocks_explicit and not (name == "rope" and not args.apply_rope_fusion):
+            rule = "must be left out with Transformer Engine, which does not read it, or give --transformer-impl local"
+            refuse(dest, getattr(args, dest), rule)
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
     hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
     if hidden and heads:  # both come later with --use-checkpoint-args
         if args.kv_channels is None and hidden % heads:
-            raise ConfigError(f"num_attention_heads={heads}: must divide hidden_size={hidden}, or give --kv-channels")
+            refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
         if args.group_query_attention and heads % groups:
-            raise ConfigError(f"num_query_groups={groups}: must divide num_attention_heads={heads}")
+            refuse("num_query_groups", groups, f"must divide num_attention_heads={heads}")
         size = args.kv_channels or hidden // heads
         if args.position_embedding_type == "rope" and size % 2:
-            raise ConfigError(f"kv_channels={size}: must be even with --position-embedding-type rope")
+            refuse("kv_channels", size, "must be even with --position-embedding-type rope")
     frequency = args.moe_layer_freq
     if isinstance(frequency, int) and frequency < 1:
-        raise ConfigError(f"moe_layer_freq={frequency}: must be >= 1; 2 puts experts into every second layer")
+        refuse("moe_layer_freq", frequency, "must be >= 1; 2 puts experts into every second layer")
     if isinstance(frequency, list) and args.num_layers and len(frequency) != args.num_layers:
-        raise ConfigError(f"moe_layer_freq={frequency}: must have one entry for each of num_layers={args.num_layers}")
+        refuse("moe_layer_freq", frequency, f"must have one entry for each of num_layers={args.num_layers}")
 
 
 def _check_schedule(args: argparse.Namespace) -> None:
@@ -427,12 +414,10 @@ def _check_schedule(args: argparse.Namespace) -> None:
     total = getattr(args, f"lr_decay_{unit}") or getattr(args, f"train_{unit}")
     warmup = getattr(args, f"lr_warmup_{unit}")
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
-        raise ConfigError(f"lr_warmup_fraction={args.lr_warmup_fraction}: must be >= 0 and < 1")
+        refuse("lr_warmup_fraction", args.lr_warmup_fraction, "must be >= 0 and < 1")
     if warmup >= total:
-        raise ConfigError(
-            f"lr_warmup_{unit}={warmup}: must be smaller than {total}, the {unit} of the whole schedule "
-            f"(--lr-decay-{unit}, else --train-{unit})"
-        )
+        whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, else --train-{unit})"
+        refuse(f"lr_warmup_{unit}", warmup, f"must be smaller than {total}, {whole}")
 
 
 def _check_folders(args: argparse.Namespace) -> None:
@@ -443,18 +428,18 @@ def _check_folders(args: argparse.Namespace) -> None:
             continue
         there = next(parent for parent in (Path(path), *Path(path).absolute().parents) if os.path.lexists(parent))
         if not there.is_dir():
-            raise ConfigError(f"{dest}={path!r}: {there} is not a folder; choose another path")
+            refuse(dest, path, f"{there} is not a folder; choose another path")
         is_read = dest == "data_cache_path" and there == Path(path) and any(there.iterdir())  # a cache that is complete
         if not is_read and not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"{dest}={path!r}: {there} cannot be written by this user; choose another path")
+            refuse(dest, path, f"{there} cannot be written by this user; choose another path")
 
 
 def _check_dense(args: argparse.Namespace) -> None:
     for dest in (*ALIASES, PREFIX + "capacity_factor"):
         if dest != "moe_num_experts" and getattr(args, dest) is not None:
-            raise ConfigError(f"{dest}={getattr(args, dest)}: needs --num-experts")
+            refuse(dest, getattr(args, dest), "needs --num-experts")
     if args.expert_model_parallel_size != 1:
-        raise ConfigError(f"expert_model_parallel_size={args.expert_model_parallel_size}: needs --num-experts")
+        refuse("expert_model_parallel_size", args.expert_model_parallel_size, "needs --num-experts")
 
 
 def _check_layer(args: argparse.Namespace) -> None:
@@ -466,31 +451,26 @@ def _check_layer(args: argparse.Namespace) -> None:
 
     for dest in UNSUPPORTED_BY_EXPERTS:
         if value := getattr(args, dest, None):
-            rule = "must be left out, or use Megatron's own layer (--megablocks-layer megatron)"
-            raise ConfigError(f"{dest}={value!r}: {rule}")
+            refuse(dest, value, "must be left out, or use Megatron's own layer (--megablocks-layer megatron)")
     if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # asked for, since our default is another
-        raise ConfigError(f"moe_token_dispatcher_type='allgather': must be 'alltoall'; {OWN_EXCHANGE}")
+        refuse("moe_token_dispatcher_type", "allgather", f"must be 'alltoall'; {OWN_EXCHANGE}")
     check_fields(args, dispatches=layer != "experts")
 
 
 def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if args.num_experts < 1:
-        raise ConfigError(f"num_experts={args.num_experts}: must be > 0, or 0 for a dense model")
+        refuse("num_experts", args.num_experts, "must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
-        raise ConfigError(f"moe_router_topk={args.moe_router_topk}: must be 1 to num_experts={args.num_experts}")
+        refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
     size = args.expert_model_parallel_size
     if args.num_experts % size:
-        raise ConfigError(f"expert_model_parallel_size={size}: must divide num_experts={args.num_experts}")
+        refuse("expert_model_parallel_size", size, f"must divide num_experts={args.num_experts}")
     stage = ranks * args.tensor_model_parallel_size * args.context_parallel_size
     shards = args.expert_tensor_parallel_size
     if shards and stage % (size * shards):
-        raise ConfigError(
-            f"expert_tensor_parallel_size={shards}: times expert_model_parallel_size={size} must divide the {stage} "
-            "ranks of a pipeline stage"
-        )
+        rule = f"times expert_model_parallel_size={size} must divide the {stage} ranks of a pipeline stage"
+        refuse("expert_tensor_parallel_size", shards, rule)
     if stage % (size * (shards or args.tensor_model_parallel_size)):
-        raise ConfigError(f"expert_model_parallel_size={size}: must divide the {ranks} data-parallel ranks")
+        refuse("expert_model_parallel_size", size, f"must divide the {ranks} data-parallel ranks")
     if args.tensor_model_parallel_size > 1 and not args.sequence_parallel:
-        raise ConfigError(
-            f"tensor_model_parallel_size={args.tensor_model_parallel_size}: needs --sequence-parallel with experts"
-        )
+        refuse("tensor_model_parallel_size", args.tensor_model_parallel_size, "needs --sequence-parallel with experts")

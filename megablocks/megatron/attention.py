@@ -19,7 +19,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megablocks.config import ConfigError
+from megablocks.config import refuse
 
 _SUPPORTED = {"context_parallel_size": 1, "window_size": None, "softmax_type": "vanilla"}
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
@@ -45,7 +45,7 @@ class SDPAttention(MegatronModule):
         super().__init__(config=config)
         for name, allowed in _SUPPORTED.items():
             if (value := getattr(config, name)) != allowed:
-                raise ConfigError(f"{name}={value!r}: must be {allowed!r}, or use --megablocks-attention megatron")
+                refuse(name, value, f"must be {allowed!r}, or use --megablocks-attention megatron")
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         # apply_query_key_layer_scaling has no effect here. Against overflow in fp16 it divides the scores by the layer

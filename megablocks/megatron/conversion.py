@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.journal import Journal
 from megablocks.checkpoint.layout import Block, Model, Rule, Stored, Units
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, refuse
 from megablocks.megatron import checkpoint_io, planned
 from megablocks.megatron.failures import line_of
 from megablocks.megatron.reporting import moe_layers
@@ -223,7 +223,7 @@ def flags_of(model: Model) -> dict[str, Any]:
         ConfigError: Megatron has no flag for something in it.
     """
     if model.rope_theta != int(model.rope_theta):
-        raise ConfigError(f"rope_theta={model.rope_theta}: must be a whole number for Megatron")
+        refuse("rope_theta", model.rope_theta, "must be a whole number for Megatron")
     flags: dict[str, Any] = _values(model, _SIZES) | {
         "--ffn-hidden-size": model.dense_width or model.expert_width,
         "--position-embedding-type": "rope",
@@ -241,7 +241,7 @@ def flags_of(model: Model) -> dict[str, Any]:
         flags["--group-query-attention"] = True
     else:
         if model.q_lora_rank is None:
-            raise ConfigError("q_lora_rank=None: must be a number for Megatron, which norms the queries' low rank")
+            refuse("q_lora_rank", None, "must be a number for Megatron, which norms the queries' low rank")
         flags |= _values(model, _LATENT_SIZES) | {"--rope-type": "rope" if model.yarn is None else "yarn"}
         flags |= {"--multi-latent-attention": True, "--qk-layernorm": True}
     if model.yarn is not None:
@@ -257,7 +257,7 @@ def flags_of(model: Model) -> dict[str, Any]:
         flags |= {"--quick-geglu": True, "--no-bias-gelu-fusion": True}  # the fused gate clamps before it adds the bias
     if model.score_function == "sigmoid":
         if model.top_k == 1:
-            raise ConfigError("num_experts_per_tok=1: must be > 1 with a sigmoid router for Megatron")
+            refuse("num_experts_per_tok", 1, "must be > 1 with a sigmoid router for Megatron")
         flags |= {"--moe-router-score-function": "sigmoid", "--moe-router-topk-scaling-factor": model.top_k_scaling}
     if model.num_groups is not None:
         flags |= {"--moe-router-num-groups": model.num_groups, "--moe-router-group-topk": model.group_top_k}

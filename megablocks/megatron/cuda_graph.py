@@ -23,7 +23,7 @@ from megatron.training import checkpointing, training
 from megatron.training.utils import print_rank_0
 from torch import Tensor
 
-from megablocks.config import ConfigError
+from megablocks.config import refuse
 from megablocks.megatron.model_config import Table, check_table, needs_megatron_routing
 from megablocks.megatron.wrap import wrap
 
@@ -69,18 +69,16 @@ def check(args: argparse.Namespace) -> None:
     if impl != "full_iteration":
         if args.transformer_impl == "transformer_engine":
             return
-        raise ConfigError(
-            f"cuda_graph_impl={impl!r}: must be 'none' or 'full_iteration'; graphs of single layers run without the "
-            "guard's hooks, and need Transformer Engine here"
-        )
+        why = "graphs of single layers run without the guard's hooks, and need Transformer Engine here"
+        refuse("cuda_graph_impl", impl, f"must be 'none' or 'full_iteration'; {why}")
     check_table(args, _NEEDS, _WITH)
     if args.cuda_graph_warmup_steps < 1:
-        raise ConfigError(f"cuda_graph_warmup_steps={args.cuda_graph_warmup_steps}: must be >= 1, to compile kernels")
+        refuse("cuda_graph_warmup_steps", args.cuda_graph_warmup_steps, "must be >= 1, to compile kernels")
     if not args.num_experts:
         return
     check_table(args, _EXPERTS_NEED, _WITH)
     if needs_megatron_routing(args):
-        raise ConfigError("cuda_graph_impl='full_iteration': needs our routing, and the router's flags Megatron's")
+        refuse("cuda_graph_impl", impl, "needs our routing, and the router's flags Megatron's")
     spread = max(args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1
     if spread:
         symmetric = {"megablocks_dispatcher": (("symmetric",), "the all-to-all reads its sizes on the host")}

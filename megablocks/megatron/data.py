@@ -28,7 +28,7 @@ from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 
-from megablocks.config import ConfigError
+from megablocks.config import refuse
 from megablocks.data.indexed import DataError, check_dataset, read_index
 from megablocks.data.manifest import read_manifest
 from megablocks.data.verify import prefix_fingerprint, verify_folder
@@ -97,7 +97,7 @@ def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, flo
         shares = [share for share, wanted in zip(matrix, used, strict=True) if share is not None and wanted]
         return [(prefix, shares) for prefix in blend[0]]
     if per_split is None:
-        raise ConfigError("data_prefix=None: --data-prefix, --data-path or --mock-data is required")
+        refuse("data_prefix", None, "--data-prefix, --data-path or --mock-data is required")
     blends = [one for one, wanted in zip(per_split, used, strict=True) if one is not None and wanted]
     return [(prefix, [(0.0, 1.0)]) for one in blends for prefix in one[0]]
 

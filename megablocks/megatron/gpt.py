@@ -23,7 +23,7 @@ from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 from torch import Tensor
 
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, refuse
 from megablocks.megatron import data
 from megablocks.megatron.arguments import PREFIX, settings_from
 from megablocks.megatron.loss import loss_arguments
@@ -46,7 +46,7 @@ def model_config(args: argparse.Namespace) -> Any:
         ConfigError: our layers refuse a value.
     """
     if args.cuda_graph_impl == "full_iteration" and not torch.cuda.is_available():
-        raise ConfigError("cuda_graph_impl='full_iteration': must be 'none' without a GPU")
+        refuse("cuda_graph_impl", args.cuda_graph_impl, "must be 'none' without a GPU")
     config = gpt_config_from_args(args)
     config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
     if args.spec is None:
@@ -55,7 +55,7 @@ def model_config(args: argparse.Namespace) -> Any:
             check_config(config.transformer, dispatches=settings.layer == "megablocks")
             _check_experts(config.transformer, settings)
     elif config.transformer_layer_spec is None:
-        raise ConfigError(f"spec={args.spec!r}: {args.spec[0]} cannot be imported; give a module and a name in it")
+        refuse("spec", args.spec, f"{args.spec[0]} cannot be imported; give a module and a name in it")
     return config
 
 

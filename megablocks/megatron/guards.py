@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError, SaveError
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, refuse
 from megablocks.megatron import checkpoint_io
 from megablocks.megatron.arguments import DriverSettings
 from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
@@ -326,10 +326,8 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
     first = int(os.environ.get("RANK", 0)) == 0
     resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
     if args.save and not resumes and (found := atomic.iterations(args.save)):
-        raise ConfigError(
-            f"save={args.save!r}: holds a run's checkpoints up to iteration {found[-1]}; "
-            f"resume it with --load {args.save}, or choose an empty folder"
-        )
+        what = f"holds a run's checkpoints up to iteration {found[-1]}"
+        refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
     if not args.load or args.ckpt_format != "torch_dist":
         return False
     if args.ckpt_step:

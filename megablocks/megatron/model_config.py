@@ -16,7 +16,7 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megablocks.config import ConfigError, MoEConfig, check_width
+from megablocks.config import MoEConfig, check_width, refuse
 from megablocks.kinds import QUANTIZED
 from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
@@ -86,7 +86,7 @@ def check_table(values: Any, table: Table, where: str = "") -> None:
     for name, (allowed, why) in table.items():
         value = getattr(values, name, allowed[0])
         if value not in allowed:
-            raise ConfigError(f"{name}={value!r}: must be {allowed[0]!r}{where}; {why}")
+            refuse(name, value, f"must be {allowed[0]!r}{where}; {why}")
 
 
 def check_fields(values: Any, *, dispatches: bool) -> None:
@@ -99,9 +99,8 @@ def check_fields(values: Any, *, dispatches: bool) -> None:
     check_table(values, _UNSUPPORTED | (_DISPATCHER if dispatches else {}))
     inside = _OFFLOADED.intersection(getattr(values, "offload_modules", None) or ())
     if inside:
-        raise ConfigError(
-            f"offload_modules={sorted(inside)}: must not name the experts' modules; their activations stay on the GPU"
-        )
+        rule = "must not name the experts' modules; their activations stay on the GPU"
+        refuse("offload_modules", sorted(inside), rule)
 
 
 def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:
@@ -120,17 +119,16 @@ def _check_experts(config: TransformerConfig) -> None:
     assert config.num_moe_experts is not None
     experts, ranks = config.num_moe_experts, config.expert_model_parallel_size
     if experts % ranks:
-        raise ConfigError(f"num_moe_experts={experts}: must be divisible by expert_model_parallel_size={ranks}")
+        refuse("num_moe_experts", experts, f"must be divisible by expert_model_parallel_size={ranks}")
     shards = config.expert_tensor_parallel_size or 1
     width = config.moe_ffn_hidden_size or config.ffn_hidden_size
     assert width is not None
     if width % shards:
-        raise ConfigError(f"moe_ffn_hidden_size={width}: must be divisible by expert_tensor_parallel_size={shards}")
-    if config.tensor_model_parallel_size > 1 and not config.sequence_parallel:
-        raise ConfigError(
-            "sequence_parallel=False: must be True with experts and "
-            f"tensor_model_parallel_size={config.tensor_model_parallel_size}, or every rank computes the same tokens"
-        )
+        refuse("moe_ffn_hidden_size", width, f"must be divisible by expert_tensor_parallel_size={shards}")
+    tensor = config.tensor_model_parallel_size
+    if tensor > 1 and not config.sequence_parallel:
+        layout = f"experts and tensor_model_parallel_size={tensor}"
+        refuse("sequence_parallel", False, f"must be True with {layout}, or every rank computes the same tokens")
 
 
 def check_engine(config: TransformerConfig) -> None:
@@ -140,46 +138,39 @@ def check_engine(config: TransformerConfig) -> None:
     """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:
-            raise ConfigError(
-                f"overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm={config.batch_p2p_comm}: must be True and "
-                "False with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
-            )
+            names = f"overlap_p2p_comm={config.overlap_p2p_comm}, batch_p2p_comm"
+            why = "with 2 pipeline stages and virtual stages, where batched messages are matched to the wrong stage"
+            refuse(names, config.batch_p2p_comm, f"must be True and False {why}")
     if config.activation_func_clamp_value is not None:
         _check_clamp(config)
     if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
-        raise ConfigError(
-            "cuda_graph_impl='full_iteration': must be 'none' outside of megablocks.megatron.pretrain_gpt, which keeps "
-            "in place what a captured step writes"
-        )
+        driver = "megablocks.megatron.pretrain_gpt, which keeps in place what a captured step writes"
+        refuse("cuda_graph_impl", config.cuda_graph_impl, f"must be 'none' outside of {driver}")
     if HAVE_TE:
         _check_fuser(config)
         return
     for name in _OF_ENGINE_ALONE:
         if getattr(config, name):
-            raise ConfigError(f"{name}=True: needs Transformer Engine, which is not installed")
+            refuse(name, True, "needs Transformer Engine, which is not installed")
     if config.recompute_granularity == "selective":
         for module in ("layernorm", "mla_up_proj"):
             if module in (config.recompute_modules or ()):
-                raise ConfigError(f"recompute_modules={module!r}: needs Transformer Engine, which is not installed")
+                refuse("recompute_modules", module, "needs Transformer Engine, which is not installed")
 
 
 def _check_clamp(config: TransformerConfig) -> None:
     """Refuse a clamp that Megatron would not apply, or would apply before the bias."""
-    clamp = f"activation_func_clamp_value={config.activation_func_clamp_value}"
+    name, value = "activation_func_clamp_value", config.activation_func_clamp_value
     if not config.gated_linear_unit:
-        raise ConfigError(f"{clamp}: needs --swiglu or --quick-geglu; without a gate Megatron does not clamp")
+        refuse(name, value, "needs --swiglu or --quick-geglu; without a gate Megatron does not clamp")
     if not config.bias_activation_fusion:
         return
     if config.activation_func is not quick_gelu:
-        raise ConfigError(
-            f"bias_activation_fusion=True: must be False (--no-bias-swiglu-fusion) with {clamp}, which the fused gate "
-            "ignores"
-        )
+        rule = f"must be False (--no-bias-swiglu-fusion) with {name}={value}, which the fused gate ignores"
+        refuse("bias_activation_fusion", True, rule)
     if config.add_bias_linear and not HAVE_TE:
-        raise ConfigError(
-            f"bias_activation_fusion=True: must be False (--no-bias-gelu-fusion) with biases and {clamp}, or the gate "
-            "is clamped before its bias is added"
-        )
+        rule = f"must be False (--no-bias-gelu-fusion) with biases and {name}={value}"
+        refuse("bias_activation_fusion", True, f"{rule}, or the gate is clamped before its bias is added")
 
 
 def _check_fuser(config: TransformerConfig) -> None:
@@ -187,7 +178,7 @@ def _check_fuser(config: TransformerConfig) -> None:
     grouped = config.num_moe_experts is not None and settings_of(config).layer == "megatron"
     for name, is_read in (("use_transformer_engine_op_fuser", grouped), ("use_grouped_gemm_for_dense_mlp", False)):
         if getattr(config, name) and not is_read:
-            raise ConfigError(f"{name}=True: must be False; a block with our layers or dense layers does not read it")
+            refuse(name, True, "must be False; a block with our layers or dense layers does not read it")
 
 
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:
@@ -208,14 +199,10 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         fusion = config.gradient_accumulation_fusion or torch.cuda.is_available()
     coeffs = config.moe_aux_loss_coeff if isinstance(config.moe_aux_loss_coeff, list) else [config.moe_aux_loss_coeff]
     if settings.router_type == "expert_choice" and any(coeff > 0 for coeff in coeffs):
-        raise ConfigError(
-            f"moe_aux_loss_coeff={config.moe_aux_loss_coeff!r}: must be 0 with router_type='expert_choice', "
-            "which is balanced by construction"
-        )
+        rule = "must be 0 with router_type='expert_choice', which is balanced by construction"
+        refuse("moe_aux_loss_coeff", config.moe_aux_loss_coeff, rule)
     if settings.token_rounding is not None and needs_megatron_routing(config):
-        raise ConfigError(
-            f"token_rounding={settings.token_rounding!r}: needs our routing, not Megatron's (see its router)"
-        )
+        refuse("token_rounding", settings.token_rounding, "needs our routing, not Megatron's (see its router)")
     return MoEConfig(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.moe_ffn_hidden_size,
@@ -261,8 +248,6 @@ def activation_of(function: Callable[[torch.Tensor], torch.Tensor], gated: bool)
     table = glu if gated else plain
     if function not in table:
         name = getattr(function, "__name__", repr(function))
-        raise ConfigError(
-            f"activation_func={name!r}, gated_linear_unit={gated}: must be one of gelu, silu, relu"
-            + ("" if gated else ", squared_relu")
-        )
+        allowed = "gelu, silu, relu" if gated else "gelu, silu, relu, squared_relu"
+        refuse(f"activation_func={name!r}, gated_linear_unit", gated, f"must be one of {allowed}")
     return Activation(table[function], approximate)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megablocks.config import ConfigError
+from megablocks.config import refuse
 from megablocks.megatron.settings import settings_of
 from megablocks.ops.norm import norm
 
@@ -33,7 +33,7 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
         super().__init__()
         if config.normalization not in ("LayerNorm", "RMSNorm"):
-            raise ConfigError(f"normalization={config.normalization!r}: must be LayerNorm or RMSNorm")
+            refuse("normalization", config.normalization, "must be LayerNorm or RMSNorm")
         self.normalized_shape = (hidden_size,)
         self.eps = eps
         self.fused = settings_of(config).norm == "fused"
@@ -67,11 +67,9 @@ class AllHeadsNorm(Norm):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, of_keys: bool) -> None:
-        if config.tensor_model_parallel_size > 1:
-            raise ConfigError(
-                f"tensor_model_parallel_size={config.tensor_model_parallel_size}: must be 1 with "
-                "--megablocks-qk-norm all, which needs all heads on each rank"
-            )
+        if (size := config.tensor_model_parallel_size) > 1:
+            rule = "must be 1 with --megablocks-qk-norm all, which needs all heads on each rank"
+            refuse("tensor_model_parallel_size", size, rule)
         heads = config.num_query_groups if of_keys else config.num_attention_heads
         assert heads is not None
         super().__init__(config, heads * hidden_size, eps)

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError
+from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS, ConfigError, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 
 _FUSED = ("fused", "megatron")
@@ -168,7 +168,7 @@ class MegaBlocksSettings:
             value, choices = getattr(self, f.name), f.metadata["choices"]
             unset = value is None and f.default is None
             if choices is not None and not unset and value not in choices:
-                raise ConfigError(f"{f.name}={value!r}: must be one of {', '.join(map(str, choices))}")
+                refuse(f.name, value, f"must be one of {', '.join(map(str, choices))}")
         if self.layer == "tutel":  # whichever code runs it, the rule and the default factor are Tutel's
             object.__setattr__(self, "capacity_rule", "tutel")
             if self.capacity_factor is None:
@@ -177,11 +177,11 @@ class MegaBlocksSettings:
         for name in _NOT_READ.get(self.layer, ()):
             if (value := getattr(self, name)) != defaults[name]:
                 allowed = f"must be {defaults[name]!r} with layer={self.layer!r}, which does not read it"
-                raise ConfigError(f"{name}={value!r}: {allowed}, or use layer='megablocks'")
+                refuse(name, value, f"{allowed}, or use layer='megablocks'")
         if self.pad_to_capacity and self.capacity_factor is None:
-            raise ConfigError("pad_to_capacity=True: needs a capacity_factor; without one nothing is padded")
+            refuse("pad_to_capacity", True, "needs a capacity_factor; without one nothing is padded")
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
-            raise ConfigError(f"capacity_factor={self.capacity_factor!r}: must be >= 0, or use capacity_rule='tutel'")
+            refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
@@ -196,7 +196,7 @@ def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
         return None
     if kind is bool:
         if text.lower() not in ("0", "1", "true", "false"):
-            raise ConfigError(f"{name}={text!r}: must be 0, 1, true or false")
+            refuse(name, text, "must be 0, 1, true or false")
         return text.lower() in ("1", "true")
     try:
         return kind(text)

@@ -51,7 +51,7 @@ from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm  # noq
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
 
-from megablocks.config import ConfigError  # noqa: E402
+from megablocks.config import refuse  # noqa: E402
 from megablocks.megatron import attention, engine, rope  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
@@ -117,13 +117,10 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
             setattr(owner, name, Norm)
     if settings.qk_norm == "all":
         if not config.qk_layernorm or config.multi_latent_attention:
-            raise ConfigError(
-                "megablocks_qk_norm='all': needs --qk-layernorm, and must be 'head' with --multi-latent-attention"
-            )
+            rule = "needs --qk-layernorm, and must be 'head' with --multi-latent-attention"
+            refuse("megablocks_qk_norm", "all", rule)
         if heads.q_layernorm is not Norm:
-            raise ConfigError(
-                "megablocks_qk_norm='all': must be 'head' with Transformer Engine, or --transformer-impl local"
-            )
+            refuse("megablocks_qk_norm", "all", "must be 'head' with Transformer Engine, or --transformer-impl local")
         heads.q_layernorm = functools.partial(AllHeadsNorm, of_keys=False)
         heads.k_layernorm = functools.partial(AllHeadsNorm, of_keys=True)
     if heads.core_attention is DotProductAttention and settings.attention == "sdpa" and attention.supports(config):

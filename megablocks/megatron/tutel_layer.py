@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from tutel import moe as tutel_moe
 
-from megablocks.config import ConfigError
+from megablocks.config import refuse
 from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.local_experts import mark_expert
 from megablocks.megatron.model_config import check_config
@@ -56,8 +56,8 @@ class TutelMoELayer(MoELayer):
     ) -> None:
         check_config(config)
         for field, allowed in _ALONE.items():
-            if getattr(config, field) not in allowed:
-                raise ConfigError(f"{field}={getattr(config, field)!r}: must be {allowed[0]!r} in Tutel's layer")
+            if (value := getattr(config, field)) not in allowed:
+                refuse(field, value, f"must be {allowed[0]!r} in Tutel's layer")
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         BaseMoELayer.__init__(self, config, layer_number, groups, is_mtp_layer)
         assert config.num_moe_experts is not None
