@@ -23,7 +23,7 @@ import runpy
 import sys
 import types
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -220,20 +220,15 @@ def hide_engine() -> None:
         )
 
 
-def install(*, skip: Collection[str] = ()) -> bool:
-    """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path.
-
-    Args:
-        skip: names in `PATCHES` to leave out, for the tests that show each to be needed.
-    """
+def install() -> bool:
+    """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path."""
     if torch.cuda.is_available():
         return False
     hide_engine()
     for name, patch in PATCHES.items():
-        if name in skip or name in _installed:
-            continue
-        patch()
-        _installed.add(name)
+        if name not in _installed:
+            patch()
+            _installed.add(name)
     return True
 
 

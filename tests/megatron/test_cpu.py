@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
 from megablocks.megatron import cpu
-install, skip = cpu.install, sys.argv.pop(1).split(",")
-cpu.install = lambda **options: install(skip=skip)
-if "skip_compile_helpers" in skip:
+left_out = sys.argv.pop(1)
+cpu.PATCHES.pop(left_out, None)
+if left_out == "skip_compile_helpers":
     cpu.skip_compile_helpers = lambda: False
 from megablocks.megatron.pretrain_gpt import main
 sys.exit(main())
