@@ -83,7 +83,7 @@ class _ArgumentsExperts(Experts):
         return w if self.gradient_scale is None else scale_gradient(w, self.gradient_scale)
 
     def _per_expert(self, weight: Tensor) -> Tensor:
-        return super()._per_expert(resolve_dtensor(self.scale_grad(weight)))
+        return super()._per_expert(self.scale_grad(weight))
 
     def _mark(self) -> None:
         for parameter in self.parameters():
@@ -95,14 +95,11 @@ class MLP(_ArgumentsExperts):
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args, args.to_config())
-        for name, weight in self._matrices():
+        for name, weight in list(self.named_parameters()):
             stored = self._per_expert(weight)
             stored = stored if name == "w2" else stored.transpose(1, 2)
             setattr(self, name, nn.Parameter(stored.detach().contiguous()))
         self._mark()
-
-    def _matrices(self) -> list[tuple[str, nn.Parameter]]:
-        return [(name, weight) for name, weight in self.named_parameters() if name in ("w1", "v1", "w2")]
 
     def _per_expert(self, weight: Tensor) -> Tensor:
         if weight.dim() == 2:  # as the base class makes them
@@ -114,7 +111,7 @@ class MLP(_ArgumentsExperts):
         """Convert any layout that `Experts` takes to this one."""
         super()._accept_old_layouts(state, prefix, *rest)
         flat = (self.num_local_experts * self.ffn_hidden_size, self.config.hidden_size)
-        for name, _ in self._matrices():
+        for name, _ in self.named_parameters():
             weight = state.get(prefix + name)
             if weight is not None and weight.shape == flat:
                 stored = super()._per_expert(weight)
