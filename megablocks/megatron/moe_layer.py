@@ -23,9 +23,8 @@ from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.capacity import drop_beyond_capacity, limit_to_capacity
-from megablocks.moe.dispatchers import ExpertCompute, make_dispatcher
+from megablocks.moe.dispatchers import make_dispatcher
 from megablocks.moe.memory import out_of_memory
-from megablocks.ops.routing.dispatch import Routing
 
 
 class MegaBlocksMoELayer(MoELayer):
@@ -91,7 +90,12 @@ class MegaBlocksMoELayer(MoELayer):
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
         shared = self.shared_experts_compute(hidden_states)
         core = self.experts.core
-        routing, experts = self._within_capacity(self.router(hidden_states, padding_mask))
+        routing, experts = self.router(hidden_states, padding_mask), core
+        if self.pads:
+            routing, places = limit_to_capacity(routing, core.config, self.dispatch_group)
+            experts = partial(core, places=places)
+        else:
+            routing = drop_beyond_capacity(routing, core.config, self.dispatch_group)
         if self.training and torch.is_grad_enabled():  # once a step, also when the layer is recomputed
             self.expert_load.add(routing.metrics["tokens_per_expert"], routing.metrics.get("dropped", 0))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -101,11 +105,3 @@ class MegaBlocksMoELayer(MoELayer):
             config = core.config if self.pads else core.config.replace(capacity_factor=None)
             raise out_of_memory(config, tokens, routing.num_pairs, error) from error
         return out if shared is None else out + shared
-
-    def _within_capacity(self, routing: Routing) -> tuple[Routing, ExpertCompute]:
-        """The routing without the pairs beyond the capacity, and the experts that compute its places or its rows."""
-        core = self.experts.core
-        if not self.pads:
-            return drop_beyond_capacity(routing, core.config, self.dispatch_group), core
-        kept, places = limit_to_capacity(routing, core.config, self.dispatch_group)
-        return kept, partial(core, places=places)
