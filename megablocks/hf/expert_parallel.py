@@ -9,6 +9,7 @@ exchange; it divides them as it divides those. One exchange of row counts a laye
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,7 +18,6 @@ from transformers.distributed.expert_parallel import EPImplementation
 
 from megablocks.hf.experts import compute_rows, routing_of
 from megablocks.moe.dispatchers import make_dispatcher
-from megablocks.ops.routing.dispatch import Dispatch
 
 
 class ExpertParallel(EPImplementation):
@@ -37,12 +37,8 @@ class ExpertParallel(EPImplementation):
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """hidden_states (T, H), top_k_index (T, K) ids over all ranks, top_k_weights (T, K) → (T, H)."""
-
-        def compute(x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-            return compute_rows(self.experts, x, dispatch, weight)
-
         x, ids, weight = (self._own_slice(t) for t in (hidden_states, top_k_index, top_k_weights))
-        y = self.dispatcher.run(x, routing_of(ids, weight, self.num_experts), compute)
+        y = self.dispatcher.run(x, routing_of(ids, weight, self.num_experts), partial(compute_rows, self.experts))
         return self._gathered(y, hidden_states)
 
     def _own_slice(self, t: Tensor) -> Tensor:
