@@ -184,7 +184,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     from megablocks.monitor.heartbeat import Heartbeat
 
     run_dir = settings.run_dir or args.save
-    reporter = Reporter(args, Path(run_dir) if run_dir else None, _unigram_entropy(args))
+    reporter = Reporter(args, Path(run_dir) if run_dir else None)
     _announce(args, run_dir)
     fused_optimizer.install(args, settings.fused_optimizer)
     checkpoint_io.install()
@@ -278,14 +278,6 @@ def _announce(args: Namespace, run_dir: str | None) -> None:
         write_durably(Path(run_dir) / "env.txt", env_report())
     for dest, value in args.megablocks_automatic.items():
         print(f"set automatically: {dest} = {value}", flush=True)
-
-
-def _unigram_entropy(args: Namespace) -> float | None:
-    if args.data_prefix is None:
-        return None
-    from megablocks.data.manifest import read_manifest
-
-    return read_manifest(args.data_prefix).unigram["valid_entropy"]
 
 
 def _fail(message: str, code: int, speak: bool) -> int:

@@ -20,6 +20,7 @@ from megatron.training import get_tensorboard_writer, training
 from megatron.training.global_vars import get_wandb_writer
 from megatron.training.utils import is_last_rank
 
+from megablocks.data.manifest import read_manifest
 from megablocks.files import write_durably
 from megablocks.megatron.load import gather_load
 from megablocks.megatron.wrap import wrap
@@ -66,11 +67,13 @@ class Reporter:
 
     Args:
         run_dir: folder of the files; None writes no files.
-        unigram_entropy: of the validation tokens, in nats a token; None if unknown.
     """
 
-    def __init__(self, args: argparse.Namespace, run_dir: Path | None, unigram_entropy: float | None) -> None:
-        self.args, self.run_dir, self.entropy = args, run_dir, unigram_entropy
+    def __init__(self, args: argparse.Namespace, run_dir: Path | None) -> None:
+        self.args, self.run_dir = args, run_dir
+        self.entropy: float | None = None  # of the validation tokens, in nats a token
+        if args.data_prefix is not None:
+            self.entropy = read_manifest(args.data_prefix).unigram["valid_entropy"]
         self.layers = moe_layers(args)
         self.shape = shape_of(args)
         self._model: list[torch.nn.Module] = []
