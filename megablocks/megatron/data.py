@@ -7,6 +7,7 @@ starts, `open_data` reads every byte once on the first process of each host; the
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -165,30 +166,19 @@ def _only(config: Any, *splits: str) -> Any:
 def _config(args: argparse.Namespace, seed: int) -> Any:
     blend, per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
+    fields = dataclasses.fields(GPTDatasetConfig)
     return GPTDatasetConfig(
+        **{field.name: getattr(args, field.name) for field in fields if hasattr(args, field.name)},
         random_seed=seed,
         sequence_length=args.seq_length,
         blend=blend,
         blend_per_split=per_split,
-        split=args.split,
-        multiple_validation_sets=args.multiple_validation_sets,
-        full_validation=args.full_validation,
-        num_dataset_builder_threads=args.num_dataset_builder_threads,
         path_to_cache=cache_folder(args),
-        mmap_bin_files=args.mmap_bin_files,
         tokenizer=build_tokenizer(args),
-        reset_position_ids=args.reset_position_ids,
-        reset_attention_mask=args.reset_attention_mask,
-        eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
-        object_storage_cache_path=args.object_storage_cache_path,
-        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
-        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         sequences_per_dataset=None if counts is None else json.loads(Path(counts).read_text()),
-        context_parallel_size=args.context_parallel_size,
-        data_parallel_size=args.data_parallel_size,
         sequence_parallel_size=args.tensor_model_parallel_size * args.sequence_parallel,
     )
 
