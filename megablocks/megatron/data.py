@@ -28,6 +28,7 @@ from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.training import get_args
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from torch.utils.data import Subset
 
 from megablocks.config import refuse
 from megablocks.data.indexed import DataError, check_dataset, read_index
@@ -126,27 +127,16 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     evaluation = args.eval_iters * args.eval_global_batch_size
     one = _only(_config(args, _FIXED_SEED), "valid")
     _, valid, _ = _build(args, [0, evaluation, 0], one, vp_stage)
-    # A resumed run starts behind the samples that its evaluations have read.
-    total = args.consumed_valid_samples + num_samples[1]
-    return train, None if valid is None else _Repeated(valid, evaluation, total), test
+    if valid is not None:
+        # A resumed run starts behind the samples that its evaluations have read.
+        total = args.consumed_valid_samples + num_samples[1]
+        valid = Subset(valid, [index % evaluation for index in range(total)])
+        valid.split = Split.valid  # type: ignore[attr-defined]  # Megatron's loader takes its micro-batch from it
+    return train, valid, test
 
 
 # Every rank must call the provider; the builder decides which ones open the data sets.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
-
-
-class _Repeated:
-    """The first `period` samples of a data set, over and over, `total` in all: each evaluation reads one period."""
-
-    def __init__(self, samples: Any, period: int, total: int) -> None:
-        self.samples, self.period, self.total = samples, period, total
-        self.split = Split.valid  # Megatron's loader takes its micro-batch from it
-
-    def __len__(self) -> int:
-        return self.total
-
-    def __getitem__(self, index: int) -> Any:
-        return self.samples[index % self.period]
 
 
 def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, vp_stage: int | None) -> Any:
