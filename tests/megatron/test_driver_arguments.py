@@ -109,6 +109,12 @@ def test_the_fused_loss_is_off_without_a_gpu_unless_asked_for(
         assert ("megablocks_fused_loss" in args.megablocks_automatic) == (not expected)
 
 
+def test_all_that_a_resumed_run_compares_are_flags(parser: argparse.ArgumentParser) -> None:
+    from megablocks.megatron.checkpoint_io import MODEL, SCHEDULE
+
+    assert {*MODEL, *SCHEDULE} - vars(parse(parser)).keys() == set()
+
+
 def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
     text = parser.format_help()
     for field in dataclasses.fields(MegaBlocksSettings):

@@ -47,6 +47,8 @@ OTHER = {
     "--seq-length 16": "seq_length=16 (saved: 32), max_position_embeddings=16 (saved: 32)",
     "--hidden-size 64": "hidden_size=64 (saved: 32)",
     "--bf16": "bf16=True (saved: False)",
+    "--apply-layernorm-1p": "layernorm_zero_centered_gamma=True (saved: False)",
+    "--norm-epsilon 1e-3": "layernorm_epsilon=0.001 (saved: 1e-05)",
 }
 
 
