@@ -357,6 +357,9 @@ def check(args: argparse.Namespace) -> None:
         refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
     if args.save and args.save_interval is None:
         refuse("save", args.save, "needs --save-interval")
+    if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":
+        rule = f"must be 0 with --ckpt-format {args.ckpt_format}; only checkpoints of torch_dist are removed"
+        refuse("megablocks_keep_checkpoints", args.megablocks_keep_checkpoints, rule)
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         rule = "needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
         refuse("init_model_with_meta_device", True, rule)

@@ -188,6 +188,7 @@ REFUSED = {
     "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0 seconds",
     "--moe-num-expert 8": "--moe-num-expert: no such flag, did you mean --moe-num-experts?",
     "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
+    "--megablocks-keep-checkpoints 2 --ckpt-format torch": "megablocks_keep_checkpoints=2: must be 0 with --ckpt",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
