@@ -51,7 +51,6 @@ _cuda: Any = torch.cuda  # without types, since the patches write to it
 class _NoStream:
     """Stands for torch.cuda.Stream and torch.cuda.Event: the CPU runs work in the order of the calls."""
 
-    cuda_stream = 0
     device = torch.device("cpu")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,9 +63,6 @@ class _NoStream:
 
     def record_event(self, event: Any = None) -> _NoStream:
         return event or _NoStream()
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, other: Any) -> float:
         return 0.0
