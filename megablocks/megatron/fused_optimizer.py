@@ -43,13 +43,14 @@ _REFUSED = ("optimizer_cpu_offload", "use_precision_aware_optimizer", "optimizer
 _REFUSED_BY_DDP = ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather")
 
 
-def install(args: argparse.Namespace, wanted: bool) -> None:
+def install(args: argparse.Namespace) -> None:
     """Let the training loop build and use fused optimizers, on a machine with a GPU; once a process.
 
-    wanted: --megablocks-fused-optimizer; without it Megatron's optimizer is only named in the log.
+    Without --megablocks-fused-optimizer Megatron's optimizer is only named in the log.
     """
     if not torch.cuda.is_available():
         return
+    wanted = args.megablocks_fused_optimizer
     wrap(training, get_megatron_optimizer=functools.partial(_build, wanted=wanted))
     if wanted:
         agreed = not args.fp16 and not args.loss_scale
@@ -111,13 +112,9 @@ def fuse(optimizer: Any) -> None:
         if not part.is_stub_optimizer:
             part.optimizer = FusedAdam.of(part.optimizer)
             part.optimizer.copies = dict(_copies(part))
-            part._copy_main_params_to_model_params = _nothing
+            part._copy_main_params_to_model_params = lambda: None  # the step has written the copies
         part.skips_nonfinite = True  # read by `guards.SKIPS`
     optimizer.step = functools.partial(_step, optimizer, _Norm(optimizer))
-
-
-def _nothing() -> None:
-    """Stands for the copy of master weights into the model, which the step has made."""
 
 
 def _copies(part: Any) -> Iterator[tuple[Tensor, Tensor]]:

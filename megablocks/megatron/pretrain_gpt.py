@@ -186,7 +186,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     run_dir = settings.run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
     _announce(args, run_dir)
-    fused_optimizer.install(args, settings.fused_optimizer)
+    fused_optimizer.install(args)
     checkpoint_io.install()
     cuda_graph.install(args)
     guards.install()

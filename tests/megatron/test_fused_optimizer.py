@@ -247,9 +247,10 @@ def test_a_cpu_run_is_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from megablocks.megatron import fused_optimizer
 
-    before, args = training.get_megatron_optimizer, argparse.Namespace(fp16=False, loss_scale=None)
+    before = training.get_megatron_optimizer
+    args = argparse.Namespace(fp16=False, loss_scale=None, megablocks_fused_optimizer=True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    fused_optimizer.install(args, True)
+    fused_optimizer.install(args)
     assert training.get_megatron_optimizer is before
 
 
