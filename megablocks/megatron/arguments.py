@@ -312,7 +312,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
     if args.num_experts and torch.cuda.is_available() and args.megablocks_layer in ("megablocks", "tutel"):
         if args.seq_length and args.micro_batch_size:
             ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-            out[PREFIX + "max_tokens"] = (args.micro_batch_size * args.seq_length // ranks, "a micro-batch's")
+            size = max(args.micro_batch_size, args.eval_micro_batch_size or 0)
+            out[PREFIX + "max_tokens"] = (size * args.seq_length // ranks, "a micro-batch's")
     if with_engine:
         out["create_attention_mask_in_dataloader"] = (False, "Transformer Engine's attention reads no mask")
     elif args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):

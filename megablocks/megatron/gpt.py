@@ -87,7 +87,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         cp_size=args.context_parallel_size,
         tp_rank=tp_rank,
-        micro_batch_size=args.micro_batch_size,
+        micro_batch_size=args.micro_batch_size if torch.is_grad_enabled() else args.eval_micro_batch_size,
         seq_length=args.seq_length,
         mtp_on_this_rank=predicts_ahead,
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,

@@ -185,6 +185,19 @@ def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, t
     assert resumed == {step: straight[step] for step in (4, 5, 6)}
 
 
+def test_every_rank_reads_the_micro_batches_of_an_evaluation(driver: Driver) -> None:
+    """With tensor parallelism the first rank reads them, and the others must know their size."""
+    model = (*TINY, "--train-iters", "2", "--eval-interval", "2", "--tensor-model-parallel-size", "2")
+
+    def losses(*flags: str) -> list[float]:
+        text = driver.run(*flags, ranks=2, model=model).text()
+        found = re.findall(r"validation loss at iteration [^|]*\| lm loss value: (\S+)", text)
+        return list(map(float, found))
+
+    small = losses()
+    assert losses("--eval-micro-batch-size", "4") == pytest.approx(small, rel=1e-5) and len(small) == 2
+
+
 def test_a_fixed_validation_reads_the_same_samples_each_time_with_every_seed(driver: Driver, tmp_path: Path) -> None:
     """With a learning rate of nothing the weights stay, so equal samples are an equal loss, and others another one."""
     model = (*TINY, "--lr", "1e-30", "--train-iters", "4", "--eval-interval", "2", "--eval-iters", "2")

@@ -109,6 +109,14 @@ def test_the_fused_loss_is_off_without_a_gpu_unless_asked_for(
         assert ("megablocks_fused_loss" in args.megablocks_automatic) == (not expected)
 
 
+@pytest.mark.parametrize(("flags", "tokens"), [("", 64), ("--eval-micro-batch-size 4", 128)])
+def test_the_dispatcher_has_room_for_the_largest_micro_batch(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, flags: str, tokens: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert parse(parser, *flags.split(), base=MOE).megablocks_max_tokens == tokens
+
+
 def test_all_that_a_resumed_run_compares_are_flags(parser: argparse.ArgumentParser) -> None:
     from megablocks.megatron.checkpoint_io import MODEL, SCHEDULE
 
