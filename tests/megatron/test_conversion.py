@@ -320,6 +320,10 @@ BASE_GPT_OSS = {
             "no family .*olmoe: head_dim=10, not 8",
         ),
         ({"megablocks_layer": "tutel"}, "megablocks_layer='tutel': must be 'megablocks' or 'experts'"),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rotary_seq_len_interpolation_factor=4: must be None"),
+        ({"no_rope_freq": 4}, "no_rope_freq=4: must be None"),
+        ({"apply_residual_connection_post_layernorm": True}, "apply_residual_.*=True: must be False"),
+        ({"use_mup": True}, "use_mup=True: must be False"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], message: str) -> None:
