@@ -113,7 +113,7 @@ def fuse(optimizer: Any) -> None:
             part.optimizer = FusedAdam.of(part.optimizer)
             part.optimizer.copies = dict(_copies(part))
             part._copy_main_params_to_model_params = lambda: None  # the step has written the copies
-        part.skips_nonfinite = True  # read by `guards.SKIPS`
+        part.skips_nonfinite = True  # read by `guards`
     optimizer.step = functools.partial(_step, optimizer, _Norm(optimizer))
 
 

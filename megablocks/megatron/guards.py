@@ -3,10 +3,10 @@
 `Guards.install` replaces globals of `megatron.training.training`, and later `optimizer.step`, by wrappers that call the
 original.
 
-A step's loss and flags stay on the device until the host reads them, before an update. With an optimizer that skips a
-step of a non-finite gradient norm on the device, and so has the attribute `SKIPS`, that is once a log interval and
-before every save; else, and with a guard against spikes, it is in every step. All ranks read in the same steps, so all
-of them stop in the same one.
+A step's loss and flags stay on the device until the host reads them, before an update. With an optimizer that changes
+nothing in a step of a non-finite gradient norm, by a flag on the device, and so has the attribute `skips_nonfinite`,
+that is once a log interval and before every save; else, and with a guard against spikes, it is in every step. All ranks
+read in the same steps, so all of them stop in the same one.
 """
 
 from __future__ import annotations
@@ -44,10 +44,6 @@ from megablocks.monitor.heartbeat import Heartbeat
 
 STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
-
-SKIPS = "skips_nonfinite"
-"""Attribute of an optimizer, True: where the gradient norm is not finite its step changes nothing, by a device's flag.
-"""
 
 
 class _Step(NamedTuple):
@@ -122,7 +118,8 @@ class Guards:
             device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
             self._model, self._bad = model, self._bad.to(device)
             parts = getattr(optimizer, "chained_optimizers", [optimizer])
-            self._defers = not self.settings.loss_spike_factor and all(getattr(p, SKIPS, False) for p in parts)
+            skips = all(getattr(part, "skips_nonfinite", False) for part in parts)
+            self._defers = skips and not self.settings.loss_spike_factor
             if self.settings.nonfinite_guard:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
