@@ -116,3 +116,17 @@ def test_bad_shapes_are_named():
         make_routing(torch.zeros(3, 1), torch.ones(3, 1), 2, padding_mask=torch.zeros(2).bool())
     with pytest.raises(ValueError, match=r"^token \(3,\) and expert \(2,\)"):
         build_dispatch(Routing(torch.zeros(3).int(), torch.zeros(2).int(), torch.ones(2), 2, 3))
+
+
+def test_wide_ids_beyond_int32_get_no_expert():
+    expert, weight = torch.tensor([[0, 1], [2**32, 3], [2**32 + 1, -(2**32)]]), torch.ones(3, 2)
+    routing = make_routing(expert, weight, 4)
+    build_dispatch(routing)
+    assert routing.metrics["invalid"] == 3
+    assert routing.metrics["tokens_per_expert"].tolist() == [1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.complex64])
+def test_ids_that_are_no_integers_are_refused(dtype):
+    with pytest.raises(ValueError, match=rf"^expert is {dtype}: must be an integer dtype"):
+        make_routing(torch.ones(3, 2).to(dtype), torch.ones(3, 2), 4)

@@ -121,16 +121,23 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
         expert: (T, K) integer ids; outside [0, E) is "no expert". The same id twice for a token counts twice.
         weight: (T, K) floating.
         padding_mask: (T,) bool, True for padding: its pairs get no expert and count as no load.
+
+    Raises:
+        ValueError: expert, weight or mask of another shape, or ids of a dtype that is no integer.
     """
     if expert.dim() != 2 or weight.shape != expert.shape:
         raise ValueError(f"expert {tuple(expert.shape)} and weight {tuple(weight.shape)}: both must be (T, K)")
     num_tokens, top_k = expert.shape
     if padding_mask is not None and padding_mask.shape != (num_tokens,):
         raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
+    if expert.is_floating_point() or expert.is_complex() or expert.dtype == torch.bool:
+        raise ValueError(f"expert is {expert.dtype}: must be an integer dtype, ids are not rounded")
     outside = (expert < 0) | (expert >= num_experts)
     if padding_mask is not None:
         outside = outside & ~padding_mask.unsqueeze(1)
         expert = torch.where(padding_mask.unsqueeze(1), -1, expert)
+    if expert.dtype == torch.int64:
+        expert = expert.clamp(-(2**31), 2**31 - 1)  # the cast would take 2**32 for expert 0
     expert = expert.flatten().int()
     token = torch.arange(num_tokens, dtype=torch.int32, device=expert.device)
     return Routing(
