@@ -24,7 +24,7 @@ from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import ROUTERS, load
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped.rows_linear import rows_linear
-from megablocks.ops.routing.dispatch import Routing, count_valid, make_routing
+from megablocks.ops.routing.dispatch import Routing, check_padding_mask, count_valid, make_routing
 from megablocks.ops.routing.rounding import route_rounded
 from megablocks.ops.routing.topk import (
     balance_loss,
@@ -208,13 +208,12 @@ def route(
         `nonfinite_tokens` () int64, and for token rounding `rounded_per_expert` (E,), the loads as computed.
 
     Raises:
-        ValueError: logits or padding_mask of another shape.
+        ValueError: logits or padding_mask of another shape, or a mask that is not bool.
     """
     num_tokens = logits.shape[0]
     if logits.dim() != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
-    if padding_mask is not None and padding_mask.shape != (num_tokens,):
-        raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
+    check_padding_mask(padding_mask, num_tokens)
     options = RouterOptions(
         top_k=config.top_k,
         sigmoid=config.score_function == "sigmoid",

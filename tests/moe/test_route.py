@@ -9,7 +9,7 @@ from torch.autograd import gradcheck
 
 from megablocks.config import MoEConfig
 from megablocks.moe.router import route
-from megablocks.ops.routing.dispatch import check_routing
+from megablocks.ops.routing.dispatch import check_routing, make_routing
 from megablocks.testing.launcher import run_distributed_test
 
 NAN = float("nan")
@@ -257,3 +257,13 @@ def test_N7_global_load_balancing_loss_equals_one_process(bounds):
     mean = sum(loss for loss, _ in parts) / 2
     assert mean.item() == pytest.approx(whole.losses["load_balancing_loss"].item(), rel=1e-12)
     assert torch.allclose(torch.cat([grad for _, grad in parts]) / 2, logits.grad, atol=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("settings", [{}, {"router_type": "expert_choice"}, {"token_rounding": "up"}])
+def test_a_padding_mask_of_numbers_is_refused(settings, dtype):
+    mask = torch.tensor([0, 1, 0]).to(dtype)
+    with pytest.raises(ValueError, match=rf"^padding_mask is {dtype}: must be torch.bool, True for padding"):
+        route(torch.ones(3, 6), config(**settings), training=True, padding_mask=mask)
+    with pytest.raises(ValueError, match=rf"^padding_mask is {dtype}: must be torch.bool, True for padding"):
+        make_routing(torch.zeros(3, 1).int(), torch.ones(3, 1), 6, padding_mask=mask)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
-from megablocks.ops.routing.dispatch import count_valid_ref
+from megablocks.ops.routing.dispatch import check_padding_mask, count_valid_ref
 from megablocks.ops.routing.values import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
 
 _MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # what a kernel's tile in registers holds
@@ -334,6 +334,7 @@ def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, pa
     for name, t, length in (("bias", bias, num_experts), ("padding_mask", padding_mask, num_tokens)):
         if t is not None and t.shape != (length,):
             raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
+    check_padding_mask(padding_mask, num_tokens)
 
 
 def route_topk(
@@ -347,7 +348,8 @@ def route_topk(
         padding_mask: (T,) bool, True for padding.
 
     Raises:
-        ValueError: a top_k outside [1, E], a norm_p below 0, groups that do not fit, a bias or mask of another shape.
+        ValueError: a top_k outside [1, E], a norm_p below 0, groups that do not fit, a bias or mask of another shape,
+            or a mask that is not bool.
     """
     check_router(logits, options, bias, padding_mask)
     out: RouterOutput = router_op(logits, bias, padding_mask, options)
