@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
+from megablocks.ops.permute.rows import combine
 from megablocks.ops.quant.quant import (
     CURVE,
     GROUP,
@@ -18,6 +20,7 @@ from megablocks.ops.quant.quant import (
     unpack,
 )
 from megablocks.ops.quant.quant_triton import dequantize_launch, quantize_launch
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.syncs import no_sync
 
@@ -195,3 +198,17 @@ def test_packed_tensors_come_back_in_shape_and_dtype():
 def test_bad_arguments_end_with_one_line(call, message):
     with pytest.raises(ValueError, match=message):
         call(torch.randn(3, 20))
+
+
+@pytest.mark.parametrize("num_bits", [3, 0, 16])
+def test_ops_that_save_quantized_refuse_other_bits(num_bits):
+    x, w, weight = torch.randn(3, 8), torch.randn(4, 8, 5), torch.rand(3, 2)
+    routing = make_routing(torch.tensor([[0, 1], [2, 3], [1, 1]]), weight, 4)
+    dispatch = build_dispatch(routing)
+    message = f"^num_bits={num_bits}: must be 4, 8, or -1 for off"
+    with pytest.raises(ValueError, match=message):
+        gathered_mm(x, w, dispatch, num_bits=num_bits)
+    with pytest.raises(ValueError, match=message):
+        gathered_mm_gated(x, w, w, dispatch, num_bits=num_bits)
+    with pytest.raises(ValueError, match=message):
+        combine(torch.randn(6, 8), routing.weight, dispatch, num_bits=num_bits)

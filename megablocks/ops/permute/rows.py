@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
-from megablocks.ops.quant.quant import OFF, pack, unpack
+from megablocks.ops.quant.quant import OFF, check_saved_bits, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -182,11 +182,12 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
         (T, H) in the rows' dtype; 0 for a token without a valid pair.
 
     Raises:
-        ValueError: rows or weight of another length than the dispatch.
+        ValueError: rows or weight of another length than the dispatch, or other bits.
     """
     num_rows, num_pairs = dispatch.pair.shape[0], dispatch.scatter.shape[0]
     if rows.dim() != 2 or rows.shape[0] != num_rows:
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (N, H) with N={num_rows}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
+    check_saved_bits(num_bits)
     return combine_op(rows, weight, dispatch, num_bits)

@@ -193,6 +193,12 @@ def _check_bits(num_bits: int) -> None:
         raise ValueError(f"num_bits={num_bits!r}: must be 4 or 8")
 
 
+def check_saved_bits(num_bits: int) -> None:
+    """Refuse bits that `pack` does not take."""
+    if num_bits != OFF and num_bits not in GROUP:
+        raise ValueError(f"num_bits={num_bits!r}: must be 4, 8, or -1 for off")
+
+
 class Packed(NamedTuple):
     """How a tensor was packed; not a tensor itself, so an op keeps it on its ctx."""
 
