@@ -213,7 +213,8 @@ def route(
     num_tokens = logits.shape[0]
     if logits.dim() != 2 or logits.shape[1] != config.num_experts:
         raise ValueError(f"logits is {tuple(logits.shape)}: must be (T, {config.num_experts}), one column an expert")
-    check_padding_mask(padding_mask, num_tokens)
+    if padding_mask is not None:
+        check_padding_mask(padding_mask, num_tokens)
     options = RouterOptions(
         top_k=config.top_k,
         sigmoid=config.score_function == "sigmoid",

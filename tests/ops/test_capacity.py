@@ -63,7 +63,7 @@ def test_R9_earliest_tokens_keep_their_place():
 
 def test_R9_padding_takes_no_place():
     padding = torch.tensor([True, True, False, False])
-    routing = make_routing(torch.zeros(4, 1), torch.ones(4, 1), 2, padding_mask=padding)
+    routing = make_routing(torch.zeros(4, 1, dtype=torch.int64), torch.ones(4, 1), 2, padding_mask=padding)
     kept = apply_capacity(routing, 2)
     assert kept.expert.tolist() == [-1, -1, 0, 0]
     assert kept.metrics["dropped"].item() == 0

@@ -176,7 +176,8 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, w, dispatch)
-    check_saved_bits(num_bits)
+    if num_bits != OFF:
+        check_saved_bits(num_bits)
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
 
@@ -195,7 +196,8 @@ def gathered_mm_gated(
     if torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
-    check_saved_bits(num_bits)
+    if num_bits != OFF:
+        check_saved_bits(num_bits)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")
     return gathered_mm_op(x, w1, v1, dispatch, num_bits)

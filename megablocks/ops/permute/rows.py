@@ -189,5 +189,6 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (N, H) with N={num_rows}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
-    check_saved_bits(num_bits)
+    if num_bits != OFF:
+        check_saved_bits(num_bits)
     return combine_op(rows, weight, dispatch, num_bits)

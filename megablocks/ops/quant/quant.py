@@ -194,8 +194,8 @@ def _check_bits(num_bits: int) -> None:
 
 
 def check_saved_bits(num_bits: int) -> None:
-    """Refuse bits that `pack` does not take."""
-    if num_bits != OFF and num_bits not in GROUP:
+    """Refuse bits that `pack` does not take; not for `OFF`."""
+    if num_bits not in GROUP:
         raise ValueError(f"num_bits={num_bits!r}: must be 4, 8, or -1 for off")
 
 

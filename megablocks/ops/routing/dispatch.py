@@ -114,10 +114,8 @@ class Dispatch(NamedTuple):
         return self.expert_offsets.shape[0] - 1
 
 
-def check_padding_mask(padding_mask: Tensor | None, num_tokens: int) -> None:
+def check_padding_mask(padding_mask: Tensor, num_tokens: int) -> None:
     """Refuse a mask that is not (T,) bool. An attention mask of numbers has 1 where a token is no padding."""
-    if padding_mask is None:
-        return
     if padding_mask.shape != (num_tokens,):
         raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
     if padding_mask.dtype != torch.bool:
@@ -138,7 +136,8 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
     if expert.dim() != 2 or weight.shape != expert.shape:
         raise ValueError(f"expert {tuple(expert.shape)} and weight {tuple(weight.shape)}: both must be (T, K)")
     num_tokens, top_k = expert.shape
-    check_padding_mask(padding_mask, num_tokens)
+    if padding_mask is not None:
+        check_padding_mask(padding_mask, num_tokens)
     if expert.is_floating_point() or expert.is_complex() or expert.dtype == torch.bool:
         raise ValueError(f"expert is {expert.dtype}: must be an integer dtype, ids are not rounded")
     outside = (expert < 0) | (expert >= num_experts)

@@ -334,7 +334,8 @@ def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, pa
     for name, t, length in (("bias", bias, num_experts), ("padding_mask", padding_mask, num_tokens)):
         if t is not None and t.shape != (length,):
             raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
-    check_padding_mask(padding_mask, num_tokens)
+    if padding_mask is not None:
+        check_padding_mask(padding_mask, num_tokens)
 
 
 def route_topk(
