@@ -34,7 +34,7 @@ from megablocks.ops.grouped.grouped_mm import (
 )
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
-from megablocks.ops.quant.quant import OFF, check_saved_bits, pack, unpack
+from megablocks.ops.quant.quant import OFF, check_bits, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -177,7 +177,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
         x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     if num_bits != OFF:
-        check_saved_bits(num_bits)
+        check_bits(num_bits, "4, 8, or -1 for off")
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
 
@@ -197,7 +197,7 @@ def gathered_mm_gated(
         x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if num_bits != OFF:
-        check_saved_bits(num_bits)
+        check_bits(num_bits, "4, 8, or -1 for off")
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")
     return gathered_mm_op(x, w1, v1, dispatch, num_bits)

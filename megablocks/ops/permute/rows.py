@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
-from megablocks.ops.quant.quant import OFF, check_saved_bits, pack, unpack
+from megablocks.ops.quant.quant import OFF, check_bits, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
 
@@ -190,5 +190,5 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
     if num_bits != OFF:
-        check_saved_bits(num_bits)
+        check_bits(num_bits, "4, 8, or -1 for off")
     return combine_op(rows, weight, dispatch, num_bits)

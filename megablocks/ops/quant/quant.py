@@ -161,7 +161,7 @@ def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     Raises:
         ValueError: another number of bits, or x is not a matrix of a floating dtype.
     """
-    _check_bits(num_bits)
+    check_bits(num_bits)
     if x.dim() != 2 or not x.is_floating_point():
         raise ValueError(f"x is {tuple(x.shape)} {x.dtype}: must be (R, H) of a floating dtype")
     return quantize_op(x.detach(), num_bits)
@@ -178,7 +178,7 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
     Raises:
         ValueError: another number of bits, or shapes that do not fit H.
     """
-    _check_bits(num_bits)
+    check_bits(num_bits)
     wanted = (codes.shape[0], _codes_width(num_bits, width)), (codes.shape[0], -(-width // GROUP[num_bits]))
     if (codes.shape, scales.shape) != wanted:
         raise ValueError(
@@ -188,15 +188,10 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
     return dequantize_op(codes, scales, num_bits, width, dtype)
 
 
-def _check_bits(num_bits: int) -> None:
+def check_bits(num_bits: int, allowed: str = "4 or 8") -> None:
+    """Refuse bits that `quantize` does not take. allowed: what the caller takes, for the message."""
     if num_bits not in GROUP:
-        raise ValueError(f"num_bits={num_bits!r}: must be 4 or 8")
-
-
-def check_saved_bits(num_bits: int) -> None:
-    """Refuse bits that `pack` does not take; not for `OFF`."""
-    if num_bits not in GROUP:
-        raise ValueError(f"num_bits={num_bits!r}: must be 4, 8, or -1 for off")
+        raise ValueError(f"num_bits={num_bits!r}: must be {allowed}")
 
 
 class Packed(NamedTuple):

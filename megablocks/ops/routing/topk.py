@@ -331,9 +331,8 @@ def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, pa
             f"num_groups={groups}, group_top_k={best}: groups must divide {num_experts} experts, and the best ones "
             f"must hold at least top_k={top_k}"
         )
-    for name, t, length in (("bias", bias, num_experts), ("padding_mask", padding_mask, num_tokens)):
-        if t is not None and t.shape != (length,):
-            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({length},) for logits {tuple(logits.shape)}")
+    if bias is not None and bias.shape != (num_experts,):
+        raise ValueError(f"bias is {tuple(bias.shape)}: must be ({num_experts},) for logits {tuple(logits.shape)}")
     if padding_mask is not None:
         check_padding_mask(padding_mask, num_tokens)
 
