@@ -1,4 +1,4 @@
-"""Where the launches of a comparison run: several at once on one machine, each on GPUs of its own.
+"""Where the launches of a comparison run: several at once on one machine, each on GPUs and CPUs of its own.
 
 Every launch blocks a thread, so that what follows it is ordinary code. The main thread starts them, takes their results
 and gets the signals.
@@ -16,7 +16,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from paper_arms import Launch
 
@@ -38,13 +38,22 @@ class Failed(Exception):
         self.output = output
 
 
+class Place(NamedTuple):
+    """The GPUs and CPUs of a launch. Without CPUs it takes any."""
+
+    number: int
+    gpus: list[str]
+    cpus: list[int]
+
+
 class Places:
     """Places of a machine, each for one launch at a time.
 
     Args:
         at_once: number of places.
         ngpu: GPUs of a place.
-        environ: CUDA_VISIBLE_DEVICES names the GPUs that the places share out; without it they have none.
+        environ: CUDA_VISIBLE_DEVICES names the GPUs that the places share out; without it they have none. Several
+            places share out the CPUs too.
 
     Raises:
         ConfigError: there are fewer GPUs.
@@ -59,9 +68,11 @@ class Places:
         self.at_once, self._environ = at_once, dict(environ)
         if at_once > 1:  # else each machine of a run needs it; here every run finds a port of its own
             self._environ.pop("MASTER_PORT", None)
-        self._free: SimpleQueue[tuple[int, list[str]]] = SimpleQueue()
-        for place in range(at_once):
-            self._free.put((place, gpus[place * ngpu : (place + 1) * ngpu]))
+        cpus = sorted(os.sched_getaffinity(0))
+        share = len(cpus) // at_once if at_once > 1 else 0
+        self._free: SimpleQueue[Place] = SimpleQueue()
+        for i in range(at_once):
+            self._free.put(Place(i, gpus[i * ngpu : (i + 1) * ngpu], cpus[i * share : (i + 1) * share]))
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._stops = 0
 
@@ -86,25 +97,26 @@ class Places:
             Stopped: a signal came.
             Failed: it failed; the message is its last line.
         """
-        place, gpus = self._free.get()
+        place = self._free.get()
         try:
-            log = logs / f"launch-{place + 1}.log"
+            log = logs / f"launch-{place.number + 1}.log"
             variables = {**self._environ, "DATA_PREFIX": str(data), "PYTHON": sys.executable, **launch.variables}
-            if gpus:
-                variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+            if place.gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+            pinned = ["taskset", "-c", ",".join(map(str, place.cpus))] if place.cpus else []
             with open(log, "wb") as file:
                 # A session of its own: Ctrl-C reaches it once, through `stop`.
                 child = subprocess.Popen(
-                    launch.command, env=variables, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                    start_new_session=True, pass_fds=(lock,),
+                    [*pinned, *launch.command], env=variables, stdin=subprocess.DEVNULL, stdout=file,
+                    stderr=subprocess.STDOUT, start_new_session=True, pass_fds=(lock,),
                 )  # fmt: skip
-                self._children[place] = child
+                self._children[place.number] = child
                 if self._stops:
                     self._signal(child)
                 status = child.wait()
             text = log.read_text(errors="replace")
         finally:
-            self._free.put((place, gpus))
+            self._free.put(place)
         if self._stops:
             raise Stopped
         if status:

@@ -203,9 +203,7 @@ class Comparison:
         tries = len(TRIED_RATES) if self.settings.rates == "tuned" else 0
         runs = {arm: len(self.settings.seeds_of(arm)) for arm in self.arms}
         starts = (sum(runs.values()) + tries * len(runs)) * START_S
-        per_token = sum(
-            (count * ARMS[arm].part + tries * TUNING_SHARE) / self.rate(arm) for arm, count in runs.items()
-        )
+        per_token = sum((count * ARMS[arm].part + tries * TUNING_SHARE) / self.rate(arm) for arm, count in runs.items())
         batch = Schedule.of(self.settings, 1, self.valid_tokens).batch
         least = LEAST_STEPS * batch * self.model.sequence
         tokens = ((value - spent_s) * self.places.at_once - starts) / per_token

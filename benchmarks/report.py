@@ -328,7 +328,7 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "ends with the budget, so a loss in the middle of a run is not the loss of a run that ends there.",
     ]
     if _at_once(record) > 1:
-        lines.append(f"{_at_once(record)} runs at once share the CPUs and the memory of one host, which may slow them.")
+        lines.append(f"{_at_once(record)} runs at once share one host, which may slow them.")
     if not _is_fixed(record):
         lines.append(
             "Each evaluation of a run reads other samples of the validation text; all arms of a seed read the same. "

@@ -190,20 +190,26 @@ def test_out_of_memory_beside_another_run_of_the_arm_repeats_both(
     assert sizes == [4, 4] and launches.count("dmoe 1234") == 2 and not comparison.failed
 
 
-def test_each_place_has_gpus_and_a_log_of_its_own(tmp_path: Path) -> None:
+def test_each_place_has_gpus_cpus_and_a_log_of_its_own(tmp_path: Path) -> None:
+    cpus = sorted(os.sched_getaffinity(0))
+    half = len(cpus) // 2
+    if not half:
+        pytest.skip("needs two CPUs")
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "4,5,6,7,8", "MASTER_PORT": "6000"}
     places, lock, both = Places(2, 2, environ), os.open(tmp_path, os.O_RDONLY), threading.Barrier(2, timeout=60)
+
+    affinity = f"{sys.executable} -c 'import os; print(sorted(os.sched_getaffinity(0)))'"
 
     def work(_job: int) -> str:
         both.wait()
         say = "touch $$; while [ $(ls | grep -c '^[0-9]') -lt 2 ]; do sleep 0.02; done; "
-        say = f"cd {tmp_path}; {say} echo $CUDA_VISIBLE_DEVICES ${{MASTER_PORT-none}}; exit $FAILS"
+        say = f"cd {tmp_path}; {say} echo $CUDA_VISIBLE_DEVICES ${{MASTER_PORT-none}} $({affinity}); exit $FAILS"
         return places.call(Launch(["bash", "-c", say], {"FAILS": "0"}), tmp_path, tmp_path, lock)
 
     said: list[str] = []
     jobs = [1, 2]
     places.each(lambda: jobs.pop() if jobs else None, work, lambda _job, run: said.append(run.result()))
-    assert sorted(said) == ["4,5 none\n", "6,7 none\n"]
+    assert sorted(said) == [f"4,5 none {cpus[:half]}\n", f"6,7 none {cpus[half : 2 * half]}\n"]
     assert sorted(path.name for path in tmp_path.glob("launch-*.log")) == ["launch-1.log", "launch-2.log"]
     with pytest.raises(ConfigError, match="AT_ONCE=3: with NGPU=2 needs 6 GPUs, there are 5; use fewer"):
         Places(3, 2, environ)
