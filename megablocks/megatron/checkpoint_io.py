@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.megatron.arguments import PREFIX
 from megablocks.megatron.failures import cause_of, line_of
+from megablocks.megatron.settings import MegaBlocksSettings
 from megablocks.megatron.wrap import wrap
 
 MODEL = (
@@ -86,9 +88,19 @@ def saved_args(folder: Path) -> argparse.Namespace | None:
 
 def differences(args: argparse.Namespace, saved: argparse.Namespace, names: tuple[str, ...]) -> str:
     """The flags of `names` that both runs have with different values, as "field=given (saved: value), …"."""
+    args, saved = _with_capacity(args), _with_capacity(saved)
     both = [name for name in names if hasattr(args, name) and hasattr(saved, name)]
     pairs = [(name, getattr(args, name), getattr(saved, name)) for name in both]
     return ", ".join(f"{name}={given!r} (saved: {value!r})" for name, given, value in pairs if given != value)
+
+
+def _with_capacity(args: argparse.Namespace) -> argparse.Namespace:
+    """The flags with the capacity that --megablocks-layer tutel implies."""
+    if getattr(args, "megablocks_layer", None) != "tutel":
+        return args
+    implied = MegaBlocksSettings(layer="tutel", capacity_factor=args.megablocks_capacity_factor)
+    capacity = {f"{PREFIX}{name}": getattr(implied, name) for name in ("capacity_factor", "capacity_rule")}
+    return argparse.Namespace(**(vars(args) | capacity))
 
 
 def restrict_unpickling() -> None:

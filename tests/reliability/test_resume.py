@@ -43,6 +43,9 @@ def line_of(driver: Driver, *flags: Any, expect: int = 1, env: dict[str, str] | 
 OTHER = {
     "--moe-router-topk 1": "moe_router_topk=1 (saved: 2)",
     "--moe-capacity-factor 1.5": "megablocks_capacity_factor=1.5 (saved: None)",
+    "--megablocks-layer tutel": (
+        "megablocks_capacity_factor=1.0 (saved: None), megablocks_capacity_rule='tutel' (saved: 'megablocks')"
+    ),
     "--squared-relu": "squared_relu=True (saved: False)",
     "--seq-length 16": "seq_length=16 (saved: 32), max_position_embeddings=16 (saved: 32)",
     "--hidden-size 64": "hidden_size=64 (saved: 32)",
