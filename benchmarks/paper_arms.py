@@ -26,13 +26,18 @@ _UNITS = {"k": 1e3, "M": 1e6, "B": 1e9, "min": 60.0}
 
 
 class Model(NamedTuple):
-    """size: of the published scripts' names. rate: tokens/s of dMoE on one H200, for a first estimate of the time."""
+    """size: of the published scripts' names. rate: tokens/s of dMoE on one H200, for a first estimate of the time.
+
+    larger: size of the next larger dense model; larger_flags: what makes it larger where the script does not.
+    """
 
     title: str
     size: str
     layers: int
     hidden: int
     rate: float
+    larger: str
+    larger_flags: str = ""
     experts: int = 64
     sequence: int = 1024
     flags: str = ""
@@ -43,9 +48,9 @@ _TOY = (
     "--make-vocab-size-divisible-by 8"
 )
 MODELS = {
-    "xs": Model("XS", "46m", 6, 512, 1.18e6),
-    "small": Model("Small", "125m", 12, 768, 445e3),
-    "toy": Model("toy", "46m", 2, 64, 1e4, experts=8, sequence=64, flags=_TOY),
+    "xs": Model("XS", "46m", 6, 512, 1.18e6, "125m"),
+    "small": Model("Small", "125m", 12, 768, 445e3, "356m"),
+    "toy": Model("toy", "46m", 2, 64, 1e4, "46m", "--hidden-size 128", experts=8, sequence=64, flags=_TOY),
 }
 
 
@@ -54,7 +59,8 @@ class Arm(NamedTuple):
 
     label: its name in tables and pictures. group: what ARMS may name. script: below exp/, with {size}.
     positional: after EXP_DIR and STEPS. flags: of the driver. Both may hold {experts} and the fine-grained model's
-        {fine_experts} and {fine_width}, which give a token as many active parameters as the dense model has.
+        {fine_experts} and {fine_width}, which give a token as many active parameters as the dense model has. The script
+        and the flags may hold {larger} and {larger_flags}.
     top_k: pairs (token, expert) a token and layer; 0 for a dense model. seeds: at most so many.
     log: a line that the log must hold, so that no other layer stands in for this one.
     published: learning rate and its end in the published script. needs: a package without which the arm is not run.
@@ -125,6 +131,8 @@ def _short(one: Arm) -> Arm:
 _FINE = "--moe-ffn-hidden-size {fine_width}"
 ARMS = {
     "dense": Arm("dense", "paper", "gpt2/gpt2_{size}_8gpu.sh", top_k=0),
+    "dense-larger": Arm("larger dense", "sizes", "gpt2/gpt2_{larger}_8gpu.sh", flags="{larger_flags}", top_k=0,
+                        note="the next larger dense model, on the same tokens"),
     "dmoe": Arm("dMoE", "paper", _DMOE, "{experts}"),
     **{f"capacity-{factor}": _capacity(factor) for factor in _FACTORS},
     **{f"tutel-{factor}": _tutel(factor) for factor in _FACTORS},
@@ -144,8 +152,8 @@ ARMS = {
     "capacity-0-short": _short(_capacity("0")),
     "tutel-0-short": _short(_tutel("0")),
 }  # fmt: skip
-BASE = "dense"
-"""The arm whose final loss the others' times are measured to."""
+BASE, LARGER = "dense", "dense-larger"
+"""The arm whose final loss the others' times are measured to, and the one with whose loss the paper compares, too."""
 GROUPS = tuple(dict.fromkeys(arm.group for arm in ARMS.values()))
 
 
@@ -373,6 +381,8 @@ def launch_of(
         "experts": model.experts,
         "fine_experts": 2 * model.experts,
         "fine_width": 4 * model.hidden // 8,
+        "larger": model.larger,
+        "larger_flags": model.larger_flags,
     }
     lr, least = rate or rates_of(settings, arm, TRIED_RATES[1] if settings.rates == "tuned" else None)
     flags = [model.flags, one.flags.format(**words), schedule.flags, f"--seed {seed} --lr {lr} --min-lr {least}"]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from paper_arms import ARMS, BASE, MODELS, count, time_unit
-from paper_results import Summary, capacity_front, drop_shares, summarize
+from paper_arms import ARMS, BASE, LARGER, MODELS, count, time_unit
+from paper_results import Summary, capacity_front, dense_time, drop_shares, summarize
 
 from megablocks.monitor.plots import new_figure, save_figure
 
@@ -20,6 +20,8 @@ def _style(arm: str) -> tuple[str, str, str]:
     """Color, marker and line of an arm, the same in every picture: the color is its place in the table of arms."""
     if arm == BASE:
         return "black", "o", "-"
+    if arm == LARGER:
+        return "dimgray", "o", "--"
     if arm == "dmoe":
         return "tab:blue", "o", "-"
     from matplotlib import colormaps
@@ -109,25 +111,35 @@ def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def plot_pareto(record: dict[str, Any], path: Path) -> None:
-    summaries = summarize(record)
-    points, front = capacity_front(summaries)
-    scale, unit = _unit(record)
+def _final_losses(record: dict[str, Any], arms: Iterable[str], line: Sequence[str], label: str, path: Path) -> None:
+    """Final loss against training time of `arms`, and a line through those of `line`."""
+    summaries, (scale, unit) = summarize(record), _unit(record)
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
-    for arm, (time, loss) in points.items():
+    for arm in arms:
         color, marker, _ = _style(arm)
-        low, high = summaries[arm].loss.low, summaries[arm].loss.high
-        axes.errorbar(time / scale, loss, [[loss - low], [high - loss]], color=color, marker=marker, capsize=3)
-        axes.annotate(ARMS[arm].label, (time / scale, loss), xytext=(7, 4), textcoords="offset points", fontsize=8)
-    axes.plot([points[arm][0] / scale for arm in front], [points[arm][1] for arm in front], color="0.6", zorder=0,
-              label="front: no arm is both sooner done and better")  # fmt: skip
+        time, loss = summaries[arm].time_s.mean / scale, summaries[arm].loss
+        axes.errorbar(time, loss.mean, [[loss.mean - loss.low], [loss.high - loss.mean]], color=color, marker=marker,
+                      capsize=3)  # fmt: skip
+        axes.annotate(ARMS[arm].label, (time, loss.mean), xytext=(7, 4), textcoords="offset points", fontsize=8)
+    axes.plot([summaries[arm].time_s.mean / scale for arm in line], [summaries[arm].loss.mean for arm in line],
+              color="0.6", zorder=0, label=label)  # fmt: skip
     axes.set(xlabel=f"{unit} of training", ylabel="final validation loss (nats per token)")
     axes.set_title(title_of(record), fontsize=9)
     axes.margins(0.25)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save_figure(figure, path)
+
+
+def plot_pareto(record: dict[str, Any], path: Path) -> None:
+    points, front = capacity_front(summarize(record))
+    _final_losses(record, points, front, "front: no arm is both sooner done and better", path)
+
+
+def plot_equal_loss(record: dict[str, Any], path: Path) -> None:
+    arms = [arm for arm in summarize(record) if ARMS[arm].has_quality]
+    _final_losses(record, arms, (BASE, LARGER), "dense models of two sizes", path)
 
 
 def plot_step(record: dict[str, Any], path: Path) -> None:
@@ -174,6 +186,7 @@ PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
     "loss_time": plot_loss_against_time,
     "loss_tokens": plot_loss_against_tokens,
     "time_to_dense_loss": plot_time_to_dense_loss,
+    "equal_loss": plot_equal_loss,
     "pareto": plot_pareto,
     "step": plot_step,
     "drops_and_load": plot_drops_and_load,
@@ -182,9 +195,11 @@ PICTURES: dict[str, Callable[[dict[str, Any], Path], None]] = {
 
 
 def draw(record: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw every picture into `folder`, a Pareto front only of several points. Returns the files."""
-    points, _ = capacity_front(summarize(record))
-    names = [name for name in PICTURES if name != "pareto" or len(points) > 1]
+    """Draw every picture into `folder` for which there are enough arms. Returns the files."""
+    summaries = summarize(record)
+    left_out = {"pareto"} if len(capacity_front(summaries)[0]) < 2 else set()
+    left_out |= {"equal_loss"} if dense_time(summaries) is None else set()
+    names = [name for name in PICTURES if name not in left_out]
     for name in names:
         PICTURES[name](record, folder / f"{name}.png")
     return [folder / f"{name}.png" for name in names]

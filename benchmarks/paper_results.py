@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paper_arms import ARMS, BASE, MODELS, Settings
+from paper_arms import ARMS, BASE, LARGER, MODELS, Settings
 
 from megablocks.config import ConfigError
 from megablocks.monitor.history import History
@@ -330,6 +330,23 @@ def _step_ms(runs: Mapping[int, dict[str, Any]], last: int) -> float:
 def _last_quarter(values: Sequence[float | None]) -> list[float]:
     known = [value for value in values if value is not None]
     return known[-max(1, len(known) // 4) :] if known else []
+
+
+def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
+    """The training time of a dense model whose final loss is dMoE's, on as many tokens: ("", seconds).
+
+    It lies on the straight line between the time and loss of the dense model and of the larger one. Beyond its ends the
+    time is that of the end, and the word says that it is "more than" or "less than" that. None without those arms.
+    """
+    if not {"dmoe", LARGER} <= summaries.keys():
+        return None
+    (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (summaries[BASE], summaries[LARGER]))
+    loss = summaries["dmoe"].loss.mean
+    if loss > l0 or l1 >= l0:
+        return "less than", t0
+    if loss < l1:
+        return "more than", t1
+    return "", t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
 
 
 def capacity_front(summaries: dict[str, Summary]) -> tuple[dict[str, tuple[float, float]], list[str]]:
