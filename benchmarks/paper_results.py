@@ -335,17 +335,18 @@ def _last_quarter(values: Sequence[float | None]) -> list[float]:
 def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
     """The training time of a dense model whose final loss is dMoE's, on as many tokens: ("", seconds).
 
-    It lies on the straight line between the time and loss of the dense model and of the larger one. Beyond its ends the
-    time is that of the end, and the word says that it is "more than" or "less than" that. None without those arms.
+    It lies on the straight line between the time and loss of the dense model and of the larger one. A worse dMoE takes
+    the word "less than" and the time of the dense one; a better one "more than" and that of the better of both. None
+    without those arms.
     """
     if not {"dmoe", LARGER} <= summaries.keys():
         return None
     (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (summaries[BASE], summaries[LARGER]))
     loss = summaries["dmoe"].loss.mean
-    if loss > l0 or l1 >= l0:
+    if loss > l0:
         return "less than", t0
-    if loss < l1:
-        return "more than", t1
+    if loss < min(l0, l1):
+        return "more than", t1 if l1 < l0 else t0
     return "", t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
 
 
