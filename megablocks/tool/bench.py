@@ -169,11 +169,15 @@ def main(argv: Sequence[str]) -> int:
         options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
         options.activation, ORDER,
     )  # fmt: skip
+    if options.out:
+        try:  # before minutes of timing
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            refuse("out", str(options.out), f"cannot be made ({error.strerror}); choose another folder")
     found = report(shape, options.dtype or ("bfloat16" if on_gpu() else "float32"), only, options.rounds)
     whole, text = json.dumps(found, indent=1), text_of(found)
     print(whole if options.json else text)
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         write_durably(options.out / "bench.json", whole + "\n")
         write_durably(options.out / "bench.txt", text + "\n")
         plot(found, options.out / "bench.png")

@@ -50,6 +50,8 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
     if atomic.iterations(folder) or atomic.iterations(folder.parent) and folder.name.startswith("iter_"):
         return verify_checkpoints(folder)
     what = "holds neither manifest.json nor iter_* folders" if folder.is_dir() else "no such folder"
+    if folder.is_file():
+        what = "is a file"
     raise ConfigError(f"{folder}: {what}; give a data set or a checkpoint folder")
 
 

@@ -85,3 +85,14 @@ def test_bad_arguments_are_one_line(words: list[str], message: str, capsys: pyte
     assert main(["bench", *SHAPE, *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"megablocks bench: {message}") and told.count("\n") == 1
+
+
+def test_a_folder_that_cannot_be_made_is_refused_before_the_timing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    for out, why in ((tmp_path / "file", "File exists"), (tmp_path / "file/x", "Not a directory")):
+        assert main(["bench", *SHAPE, "--only", "auto", "--out", str(out)]) == 2
+        told = capsys.readouterr()
+        assert told.err == f"megablocks bench: out={str(out)!r}: cannot be made ({why}); choose another folder\n"
+        assert not told.out
