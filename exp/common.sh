@@ -38,6 +38,23 @@ die() {
     exit 1
 }
 
+_check_call() { # ARGUMENT…: those of the script, against the line "# Usage:" of its head; --help prints that head
+    local script=${BASH_SOURCE[-1]} usage names required
+    usage=$(sed -n 's/^# Usage: //p' "$script")
+    usage=${usage%%  *}
+    [ -n "$usage" ] || return 0
+    if [[ ${1:-} =~ ^(-h|--help)$ ]]; then
+        sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$script"
+        exit
+    fi
+    read -ra names <<<"$usage"
+    read -ra required <<<"${usage%%\[*}"
+    [[ ${1:-} != -* && " $* " != *" --"* ]] || die "$*: holds a flag, which belongs into FLAGS; usage: $usage"
+    [ $# -lt ${#names[@]} ] || die "$*: too many arguments; usage: $usage"
+    [ $# -ge $((${#required[@]} - 1)) ] || die "${required[1]} is missing; usage: $usage"
+    [[ ${DRY_RUN:-0} =~ ^[01]$ ]] || die "DRY_RUN=$DRY_RUN: must be 0 or 1"
+}
+
 gpus() { # the number of GPUs of this machine
     nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true
 }
@@ -191,3 +208,5 @@ launch() {
     [ -z "$STOPPED_AT" ] || die "stopped before a save: ${reason:-see $EXP_DIR/train.log}"
     die "failed: ${reason:-see $EXP_DIR/train.log}"
 }
+
+_check_call "$@"

@@ -310,6 +310,32 @@ def test_a_setting_that_is_no_whole_number_of_its_range_is_one_line(
     assert not (tmp_path / "run").exists() and not (tmp_path / "ran").exists()
 
 
+def test_a_wrong_call_is_one_line_and_help_starts_nothing(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    settings = {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
+    usage, run = "usage: dmoe.sh [EXP_DIR [STEPS]]", str(tmp_path / "run")
+    for words, message in (
+        ([run, "3", "64"], f"{run} 3 64: too many arguments; {usage}"),
+        ([run, "3", "--bf16"], f"{run} 3 --bf16: holds a flag, which belongs into FLAGS; {usage}"),
+        (["-n"], f"-n: holds a flag, which belongs into FLAGS; {usage}"),
+    ):
+        assert _refusal(_run(SMOKE, *words, **settings)) == f"dmoe.sh: {message}\n"
+    assert _refusal(_run(SMOKE, run, DRY_RUN="yes", **settings)) == "dmoe.sh: DRY_RUN=yes: must be 0 or 1\n"
+    needs = _run(ROOT / "exp/gpt2/gpt2_46m_1gpu.sh", **settings)
+    assert _refusal(needs) == "gpt2_46m_1gpu.sh: EXP_DIR is missing; usage: gpt2_46m_1gpu.sh EXP_DIR [STEPS]\n"
+    helped = _run(SMOKE, "--help", **settings)
+    assert helped.returncode == 0 and "\nUsage: dmoe.sh [EXP_DIR [STEPS]] " in helped.stdout and not helped.stderr
+    assert not Path(run).exists() and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, ROOT / "exp/paper/compare.sh", ROOT / "exp/megatron_lm/dmoe_spec.sh"])
+def test_the_usage_line_names_every_argument_that_a_script_reads(script: Path) -> None:
+    text = script.read_text()
+    (usage,) = re.findall(r"^# Usage: (\S+) (.*?)(?:  .*)?$", text, re.MULTILINE)
+    assert usage[0] == script.name
+    read = max(map(int, re.findall(r"\$\{(\d)[:}]", text)), default=2)
+    assert len(usage[1].split()) == read
+
+
 def test_a_node_rank_outside_the_machines_is_one_line(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
     settings = {"DATA_PREFIX": str(data), "NGPU": "1", "MASTER_ADDR": "localhost", **recorder}
     for nodes, rank, rule in (
