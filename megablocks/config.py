@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,6 +32,14 @@ class ConfigError(ValueError):
 def refuse(field: str, value: object, allowed: str) -> NoReturn:
     """Raise a ConfigError in its form."""
     raise ConfigError(f"{field}={value!r}: {allowed}")
+
+
+def is_dry_run() -> bool:
+    """Whether DRY_RUN=1 asks to print what would be done. Raises ConfigError for any value but 0, 1 and none."""
+    value = os.environ.get("DRY_RUN") or "0"
+    if value not in ("0", "1"):
+        refuse("DRY_RUN", value, "must be 0 or 1")
+    return value == "1"
 
 
 def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:

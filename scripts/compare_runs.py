@@ -26,6 +26,7 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megablocks.config import ConfigError, is_dry_run
 from megablocks.kinds import MLP_IMPLS
 from megablocks.monitor.history import History
 from megablocks.monitor.plots import plot_runs
@@ -143,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = arms_of(options.impls, options.layouts, options.flags)
     if options.steps < 2 or len(arms) < 2 or len(set(options.seeds)) < 2:
         parser.error("give at least 2 --steps, two or more --impls, and two different --seeds")
+    try:
+        dry_run = is_dry_run()
+    except ConfigError as error:
+        parser.error(str(error))
     first, (seed, other_seed) = next(iter(arms)), options.seeds
     noise_run = f"{first}-seed{other_seed}"
     plan = {name: (arm, seed) for name, arm in arms.items()} | {noise_run: (arms[first], other_seed)}
@@ -153,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder = options.out / name
         command, flags = _command(options.experiment, folder, options.steps, arm, of_seed)
         variables = {"FLAGS": flags} | ({} if arm.gpus is None else {"NGPU": str(arm.gpus)})
-        if os.environ.get("DRY_RUN") == "1":
+        if dry_run:
             print(*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(command))
         elif _is_done(folder, options.steps, flags):
             continue
@@ -168,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 return 1
         else:
             missing.append(name)
-    if os.environ.get("DRY_RUN") == "1":
+    if dry_run:
         return 0
     if missing:
         print(f"{options.out}: still to run: {', '.join(missing)}")

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from profile_step import EXAMPLE, command_in
 
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import write_durably
 from megablocks.monitor.history import parse_log_line
 
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.size is not None and options.size not in sizes:
             raise ConfigError(f"--size {options.size}: must divide {share}, a rank's share of --global-batch-size")
         sizes = sizes if options.size is None else [options.size]
-        if os.environ.get("DRY_RUN") == "1":
+        if is_dry_run():
             for size in reversed(sizes):
                 flags = _environment(size)["FLAGS"]
                 print(f"FLAGS={shlex.quote(flags)} {shlex.join(command_in(out / 'trial', command))}")

@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, is_dry_run
 from megablocks.monitor.bounds import RunSizes
 from megablocks.monitor.profile_step import profile_of, write
 from megablocks.monitor.trace import read_step
@@ -48,7 +48,7 @@ def _launch(out: Path, words: Sequence[str]) -> Path | None:
     """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
     folder = out / "run"
     command, flags = command_in(folder, words), f"{FLAGS} {os.environ.get('FLAGS', '')}".strip()
-    if os.environ.get("DRY_RUN") == "1":
+    if is_dry_run():
         print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
         return None
     done = subprocess.run(command, env={**os.environ, "FLAGS": flags})

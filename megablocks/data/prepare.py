@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megablocks import __version__
-from megablocks.config import ConfigError, refuse
+from megablocks.config import ConfigError, is_dry_run, refuse
 from megablocks.data import tokenizers
 from megablocks.data.indexed import DataError, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
@@ -238,7 +238,7 @@ def prepare(args: argparse.Namespace) -> None:
     check_options(args)
     started = time.monotonic()
     plan = make_plan(args)
-    if os.environ.get("DRY_RUN") == "1":
+    if is_dry_run():
         size = sum(entry.size for entry in plan.entries)
         given = args.tokenizer_model or args.vocab_file
         made = f"trained here with {args.vocab_size} ids" if args.vocab_size else given

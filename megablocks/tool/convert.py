@@ -47,7 +47,7 @@ from megablocks.checkpoint.families import (
 from megablocks.checkpoint.journal import Journal, begun
 from megablocks.checkpoint.layout import Rule, Source, Stored, Units, check_names, layout_of
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import exclusive, sync
 from megablocks.monitor.env_report import commit
 from megablocks.tool.commands import Parser, need_megatron
@@ -256,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--like", type=Path, metavar="FOLDER",
                         help="take config.json and tokenizer from this folder; its model must be FROM's")  # fmt: skip
     options = parser.parse_args(argv)
-    dry_run = os.environ.get("DRY_RUN", "0") not in ("", "0")
+    dry_run = is_dry_run()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Megatron, about packages that a conversion does not need

@@ -365,6 +365,12 @@ def test_dry_run_writes_nothing(corpus, tmp_path):
     assert result.returncode == 0 and "42 documents" in result.stdout and list(tmp_path.iterdir()) == []
 
 
+def test_another_dry_run_than_0_and_1_is_refused(corpus, tmp_path):
+    result = run("--input", corpus, "--out", tmp_path / "set", env={**os.environ, "DRY_RUN": "true"})
+    assert result.stderr == "prepare_data: error: DRY_RUN='true': must be 0 or 1\n" and result.returncode == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_preparations_of_one_folder(corpus, tmp_path):
     fcntl = pytest.importorskip("fcntl")
     (tmp_path / ".set.partial").mkdir()

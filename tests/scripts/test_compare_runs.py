@@ -145,6 +145,16 @@ def test_L1_dry_run_of_layouts(
     ]
 
 
+def test_another_dry_run_than_0_and_1_launches_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DRY_RUN", "on")
+    with pytest.raises(SystemExit) as stop:
+        compare_runs.main([str(tmp_path)])
+    assert stop.value.code == 2 and capsys.readouterr().err.endswith("error: DRY_RUN='on': must be 0 or 1\n")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_L1_dry_run_with_and_without_flags(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

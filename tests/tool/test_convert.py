@@ -329,6 +329,9 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any
     monkeypatch.setenv("DRY_RUN", "1")
     assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 0
     assert capsys.readouterr().out == "would convert mixtral from hf to ours: 35 tensors to 23, 0.00 GiB\n"
+    monkeypatch.setenv("DRY_RUN", "yes")
+    assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 2
+    assert capsys.readouterr().err == "megablocks convert: DRY_RUN='yes': must be 0 or 1\n"
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
