@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -96,6 +97,9 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
         )
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1].rpartition("] ")[2]
+        most = re.search(r"a value <= (\d+)", reason)
+        if most is not None and int(most[1]) < MIN_VOCAB_SIZE:  # its advice would be refused
+            reason = f"too little text for {MIN_VOCAB_SIZE} pieces, the fewest; give more, or --tokenizer-model"
         raise ConfigError(f"--vocab-size={vocab_size}: SentencePiece cannot train it on this text: {reason}") from None
     (folder / _SPM_FILE).write_bytes(model.getvalue())
     return _sentencepiece_spec(folder)

@@ -360,6 +360,14 @@ def test_existing_folders_are_not_touched(corpus, folder, tmp_path):
     assert main(["--input", str(corpus), "--out", str(tmp_path / "empty"), *arguments]) == 0
 
 
+def test_too_little_text_for_any_vocabulary_asks_for_more_text(tmp_path):
+    (tmp_path / "text").mkdir()
+    for name in "ab":
+        (tmp_path / "text" / name).write_text("hello world\n")
+    line = refused("--input", tmp_path / "text", "--out", tmp_path / "set")
+    assert line.endswith("too little text for 387 pieces, the fewest; give more, or --tokenizer-model")
+
+
 def test_dry_run_writes_nothing(corpus, tmp_path):
     result = run("--input", corpus, "--out", tmp_path / "set", env={**os.environ, "DRY_RUN": "1"})
     assert result.returncode == 0 and "42 documents" in result.stdout and list(tmp_path.iterdir()) == []
