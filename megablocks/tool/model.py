@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, refuse
+from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
 from megablocks.megatron.settings import flag_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
@@ -102,6 +102,8 @@ class Model:
         self._fill("fused_loss_kept_gib", None if capacity is None else capacity / 10)
         check_least(vars(self))  # what was filled in may be a width of 0
         self._check_layout()
+        if self.num_experts:
+            check_width(self.mlp_impl, self.moe_ffn_hidden_size, self.etp, "moe_ffn_hidden_size")
         share = self.micro_batch_size * self.data_parallel_size
         self._fill("global_batch_size", share)
         if self.global_batch_size % share:

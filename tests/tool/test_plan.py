@@ -261,6 +261,10 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
             [*FLAGS, "--expert-model-parallel-size", "2", "--use-distributed-optimizer"],
             "expert_model_parallel_size=2: must divide num_experts=0, and times expert TP and PP (2) the 1 GPUs",
         ),
+        (
+            [*FLAGS, "--num-experts", "4", "--mlp-impl", "sparse", "--moe-ffn-hidden-size", "100"],
+            "moe_ffn_hidden_size=100: must be a multiple of 64 with mlp_impl='sparse', or use mlp_impl='auto'",
+        ),
         (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
         (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
