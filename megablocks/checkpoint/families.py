@@ -219,26 +219,29 @@ def family_of(config: Mapping[str, Any], where: object) -> str:
 
 
 def model_of(config: Mapping[str, Any], where: object) -> Model:
-    """What a config.json says of its model. Raises ConfigError, which names a field that is missing."""
+    """What a config.json says of its model. Raises ConfigError, which names a field that is missing or no size."""
     family = FAMILIES[family_of(config, where)]
 
-    def value(names: tuple[str, ...]) -> Any:
-        found = next((config[name] for name in names if config.get(name) is not None), None)
-        if found is None:
+    def value(names: tuple[str, ...], size: bool = False) -> Any:
+        name = next((name for name in names if config.get(name) is not None), None)
+        if name is None:
             raise ConfigError(f"{where}: {names[0]} is missing")
-        return found
+        if size and (type(config[name]) is not int or config[name] < 1):
+            raise ConfigError(f"{where}: {name}={config[name]!r}: must be an integer >= 1")
+        return config[name]
 
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    heads = value(("num_attention_heads",))
+    heads = value(("num_attention_heads",), size=True)
     defaults = {
         "num_key_value_heads": heads,
-        "head_dim": value(("hidden_size",)) // heads,
+        "head_dim": value(("hidden_size",), size=True) // heads,
         "rope_theta": rope.get("rope_theta"),
         "norm_topk_prob": False,
     }
     config = {**defaults, **{name: given for name, given in config.items() if given is not None}}
     names = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
-    values: dict[str, Any] = {field: value(options) for field, options in names.items()}
+    sizes = {one.name for one in dataclasses.fields(Model) if one.type == "int"}
+    values: dict[str, Any] = {field: value(options, field in sizes) for field, options in names.items()}
     values["rope_theta"] = float(value(("rope_theta",)))
     values["tied"] = bool(config.get("tie_word_embeddings", False))
     if rope.get("rope_type", rope.get("type")) == "yarn":

@@ -159,11 +159,14 @@ def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, TypeError) as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: damaged: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path}: damaged: holds no JSON object")
+    return found
 
 
 def _others(folder: Path) -> Iterator[Path]:

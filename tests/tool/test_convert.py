@@ -187,6 +187,20 @@ def test_bad_arguments(words: list[str], message: str, source: Path, monkeypatch
             raise ConfigError(capsys.readouterr().err)
 
 
+def test_a_config_without_sizes_is_one_line(source: Path, capsys: Any) -> None:
+    path = source / "config.json"
+    config = json.loads(path.read_text())
+    for content, message in (
+        ({**config, "num_local_experts": "four"}, "num_local_experts='four': must be an integer >= 1"),
+        ({**config, "num_attention_heads": 0}, "num_attention_heads=0: must be an integer >= 1"),
+        ({**config, "vocab_size": 9.5}, "vocab_size=9.5: must be an integer >= 1"),
+        ([1, 2], "damaged: holds no JSON object"),
+    ):
+        path.write_text(json.dumps(content))
+        assert main(["convert", str(source), str(source.with_name("to")), "--to", "ours"]) == 2
+        assert capsys.readouterr().err == f"megablocks convert: {path}: {message}\n"
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(source: Path, capsys: Any) -> None:
     target = source / "config.json" / "ours"
     assert main(["convert", str(source), str(target), "--to", "ours"]) == 1
