@@ -121,7 +121,9 @@ class Opened:
         marks = (folder / ".metadata", folder / atomic.POINTER)
         if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
             what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
-            raise ConfigError(f"{folder}: {what}; give a folder of safetensors files or a run's checkpoints")
+            inner = folder / "checkpoints"  # a run folder of exp/
+            wanted = inner if atomic.iterations(inner) else "a folder of safetensors files or a run's checkpoints"
+            raise ConfigError(f"{folder}: {what}; give {wanted}")
         need_megatron()
         from megablocks.megatron import conversion
 

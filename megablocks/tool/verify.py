@@ -52,7 +52,9 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
     what = "holds neither manifest.json nor iter_* folders" if folder.is_dir() else "no such folder"
     if folder.is_file():
         what = "is a file"
-    raise ConfigError(f"{folder}: {what}; give a data set or a checkpoint folder")
+    inner = folder / "checkpoints"  # a run folder of exp/
+    wanted = str(inner) if atomic.iterations(inner) else "a data set or a checkpoint folder"
+    raise ConfigError(f"{folder}: {what}; give {wanted}")
 
 
 def main(argv: Sequence[str]) -> int:
