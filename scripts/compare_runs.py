@@ -144,6 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = arms_of(options.impls, options.layouts, options.flags)
     if options.steps < 2 or len(arms) < 2 or len(set(options.seeds)) < 2:
         parser.error("give at least 2 --steps, two or more --impls, and two different --seeds")
+    if not options.experiment.is_file():
+        parser.error(f"--experiment {options.experiment}: must be a script of exp/, such as {EXPERIMENT}")
+    if options.out.exists() and not options.out.is_dir():
+        parser.error(f"out {options.out}: is a file; choose another folder")
     try:
         dry_run = is_dry_run()
     except ConfigError as error:

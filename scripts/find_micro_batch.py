@@ -164,8 +164,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"FLAGS={shlex.quote(flags)} {shlex.join(command_in(out / 'trial', command))}")
             return 0
         trials = largest_that_fits(sizes, lambda size: _trial(out, command, size))
-    except (ConfigError, OSError) as error:
+    except ConfigError as error:
         print(f"find_micro_batch: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"find_micro_batch: {error.filename}: {error.strerror}; choose another folder", file=sys.stderr)
         return 2
     fitting = [trial for trial in trials if trial.fits]
     chosen = max(fitting, key=lambda trial: (trial.has_room, trial.micro_batch_size), default=None)

@@ -15,6 +15,8 @@ else
     NGPU=${NGPU:-2} MACHINE=(--distributed-backend gloo --use-cpu-initialization)
 fi
 read -ra flags <<<"${FLAGS:-}"
+_check_settings
+[ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: choose another folder"
 
 model=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512
     --seq-length 256 --max-position-embeddings 256 --position-embedding-type rope --disable-bias-linear

@@ -63,6 +63,17 @@ def test_a_checkout_that_cannot_serve_is_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("ranks")
+def test_a_wrong_setting_is_one_line_before_anything_is_fetched(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder, environment, message in (
+        ("run", {"NGPU": "x"}, "NGPU=x: must be a whole number from 1 to 1024"),
+        ("file", {}, f"EXP_DIR={tmp_path}/file is a file: choose another folder"),
+    ):
+        done = _run(str(tmp_path / folder), MEGATRON_LM_PATH=str(tmp_path), **environment)
+        assert (done.returncode, done.stdout, done.stderr) == (1, "", f"dmoe_spec.sh: {message}\n")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_it_trains_and_leaves_the_data_set_as_it_was(tmp_path: Path) -> None:
     checkout = Path(os.environ.get("MEGATRON_LM_PATH") or ROOT / "third_party/Megatron-LM")
     if not (checkout / "pretrain_gpt.py").is_file():

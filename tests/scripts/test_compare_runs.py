@@ -145,6 +145,22 @@ def test_L1_dry_run_of_layouts(
     ]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["{tmp}/new", "--experiment", "nope.sh"], "--experiment nope.sh: must be a script of exp/, such as "),
+        (["{tmp}/file"], "/file: is a file; choose another folder\n"),
+    ],
+)
+def test_a_wrong_path_is_one_line(
+    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit) as stop:
+        compare_runs.main([word.format(tmp=tmp_path) for word in words])
+    assert stop.value.code == 2 and message in capsys.readouterr().err
+
+
 def test_another_dry_run_than_0_and_1_launches_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
