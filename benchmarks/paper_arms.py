@@ -7,7 +7,6 @@ number of steps and schedule of the learning rate, so they see the same tokens i
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -404,7 +403,3 @@ def count(tokens: float) -> str:
     """A number of tokens, such as 104.9M."""
     scale, unit = next(((s, u) for s, u in ((1e9, "B"), (1e6, "M")) if tokens >= s), (1e3, "k"))
     return f"{tokens / scale:.4g}{unit}"
-
-
-def is_dry_run() -> bool:
-    return os.environ.get("DRY_RUN") == "1"

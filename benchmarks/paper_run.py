@@ -43,7 +43,6 @@ from paper_arms import (
     Schedule,
     Settings,
     amount,
-    is_dry_run,
     launch_of,
     rates_of,
     time_unit,
@@ -51,7 +50,7 @@ from paper_arms import (
 )
 from paper_places import Failed, Places, Stopped
 
-from megablocks.config import ConfigError
+from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import write_durably
 from megablocks.monitor.env_report import commit
 from megablocks.monitor.history import History
@@ -117,6 +116,8 @@ class Comparison:
             raise ConfigError(f"OUT={self.out}: is not empty and holds no comparison; choose another folder")
         if path.is_file():
             self.settings.refuse_change(Settings.from_dict(json.loads(path.read_text())), self.out)
+        if self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"OUT={self.out}: is a file; choose another folder")
         self.out.mkdir(parents=True, exist_ok=True)
         # A run inherits the lock, so the folder stays locked while a run outlives a comparison that was killed.
         self._lock = os.open(self.out / "lock", os.O_RDWR | os.O_CREAT)

@@ -317,6 +317,8 @@ def test_a_folder_of_other_settings_or_content_or_in_use_is_refused(tmp_path: Pa
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ConfigError, match="is not empty and holds no comparison"):
         _comparison(tmp_path)
+    with pytest.raises(ConfigError, match="thesis.tex: is a file; choose another folder"):
+        _comparison(tmp_path / "thesis.tex")
 
 
 def test_more_arms_and_seeds_repeat_no_run(tmp_path: Path, launches: list[str]) -> None:
