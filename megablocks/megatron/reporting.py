@@ -105,6 +105,8 @@ class Reporter:
         self._model = model
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
+            if kept := self.history.set_aside():
+                print(f"{kept}: the losses of an earlier run in this folder", flush=True)
             past = self.history.series("tokens_dropped")[1]
             self.dropped = int(past[-1]) if past else 0
         return model, optimizer, scheduler

@@ -2,12 +2,13 @@
 
 A history is complete in memory, with one row per log interval. It is written to a temporary file that is then renamed,
 so neither a reader nor a crash sees half a file. A resumed run drops the rows after the iteration of its checkpoint
-and writes them again.
+and writes them again. A run that begins keeps the file of an earlier one under another name.
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import sys
 from collections.abc import Mapping
@@ -69,6 +70,13 @@ class History:
                 iteration = int(row["iteration"])
                 if iteration <= up_to:
                     self.add(iteration, {name: float(text) for name, text in row.items() if text})
+
+    def set_aside(self) -> Path | None:
+        """Rename the file, of which nothing was loaded and which `save` would replace. Returns its new name, if any."""
+        if self.rows or not self.path.exists():
+            return None
+        names = (self.path.with_name(f"loss-{number}.csv") for number in itertools.count(1))
+        return self.path.rename(next(name for name in names if not name.exists()))
 
     def add(self, iteration: int, values: Mapping[str, float]) -> None:
         """Set values of `iteration`. Other columns of the row keep their values. Unknown names are ignored."""

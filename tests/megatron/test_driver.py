@@ -159,6 +159,15 @@ def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path:
     assert f"tokens dropped: {total} | tokens/s" in run.text()
 
 
+def test_a_run_in_the_folder_of_an_earlier_one_keeps_its_losses(driver: Driver, tmp_path: Path) -> None:
+    first = driver.run("--train-iters", "2", "--megablocks-run-dir", tmp_path / "run")
+    losses = (tmp_path / "run/loss.csv").read_bytes()
+    second = driver.run("--train-iters", "1", "--megablocks-run-dir", tmp_path / "run", "--seed", "7")
+    assert (tmp_path / "run/loss-1.csv").read_bytes() == losses != (tmp_path / "run/loss.csv").read_bytes()
+    said = f"{tmp_path / 'run/loss-1.csv'}: the losses of an earlier run in this folder"
+    assert said in second.text() and said not in first.text()
+
+
 def test_a_resumed_run_has_the_rows_of_one_that_was_not_stopped(driver: Driver, tmp_path: Path) -> None:
     """It counts what was dropped before its save, which ended no log interval. Its first step is no row."""
     flags = ("--moe-capacity-factor", "0.5", "--train-iters", "4", "--log-interval", "2")

@@ -51,6 +51,21 @@ def test_a_csv_with_other_columns_is_ignored(tmp_path: Path) -> None:
     assert not history.rows
 
 
+def test_the_file_of_an_earlier_run_is_set_aside_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
+    for number in (1, 2):
+        (tmp_path / "loss.csv").write_text(f"step,loss\n1,{number}\n")
+        history = History(tmp_path)
+        history.load(up_to=0)
+        kept = history.set_aside()
+        assert kept == tmp_path / f"loss-{number}.csv" and kept.read_text() == f"step,loss\n1,{number}\n"
+    history.add(1, {"train_loss": 2.0})
+    history.save()
+    again = History(tmp_path)
+    again.load(up_to=1)
+    assert again.set_aside() is None and History(tmp_path / "new").set_aside() is None
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["loss-1.csv", "loss-2.csv", "loss.csv"]
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "loss.csv"
     write_durably(path, "old")
