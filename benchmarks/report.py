@@ -285,8 +285,8 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         low, high = published.dense
         rows.append(["dense over dMoE, time to the dense loss", _sooner(dmoe), f"{SOONER}", "–"])
         if (found := dense_time(summaries)) is not None:
-            ratio = f"{found[0]} {found[1] / dmoe.time_s.mean:.2f}".strip()
-            rows.append(["dense of another size with dMoE's loss over dMoE, training time", ratio, "–",
+            times = f"{found[0]} {found[1] / dmoe.time_s.mean:.2f}".strip()
+            rows.append(["dense of another size with dMoE's loss over dMoE, training time", times, "–",
                          f"{low} to {high}"])  # fmt: skip
         if (one := summaries.get("tutel-1")) is not None:
             rows.append([f"{one.label} over dMoE, step time", _or_dash(one.over_dmoe, ".2f"), f"{TUTEL_STEP}", "–"])
@@ -297,10 +297,8 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         ]  # fmt: skip
         best = best_tutel(summaries)
         if best is not None and best.sooner is not None and dmoe.sooner is not None:
-            ratio, paper = (
-                dmoe.sooner.mean / best.sooner.mean,
-                f"{published.tutel_best} (its best factor, at dMoE's loss)",
-            )
+            ratio = dmoe.sooner.mean / best.sooner.mean
+            paper = f"{published.tutel_best} (its best factor, at dMoE's loss)"
             rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}", "–", paper])
     rows += [
         [f"{one.label}: loss below dense", span(one.below(base), "+.3f"), "–", f"{gain:+.2f} (Small)"]
