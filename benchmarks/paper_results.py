@@ -343,9 +343,9 @@ def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
         return None
     (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (summaries[BASE], summaries[LARGER]))
     loss = summaries["dmoe"].loss.mean
-    if loss > l0:
-        return "less than", t0
-    if loss < min(l0, l1):
+    if loss >= l0:
+        return "less than" if loss > l0 else "", t0
+    if loss < l1:
         return "more than", t1 if l1 < l0 else t0
     return "", t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
 

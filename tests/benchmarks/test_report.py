@@ -168,6 +168,7 @@ LARGER = {  # final losses of dMoE and of the larger dense model, which trains t
         "trains more than 2.73 min, more than 1.00 times as long",
         "more than 1.00",
     ),
+    (4.0, 4.0): ("4.0100 (4.0000 to 4.0200)", "trains 2.73 min, 1.00 times as long", "1.00"),
     (4.1, 3.0): (
         "3.0100 (3.0000 to 3.0200)",
         "trains less than 2.73 min, less than 1.00 times as long",
