@@ -68,8 +68,8 @@ class Places:
         self.at_once, self._environ = at_once, dict(environ)
         if at_once > 1:  # else each machine of a run needs it; here every run finds a port of its own
             self._environ.pop("MASTER_PORT", None)
-        cpus = sorted(os.sched_getaffinity(0))
-        share = len(cpus) // at_once if at_once > 1 else 0
+        cpus = sorted(os.sched_getaffinity(0)) if at_once > 1 else []
+        share = len(cpus) // at_once
         self._free: SimpleQueue[Place] = SimpleQueue()
         for i in range(at_once):
             self._free.put(Place(i, gpus[i * ngpu : (i + 1) * ngpu], cpus[i * share : (i + 1) * share]))

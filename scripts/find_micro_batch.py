@@ -168,7 +168,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"find_micro_batch: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        print(f"find_micro_batch: {error.filename}: {error.strerror}; choose another folder", file=sys.stderr)
+        print(f"find_micro_batch: {error.filename or out}: {error.strerror}; choose another folder", file=sys.stderr)
         return 2
     fitting = [trial for trial in trials if trial.fits]
     chosen = max(fitting, key=lambda trial: (trial.has_room, trial.micro_batch_size), default=None)

@@ -236,9 +236,9 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
 def prepare(args: argparse.Namespace) -> None:
     """Plan, build in the hidden sibling, and rename it."""
     check_options(args)
-    started = time.monotonic()
+    started, dry_run = time.monotonic(), is_dry_run()
     plan = make_plan(args)
-    if is_dry_run():
+    if dry_run:
         size = sum(entry.size for entry in plan.entries)
         given = args.tokenizer_model or args.vocab_file
         made = f"trained here with {args.vocab_size} ids" if args.vocab_size else given

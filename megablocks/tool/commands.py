@@ -9,8 +9,10 @@ import argparse
 import difflib
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
+from megablocks.checkpoint import atomic
 from megablocks.config import ConfigError
 from megablocks.kinds import load
 
@@ -32,6 +34,13 @@ COMMANDS = {
     "convert": Command("megablocks.tool.convert:main", "a model between Hugging Face, our layers and Megatron"),
     "verify": Command("megablocks.tool.verify:main", "check a prepared data set or a checkpoint, byte by byte"),
 }
+
+
+def unfit(folder: Path, holds: str, wanted: str) -> ConfigError:
+    """The refusal of a path that is no folder, or that holds neither of two things, "this nor that"."""
+    what = f"holds neither {holds}" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
+    inner = folder / "checkpoints"  # a run folder of exp/
+    return ConfigError(f"{folder}: {what}; give {inner if atomic.iterations(inner) else wanted}")
 
 
 class Parser(argparse.ArgumentParser):

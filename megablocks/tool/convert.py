@@ -50,7 +50,7 @@ from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, Safetensor
 from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import exclusive, sync
 from megablocks.monitor.env_report import commit
-from megablocks.tool.commands import Parser, need_megatron
+from megablocks.tool.commands import Parser, need_megatron, unfit
 
 FORMATS = ("hf", "ours", "megatron")
 CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
@@ -120,10 +120,8 @@ class Opened:
     def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
         marks = (folder / ".metadata", folder / atomic.POINTER)
         if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
-            what = f"holds neither {CONFIG} nor a checkpoint" if folder.is_dir() else "no such folder"
-            inner = folder / "checkpoints"  # a run folder of exp/
-            wanted = inner if atomic.iterations(inner) else "a folder of safetensors files or a run's checkpoints"
-            raise ConfigError(f"{folder}: {what}; give {wanted}")
+            wanted = "a folder of safetensors files or a run's checkpoints"
+            raise unfit(folder, f"{CONFIG} nor a checkpoint", wanted)
         need_megatron()
         from megablocks.megatron import conversion
 

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megablocks.checkpoint import atomic
-from megablocks.config import ConfigError
-from megablocks.tool.commands import Parser
+from megablocks.tool.commands import Parser, unfit
 
 
 def verify_checkpoints(folder: Path) -> list[str]:
@@ -49,12 +48,7 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
         return verify_folder(folder, trust_remote_code)[1]
     if atomic.iterations(folder) or atomic.iterations(folder.parent) and folder.name.startswith("iter_"):
         return verify_checkpoints(folder)
-    what = "holds neither manifest.json nor iter_* folders" if folder.is_dir() else "no such folder"
-    if folder.is_file():
-        what = "is a file"
-    inner = folder / "checkpoints"  # a run folder of exp/
-    wanted = str(inner) if atomic.iterations(inner) else "a data set or a checkpoint folder"
-    raise ConfigError(f"{folder}: {what}; give {wanted}")
+    raise unfit(folder, "manifest.json nor iter_* folders", "a data set or a checkpoint folder")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -74,6 +74,8 @@ def test_what_is_neither_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtu
     (tmp_path / "train.log").touch()
     assert main(["verify", str(tmp_path / "train.log")]) == 2
     assert "train.log: is a file; give a data set or a checkpoint folder\n" in capsys.readouterr().err
+    assert main(["convert", "--to", "hf", str(tmp_path / "train.log"), str(tmp_path / "to")]) == 2
+    assert "train.log: is a file; give a folder of safetensors files" in capsys.readouterr().err
     (tmp_path / "run/checkpoints/iter_0000002").mkdir(parents=True)
     for command in (["verify"], ["convert", "--to", "hf"]):
         assert main([*command, str(tmp_path / "run"), *([str(tmp_path / "to")] if command[1:] else [])]) == 2
