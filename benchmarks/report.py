@@ -82,6 +82,12 @@ def _at_once(record: dict[str, Any]) -> int:
     return max(run.get("at_once", 1) for run in record["runs"])
 
 
+def _tutel(record: dict[str, Any]) -> str:
+    """Its version. Runs of other arms may have begun before it was installed."""
+    found = {run["environment"]["tutel"] for run in record["runs"]} - {"not installed"}
+    return " and ".join(sorted(found)) or "not installed"
+
+
 def _is_fixed(record: dict[str, Any]) -> bool:
     return all("--megablocks-fixed-validation" in run["launch"] for run in record["runs"])
 
@@ -127,7 +133,7 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     text = [
         f"{settings['ngpu']} × {where['gpu']}{runs}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
         f"{where['triton']}, megatron-core {where['megatron-core']}, Transformer Engine {where['transformer-engine']}, "
-        f"apex {where['apex']}, Tutel {where['tutel']}, commit {where['commit']}.",
+        f"apex {where['apex']}, Tutel {_tutel(record)}, commit {where['commit']}.",
         f"Each run trains on {_tokens(record)} in {run['steps']:,} steps of {run['batch']} sequences of "
         f"{model.sequence} tokens; all arms train in bf16 with Adam, and for each seed they share the order "
         f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "

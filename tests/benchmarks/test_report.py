@@ -61,16 +61,17 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
 
 
 def test_the_kept_report_is_that_of_its_records() -> None:
-    names = ("h100/paper_xs_800m", "h200/paper_xs_150m", "h100/paper_xs_300m", "h200/paper_xs")
+    names = ("h100/paper_xs_800m", "h200/paper_xs_150m", "h200/paper_small_60m", "h100/paper_xs_300m")
     folders = [f"results/{name}" for name in names]
     text = report.report([(report.read_record(BENCHMARKS / one), f"{one}/") for one in folders])
     assert (BENCHMARKS / "RESULTS.md").read_text() == text
     titles = (
-        "812.6M tokens, warm-up 200 steps, one seed", "157.3M tokens, warm-up 120 steps, 2 seeds",
-        "301.5M tokens, warm-up 200 steps, one seed", "104.9M tokens, warm-up 8 steps, one seed",
+        "XS, 812.6M tokens, warm-up 200 steps, one seed", "XS, 157.3M tokens, warm-up 120 steps, up to 3 seeds an arm",
+        "Small", "XS, 301.5M tokens, warm-up 200 steps, one seed",
     )  # fmt: skip
     for title in titles:
-        assert f"## XS, {title}: set-up" in text
+        assert f"## {title}: set-up" in text
+    assert text.count("Tutel 0.4") == 2  # of some runs of a record, and of all
 
 
 def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_path: Path) -> None:

@@ -57,16 +57,30 @@ def test_a_measured_step_is_within_the_error_bars(arm: str) -> None:
     assert time.tokens_per_second == pytest.approx(ROWS[arm].tokens / time.milliseconds * 1e3)
 
 
-@pytest.mark.parametrize(("arm", "row"), [("dense", "dense-xs-128"), ("dmoe", "dmoe-xs-128")])
-def test_a_run_of_the_comparison_is_within_the_error_bars(arm: str, row: str) -> None:
-    names = ("h100/paper_xs_300m", "h100/paper_xs_800m", "h200/paper_xs_150m")
+FINE_XS = {"num_experts": 128, "moe_router_topk": 8, "moe_ffn_hidden_size": 256}
+SHARED = {**FINE_XS, "moe_router_topk": 7, "moe_shared_expert_intermediate_size": 256}
+RUNS = [  # model and arm of the comparisons, how many runs there are, the planned row that it is, with what changes
+    ("xs", "dense", 5, "dense-xs-128", {}), ("xs", "dmoe", 5, "dmoe-xs-128", {}),
+    ("xs", "fine", 1, "dmoe-xs-128", FINE_XS), ("xs", "fine-shared", 1, "dmoe-xs-128", SHARED),
+    ("small", "dense", 1, "dense-small", {}), ("small", "dmoe", 1, "dmoe-small-128", {"micro_batch_size": 64}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "arm", "count", "row", "changes"), RUNS)
+def test_a_run_of_a_comparison_is_within_the_error_bars(
+    model: str, arm: str, count: int, row: str, changes: dict[str, Any]
+) -> None:
+    names = ("h100/paper_xs_300m", "h100/paper_xs_800m", "h200/paper_xs_150m", "h200/paper_small_60m")
     records = [json.loads((RESULTS.parent / f"{name}/record.json").read_text()) for name in names]
-    measured = [one for record in records for one in record["runs"] if one["arm"] == arm]
-    assert len(measured) == 4
+    measured = [
+        one for record in records if record["settings"]["model"] == model for one in record["runs"] if one["arm"] == arm
+    ]
+    assert len(measured) == count
     for one in measured:
-        m = _with(ROWS[row], gpu=one["environment"]["gpu"])
+        m = _with(ROWS[row], gpu=one["environment"]["gpu"], **changes)
         found, time = memory.memory(m), step_time.step_time(m)
         assert time is not None and (found.error_bar, time.error_bar) == (0.10, 0.20)
+        assert m.micro_batch_size == one["micro_batch"] and m.global_batch_size == one["batch"]
         assert found.peak / memory.GIB == pytest.approx(one["peak_gib"], rel=0.10)
         assert time.milliseconds == pytest.approx(one["step_ms"], rel=0.20)
 
