@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from unittest import mock
 
 from megablocks.config import ConfigError
+from megablocks.data.indexed import DataError
 
 _UNSAID = ("--lr", "1e-4")
 _UNSAID_LENGTH = ("--train-iters", "1000")
@@ -50,6 +51,8 @@ def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
         if "(no GPU)" in str(args.megablocks_automatic.get(arguments.PREFIX + "fused_loss")):
             args.megablocks_fused_loss = True  # off on this machine only
         validate_args(args, {})
+    except DataError as error:
+        raise ConfigError(f"{error}, or give --vocab-size in place of --data-prefix") from error
     except (Exception, SystemExit) as error:
         raise ConfigError(failures.explain(error, parsed[0] if parsed else None)) from error
     return args

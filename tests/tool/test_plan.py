@@ -288,6 +288,10 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
             "multi_latent_attention=True: is not planned, leave it out",
         ),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
+        (
+            ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
+            "no/data: no such data folder: make one with scripts/prepare_data.py, or give --vocab-size in place of",
+        ),
         (["--", "--help"], "--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help"),
     ],
 )
