@@ -22,7 +22,7 @@ import torch
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
-from megablocks.megatron.settings import MegaBlocksSettings, add_flags, flag_of, option
+from megablocks.megatron.settings import EXPERTS_ONLY, MegaBlocksSettings, add_flags, flag_of, option
 
 PREFIX = "megablocks_"
 
@@ -361,6 +361,9 @@ def check(args: argparse.Namespace) -> None:
     if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":
         rule = f"must be 0 with --ckpt-format {args.ckpt_format}; only checkpoints of torch_dist are removed"
         refuse("megablocks_keep_checkpoints", args.megablocks_keep_checkpoints, rule)
+    kept = PREFIX + "fused_loss_kept_gib"
+    if not args.megablocks_fused_loss and {kept, PREFIX + "fused_loss"} <= args.megablocks_explicit:
+        refuse(kept, getattr(args, kept), "must be left out without the fused loss, which alone reads it")
     if args.init_model_with_meta_device and not args.use_megatron_fsdp:
         rule = "needs --use-megatron-fsdp; without it Megatron leaves the weights unset"
         refuse("init_model_with_meta_device", True, rule)
@@ -439,9 +442,11 @@ def _check_folders(args: argparse.Namespace) -> None:
 
 
 def _check_dense(args: argparse.Namespace) -> None:
-    for dest in (*ALIASES, PREFIX + "capacity_factor"):
-        if dest != "moe_num_experts" and getattr(args, dest) is not None:
-            refuse(dest, getattr(args, dest), "needs --num-experts")
+    if args.use_checkpoint_args:  # they may bring experts
+        return
+    for dest in (*(name for name in ALIASES if name != "moe_num_experts"), *(PREFIX + name for name in EXPERTS_ONLY)):
+        if dest in args.megablocks_explicit:
+            refuse(dest, getattr(args, dest), "needs --num-experts; a dense model does not read it")
     if args.expert_model_parallel_size != 1:
         refuse("expert_model_parallel_size", args.expert_model_parallel_size, "needs --num-experts")
 

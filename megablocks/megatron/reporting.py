@@ -264,7 +264,8 @@ class Reporter:
         if self.entropy is not None:
             parts.append(f"unigram entropy {self.entropy:.4f} nats")
         if losses and self.entropy is not None:
-            parts.append(f"below by {self.entropy - losses[-1]:.4f} nats")
+            below = self.entropy - losses[-1]
+            parts.append(f"{'below' if below >= 0 else 'above'} by {abs(below):.4f} nats")
         if self.layers:
             parts.append(f"tokens dropped: {self.dropped}")
         rates = sorted(self._rates[1:] or self._rates)

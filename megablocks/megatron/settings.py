@@ -25,6 +25,8 @@ _ROUTING = ("router_type", "token_rounding", "token_rounding_tile", "normalize_t
 _CAPACITY = ("capacity_factor", "capacity_rule", "pad_to_capacity")
 _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "quantize_rematerialize_num_bits",
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
+EXPERTS_ONLY = ("layer", *_DISPATCH, *_ROUTING, *_CAPACITY, *_EXPERTS)
+"""The settings that a dense model does not read."""
 # The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
 _NOT_READ = {
     "experts": (*_DISPATCH, *_ROUTING, *_CAPACITY, "quantize_scatter_num_bits"),
@@ -178,8 +180,10 @@ class MegaBlocksSettings:
             if (value := getattr(self, name)) != defaults[name]:
                 allowed = f"must be {defaults[name]!r} with layer={self.layer!r}, which does not read it"
                 refuse(name, value, f"{allowed}, or use layer='megablocks'")
-        if self.pad_to_capacity and self.capacity_factor is None:
-            refuse("pad_to_capacity", True, "needs a capacity_factor; without one nothing is padded")
+        if self.capacity_factor is None:
+            for name in ("capacity_rule", "pad_to_capacity"):
+                if (value := getattr(self, name)) != defaults[name]:
+                    refuse(name, value, "needs a capacity_factor; without one nothing is dropped or padded")
         if self.capacity_factor is not None and self.capacity_factor < 0 and self.capacity_rule != "tutel":
             refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
 

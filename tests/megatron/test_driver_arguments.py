@@ -117,6 +117,11 @@ def test_the_dispatcher_has_room_for_the_largest_micro_batch(
     assert parse(parser, *flags.split(), base=MOE).megablocks_max_tokens == tokens
 
 
+def test_a_checkpoints_own_flags_may_bring_the_experts(parser: argparse.ArgumentParser) -> None:
+    args = parse(parser, *"--use-checkpoint-args --megablocks-mlp-impl grouped".split())
+    assert args.megablocks_mlp_impl == "grouped" and args.num_experts is None
+
+
 def test_all_that_a_resumed_run_compares_are_flags(parser: argparse.ArgumentParser) -> None:
     from megablocks.megatron.checkpoint_io import MODEL, SCHEDULE
 
@@ -141,6 +146,10 @@ REFUSED = {
     "--moe-capacity-factor 1": "moe_capacity_factor=1.0: needs --num-experts",
     "--moe-zloss-weight 0.1": "moe_zloss_weight=0.1: needs --num-experts",
     "--moe-jitter-eps 0.1": "moe_jitter_eps=0.1: needs --num-experts",
+    "--megablocks-mlp-impl grouped": "megablocks_mlp_impl='grouped': needs --num-experts; a dense model does not read",
+    "--megablocks-layer experts": "megablocks_layer='experts': needs --num-experts",
+    "--num-experts 8 --megablocks-capacity-rule tutel": "megablocks_capacity_rule='tutel': needs a capacity_factor",
+    "--no-megablocks-fused-loss --megablocks-fused-loss-kept-gib 1": "megablocks_fused_loss_kept_gib=1.0: must be left",
     "--num-experts 0.5": "argument --num-experts: invalid int value: '0.5'",
     "--num-experts -2": "num_experts=-2: must be > 0",
     "--num-experts 8 --moe-top-k 9": "moe_router_topk=9: must be 1 to num_experts=8",
