@@ -261,8 +261,8 @@ RUN = (
 ).split()
 
 
-def _validation_loss(text: str) -> str:
-    return text.split("on validation set | lm loss value: ")[1].split()[0]
+def _validation_loss(text: str) -> float:
+    return float(text.split("on validation set | lm loss value: ")[1].split()[0])
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,8 @@ def test_K10_a_model_that_the_driver_trained(model: list[str], family: str, driv
     assert torch.isfinite(_logits_of_folder(tmp_path / "hf")).all()
     flags = (tmp_path / "megatron/flags.txt").read_text().split()
     again = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags)
-    assert _validation_loss(again.text()) == _validation_loss(trained.text())
+    # One rank adds in another order than two.
+    assert _validation_loss(again.text()) == pytest.approx(_validation_loss(trained.text()), rel=1e-6)
 
 
 def _to_and_back(run: Path, folder: Path) -> None:

@@ -79,7 +79,7 @@ def test_H4_training_gives_the_same_bits_and_the_usual_gradients():
     (y, aux, dx, grads), (plain_y, plain_aux, plain_dx, plain_grads) = results
     assert torch.equal(y, served)
     torch.testing.assert_close(y, plain_y)
-    torch.testing.assert_close(dx, plain_dx, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dx, plain_dx, rtol=1e-4, atol=1e-6 * float(dx.abs().max()))
     torch.testing.assert_close(grads, plain_grads, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(aux.losses, plain_aux.losses)
     assert aux.metrics.keys() == plain_aux.metrics.keys()

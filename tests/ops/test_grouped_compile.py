@@ -65,7 +65,9 @@ def serialized(ptx):
         command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    return "wgmma.mma_async instructions are serialized" in done.stdout + done.stderr
+    # The second one from CUDA 12.9 on, whose ptxas adds a wait in place of one behind each product.
+    said = ("wgmma.mma_async instructions are serialized", "warpgroup.wait is injected")
+    return any(text in done.stdout + done.stderr for text in said)
 
 E, H, I, R = 9, 1536, 256, 4000
 offsets, rows = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
@@ -101,5 +103,5 @@ def test_hopper_kernels_compile_once_for_all_token_counts_and_load_each_tiles_bo
 
 
 def test_ptxas_leaves_products_of_hopper_kernels_in_flight(tmp_path: Path) -> None:
-    """Where it finds sums read among them, as the one that is put there, it waits for each as soon as it is issued."""
+    """Where it finds sums read among them, as the one that is put there, it adds waits."""
     run(SERIALIZED, tmp_path)
