@@ -15,7 +15,7 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.moe_layer import BaseMoELayer, MoELayer, MoESubmodules
-from megatron.core.transformer.moe.moe_utils import MoECudaGraphTensorStore, get_default_pg_collection
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -49,11 +49,9 @@ class MegaBlocksMoELayer(MoELayer):
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         BaseMoELayer.__init__(self, config, layer_number, groups, is_mtp_layer)  # MoELayer's would build a dispatcher
         selective = config.recompute_granularity == "selective"
-        self.submodules = submodules
         self.tp_group = groups.tp
         self.moe_layer_recompute = selective and "moe" in config.recompute_modules
         self.shared_experts_recompute = selective and "shared_experts" in config.recompute_modules
-        self.cudagraph_tensor_store = MoECudaGraphTensorStore()
 
         self.router = submodules.router(config=config, pg_collection=groups, is_mtp_layer=is_mtp_layer)
         self.experts = submodules.experts(self.num_local_experts, config, pg_collection=groups)
