@@ -1,9 +1,9 @@
 """The CPU with gloo as a device for megatron-core 0.19.2: every change that Megatron needs without CUDA, and why.
 
-`install()` does nothing on a machine with CUDA. Elsewhere it applies `PATCHES` once a process. Each entry says what it
-replaces and what fails without it; `tests/megatron/test_cpu.py` leaves out each one and sees the failure. No patch
-changes what a model computes: devices named "cuda" become the CPU, the CUDA random generator becomes the CPU's, and
-streams do nothing, because work on the CPU is in order already.
+On a machine without CUDA `install()` applies `PATCHES` once a process. Each entry says what it replaces and what fails
+without it; `tests/megatron/test_cpu.py` leaves out each one and sees the failure. No patch changes what a model
+computes: devices named "cuda" become the CPU, the CUDA random generator becomes the CPU's, and streams do nothing,
+because work on the CPU is in order already.
 
 Importing `megablocks.megatron.specs` calls `install()`. That is early enough for Megatron-LM's own pretrain_gpt.py with
 `--spec megablocks.megatron.specs block_spec`, because Megatron imports the spec before `initialize_megatron`. It also
@@ -187,7 +187,7 @@ def skip_compile_helpers() -> None:
     """Megatron runs "make" for its data-set helpers. Its wheel holds them built and no Makefile, so that would fail.
 
     A checkout whose megatron/ hides the wheel's has a Makefile, which needs pybind11; it gets the wheel's helpers too.
-    Every device needs this, so the driver and the specs call it beside `install`.
+    Every device needs this, so `install` calls it on all.
     """
     with contextlib.suppress(ImportError):
         from megatron.core import datasets
@@ -200,7 +200,7 @@ def skip_compile_helpers() -> None:
 
 
 _ALL = (_current_device, _literals, _random_state, _streams, _synchronize, _device_count, _device_properties,
-        _memory_statistics, _no_compiler, _dispatcher_splits, _initialize, skip_compile_helpers)  # fmt: skip
+        _memory_statistics, _no_compiler, _dispatcher_splits, _initialize)  # fmt: skip
 PATCHES: dict[str, Callable[[], None]] = {patch.__name__.removeprefix("_"): patch for patch in _ALL}
 
 
@@ -218,14 +218,15 @@ def hide_engine() -> None:
 
 def install() -> bool:
     """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path."""
-    if torch.cuda.is_available():
-        return False
-    hide_engine()
-    for name, patch in PATCHES.items():
-        if name not in _installed:
-            patch()
-            _installed.add(name)
-    return True
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu:
+        hide_engine()
+        for name, patch in PATCHES.items():
+            if name not in _installed:
+                patch()
+                _installed.add(name)
+    skip_compile_helpers()
+    return on_cpu
 
 
 def run_script() -> None:
@@ -234,7 +235,6 @@ def run_script() -> None:
         sys.exit("megablocks.megatron.cpu: give a script and its flags: -m megablocks.megatron.cpu pretrain_gpt.py …")
     if install():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for with tensor parallelism
-    skip_compile_helpers()
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as Python does for a script
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -145,7 +145,6 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     from megablocks.megatron import cpu
 
     cpu.install()
-    cpu.skip_compile_helpers()
     from megatron.training.argument_utils import pretrain_cfg_container_from_args
     from megatron.training.arguments import parse_and_validate_args
 

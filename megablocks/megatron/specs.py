@@ -31,8 +31,6 @@ if Version(megatron.core.__version__).public != cpu.TESTED_MEGATRON and os.envir
         megatron.core.__version__, os.path.dirname(megatron.core.__file__), cpu.TESTED_MEGATRON,
     )  # fmt: skip
 
-cpu.skip_compile_helpers()
-
 from megablocks.megatron import optimizer_state  # noqa: E402
 
 optimizer_state.install()
