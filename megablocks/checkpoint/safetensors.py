@@ -139,16 +139,12 @@ class NewTensor(NamedTuple):
 
 
 def write_folder(
-    folder: Path,
-    tensors: Iterable[NewTensor],
-    shard_bytes: int = SHARD_BYTES,
-    journal: Journal | None = None,
-    skipped: Callable[[int], None] = lambda size: None,
+    journal: Journal, tensors: Iterable[NewTensor], shard_bytes: int, skipped: Callable[[int], None]
 ) -> None:
-    """Write the tensors into files of at most `shard_bytes`, and the index if there are several.
+    """Write the tensors into the journal's folder, in files of at most `shard_bytes`, and the index of several.
 
     Args:
-        journal: of `folder`; a file that it has as finished stays. skipped: called with the bytes of such a file.
+        journal: a file that it has as finished stays. skipped: called with the bytes of such a file.
     """
     shards: list[list[NewTensor]] = []
     room = 0
@@ -161,17 +157,16 @@ def write_folder(
     one = len(shards) == 1
     names = [WHOLE if one else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
     for name, shard in zip(names, shards, strict=True):
-        if journal is not None and journal.finished(name):
+        if journal.finished(name):
             skipped(sum(tensor.nbytes for tensor in shard))
             continue
-        _write_file(folder / name, shard)
-        if journal is not None:
-            journal.finish(name)
+        _write_file(journal.folder / name, shard)
+        journal.finish(name)
     if not one:
         total = sum(tensor.nbytes for shard in shards for tensor in shard)
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (journal.folder / INDEX).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _write_file(path: Path, tensors: list[NewTensor]) -> None:

@@ -189,7 +189,7 @@ def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal,
 
         return NewTensor(stored.name, opened.units.dtype_of(stored), stored.shape, blocks)
 
-    write_folder(target, [tensor(stored) for stored in layout.values()], SHARD_BYTES, journal, progress.skip)
+    write_folder(journal, [tensor(stored) for stored in layout.values()], SHARD_BYTES, progress.skip)
     (target / CONFIG).write_text(json.dumps(opened.config, indent=2) + "\n", encoding="utf-8")
     if to == "ours":
         content = json.dumps(layer_config(opened.model).to_dict(), indent=2)

@@ -15,6 +15,7 @@ from torch import Tensor
 from megablocks.checkpoint import layout, safetensors
 from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.checkpoint.families import FAMILIES, model_of
+from megablocks.checkpoint.journal import Journal
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.files import exclusive
 from megablocks.moe.layer import dMoE
@@ -58,12 +59,13 @@ def _tensors(family: str = "mixtral") -> dict[str, Tensor]:
 
 
 def _write(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any], shard_bytes: int = 10**9) -> Path:
-    folder.mkdir()
     new = [
         safetensors.NewTensor(name, tensor.dtype, tuple(tensor.shape), lambda tensor=tensor: [tensor])
         for name, tensor in tensors.items()
     ]
-    safetensors.write_folder(folder, new, shard_bytes)
+    journal = Journal(folder, {"of": "a test"})
+    safetensors.write_folder(journal, new, shard_bytes, lambda size: None)
+    journal.close()
     (folder / "config.json").write_text(json.dumps(config))
     return folder
 
