@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ class SafetensorsFolder:
         return torch.frombuffer(data, dtype=entry.dtype).view(*shape)
 
 
-def _files_of(folder: Path) -> dict[Path, set[str] | None]:
+def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
     """Each file of a folder, and the names that it should hold, None if nothing says so."""
     index = folder / INDEX
     if not index.is_file():
@@ -89,11 +89,9 @@ def _files_of(folder: Path) -> dict[Path, set[str] | None]:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: damaged ({error})") from None
-    files: dict[Path, set[str] | None] = {}
+    files: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
-        names = files.setdefault(folder / file, set())
-        assert names is not None
-        names.add(name)
+        files.setdefault(folder / file, set()).add(name)
     for path in files:
         if path.parent != folder or not path.is_file():
             raise CheckpointError(f"{path}: missing; {INDEX} names it")
