@@ -100,9 +100,7 @@ def get_batch(data_iterator: Iterator[dict[str, Tensor]], vp_stage: int | None) 
     return {key: batch.get(key) for key in _KEYS}
 
 
-def loss_func(
-    loss_mask: Tensor | None, output: Tensor, observe: Observer | None = None
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+def loss_func(loss_mask: Tensor | None, output: Tensor, observe: Observer) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """The summed loss of a micro-batch, in the form that Megatron's schedules need.
 
     Args:
@@ -116,7 +114,7 @@ def loss_func(
     mask = loss_mask.reshape(-1).float()
     loss = torch.sum(output.reshape(-1).float() * mask)
     tokens = mask.sum().detach().to(torch.int)
-    if observe is not None and torch.is_grad_enabled():
+    if torch.is_grad_enabled():
         observe(loss.detach(), tokens)
     rerun = get_rerun_state_machine()
     if args.check_for_nan_in_loss_and_grad:
@@ -133,7 +131,8 @@ def forward_step(
     data_iterator: Iterator[dict[str, Tensor]],
     model: torch.nn.Module,
     return_schedule_plan: bool = False,
-    observe: Observer | None = None,
+    *,
+    observe: Observer,
 ) -> tuple[Any, Any]:
     """Megatron's `forward_step_func`: run the next micro-batch. Returns the output and the function that makes a loss.
 
