@@ -11,7 +11,6 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,10 +75,9 @@ def _devices() -> list[str]:
     return [f"torch CUDA: {torch.version.cuda or 'none'}", *every]
 
 
-def env_report(argv: Sequence[str] | None = None) -> str:
-    """A text of `name: value` lines. argv: the command to report; default: the command of this process."""
-    command = shlex.join(sys.orig_argv if argv is None else argv)
-    lines = [f"command: {command}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
+def env_report() -> str:
+    """A text of `name: value` lines, the first with the command of this process."""
+    lines = [f"command: {shlex.join(sys.orig_argv)}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
     lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
     lines += [f"{package}: {version(package)}" for package in PACKAGES]
     lines += _devices()
