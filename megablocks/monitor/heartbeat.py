@@ -52,7 +52,6 @@ class Heartbeat:
         self.rank, self.timeout = rank, timeout
         self.interval = min(1.0, timeout / 5)
         self._watched = [(rank + 1 + i) % world_size for i in range(min(_WATCHED, world_size - 1))]
-        self._prefix = "heartbeat"
         self._address = (host, port)
         self._stopped = threading.Event()
         self._connected = threading.Event()
@@ -100,7 +99,7 @@ class Heartbeat:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, port = self._address
-        own = f"{self._prefix}/{self.rank}"
+        own = f"heartbeat/{self.rank}"
         wait = datetime.timedelta(seconds=max(self.timeout, 30.0))
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
@@ -138,10 +137,10 @@ class Heartbeat:
                 self._end(f"{where}: the launcher or rank 0 is stopped or cut off")
 
     def _look(self, store: Any, seen: dict[int, tuple[int, float]]) -> None:
-        if store.check([f"{self._prefix}/dead"]):
-            self._end(store.get(f"{self._prefix}/dead").decode())
+        if store.check(["heartbeat/dead"]):
+            self._end(store.get("heartbeat/dead").decode())
         for rank in list(seen):
-            key = f"{self._prefix}/{rank}"
+            key = f"heartbeat/{rank}"
             value = store.get(key).decode() if store.check([key]) else "-1"
             if value == "done":
                 del seen[rank]
@@ -153,7 +152,7 @@ class Heartbeat:
             elif (silence := time.monotonic() - seen[rank][1]) > self._limit(started=seen[rank][0] >= 0):
                 where = store.get(f"{key}/host").decode() if store.check([f"{key}/host"]) else "never seen"
                 message = f"rank {rank} ({where}) has been silent for {silence:.0f} s: killed, stopped or cut off"
-                store.set(f"{self._prefix}/dead", message)
+                store.set("heartbeat/dead", message)
                 self._end(message)
 
     def _limit(self, started: bool) -> float:
