@@ -235,8 +235,7 @@ class Reporter:
         """Write the files and pictures and print the summary, on the rank that has the losses."""
         if not is_last_rank():
             return
-        if self._is_writer and self.history.rows:
-            assert self.run_dir is not None
+        if self.run_dir is not None and self.history.rows:
             self.history.save()
             plot_loss(self.history, self.run_dir / "loss.png", unigram_entropy=self.entropy)
             if self.summary is not None:
