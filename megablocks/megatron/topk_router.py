@@ -35,7 +35,7 @@ from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import moe_config, needs_megatron_routing
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.router import route
-from megablocks.ops.routing.dispatch import Routing
+from megablocks.ops.routing.dispatch import Routing, make_routing
 
 
 def forced_logits(config: TransformerConfig, logits: Tensor, layer_number: int | None) -> Tensor:
@@ -189,17 +189,8 @@ def routing_from_map(probs: Tensor, routing_map: Tensor, top_k: int) -> Routing:
     Args:
         probs: (T, E) weights. routing_map: (T, E) bool, at most `top_k` a row; where fewer, the rest are "no expert".
     """
-    num_tokens, num_experts = routing_map.shape
     chosen, expert = routing_map.int().topk(top_k, dim=1)
     weight = probs.float().gather(1, expert)
-    token = torch.arange(num_tokens, dtype=torch.int32, device=probs.device).repeat_interleave(top_k)
-    counts = routing_map.sum(0)
-    return Routing(
-        token=token,
-        expert=torch.where(chosen > 0, expert, -1).flatten().int(),
-        weight=weight.flatten(),
-        num_tokens=num_tokens,
-        num_experts=num_experts,
-        top_k=top_k,
-        metrics={"tokens_per_expert": counts.detach(), "dropped": num_tokens * top_k - counts.sum()},
-    )
+    routing = make_routing(torch.where(chosen > 0, expert, -1), weight, routing_map.shape[1])
+    routing.metrics["dropped"] = routing.metrics.pop("invalid")  # pairs without an expert
+    return routing
