@@ -35,7 +35,6 @@ class MegaBlocksExperts(MegatronModule):
         self,
         num_local_experts: int,
         config: TransformerConfig,
-        submodules: None = None,
         pg_collection: ProcessGroupCollection | None = None,
         name: str | None = None,
     ) -> None:

@@ -38,14 +38,13 @@ class MegaBlocksMoELayer(MoELayer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: MoESubmodules | None = None,
+        submodules: MoESubmodules,
         layer_number: int | None = None,
         pg_collection: ProcessGroupCollection | None = None,
         is_mtp_layer: bool = False,
         name: str | None = None,
     ) -> None:
         check_config(config)
-        assert submodules is not None
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         BaseMoELayer.__init__(self, config, layer_number, groups, is_mtp_layer)  # MoELayer's would build a dispatcher
         selective = config.recompute_granularity == "selective"
