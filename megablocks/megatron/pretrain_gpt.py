@@ -196,12 +196,11 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     if args.exit_signal_handler:
         save_at_interrupt(args.exit_signal)
     atexit.register(end_data_workers)
-    heartbeat = None
     if args.world_size > 1 and settings.hang_timeout > 0:
-        heartbeat = guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
+        guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
     set_startup_timestamps(program_start=_STARTED, main_entry=time.time())
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
-    code, failure = 0, None
+    code = 0
     try:
         # A rank has one GPU, so autograd's thread for it and the main thread would only wait for each other.
         with torch.autograd.set_multithreading_enabled(False):
@@ -216,23 +215,22 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     except SystemExit as exit_:  # --exit-interval, --exit-duration-in-mins, SIGTERM
         code = int(exit_.code or 0)
     except Exception as error:
-        failure = error
+        if guards.heartbeat is not None:
+            guards.heartbeat.fail(error)
         if (line := failures.out_of_memory(error, args)) is not None:
             raise OutOfMemory(f"rank {args.rank}: {line}") from error
         if guards.is_training or isinstance(error, CheckpointError):
             raise
         raise ArgumentError(failures.explain(error, args)) from error
     finally:
-        if heartbeat is not None and failure is not None:
-            heartbeat.fail(failure)
         cuda_graph.release()
     reporter.finish()
     if profiling.is_on(args):
         profile.write(reporter.history)
     if not args.skip_train:
         print_rank_0(f"done at iteration {args.curr_iteration + 1}")
-    if heartbeat is not None:
-        heartbeat.stop()
+    if guards.heartbeat is not None:
+        guards.heartbeat.stop()
     dist.barrier()
     dist.destroy_process_group()
     return code
