@@ -156,9 +156,9 @@ class MoE(nn.Module, metaclass=ABCMeta):
 
     _of_config: type[layer.MoELayer] = layer.MoE
 
-    def __new__(cls, args: Arguments | MoEConfig | None = None, **options: Any) -> Any:
+    def __new__(cls, args: Any = None, *rest: Any, **options: Any) -> Any:  # a subclass may take anything
         if isinstance(args, MoEConfig):
-            return cls._of_config(args, **options)
+            return cls._of_config(args, *rest, **options)
         return super().__new__(cls)
 
     def __init__(self, args: Arguments, **options: Any) -> None:

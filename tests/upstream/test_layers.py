@@ -145,6 +145,17 @@ def test_a_subclass_may_bring_its_own_experts():
     assert torch.allclose(layer(x)[0], 2 * plain(x)[0])
 
 
+def test_a_subclass_may_take_other_arguments():
+    class Named(dMoE):
+        def __init__(self, name, args, scale=1.0):
+            super().__init__(args)
+            self.name, self.scale = name, scale
+
+    layer = Named("first", args_of(), scale=2.0)
+    assert (type(layer), layer.name, layer.scale) == (Named, "first", 2.0)
+    assert layer(torch.randn(3, H))[0].shape == (3, H)
+
+
 def test_F5_out_of_memory_names_sizes_and_changes(monkeypatch):
     def exhausted(self, *inputs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
