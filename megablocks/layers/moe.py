@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from abc import ABCMeta
 from typing import Any
 
@@ -165,8 +165,9 @@ class MoE(nn.Module, metaclass=ABCMeta):
         super().__init__()
         if options:
             raise ValueError(f"{', '.join(options)}: must be left out, because Arguments has them")
-        # This copies and checks the object. Later changes of it do not reach the layer.
-        self.args = args = dataclasses.replace(args)
+        # A copy, with what the program added to the object. Later changes of it do not reach the layer.
+        self.args = args = copy.copy(args)
+        args.validate()
         self.router = LearnedRouter(args)
         self.experts = self._init_experts_mlp(args)
         self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None

@@ -156,6 +156,25 @@ def test_a_subclass_may_take_other_arguments():
     assert layer(torch.randn(3, H))[0].shape == (3, H)
 
 
+def test_a_subclass_finds_what_its_program_added_to_the_arguments():
+    class Named(ParallelDroplessMLP):
+        def __init__(self, args):
+            super().__init__(args)
+            self.name = args.name
+
+    class Layer(dMoE):
+        def _init_experts_mlp(self, args):
+            return Named(args)
+
+    args = args_of()
+    args.name = "first"
+    layer = Layer(args)
+    args.moe_top_k = E + 1  # a layer reads its own copy
+    assert (layer.experts.name, layer.args.name) == ("first", "first") and layer(torch.randn(3, H))[0].shape == (3, H)
+    with pytest.raises(ValueError, match="^moe_top_k=4: must be at most"):
+        Layer(args)
+
+
 def test_F5_out_of_memory_names_sizes_and_changes(monkeypatch):
     def exhausted(self, *inputs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
