@@ -67,6 +67,8 @@ class _ArgumentsExperts(Experts):
         ranks = mpu.get_expert_parallel_world_size(args)
         self.gradient_scale = 1 / ranks if args.moe_expert_model_parallelism else None
         super().__init__(config, shard=mpu.expert_shard(args), device=args.resolve_device(), dtype=args.dtype)
+        if self.v1 is not None:
+            self.v1 = self._parameters.pop("v1")  # last, as in 0.10: an optimizer numbers its states by the order
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:

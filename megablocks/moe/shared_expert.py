@@ -16,7 +16,7 @@ from megablocks.ops.grouped.rows_linear import rows_linear
 class SharedExpert(nn.Module):
     """down(act(up(x))), or down(act(gate_proj(x)) ⊙ up(x)) when gated; times sigmoid(x·g) with `shared_expert_gate`.
 
-    Parameter names are megablocks 0.10's: up_proj, gate_proj, down_proj.
+    The parameters have megablocks 0.10's names and order: up_proj, down_proj, gate_proj.
 
     Args:
         config: activation, hidden_size, shared_expert_hidden_size, shared_expert_gate.
@@ -46,8 +46,8 @@ class SharedExpert(nn.Module):
         if linear is nn.Linear:
             kwargs.setdefault("dtype", dtype)
         self.up_proj = linear(config.hidden_size, width, **kwargs)
-        self.gate_proj = linear(config.hidden_size, width, **kwargs) if config.is_gated else None
         self.down_proj = linear(width, config.hidden_size, **kwargs)
+        self.gate_proj = linear(config.hidden_size, width, **kwargs) if config.is_gated else None
         gated = config.shared_expert_gate
         self.gate = nn.Parameter(torch.zeros(config.hidden_size, device=device, dtype=dtype)) if gated else None
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from megablocks.layers import dMoE, mlp, mpu
 from megablocks.layers.dmoe import ParallelDroplessMLP
-from megablocks.layers.glu import GroupedGLU
+from megablocks.layers.glu import GroupedGLU, SharedGLU
 from megablocks.layers.mlp import MLP, GroupedMLP, SparseMLP
 from megablocks.layers.moe import MoE, ParallelMLP
 from megablocks.layers.router import LearnedRouter
@@ -223,15 +223,21 @@ def test_a_layer_draws_as_0_10_does(kind, dtype):
     assert seen == [((E, H), dtype), ((E, F_, H), dtype)]
 
 
-def test_gated_experts_draw_v1_last():
+def test_gated_experts_draw_v1_and_the_gate_last():
+    """They hold them last, too: an optimizer's state, as 0.10's programs saved it, counts parameters by their order."""
     args = args_of(mlp_type="glu")
     torch.manual_seed(5)
-    glu = GroupedGLU(args)
+    glu, shared = GroupedGLU(args), SharedGLU(args)
     torch.manual_seed(5)
-    for weight in (glu.w1, glu.w2, glu.v1):
+    assert [name for name, _ in glu.named_parameters()] == ["w1", "w2", "v1"]
+    for weight in glu.parameters():
         full = torch.empty(E, F_, H)
         args.init_method(full)
         assert torch.equal(weight, full.view(-1, H))
+    assert [name for name, _ in shared.named_children()] == ["up_proj", "down_proj", "gate_proj"]
+    for layer in shared.children():
+        expected = torch.nn.Linear(layer.in_features, layer.out_features)
+        assert torch.equal(layer.weight, expected.weight) and torch.equal(layer.bias, expected.bias)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
