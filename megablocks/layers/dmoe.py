@@ -8,7 +8,7 @@ from torch import Tensor
 from megablocks.config import MoEConfig
 from megablocks.layers import dmlp_registry
 from megablocks.layers.arguments import Arguments
-from megablocks.layers.mlp import SparseMLP
+from megablocks.layers.mlp import SparseMLP, create_moe_expert_weights
 from megablocks.layers.moe import MoE, ParallelMLP
 from megablocks.moe import layer
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
@@ -25,6 +25,9 @@ class ParallelDroplessMLP(ParallelMLP):
         return args.to_config().replace(capacity_factor=None)
 
     def _init_mlp(self, args: Arguments) -> SparseMLP:
+        # 0.10 makes a capacity layer's experts first and replaces them; without their draws equal seeds would differ.
+        for init in (args.init_method, args.output_layer_init_method):
+            create_moe_expert_weights(args, args.moe_num_experts, args.ffn_hidden_size, args.hidden_size, init)
         return dmlp_registry.get(args)
 
     def grouped_permute_and_compute(

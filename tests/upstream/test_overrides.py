@@ -199,7 +199,10 @@ def test_gradients_are_scaled_by_the_ranks_that_share_the_experts(kind, monkeypa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [MoE, dMoE])
 def test_a_layer_draws_as_0_10_does(kind, dtype):
-    """From torch's generator: the router, then all experts' w1, then w2, in the layer's dtype."""
+    """From torch's generator: the router, then all experts' w1, then w2, in the layer's dtype.
+
+    0.10's dropless layer makes the experts of its base class first, and replaces them.
+    """
     seen = []
 
     def init(t):
@@ -214,13 +217,14 @@ def test_a_layer_draws_as_0_10_does(kind, dtype):
     router = torch.nn.Linear(H, E, bias=False, dtype=dtype).weight.detach()
     torch.nn.init.xavier_normal_(router)
     w1, w2 = (torch.empty(E, F_, H, dtype=dtype) for _ in range(2))
-    torch.nn.init.xavier_normal_(w1)  # of fans F·H and E·H
-    torch.nn.init.normal_(w2)
+    for _ in range(1 if kind is MoE else 2):
+        torch.nn.init.xavier_normal_(w1)  # of fans F·H and E·H
+        torch.nn.init.normal_(w2)
     found = layer.experts.mlp.w1, layer.experts.mlp.w2
     w1 = w1.transpose(1, 2) if kind is MoE else w1.view(-1, H)
     assert torch.equal(layer.router.layer.weight, router)
     assert torch.equal(found[0], w1) and torch.equal(found[1].view(-1, H), w2.view(-1, H))
-    assert seen == [((E, H), dtype), ((E, F_, H), dtype)]
+    assert seen == [((E, H), dtype)] + [((E, F_, H), dtype)] * (1 if kind is MoE else 2)
 
 
 def test_gated_experts_draw_v1_and_the_gate_last():
