@@ -142,7 +142,7 @@ class ParallelMLP(nn.Module):
         y = y.view(x.shape)
         if self.bias is None:
             return y
-        return (y, self.bias) if self.args.return_bias else y + self.bias.to(y.dtype)
+        return (y, self.bias) if self.args.return_bias else y + self.bias
 
 
 class MoE(nn.Module, metaclass=ABCMeta):

@@ -120,6 +120,18 @@ def test_the_module_behind_the_router(kind):
     assert kind(args_of(bias=False, moe_capacity_factor=0)).bias is None
 
 
+@pytest.mark.parametrize("return_bias", [False, True])
+def test_autocast_leaves_the_bias_its_dtype(return_bias):
+    """As in 0.10, a bias in float32 that a layer adds makes its output float32."""
+    layer = dMoE(args_of(return_bias=return_bias))
+    torch.nn.init.constant_(layer.experts.bias, 1 + 2**-12)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(torch.zeros(3, H))
+    y, bias = y if return_bias else (y, y)
+    assert (y.dtype, bias.dtype) == (torch.bfloat16 if return_bias else torch.float32, torch.float32)
+    assert torch.equal(bias[..., 0], torch.full_like(bias[..., 0], 1 + 2**-12))
+
+
 def test_each_module_is_called_once_as_a_module():
     """So that wrappers and hooks on any of them see the pass, as FSDP's do."""
     seen = []
