@@ -70,6 +70,7 @@ class _ModuleOf010(ModuleType):
 
 for _name in _OF_0_10:
     sys.modules[f"{__name__}.{_name}"] = _ModuleOf010(f"{__name__}.{_name}")
+cumsum = sys.modules[f"{__name__}.cumsum"]  # the one whose name no function has
 
 
 def __getattr__(name: str) -> Any:
