@@ -8,9 +8,10 @@ from torch import Tensor
 from megablocks.config import MoEConfig
 from megablocks.layers import dmlp_registry
 from megablocks.layers.arguments import Arguments
-from megablocks.layers.mlp import SparseMLP, create_moe_expert_weights
+from megablocks.layers.mlp import GroupedMLP, SparseMLP, create_moe_expert_weights
 from megablocks.layers.moe import MoE, ParallelMLP
 from megablocks.moe import layer
+from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 
@@ -39,7 +40,10 @@ class ParallelDroplessMLP(ParallelMLP):
         expert = torch.empty_like(bin_ids).scatter_(0, indices.long(), bin_ids)
         token = torch.arange(indices.shape[0], dtype=torch.int32, device=x.device) // top_k
         dispatch = Dispatch(*build_dispatch_op(token, expert, x.shape[0], bins.shape[0]))
-        return self.mlp(x, dispatch, expert_weights)
+        if type(self.mlp).forward in (SparseMLP.forward, GroupedMLP.forward):
+            return self.mlp(x, dispatch, expert_weights)
+        rows = self.mlp(gather(x, dispatch), tokens_per_expert)  # a program's own experts, called as in 0.10
+        return combine(rows, expert_weights, dispatch, num_bits=self.config.quantize_scatter_num_bits)
 
     def permute_and_compute(
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,

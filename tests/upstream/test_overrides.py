@@ -118,6 +118,26 @@ def test_overridden_steps_are_called(layer, kind, impl, steps):
     assert sorted(called) == sorted(steps)
 
 
+@pytest.mark.parametrize("mlp_type, kind", [("mlp", GroupedMLP), ("glu", GroupedGLU)])
+def test_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kind):
+    """With the rows of all pairs, sorted by expert, and how many each expert has; they return as many rows."""
+
+    class Own(kind):
+        def forward(self, x, tokens_per_expert):
+            seen.append((x.shape[0], tokens_per_expert.tolist()))
+            return super().forward(x, tokens_per_expert)
+
+    seen, args, (x, scores, weights, ids) = [], args_of(bias=False, mlp_type=mlp_type), _inputs()
+    theirs, plain = ParallelDroplessMLP(args), ParallelDroplessMLP(args)
+    theirs.mlp = Own(args)
+    theirs.load_state_dict(plain.state_dict())
+    x.requires_grad_(), weights.requires_grad_()
+    found = torch.autograd.grad(theirs(x, scores, weights, ids).sum(), [x, weights, *theirs.parameters()])
+    wanted = torch.autograd.grad(plain(x, scores, weights, ids).sum(), [x, weights, *plain.parameters()])
+    assert seen == [(ids.numel(), torch.bincount(ids.flatten(), minlength=E).tolist())]
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
 def _doubled_across_ranks(layer, kind, experts):
     class Doubled(kind):
         def permute_and_compute(self, *inputs, **named):
