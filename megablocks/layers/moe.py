@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megablocks.config import MoEConfig
 from megablocks.layers import mpu, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
+from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.losses import (
     batched_load_balancing_loss,
     clear_load_balancing_loss,
@@ -186,6 +187,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         hidden = self.args.hidden_size
         if x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
+        x = cast_if_autocast_enabled(x)  # before rows are copied
         scores, weights, ids = self.router(x)
         try:
             out = self.experts(x, scores, weights, ids)

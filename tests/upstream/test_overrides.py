@@ -138,6 +138,25 @@ def test_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kin
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
+@pytest.mark.parametrize("layer, kind", [(MoE, ParallelMLP), (dMoE, ParallelDroplessMLP)])
+def test_autocast_casts_x_before_the_steps_of_a_layer(layer, kind):
+    """As in 0.10, so that rows are moved in half the bytes, and overridden steps see autocast's dtype."""
+    seen = []
+
+    class Own(kind):
+        def forward(self, x, *rest):
+            seen.append(x.dtype)
+            return super().forward(x, *rest)
+
+    class Layer(layer):
+        def _init_experts_mlp(self, args):
+            return Own(args)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        Layer(args_of())(torch.randn(5, 1, H))
+    assert seen == [torch.bfloat16]
+
+
 def _doubled_across_ranks(layer, kind, experts):
     class Doubled(kind):
         def permute_and_compute(self, *inputs, **named):
