@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,11 +31,25 @@ class Replaced:
         self._before.clear()
 
 
-def _why_not(module: nn.Module) -> str | None:
+_SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")
+"""What the decorator of transformers leaves at an experts module."""
+
+
+def _is_decorated(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in _SAYS)
+
+
+def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every experts module of `model` by name, without what only holds one, such as an adapter around it."""
+    for name, module in model.named_modules():
+        is_named_so = name.rpartition(".")[2] == "experts"
+        if _is_decorated(module) or (is_named_so and not any(map(_is_decorated, module.modules()))):
+            yield name, module
+
+
+def _why_not(module: Any) -> str | None:
     """Why the experts of `module` cannot be ours, None if they can."""
-    if not all(
-        hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")
-    ):
+    if not _is_decorated(module):
         return f"{type(module).__name__} is not decorated with transformers' use_experts_implementation"
     try:
         for name in ("gate_up_proj" if module.has_gate else "up_proj", "down_proj"):
@@ -46,17 +61,17 @@ def _why_not(module: nn.Module) -> str | None:
 
 def replace(model: nn.Module) -> Replaced:
     """Like `megablocks.hf.replace_moe`, once `register` was called."""
-    done = Replaced()
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] != "experts" and not hasattr(module, "is_transposed"):
-            continue
-        why = _why_not(module)
-        if why is not None:
-            done.left[name] = why
-            continue
-        done.names.append(name)
-        config: Any = module.config
-        if all(config is not known for known, _ in done._before):  # the modules of a model share one
+    done, experts = Replaced(), dict[str, Any](_experts(model))
+    done.left = {name: why for name, module in experts.items() if (why := _why_not(module)) is not None}
+    refused = [(name, experts[name].config) for name in done.left if _is_decorated(experts[name])]
+    done.names = [name for name in experts if name not in done.left]
+    for name in list(done.names):
+        config = experts[name].config
+        other = next((other for other, shared in refused if shared is config), None)
+        if other is not None:  # one setting for both
+            done.names.remove(name)
+            done.left[name] = f"its config is also that of {other}, which cannot be replaced"
+        elif all(config is not known for known, _ in done._before):
             done._before.append((config, config._experts_implementation))
             config._experts_implementation = NAME
     if not done.names:

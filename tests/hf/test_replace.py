@@ -51,3 +51,24 @@ def test_nothing_to_replace_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"layers.1.mlp.experts: MixtralExperts.gate_up_proj is torch.float8_e5m2"):
         megablocks.hf.replace_moe(model)
     assert model.config._experts_implementation == before
+
+
+def test_adapters_around_the_experts_are_not_left_alone() -> None:
+    peft = pytest.importorskip("peft", minversion="0.21")
+    config = peft.LoraConfig(r=2, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"])
+    done = megablocks.hf.replace_moe(peft.get_peft_model(_model("Mixtral"), config))
+    assert len(done.names) == 2 and not done.left
+
+
+def test_experts_that_share_a_config_with_refused_ones_are_left_too() -> None:
+    model = _Wrapper()
+    weight = model.first.model.layers[1].mlp.experts.requires_grad_(False).gate_up_proj
+    weight.data = weight.to(torch.float8_e4m3fn)
+    before = model.first.config._experts_implementation
+    done = megablocks.hf.replace_moe(model)
+    assert done.names == [f"second.model.layers.{i}.mlp.experts" for i in (0, 1)]
+    first = [f"first.model.layers.{i}.mlp.experts" for i in (0, 1)]
+    assert done.left.keys() == {"experts", *first}
+    assert done.left[first[0]] == f"its config is also that of {first[1]}, which cannot be replaced"
+    assert "float8_e4m3fn" in done.left[first[1]]
+    assert model.first.config._experts_implementation == before
