@@ -67,7 +67,7 @@ class Family(NamedTuple):
     yarn: Mapping[str, Any] = {}
 
 
-_YARN_FACTORS = {"factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0}
+_YARN_FACTORS = ("factor", "mscale", "mscale_all_dim")
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 
@@ -230,23 +230,42 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be an integer >= 1")
         return config[name]
 
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = _rope_of(config)
     heads = value(("num_attention_heads",), size=True)
     defaults = {
         "num_key_value_heads": heads,
         "head_dim": value(("hidden_size",), size=True) // heads,
-        "rope_theta": rope.get("rope_theta"),
         "norm_topk_prob": False,
     }
-    config = {**defaults, **{name: given for name, given in config.items() if given is not None}}
+    given = {name: found for name, found in config.items() if found is not None}
+    config = {**defaults, **given, "rope_theta": rope["rope_theta"]}
     names = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     sizes = {one.name for one in dataclasses.fields(Model) if one.type == "int"}
     values: dict[str, Any] = {field: value(options, field in sizes) for field, options in names.items()}
     values["rope_theta"] = float(value(("rope_theta",)))
     values["tied"] = bool(config.get("tie_word_embeddings", False))
-    if rope.get("rope_type", rope.get("type")) == "yarn":
-        values["yarn"] = tuple(float(rope.get(name, default)) for name, default in _YARN_FACTORS.items())
+    if rope["rope_type"] == "yarn":
+        values["yarn"] = _yarn_of(rope, where)
     return Model(**{**values, **family.has, **family.derived(config)})
+
+
+def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """How positions rotate, with the precedence and the defaults of transformers."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    return {
+        "rope_type": rope.get("type", "default"),
+        "rope_theta": config.get("rope_theta"),
+        "original_max_position_embeddings": config.get("max_position_embeddings"),
+        **rope,
+    }
+
+
+def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, float]:
+    """`Model.yarn`. transformers reads mscale only beside mscale_all_dim."""
+    factor, mscale, all_dim = (float(rope.get(name) or 0) for name in _YARN_FACTORS)
+    if not factor or (all_dim and not mscale):
+        raise ConfigError(f"{where}: {'mscale' if factor else 'factor'} of YaRN is missing")
+    return (factor, mscale, all_dim) if all_dim else (factor, 1.0, 0.0)
 
 
 def check_computable(config: Mapping[str, Any], where: object) -> None:
@@ -255,8 +274,8 @@ def check_computable(config: Mapping[str, Any], where: object) -> None:
     for name, allowed in family.must.items():
         if config.get(name, allowed) != allowed:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    rope = _rope_of(config)
+    kind = rope["rope_type"]
     kinds = ("default", "yarn") if family.yarn else ("default",)
     if kind not in kinds:
         raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")

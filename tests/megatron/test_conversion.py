@@ -358,6 +358,11 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
     [
         ("mixtral", {"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),
         ("mixtral", {"rope_parameters": YARN}, "rope_type='yarn': must be 'default'"),
+        ("mixtral", {"rope_scaling": YARN}, "rope_type='yarn': must be 'default'"),
+        (
+            "mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 50.0},
+            "rope_type='linear': must be 'default'",
+        ),
         ("mixtral", {"rope_parameters": {"rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5: must be 1.702 for Megatron"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 3}, r"layer_types=.*: must alternate, \['sliding_attention'"),
@@ -366,6 +371,12 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
         ("deepseek_v3", {"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05: must be 1e-06 for Megatron"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group=1: must be half of num_experts_per_tok=4, or n_group=3"),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast=16: must be 32 for Megatron"),
+        (
+            "deepseek_v3_yarn", {"rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("original")}},
+            "original_max_position_embeddings=40: must be 4096 for Megatron",
+        ),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "mscale": None}}, "mscale of YaRN is missing"),
+        ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "factor": None}}, "factor of YaRN is missing"),
     ],
 )
 def test_a_model_that_megatron_computes_otherwise_is_refused(
@@ -378,6 +389,25 @@ def test_a_model_that_megatron_computes_otherwise_is_refused(
     with pytest.raises(ConfigError, match=message):
         convert(source, tmp_path / "megatron", "megatron")
     assert not (tmp_path / "megatron").exists()
+
+
+def _logits_of_each(folders: list[Path]) -> list[Tensor]:
+    return [_logits_of_megatron(folder) for folder in folders]
+
+
+def test_rotary_positions_are_read_as_by_transformers(folder: Path, tmp_path: Path) -> None:
+    """mscale counts only beside mscale_all_dim, and rope_theta outside of rope_parameters only without one inside."""
+    cases = [("gpt_oss", {"mscale": 0.3}), ("deepseek_v3_yarn", {"mscale_all_dim": 0.0}), ("gpt_oss", {"factor": 2.0})]
+    sources = [tmp_path / f"hf{number}" for number in range(len(cases))]
+    for source, (name, changed) in zip(sources, cases, strict=True):
+        shutil.copytree(folder / name / "hf", source)
+        config = json.loads((source / "config.json").read_text())
+        config["rope_parameters"] |= changed
+        (source / "config.json").write_text(json.dumps({**config, "rope_theta": 60.0}))
+        convert(source, source.with_suffix(".megatron"), "megatron")
+    found = run_distributed_test(_logits_of_each, 1, [source.with_suffix(".megatron") for source in sources])[0]
+    for source, logits in zip(sources, found, strict=True):
+        torch.testing.assert_close(logits, _logits_of_folder(source), atol=1e-5, rtol=1e-5)
 
 
 def test_our_layer_refuses_gpt_oss(folder: Path, tmp_path: Path) -> None:
