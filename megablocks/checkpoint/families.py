@@ -240,7 +240,7 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
     given = {name: found for name, found in config.items() if found is not None}
     config = {**defaults, **given, "rope_theta": rope["rope_theta"]}
     names = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
-    sizes = {one.name for one in dataclasses.fields(Model) if one.type == "int"}
+    sizes = {one.name for one in dataclasses.fields(Model) if one.type in ("int", "int | None")}
     values: dict[str, Any] = {field: value(options, field in sizes) for field, options in names.items()}
     values["rope_theta"] = float(value(("rope_theta",)))
     values["tied"] = bool(config.get("tie_word_embeddings", False))

@@ -87,11 +87,12 @@ def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
         return {folder / WHOLE: None}
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        weight_map = {name: folder / file for name, file in weight_map.items()}
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{index}: damaged ({error})") from None
     files: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
-        files.setdefault(folder / file, set()).add(name)
+        files.setdefault(file, set()).add(name)
     for path in files:
         if path.parent != folder or not path.is_file():
             raise CheckpointError(f"{path}: missing; {INDEX} names it")

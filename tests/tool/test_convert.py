@@ -196,6 +196,7 @@ def test_a_config_without_sizes_is_one_line(source: Path, capsys: Any) -> None:
         ({**config, "num_local_experts": "four"}, "num_local_experts='four': must be an integer >= 1"),
         ({**config, "num_attention_heads": 0}, "num_attention_heads=0: must be an integer >= 1"),
         ({**config, "vocab_size": 9.5}, "vocab_size=9.5: must be an integer >= 1"),
+        ({**config, **QWEN, "intermediate_size": "wide"}, "intermediate_size='wide': must be an integer >= 1"),
         ([1, 2], "damaged: holds no JSON object"),
     ):
         path.write_text(json.dumps(content))
@@ -223,6 +224,9 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=what) as caught:
             convert(source, tmp_path / "ours", "ours")
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    (source / safetensors.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": None}}))
+    with pytest.raises(CheckpointError, match="index.json: damaged"):
+        convert(source, tmp_path / "ours", "ours")
 
 
 def _interrupted(source: Path, target: Path, at: int, monkeypatch: Any, like: Path | None = None) -> Path:
