@@ -20,7 +20,7 @@ pytest.importorskip("megatron.training")
 from driver import EXPERTS, ROOT, TINY, Driver, read_csv  # noqa: E402
 
 from megablocks.megatron.reporting import Reporter  # noqa: E402
-from megablocks.monitor.history import parse_log_line  # noqa: E402
+from megablocks.monitor.history import History, parse_log_line  # noqa: E402
 
 
 def check_files(folder: Path, text: str, layers: int) -> None:
@@ -76,6 +76,14 @@ def test_two_processes_through_torchrun_learn_and_report(tiny_data: Path, tmp_pa
     assert len(re.findall(r"^set automatically: transformer_impl = local", text, flags=re.M)) == 1
     assert len(re.findall(r"^done at iteration 12$", text, flags=re.M)) == 1
     assert list((tmp_path / "board").glob("events*"))
+
+
+@pytest.mark.parametrize(("loss", "said"), [(2.5, "below by 1.5000 nats"), (4.25, "above by 0.2500 nats")])
+def test_the_last_line_says_on_which_side_of_the_entropy_the_loss_is(tmp_path: Path, loss: float, said: str) -> None:
+    reporter = object.__new__(Reporter)
+    reporter.history, reporter.entropy, reporter.layers, reporter._rates = History(tmp_path), 4.0, [], []
+    reporter.history.rows[1] = {"validation_loss": loss}
+    assert reporter.summary_line().endswith(said)
 
 
 def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> None:
