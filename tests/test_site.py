@@ -14,6 +14,7 @@ from urllib.parse import unquote
 
 import pytest
 
+from megablocks.moe.groups import shard_of
 from megablocks.tool.commands import COMMANDS
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,13 @@ def test_the_messages_of_the_troubleshooting_are_those_of_the_code() -> None:
     for message in rows:
         for part in message.split("…"):
             assert part.strip() in whole, message
+
+
+def test_the_message_of_experts_that_the_ranks_cannot_share_is_in_the_troubleshooting() -> None:
+    rows = re.findall(r"(?m)^\| `([^`]+)` \| ", (DOCS / "troubleshooting.md").read_text())
+    with pytest.raises(ValueError) as caught:
+        shard_of(0, 3, 8)  # what a layer of 8 experts asks on 3 ranks
+    assert any(row in str(caught.value) for row in rows), caught.value
 
 
 @pytest.mark.parametrize(
