@@ -152,7 +152,10 @@ def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
 
 
 def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-    """One grouped product for both halves, the gate, one grouped product down, and the weighted sum."""
+    """One grouped product for both halves, the gate, one grouped product down, and the weighted sum: (T, H).
+
+    dispatch, weight: of R pairs; weight (R,), or None for ones.
+    """
     module, offsets = call.module, dispatch.expert_offsets
     h = call.up.gathered(call.x, dispatch)
     if call.up_bias is not None:
@@ -169,7 +172,7 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 
 def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-    """The whole MLP in one op, which saves no rows (R, H) for backward."""
+    """Like `grouped`, but the whole MLP in one op, which saves no rows (R, H) for backward."""
     # both halves in one, as they lie: cut here, their gradients would be copied into one tensor
     parameters = ExpertParameters(call.up.w.mT, None, call.down.w, call.up_bias, None, call.down_bias)
     assert call.activation is not None
@@ -219,7 +222,7 @@ def choose_way(call: _Call) -> str:
 
 
 def needs_gradient(call: _Call, weights: Tensor) -> bool:
-    """Whether autograd would save anything of this call."""
+    """Whether autograd would save anything of this call, whose routing weights are (T, K)."""
     if not torch.is_grad_enabled():
         return False
     tensors = (*call.up, *call.down, call.x, weights, call.up_bias, call.down_bias)

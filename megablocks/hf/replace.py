@@ -60,7 +60,11 @@ def _why_not(module: Any) -> str | None:
 
 
 def replace(model: nn.Module) -> Replaced:
-    """Like `megablocks.hf.replace_moe`, once `register` was called."""
+    """Like `megablocks.hf.replace_moe`, once `register` was called.
+
+    Raises:
+        ValueError: no experts of the model can be replaced.
+    """
     done, experts = Replaced(), dict[str, Any](_experts(model))
     done.left = {name: why for name, module in experts.items() if (why := _why_not(module)) is not None}
     refused = [(name, experts[name].config) for name in done.left if _is_decorated(experts[name])]

@@ -69,7 +69,7 @@ def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float
 
 
 def check_weight(module: Any, name: str, w: Tensor) -> None:
-    """Refuse a weight in a quantized dtype with a ValueError that names it."""
+    """Refuse the parameter w, of any shape, in a quantized dtype with a ValueError that names it."""
     if not w.is_floating_point() or w.dtype.itemsize < 2:
         raise ValueError(
             f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "

@@ -20,7 +20,7 @@ def is_matrix(x: object) -> bool:
 
 
 def with_values(matrix: Any, data: Tensor) -> Any:
-    """A matrix of the same kind and pattern around other values (n, B, B)."""
+    """A matrix of the same kind and pattern around other values `data`, n blocks (n, B, B)."""
     if isinstance(matrix, Matrix):
         return matrix.with_data(data)
     by_column = matrix.column_indices_t, matrix.offsets_t, matrix.block_offsets_t

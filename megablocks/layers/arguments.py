@@ -42,7 +42,11 @@ _RENAMED = {
 
 
 def activation_of(function: object) -> Activation:
-    """The activation that an `activation_fn` of megablocks 0.10 stands for."""
+    """The activation that an `activation_fn` of megablocks 0.10 stands for.
+
+    Raises:
+        ConfigError: a function or name that is none of gelu, silu, relu and relu2.
+    """
     keywords: dict[str, Any] = {}
     inner: Any = function
     while isinstance(inner, partial):
@@ -127,7 +131,11 @@ class Arguments:
         self.validate()
 
     def validate(self) -> None:
-        """Check every field; a field set after construction is checked by calling this again."""
+        """Check every field. Call it again after you set one.
+
+        Raises:
+            ConfigError: the first bad field.
+        """
         check_integers(self, "num_layers", "pipeline_model_parallel_size")
         stage = self.num_layers_per_virtual_pipeline_stage
         if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 1):
@@ -152,6 +160,9 @@ class Arguments:
 
         `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that the sum of the losses of layers built from
         the configs is what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
+
+        Raises:
+            ConfigError: a value that no layer takes, by the name that it has here.
         """
         activation, approximate = activation_of(self.activation_fn)
         if self.mlp_type == "glu":
@@ -191,6 +202,9 @@ def from_megatron(megatron_args: Any) -> Arguments:
     """`Arguments` from a Megatron namespace, by its attributes of the same names.
 
     Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default.
+
+    Raises:
+        ConfigError: as for `Arguments`.
     """
     found = {field.name: getattr(megatron_args, field.name, None) for field in dataclasses.fields(Arguments)}
     return Arguments(**{name: value for name, value in found.items() if value is not None})

@@ -15,5 +15,5 @@ def dtype(args: Arguments) -> torch.dtype | None:
 
 
 def cast_if_autocast_enabled(tensor: Tensor) -> Tensor:
-    """`tensor` in autocast's dtype where autocast is on for its device; float64 is left alone, as torch does."""
+    """`tensor`, of any shape, in autocast's dtype where autocast is on for its device; float64 is left alone."""
     return under_autocast(tensor)[0]

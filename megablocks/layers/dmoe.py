@@ -35,7 +35,10 @@ class ParallelDroplessMLP(ParallelMLP):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capactiy: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """x (..., H) of T tokens → (T, H) by all pairs. It ignores the capacity, whose name 0.10 spells so."""
+        """x (..., H) of T tokens → (T, H) by all pairs. It ignores expert_capactiy, which 0.10 spells so.
+
+        The arguments are those of `ParallelMLP.permute_and_compute`.
+        """
         x = x.reshape(-1, x.shape[-1])
         expert = torch.empty_like(bin_ids).scatter_(0, indices.long(), bin_ids)
         token = torch.arange(indices.shape[0], dtype=torch.int32, device=x.device) // top_k
@@ -49,7 +52,7 @@ class ParallelDroplessMLP(ParallelMLP):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capactiy: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """Like `grouped_permute_and_compute`."""
+        """Like `grouped_permute_and_compute`; it calls that method, or with mlp_impl "sparse" the one named so."""
         sparse = self.args.mlp_impl == "sparse"
         compute = self.sparse_permute_and_compute if sparse else self.grouped_permute_and_compute
         return compute(x, tokens_per_expert, indices, bin_ids, expert_weights, bins, expert_capactiy, top_k)

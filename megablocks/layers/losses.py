@@ -28,14 +28,20 @@ LIMIT = 1024
 
 
 class Recorder(Generic[T]):
-    """At most `LIMIT` entries. Beyond them it drops the oldest, and warns once."""
+    """At most `LIMIT` entries. Beyond them it drops the oldest, and warns once.
+
+    Args:
+        name: what is recorded, for the warning.
+        clear: the function that a program calls to clear it, for the warning.
+    """
 
     def __init__(self, name: str, clear: str) -> None:
         self._entries: collections.deque[T] = collections.deque(maxlen=LIMIT)
         self._name, self._clear, self._warned = name, clear, False
 
     def record(self, loss: T) -> None:
-        if torch._C._current_graph_task_id() != -1:  # inside a backward pass: a checkpointed layer being recomputed
+        """Keep `loss` as it is, unless a checkpointed layer runs again in backward."""
+        if torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return
         if len(self._entries) == LIMIT and not self._warned:
             self._warned = True
@@ -66,7 +72,7 @@ clear_router_zloss = _router_logits.clear
 def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
     """E·weight / (layers·tokens·K) · Σ ⟨tokens per expert, mean scores⟩ over the layers recorded; float32 scalar.
 
-    Source: megablocks 0.10, layers/moe.py.
+    The number 0.0 where moe_loss_weight is 0. Source: megablocks 0.10, layers/moe.py.
 
     Raises:
         ValueError: another number of layers was recorded than this pipeline stage has, or shapes disagree.
@@ -99,7 +105,10 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
 def batched_router_zloss(args: Arguments) -> Tensor | float:
     """moe_zloss_weight · mean over tokens of logsumexp(logits)², one value a recorded router, (layers,) float32.
 
-    Source: megablocks 0.10, layers/router.py.
+    The number 0.0, with a warning, where the weight is 0. Source: megablocks 0.10, layers/router.py.
+
+    Raises:
+        ValueError: no router has recorded logits.
     """
     if args.moe_zloss_weight == 0:
         warnings.warn("batched_router_zloss called with moe_zloss_weight=0", stacklevel=2)

@@ -187,6 +187,9 @@ class _Grouped:
 
         Returns:
             (R, H).
+
+        Raises:
+            ValueError: tokens_per_expert of another shape.
         """
         if isinstance(tokens_per_expert, Dispatch):
             return Experts.forward(self, x, tokens_per_expert, weight, places=places)
@@ -209,7 +212,7 @@ def _pattern(topo: Any) -> Matrix:
 
 
 def offsets_of(counts: Tensor, device: torch.device) -> Tensor:
-    """(E,) rows an expert, on any device → (E+1,) int32, the first row of each and how many there are."""
+    """counts (E,) of rows an expert, integer on any device → (E+1,) int32: the first row of each, and their number."""
     return F.pad(counts.to(device).cumsum(0), (1, 0)).int()
 
 
@@ -266,7 +269,7 @@ class SharedMLP(SharedExpert):
         self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 
     def add_experts_sharedexpert(self, shared_expert_out: Tensor, expert_out: Tensor) -> Tensor:
-        """The sum of both, or with shared_expert_weighted_sum the mean over the K + 1 experts of a token."""
+        """The sum of both outputs (..., H); with shared_expert_weighted_sum the mean over a token's K + 1 experts."""
         if not self.args.shared_expert_weighted_sum:
             return shared_expert_out + expert_out
         top_k = self.args.moe_top_k

@@ -87,14 +87,23 @@ class ParallelMLP(nn.Module):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capacity: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """x (..., H) of T tokens → (T, H) by the first expert_capacity pairs of each expert in the order of indices."""
+        """x (..., H) of T tokens → (T, H) by the first expert_capacity pairs of each expert in the order of indices.
+
+        Args:
+            tokens_per_expert, indices, bin_ids, bins: what `indices_and_bins` gives, for R = T·top_k pairs.
+            expert_weights: (R,), the factor on a pair's output; None for ones.
+            expert_capacity: places of an expert.
+        """
         padded = pad_indices(indices, bins, int(expert_capacity), top_k)
         rows = gather(x.reshape(-1, x.shape[-1]), padded).view(bins.shape[0], int(expert_capacity), x.shape[-1])
         bits = self.config.quantize_scatter_num_bits
         return combine(self.mlp(rows).flatten(0, 1), expert_weights, padded, num_bits=bits)
 
     def forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
-        """x (..., H) → (T, H) without bias, and tokens_per_expert (E,), where this rank holds every expert."""
+        """x (..., H) → (T, H) without bias, and tokens_per_expert (E,) int32, where this rank holds every expert.
+
+        expert_weights, top_experts: (T, K), or as many values in another shape.
+        """
         with torch.no_grad():
             indices, bin_ids, bins, counts = self.indices_and_bins(top_experts.flatten())
             capacity = -1  # of a dropless layer

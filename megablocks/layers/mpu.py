@@ -72,7 +72,8 @@ def expert_sharding_degree(args: Arguments) -> int:
     """
     degree = min(get_expert_parallel_world_size(args), args.moe_num_experts)
     if args.moe_num_experts % degree:
-        raise ValueError(f"moe_num_experts={args.moe_num_experts}: must be divisible by the {degree} ranks that share")
+        experts = args.moe_num_experts
+        raise ValueError(f"moe_num_experts={experts}: must be divisible by the {degree} ranks that share them")
     return degree
 
 

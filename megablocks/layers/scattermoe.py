@@ -26,7 +26,13 @@ ParallelLinear = function_class("ParallelLinear", parallel_linear)
 
 
 class MLP(nn.Module):
-    """Σ_k expert_p · output_experts(activation(experts(x))); `activation` None is the identity."""
+    """Σ_k expert_p · output_experts(activation(experts(x))); `activation` None is the identity.
+
+    Args:
+        input_size, hidden_size: H of a token, and I of an expert.
+        num_experts, top_k: E, and the experts that a token has; more than E count as E.
+        bias: whether both linear maps of an expert have biases.
+    """
 
     _up_factor = 1
 
@@ -62,7 +68,7 @@ class MLP(nn.Module):
 
 
 class GLUMLP(MLP):
-    """The gated form: the first half of the experts' columns is multiplied by activation(second half)."""
+    """The gated form of `MLP`: the first half of the experts' columns is multiplied by activation(second half)."""
 
     _up_factor = 2
 

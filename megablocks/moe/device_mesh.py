@@ -44,7 +44,7 @@ def as_dtensors(experts: nn.Module, shard: ExpertShard, mesh: DeviceMesh) -> Non
 
 @torch.no_grad()
 def copy_rows(weight: Tensor, first: int, rows: Tensor) -> None:
-    """Copy `rows` (N, H) to rows [first, first + N) of a parameter: of a DTensor to those that this rank holds.
+    """Copy `rows` (N, H) to rows [first, first + N) of `weight` (M, H). Of a DTensor this rank's rows are written.
 
     Raises:
         ValueError: this rank holds parts of rows.

@@ -49,7 +49,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """Every expert is on this rank. Of the arguments of `AllToAllDispatcher` it needs only the number of experts."""
+    """Every expert is on this rank. It takes the arguments of `AllToAllDispatcher` and reads num_experts alone."""
 
     def __init__(self, group: ProcessGroup | None, num_experts: int, **_: Any) -> None:
         self.shard = ExpertShard(0, num_experts)
@@ -89,7 +89,11 @@ class AllToAllDispatcher:
         self.ffn_fastest = ffn_fastest
 
     def run(self, x: Tensor, routing: Routing, experts: ExpertCompute) -> Tensor:
-        """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are."""
+        """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
+
+        Raises:
+            ValueError: the routing has another number of experts than the dispatcher.
+        """
         if routing.num_experts != self.num_experts:
             raise ValueError(f"routing.num_experts={routing.num_experts}: the dispatcher spreads {self.num_experts}")
         (x,) = under_autocast(x)  # before rows are copied, to move half the bytes
@@ -222,6 +226,9 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Pr
 
     Returns:
         (sum(receive), ...): rows in the order of the ranks they came from. Differentiable once or more.
+
+    Raises:
+        ValueError: x has another number of rows than `send` adds up to.
     """
     if x.shape[0] != sum(send):
         raise ValueError(f"x: has {x.shape[0]} rows, but send={list(send)} adds up to {sum(send)}")

@@ -129,7 +129,10 @@ class Experts(nn.Module):
             places: rows that each expert computes, whether a pair fills them or not; None for as many as its pairs.
 
         Returns:
-            (T, H); zeros for a token without an expert.
+            (T, H) in x's dtype, or in autocast's; zeros for a token without an expert.
+
+        Raises:
+            ValueError: x has another dtype than the parameters, outside autocast.
         """
         if places is not None:
             assert isinstance(dispatch, Dispatch)
@@ -138,7 +141,7 @@ class Experts(nn.Module):
         return self._compute(x, dispatch, weight, in_order=False)
 
     def takes_remote(self, x: Tensor) -> bool:
-        """Whether the experts of rows like x exchange tokens between ranks themselves."""
+        """Whether the experts of rows like x (T, H) exchange tokens between ranks themselves."""
         return self.mlp_impl_for(device=x.device, dtype=x.dtype) == "fused"
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -177,7 +180,7 @@ class Experts(nn.Module):
         return step(x, weight)
 
     def forward_padded(self, bins: Tensor) -> Tensor:
-        """Compute the same number of rows for every expert, whatever they hold: (E, C, H) → (E, C, H).
+        """Compute the same number of rows C for every expert, whatever they hold: bins (E, C, H) → (E, C, H).
 
         One torch.bmm a projection computes them, whichever mlp_impl is named, except "reference". Where inputs or
         pre-activations are saved quantized, grouped GEMMs of equal counts do.

@@ -55,7 +55,7 @@ class MoELayer(nn.Module):
             the gradients over the ranks that hold the same expert then gives plain data parallelism's. 1.0 where an
             outer data-parallel wrapper divides by all ranks itself (Megatron's DDP).
         seed: of the experts, see `Experts`. The router is drawn from torch's generator: seed it alike on every rank.
-        device, dtype: of the parameters; the mesh's device, else torch's defaults if None.
+        device, dtype: of the parameters; None for the mesh's device, else for torch's defaults.
 
     Raises:
         ConfigError: what the layer cannot do, in one line.
@@ -120,18 +120,20 @@ class MoELayer(nn.Module):
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) → (..., H), without the auxiliary losses; `forward_with_aux` returns them.
-
-        Raises:
-            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
-        """
+        """x (..., H) → (..., H), without the auxiliary losses; `forward_with_aux` returns them, and raises the same."""
         y, aux = self.forward_with_aux(x)
         if aux.losses:
             warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=2)
         return y
 
     def forward_with_aux(self, x: Tensor) -> tuple[Tensor, AuxOutput]:
-        """x (..., H) → y (..., H), the losses to add to the training loss, and metrics."""
+        """x (..., H) → y (..., H), the losses to add to the training loss, and metrics.
+
+        Raises:
+            ValueError: the last dimension of x is not hidden_size, or x has another dtype than the experts, outside
+                autocast.
+            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
+        """
         if x.shape[-1] != self.config.hidden_size:
             shape, hidden = tuple(x.shape), self.config.hidden_size
             raise ValueError(f"x: has shape {shape}, its last dimension must be hidden_size={hidden}")

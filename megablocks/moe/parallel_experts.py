@@ -9,7 +9,10 @@ from megablocks.ops.scattered.parallel_linear import parallel_linear
 
 
 class ParallelExperts(nn.Module):
-    """E linear maps: weight (E, output_size, input_size), bias (E, output_size) or None."""
+    """E = num_experts linear maps: weight (E, output_size, input_size), bias (E, output_size) or None.
+
+    device, dtype: of the parameters; torch's defaults if None.
+    """
 
     def __init__(
         self,
@@ -45,7 +48,11 @@ class ParallelExperts(nn.Module):
         grouped_in: bool = False,
         grouped_out: bool = False,
     ) -> Tensor:
-        """Like `parallel_linear`."""
+        """`parallel_linear` with this module's weight and bias; its docstring has shapes and errors.
+
+        inputs (T, input_size) of T tokens, or with grouped_in (T·k, input_size), → (T·k, output_size), or with gates
+        (T, k) their weighted sums (T, output_size).
+        """
         return parallel_linear(
             inputs, self.weight.transpose(1, 2), k, sorted_expert_idxs, sorted_scattered_idxs, expert_offsets,
             expert_biases=self.bias, gates=gates, grouped_in=grouped_in, grouped_out=grouped_out,

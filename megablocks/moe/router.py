@@ -55,7 +55,11 @@ class Router(nn.Module):
         Args:
             loss_group: the ranks of load_balancing_scope "global".
             init_method: fills the weight (E, H) in place; None draws it with std config.init_std.
+            device: of the weight; torch's default if None.
             dtype: of the weight; the logits are computed in it and all after them in float32.
+
+        Raises:
+            ConfigError: the config names another router_type.
         """
         super().__init__()
         if config.router_type != self.router_type:
@@ -71,7 +75,7 @@ class Router(nn.Module):
         self.register_buffer("expert_score_bias", None)
 
     def logits(self, x: Tensor) -> Tensor:
-        """(..., H) → (T, E) in the weight's dtype, with jitter in training."""
+        """x (..., H), T tokens in all → (T, E) in the weight's dtype, with jitter in training."""
         x = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
         if self.training and self.config.jitter_eps is not None:
             x = x * self.jitter(x)
@@ -79,7 +83,7 @@ class Router(nn.Module):
         return rows_linear(x, self.layer.weight) if self.config.batch_invariant else self.layer(x)
 
     def jitter(self, x: Tensor) -> Tensor:
-        """Random factors for x, of its shape and dtype: uniform in [1 - jitter_eps, 1 + jitter_eps]."""
+        """Random factors for x (T, H), of its shape and dtype: uniform in [1 - jitter_eps, 1 + jitter_eps]."""
         eps = self.config.jitter_eps or 0.0
         low, high = 1.0 - eps, 1.0 + eps
         return low + torch.rand_like(x) * (high - low)
@@ -93,7 +97,10 @@ class Router(nn.Module):
         return route(self.logits(x), self.config, score_bias=self.expert_score_bias, training=False)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
-        """Route by the logits (T, E) that `logits(x)` returned, for callers that need them too."""
+        """Route by the logits (T, E) that `logits(x)` returned, for callers that need them too.
+
+        padding_mask: (T,) bool, True for padding.
+        """
         return route(
             logits,
             self.config,
@@ -128,7 +135,7 @@ class TopKRouter(Router):
             self.tokens_since_update = torch.zeros(config.num_experts, dtype=torch.int64, device=device)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
-        """Like the base class; also counts the load for the next update of the bias."""
+        """Like `Router.route`; also counts the load for the next update of the bias."""
         routing = super().route(logits, padding_mask=padding_mask)
         counts = self.tokens_since_update
         if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
@@ -318,10 +325,10 @@ def balance_loss_over_ranks(
     factor: float,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """`balance_loss` of the ranks whose tokens are balanced together (arXiv 2501.11873).
+    """`balance_loss` of the ranks whose tokens are balanced together (arXiv 2501.11873), a scalar in sums' dtype.
 
-    Loads and tokens are summed over the ranks, and the sums (E,) of the scores stay local. The result is scaled by the
-    number of ranks, so that its mean over them is the loss of all tokens, however these are split.
+    load (E,) and num_tokens () are summed over the ranks, and sums (E,), those of the scores, stay local. The result is
+    scaled by the number of ranks, so that its mean over them is the loss of all tokens, however these are split.
     """
     num_ranks = 1
     if group is not None and (num_ranks := dist.get_world_size(group)) > 1:

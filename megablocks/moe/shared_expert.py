@@ -23,6 +23,11 @@ class SharedExpert(nn.Module):
         bias: biases in the linear layers.
         linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, **kwargs); another
             one than torch's says its dtype in kwargs, by whatever name it has there.
+        device, dtype: of the parameters; torch's defaults if None.
+
+    Raises:
+        ValueError: the config has no shared_expert_hidden_size.
+        ConfigError: batch_invariant with another class of linear layers than torch's.
     """
 
     def __init__(

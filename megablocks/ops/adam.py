@@ -117,6 +117,9 @@ class FusedAdam(torch.optim.Adam):
         grad_scale: () or (1,) float32 on the device, by which the next step multiplies gradients; None: by 1; NaN: the
             next step changes no parameter and no moment. A step sets it to None.
         copies: parameter → tensor of the same number of elements, which each step sets to the new parameter.
+
+    Raises:
+        ValueError: an option that it does not have, such as amsgrad.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -221,7 +224,11 @@ class FusedAdam(torch.optim.Adam):
             adam_ref(p, g, m, v, None if copy is None else copy.view(p.shape), scalars, scale)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """One step. closure: must be None."""
+        """One step.
+
+        Raises:
+            ValueError: closure is not None.
+        """
         if closure is not None:
             raise ValueError(f"closure={closure!r}: must be None; compute the gradients before the step")
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):

@@ -387,6 +387,10 @@ def fused_mlp(
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight and parameters.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, a gate where the activation takes none or none where it takes one,
+            in_order with a weight, or main_grads that are no place for these gradients.
     """
     w1, v1, w2, b1, c1, b2 = parameters
     if torch.is_autocast_enabled(x.device.type):

@@ -86,7 +86,10 @@ def add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
         offsets: (E+1,) int32, as in `grouped_mm`.
 
     Returns:
-        (R, N) in the rows' dtype; rows >= offsets[E] are unspecified.
+        (R, N) in the rows' dtype; rows >= offsets[E] are unspecified. Differentiable in rows and bias.
+
+    Raises:
+        ValueError: shapes that do not fit.
     """
     if rows.dim() != 2 or bias.dim() != 2 or rows.shape[1] != bias.shape[1] or offsets.shape != (bias.shape[0] + 1,):
         raise ValueError(

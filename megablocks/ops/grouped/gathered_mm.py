@@ -171,7 +171,10 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
         num_bits: 4 or 8 keep x quantized (`ops.quant`) for dW; -1 as it is.
 
     Returns:
-        (R, N) in x's dtype; rows >= V are unspecified.
+        (R, N) in x's dtype; rows >= V are unspecified. Differentiable in x and w.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or num_bits that is none of 4, 8 and -1.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
@@ -191,7 +194,10 @@ def gathered_mm_gated(
         w1, v1: (E, H, N) of equal shape.
 
     Returns:
-        pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified.
+        pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified. Differentiable in x, w1 and v1.
+
+    Raises:
+        ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)

@@ -211,7 +211,10 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
         offsets: (E+1,) int32, non-decreasing from 0: rows [offsets[e], offsets[e+1]) are expert e's.
 
     Returns:
-        (R, N) in x's dtype; rows >= offsets[E] are unspecified.
+        (R, N) in x's dtype; rows >= offsets[E] are unspecified. Differentiable in x and w.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)

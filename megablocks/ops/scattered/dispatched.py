@@ -170,7 +170,10 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
         dispatch: of T tokens, E experts and R pairs, not padded.
 
     Returns:
-        (R, N) in x's dtype; rows from the last offset on are unspecified.
+        (R, N) in x's dtype; rows from the last offset on are unspecified. Differentiable in x, w and bias.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit, or a dispatch that is padded or has fewer rows than pairs.
     """
     if torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
@@ -238,7 +241,10 @@ def linear_combine(
         dispatch: of T tokens, E experts and R pairs, not padded.
 
     Returns:
-        (T, H) in pre's dtype; 0 for a token without an expert.
+        (T, H) in pre's dtype; 0 for a token without an expert. Differentiable in pre, gate, w, bias and weight.
+
+    Raises:
+        ValueError: as `gathered_linear`, or a gate that does not fit the activation.
     """
     if torch.is_autocast_enabled(pre.device.type):
         pre, gate, w = under_autocast(pre, gate, w)

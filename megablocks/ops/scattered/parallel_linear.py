@@ -9,8 +9,8 @@ or "grouped", sorted by expert: grouped row i is scattered pair sorted_scattered
     grouped_out  y (L, out), grouped         else y (L, out), scattered
     gates (G, F)                             y (G, out): y[g] = Σ_f gates[g, f] · (row g·F + f of the scattered y)
 
-Names, arguments and layouts are ScatterMoE's (arXiv 2403.08245; github.com/shawntan/scattermoe), and unlike there the
-sort is stable, an id outside [0, E) means "no expert" (rows of zeros), the L rows before the gates are not kept for
+Names, arguments and layouts are ScatterMoE's (arXiv 2403.08245; github.com/shawntan/scattermoe). Unlike there, the sort
+is stable, an id outside [0, E) means "no expert" (rows of zeros), the L rows before the gates are not kept for
 backward, and no saved tensor is written to. Backward takes the gradient of the gates from ⟨dY · wᵀ, x⟩ + ⟨dY, bias⟩.
 """
 

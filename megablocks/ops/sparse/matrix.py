@@ -149,7 +149,11 @@ class Matrix:
         return replace(self, data=data)
 
     def to_dense(self) -> Tensor:
-        """(rows, columns) in data's dtype, zero where there is no block; differentiable, no host synchronization."""
+        """(rows, columns) in data's dtype, zero where there is no block; differentiable, no host synchronization.
+
+        Raises:
+            ValueError: the matrix is a pattern without values.
+        """
         if self.data is None:
             raise ValueError("to_dense: this Matrix is a pattern, give it values with with_data")
         (block_rows, block_columns), size = self.stored_grid, self.block_size
