@@ -146,5 +146,5 @@ DISPATCHERS = {
     "symmetric": "megablocks.moe.symmetric:SymmetricDispatcher",
 }
 """Every kind of dispatcher as "module:class", called with the arguments of `AllToAllDispatcher` and its own."""
-DISPATCHER_CHOICES = ("auto", "all_to_all", "symmetric")
+DISPATCHER_CHOICES = ("auto", *(name for name in DISPATCHERS if name != "local"))
 """Values of the field and flag `dispatcher`; on one rank each is "local"."""

@@ -20,7 +20,7 @@ PROGRAM = "python -m megablocks"
 
 
 class Command(NamedTuple):
-    """run: "module:function", called with the arguments behind the command's name; returns the exit code."""
+    """run: "module:function", called with the arguments after the command's name; returns the exit code."""
 
     run: str
     summary: str

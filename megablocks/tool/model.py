@@ -63,7 +63,7 @@ class Model:
     )
     add_bias_linear: bool = option(False, "biases in dense products")
     untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
-    hidden_dropout: float = option(0.1, "dropout behind attention and MLP; its masks take memory")
+    hidden_dropout: float = option(0.1, "dropout after attention and MLP; its masks take memory")
     attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time")
     bf16: bool = option(True, "16-bit weights and activations (float16 counts the same); off: all float32")
     tensor_model_parallel_size: int = option(1, "TP")

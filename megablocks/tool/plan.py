@@ -3,8 +3,8 @@
     python -m megablocks plan --gpus 8 -- DRIVER FLAGS
     python -m megablocks plan --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 …
 
-Behind -- stands a command line of the driver, megablocks.megatron.pretrain_gpt, read by the driver's own parser;
---gpus, --gpu and --json stand before it. The other flags are those of the driver too, without Megatron.
+What comes after -- is a command line of the driver, megablocks.megatron.pretrain_gpt, read by the driver's own parser;
+--gpus, --gpu and --json come before it. Without -- give the driver's flags that a plan needs; no Megatron is needed.
 Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad arguments.
 """
 
