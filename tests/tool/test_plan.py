@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -338,6 +339,14 @@ def test_a_model_that_does_not_fit_exits_1_and_says_what_to_change(capsys: pytes
     assert main(["plan", *words, "--gpu", "Some New GPU"]) == 0
     text = capsys.readouterr().out
     assert "step time: unknown" in text and text.rstrip().endswith("the memory of Some New GPU is unknown here")
+
+
+def test_the_example_that_does_not_fit_is_told_right(capsys: pytest.CaptureFixture[str]) -> None:
+    page = re.sub(r"\\\n\s+", "", (ROOT / "docs/tool.md").read_text())
+    (command,) = re.findall(r"(?m)^    python -m megablocks (plan --num-layers .*H100.*)$", page)
+    assert main(shlex.split(command)) == 1
+    (named,) = re.findall(r"This one does not; the line names `([^`]+)`", page)
+    assert f"; {named} needs " in capsys.readouterr().out.splitlines()[-1]
 
 
 def _with(m: Model = SMALL, **values: Any) -> Model:
