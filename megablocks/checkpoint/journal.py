@@ -49,7 +49,7 @@ class Journal:
 
 
 def begun(folder: Path) -> dict[str, str]:
-    """The work of which a folder has notes, as `Journal` was given it; empty if there are none."""
+    """What an unfinished folder is being written from: the `work` of its `Journal`, or empty without a journal."""
     found = _read(folder, "work")
     return found if isinstance(found, dict) else {}
 

@@ -5,7 +5,7 @@ is that of Hugging Face's Llama, or that of our layer with the expert's number:
 
     model.layers.3.self_attn.q_proj.weight     model.layers.3.mlp.experts.5.w1
 
-A format stores tensors. A tensor is one block or several, one behind the other, and a block holds one unit or several
+A format stores tensors. A tensor is one block or several, one after the other, and a block holds one unit or several
 in a packing. A rule says this for a tensor, or for one of each layer or expert. A unit without a rule is stored under
 its own name as it is. To convert is to write the tensors of one format from units that the other one gives.
 
@@ -140,7 +140,10 @@ class Model:
 
 
 class Packing(NamedTuple):
-    """pack: units → block. unpack: block, the units' shapes → units."""
+    """How a block holds its units.
+
+    pack: (model, units) → the block. unpack: (model, block, the units' shapes) → the units.
+    """
 
     pack: Callable[[Model, list[Tensor]], Tensor]
     unpack: Callable[[Model, Tensor, list[tuple[int, ...]]], list[Tensor]]
@@ -261,7 +264,8 @@ def check_names(source: Source, layout: Mapping[str, Stored], where: str, ignore
             )
     for name, stored in layout.items():
         if shapes[name] != stored.shape:
-            raise CheckpointError(f"{where}: {name} has shape {shapes[name]}; the model's sizes ask for {stored.shape}")
+            sizes = "the model's sizes, in config.json or the run's flags, are those of other weights"
+            raise CheckpointError(f"{where}: {name} has shape {shapes[name]}, must be {stored.shape}: {sizes}")
 
 
 class Units:

@@ -104,10 +104,11 @@ def loss_func(loss_mask: Tensor | None, output: Tensor, observe: Observer) -> tu
     """The summed loss of a micro-batch, in the form that Megatron's schedules need.
 
     Args:
-        loss_mask: (B, S). output: (B, S), the loss of each token.
+        loss_mask: (B, S), 1 for a token that counts, else 0. output: (B, S) floating, the loss of each token.
+        observe: in training called with the sum () float32 and the number of tokens () int32, both detached.
 
     Returns:
-        the sum (), the number of tokens () int32, and {"lm loss": (2,)} with both, for the log.
+        the sum () float32, the number of tokens () int32, and {"lm loss": (2,)} with both, for the log.
     """
     assert loss_mask is not None, "only the last pipeline stage computes a loss"
     args = get_args()

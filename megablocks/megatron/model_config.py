@@ -134,7 +134,10 @@ def _check_experts(config: TransformerConfig) -> None:
 def check_engine(config: TransformerConfig) -> None:
     """Refuse what Megatron accepts and then does wrongly or does not read, with or without Transformer Engine.
 
-    Dense models too.
+    It checks dense models too.
+
+    Raises:
+        ConfigError: the field, its value and why it cannot work here.
     """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:

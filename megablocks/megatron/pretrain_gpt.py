@@ -58,7 +58,7 @@ def _free_port() -> int:
         with socket.socket() as free, contextlib.suppress(OSError):
             free.bind(("localhost", port))
             return free.getsockname()[1]
-    raise OSError("no port is free for the rendezvous of one process")
+    raise OSError("no port of localhost is free for the rendezvous of one process; end programs that hold ports")
 
 
 def single_process_environment() -> None:

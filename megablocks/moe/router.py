@@ -112,7 +112,7 @@ class Router(nn.Module):
 
 
 class ExpertChoiceRouter(Router):
-    """Each expert picks its best tokens."""
+    """Each expert picks its ⌈T·K/E⌉ best tokens (arXiv 2202.09368), so a token may have any number of experts."""
 
     router_type = "expert_choice"
 

@@ -45,7 +45,13 @@ class Row(NamedTuple):
 
 
 class Profile(NamedTuple):
-    """A step of `ms`. longest: (kernel, the op that launched it, part, ms a step, launches a step)."""
+    """A step by parts.
+
+    ms: of the whole step; on_gpu: whether that is time of a GPU or of a CPU.
+    rows: one a part.
+    longest: the kernels with the most time: (kernel, the op that launched it, part, ms a step, launches a step).
+    run: the sizes of the run, by which `rows` have bounds; None if unknown.
+    """
 
     ms: float
     rows: list[Row]

@@ -78,7 +78,7 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
 
 
 def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Everything that `bench` prints."""
+    """Everything that `bench` prints, as the dict that --json prints."""
     import torch
 
     device = "cuda" if on_gpu() else "cpu"

@@ -18,7 +18,7 @@ from megablocks.ops.library import custom_op, runs_triton
 
 
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
-    """(R,) int64: the expert of each row, E for unused rows, which stand behind the last expert's."""
+    """offsets (E+1,) → (num_rows,) int64: the expert of each row, E for the unused rows after the last expert's."""
     rows = torch.arange(num_rows, device=offsets.device, dtype=offsets.dtype)
     return torch.searchsorted(offsets[1:].contiguous(), rows, right=True)
 

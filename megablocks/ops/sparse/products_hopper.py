@@ -379,7 +379,10 @@ def sdd(
     a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
     epilogue: Epilogue = NONE,
 ) -> Tensor:  # fmt: skip
-    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
+    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written.
+
+    row_indices, column_indices, offsets, run: as in `Blocks`.
+    """
     k = a.shape[1]
     n = row_indices.shape[0]
     out = torch.empty(n, BLOCK, BLOCK, dtype=a.dtype, device=a.device)

@@ -48,7 +48,13 @@ def group(
 def group_bwd_W(
     DY: Tensor, X: Tensor, expert_offsets: Tensor, E: int, has_bias: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """The gradients of the weights, (E, in, out), and of the biases, (E, out) or None, from grouped DY and X."""
+    """The gradients of the weights, (E, in, out), and with has_bias of the biases, (E, out), else None.
+
+    DY (L, out) and X (L, in) have rows grouped by expert; expert_offsets (E,) is the end of each expert's rows.
+
+    Raises:
+        ValueError: expert_offsets of another shape.
+    """
     if expert_offsets.shape != (E,):
         raise ValueError(f"expert_offsets is {tuple(expert_offsets.shape)}: must be ({E},), one an expert")
     dw, sums = scattered_mm_dw_op(X, DY, None, Rows(expert_offsets), True, has_bias)
