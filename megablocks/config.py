@@ -75,7 +75,7 @@ class MoEConfig:
     Experts
         hidden_size, ffn_hidden_size, num_experts: H, I and E (global, before any expert parallelism).
         activation: one of `ops.activation_table.ACTIVATIONS`. Gated ones compute act(x·w1ᵀ) ⊙ (x·v1ᵀ).
-        gelu_approximate: "tanh" (the field's default in MoE training) or "none" (exact, erf).
+        gelu_approximate: form of gelu, "tanh" (the default) or "none" (exact, by erf).
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
         output_bias: one bias (H,) that all experts share, added after the combine (megablocks 0.10's `bias`).
         mlp_impl: how the experts are computed: one of `kinds.IMPLS`, which says what each needs and saves, or "auto",
@@ -117,7 +117,7 @@ class MoEConfig:
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
         load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
         z_loss_weight: coefficient of mean(logsumexp(logits)²), 0 for none.
-    Capacity (layer `MoE` only; `dMoE` never drops)
+    Capacity (layer `MoE` only; `dMoE` has none)
         capacity_factor: None in a dropless layer. 0 = the fullest expert's load, nothing dropped.
         capacity_rule: "megablocks": int(factor·K·T·ranks/E). "tutel": K·int(factor·ceil(T/E)); negative factor: the
             smaller of the fullest expert and that capacity with |factor|.
@@ -304,7 +304,7 @@ class MoEConfig:
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Field values by name, JSON-serialisable."""
+        """Field values by name, as JSON can hold them."""
         return dataclasses.asdict(self)
 
     @classmethod
