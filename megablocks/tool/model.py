@@ -127,9 +127,8 @@ class Model:
             refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")
         ranks = self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size
         if self.gpus % ranks or self.num_experts % self.expert_model_parallel_size:
-            allowed = (
-                f"must divide num_experts={self.num_experts}, and times expert TP and PP ({ranks}) the {self.gpus} GPUs"
-            )
+            product = f"EP · expert TP · PP = {ranks} must divide gpus={self.gpus}"
+            allowed = f"must divide num_experts={self.num_experts}, and {product}"
             refuse("expert_model_parallel_size", self.expert_model_parallel_size, allowed)
 
     @property

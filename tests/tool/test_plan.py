@@ -274,7 +274,7 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--num-moe-layers", "2"], "num_moe_layers=2: must be <= 0, for num_experts=0"),
         (
             [*FLAGS, "--expert-model-parallel-size", "2", "--use-distributed-optimizer"],
-            "expert_model_parallel_size=2: must divide num_experts=0, and times expert TP and PP (2) the 1 GPUs",
+            "expert_model_parallel_size=2: must divide num_experts=0, and EP · expert TP · PP = 2 must divide gpus=1",
         ),
         (
             [*FLAGS, "--num-experts", "4", "--mlp-impl", "sparse", "--moe-ffn-hidden-size", "100"],
