@@ -125,18 +125,19 @@ FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
 
 
 def add_arguments(
-    parser: argparse.ArgumentParser, parsed: list[argparse.Namespace] | None = None
+    parser: argparse.ArgumentParser, parsed: list[argparse.Namespace] | None = None, *, needs_data: bool = False
 ) -> argparse.ArgumentParser:
     """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours.
 
     Args:
         parsed: gets the namespace before Megatron validates it, so that an error message can name its values.
+        needs_data: refuse flags that name no data or no tokenizer.
     """
     driver = DriverParser(
         parents=[parser], formatter_class=_HelpFormatter, add_help=False, allow_abbrev=False,
         description="Megatron-LM + MegaBlocks",
     )  # fmt: skip
-    driver.parsed = parsed
+    driver.parsed, driver.needs_data = parsed, needs_data
     group = driver.add_argument_group("megablocks")
     group.add_argument("--data-prefix", help="folder made by scripts/prepare_data.py: data, tokenizer, vocabulary")
     for settings in (MegaBlocksSettings, DriverSettings):
@@ -166,6 +167,7 @@ class DriverParser(argparse.ArgumentParser):
     """A parser whose result is resolved: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
 
     parsed: list[argparse.Namespace] | None = None
+    needs_data = False
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
@@ -193,6 +195,10 @@ class DriverParser(argparse.ArgumentParser):
                 self.parsed.append(parsed)
             parsed.megablocks_explicit = {actions[flag].dest for flag in given if flag in actions}
             resolve(parsed)
+            if self.needs_data:
+                from megablocks.megatron.data import check_named
+
+                check_named(parsed)
         return parsed, unknown
 
 

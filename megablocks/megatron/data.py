@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,13 @@ _FIXED_SEED = 1234
 """Draws the samples of --megablocks-fixed-validation."""
 
 
+_NO_DATA = "--data-prefix, --data-path or --mock-data is required"
+_SOURCES = (
+    "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path",
+)  # fmt: skip
+"""Megatron's flags that name data."""
+
+
 def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The names and values of Megatron's arguments that a prepared folder stands for. Reads only its manifest.
 
@@ -54,6 +62,23 @@ def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
         "tokenizer_model": str(manifest.tokenizer_path),
         "vocab_size": manifest.vocab_size,
     }
+
+
+def check_named(args: argparse.Namespace) -> None:
+    """Refuse a run whose flags name no data or no tokenizer, before Megatron builds its default tokenizer.
+
+    That one downloads GPT-2's files by the package wget, so an error there would speak of neither.
+
+    Raises:
+        ConfigError: the flag that is missing.
+    """
+    if not args.mock_data and not any(getattr(args, name) for name in _SOURCES):
+        refuse("data_prefix", None, _NO_DATA)
+    has_files = args.vocab_file is not None and args.merge_file is not None
+    has_default = args.tokenizer_type is None and not has_files and not args.use_checkpoint_args
+    if has_default and find_spec("wget") is None:
+        rule = "--tokenizer-type is required without --data-prefix, for example NullTokenizer with --vocab-size"
+        refuse("tokenizer_type", None, rule)
 
 
 def open_data(args: argparse.Namespace) -> str | None:
@@ -99,7 +124,7 @@ def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, flo
         shares = [share for share, wanted in zip(matrix, used, strict=True) if share is not None and wanted]
         return [(prefix, shares) for prefix in blend[0]]
     if per_split is None:
-        refuse("data_prefix", None, "--data-prefix, --data-path or --mock-data is required")
+        refuse("data_prefix", None, _NO_DATA)
     blends = [one for one, wanted in zip(per_split, used, strict=True) if one is not None and wanted]
     return [(prefix, [(0.0, 1.0)]) for one in blends for prefix in one[0]]
 

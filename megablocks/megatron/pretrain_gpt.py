@@ -155,7 +155,7 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     parsed: list[Any] = []
     try:
         args = parse_and_validate_args(
-            extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed),
+            extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed, needs_data=True),
             args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
         )
         settings = arguments.settings_from(args, arguments.DriverSettings)

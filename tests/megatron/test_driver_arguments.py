@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import os
 import random
@@ -246,6 +247,37 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
     at = BASE.index(flag)
     with pytest.raises(ConfigError, match=f"{dest}=None: {flag} is required"):
         parser.parse_args(BASE[:at] + BASE[at + 2 :])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("", "data_prefix=None: --data-prefix, --data-path or --mock-data is required"),
+        ("--vocab-size 100", "data_prefix=None: --data-prefix, --data-path or --mock-data is required"),
+        ("--mock-data", "tokenizer_type=None: --tokenizer-type is required without --data-prefix"),
+        ("--data-path a/train --vocab-file vocab.json", "tokenizer_type=None: --tokenizer-type is required without"),
+        ("--mock-data --tokenizer-type NullTokenizer --vocab-size 100", None),
+        ("--mock-data --vocab-file vocab.json --merge-file merges.txt", None),
+        ("--mock-data --use-checkpoint-args", None),
+    ],
+)
+def test_L2_a_run_without_data_or_tokenizer_says_so(
+    monkeypatch: pytest.MonkeyPatch, flags: str, message: str | None
+) -> None:
+    """Megatron's default tokenizer would ask for the package wget first."""
+    monkeypatch.setitem(sys.modules, "wget", None)
+    theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = add_arguments(theirs, needs_data=True)
+    with contextlib.nullcontext() if message is None else pytest.raises(ConfigError, match=message):
+        parse(parser, *flags.split())
+
+
+def test_L2_the_driver_asks_for_data_before_it_builds_a_tokenizer(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "megablocks.megatron.pretrain_gpt", *BASE]
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("pretrain_gpt: data_prefix=None: --data-prefix, --data-path or")
 
 
 @pytest.mark.parametrize(
