@@ -161,7 +161,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
     `MoE(config)` with a `MoEConfig` gives a `megablocks.moe.MoE` instead, which counts as an instance of this class.
 
     Raises:
-        ValueError: another argument is given beside an `Arguments`.
+        ValueError: args is neither, or another argument is given beside an `Arguments`.
     """
 
     _of_config: type[layer.MoELayer] = layer.MoE
@@ -173,6 +173,8 @@ class MoE(nn.Module, metaclass=ABCMeta):
 
     def __init__(self, args: Arguments, **options: Any) -> None:
         super().__init__()
+        if not hasattr(args, "validate"):
+            raise ValueError(f"args is a {type(args).__name__}: must be a MoEConfig or Arguments")
         if options:
             raise ValueError(f"{', '.join(options)}: must be left out, because Arguments has them")
         # A copy, with what the program added to the object. Later changes of it do not reach the layer.

@@ -80,6 +80,9 @@ class MoELayer(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoEConfig):
+            makers = "MoEConfig.from_dict makes one of a dict, Arguments.to_config of Arguments"
+            raise ConfigError(f"config is a {type(config).__name__}: must be a MoEConfig; {makers}")
         self._check_config(config)
         self.config = config
         if expert_mesh is not None:

@@ -117,6 +117,11 @@ def test_what_arguments_say_is_not_said_twice():
         dMoE(_arguments(), seed=3)
 
 
+def test_a_layer_of_anything_else_is_refused_by_name():
+    with pytest.raises(ValueError, match="^args is a dict: must be a MoEConfig or Arguments$"):
+        dMoE({"hidden_size": 12})
+
+
 def test_building_arguments_touches_no_gpu():
     code = (
         "import torch; from megablocks import Arguments; a = Arguments(); a.to_config();"
