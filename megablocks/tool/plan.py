@@ -4,7 +4,8 @@
     python -m megablocks plan --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 …
 
 What comes after -- is a command line of the driver, megablocks.megatron.pretrain_gpt, read by the driver's own parser;
---gpus, --gpu and --json come before it. Without -- give the driver's flags that a plan needs; no Megatron is needed.
+--gpus, --gpu and --json come before it. Without -- give the flags below, which need no Megatron: they are the driver's,
+ours without --megablocks-.
 Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad arguments.
 """
 
