@@ -175,7 +175,7 @@ CASES: dict[str, Case] = {
         differentiable=False,
     ),
 }
-"""By the names of `megablocks.tool.env.FAMILIES`."""
+"""By the names of `megablocks.tool.env.kernels`."""
 
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 2e-5}
 """Largest relative error, ‖result − truth‖ / ‖truth‖, in a dtype. In bfloat16 a product's is 0.2 to 0.6 %; one wrong
