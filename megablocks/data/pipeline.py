@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
+from megablocks.data.indexed import DataError, token_dtype
 from megablocks.data.sources import Source, is_text
 from megablocks.data.tokenizers import TokenizerSpec, load_tokenizer
 
@@ -113,21 +113,6 @@ def encode_all(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-class SplitWriter(IndexedWriter):
-    """Writes the files of one split, and counts its documents and how often each token occurs."""
-
-    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        super().__init__(folder / name, token_dtype(vocab_size))
-        self.histogram = np.zeros(vocab_size, dtype=np.int64)
-
-    def add(self, tokens: np.ndarray) -> None:
-        super().add(tokens)
-        self.histogram += np.bincount(tokens, minlength=self.histogram.size)
-
-    def counts(self) -> dict[str, int]:
-        return {"documents": len(self.lengths), "tokens": sum(self.lengths)}
 
 
 def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:
