@@ -108,6 +108,17 @@ class Problem(shared.Problem):
         """The peers that are installed."""
         return peers(self)
 
+    def routing(self) -> Any:
+        """The routing of these tokens in training. It differs from `ids` only if the settings round the loads."""
+        import torch
+
+        router = self.module(self.config()).router
+        with torch.no_grad():
+            return router.route(router.logits(self.x))
+
+    def forget_truth(self) -> None:
+        self._truth = {}
+
     def bmm(self) -> Step:
         """Only cuBLAS's batched products, with the same FLOPs and T·K/E rows for every expert."""
         import torch

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
+from megablocks.data.indexed import DataError, token_dtype
 from megablocks.data.sources import Source, is_text
-from megablocks.data.tokenizers import Tokenizer, TokenizerSpec
+from megablocks.data.tokenizers import TokenizerSpec, load_tokenizer
 
 _BATCH_BYTES = 1 << 20
 _BATCH_DOCUMENTS = 256
@@ -39,32 +39,26 @@ class Encoded:
     tokens: np.ndarray | None
 
 
-class Encoder:
-    """The state of a worker: the tokenizer, and the sources that decode their documents."""
+def _make_encoder(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> Callable[[list[Raw]], list[Encoded]]:
+    """What a worker does with a batch of documents, which their sources decode."""
+    ids_of, dtype = load_tokenizer(folder, spec), token_dtype(spec.vocab_size)
 
-    def __init__(self, folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
-        self._tokenizer = Tokenizer(folder, spec)
-        self._sources = sources
-        self._dtype = token_dtype(spec.vocab_size)
-
-    def encode(self, batch: list[Raw]) -> list[Encoded]:
-        return [self._document(*raw) for raw in batch]
-
-    def _document(self, source: int, key: str, raw: bytes) -> Encoded:
-        digest = hashlib.sha256(raw).digest()
-        text = self._sources[source].text(key, raw) if is_text(raw) else ""
+    def encode(source: int, key: str, raw: bytes) -> Encoded:
+        text = sources[source].text(key, raw) if is_text(raw) else ""
         # JSON may hold lone surrogates, which the tokenizers refuse.
-        ids = self._tokenizer.encode(text.encode("utf-8", "replace").decode("utf-8")) if text else []
-        tokens = np.asarray([*ids, self._tokenizer.spec.eod], dtype=self._dtype) if ids else None
-        return Encoded(key, digest, tokens)
+        ids = ids_of(text.encode("utf-8", "replace").decode("utf-8")) if text else []
+        tokens = np.asarray([*ids, spec.eod], dtype=dtype) if ids else None
+        return Encoded(key, hashlib.sha256(raw).digest(), tokens)
+
+    return lambda batch: [encode(*raw) for raw in batch]
 
 
-_encoder: Encoder | None = None
+_encoder: Callable[[list[Raw]], list[Encoded]] | None = None
 
 
 def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
     global _encoder
-    _encoder = Encoder(folder, spec, sources)
+    _encoder = _make_encoder(folder, spec, sources)
     # Each worker also holds the writing end of the pipe that it reads, so a killed parent would leave it waiting.
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker"
@@ -78,7 +72,7 @@ def _exit_after(parent: BaseProcess) -> None:
 
 def _encode_in_worker(batch: list[Raw]) -> list[Encoded]:
     assert _encoder is not None, "the pool's initializer ran"
-    return _encoder.encode(batch)
+    return _encoder(batch)
 
 
 def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
@@ -99,9 +93,9 @@ def encode_all(
 ) -> Iterator[Encoded]:
     """Every document, tokenized, in order. `workers` = 1 works in this process, a larger number starts a pool."""
     if workers == 1:
-        encoder = Encoder(folder, spec, sources)
+        encode = _make_encoder(folder, spec, sources)
         for batch in _batches(raws):
-            yield from encoder.encode(batch)
+            yield from encode(batch)
         return
     # spawn: a forked child would inherit locked locks from the threads of the tokenizer and of the progress bar.
     context = multiprocessing.get_context("spawn")
@@ -119,21 +113,6 @@ def encode_all(
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-
-
-class SplitWriter(IndexedWriter):
-    """Writes the files of one split, and counts its documents and how often each token occurs."""
-
-    def __init__(self, folder: Path, name: str, vocab_size: int) -> None:
-        super().__init__(folder / name, token_dtype(vocab_size))
-        self.histogram = np.zeros(vocab_size, dtype=np.int64)
-
-    def add(self, tokens: np.ndarray) -> None:
-        super().add(tokens)
-        self.histogram += np.bincount(tokens, minlength=self.histogram.size)
-
-    def counts(self) -> dict[str, int]:
-        return {"documents": len(self.lengths), "tokens": sum(self.lengths)}
 
 
 def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:

@@ -20,13 +20,15 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megablocks import __version__
 from megablocks.config import ConfigError, is_dry_run, refuse
 from megablocks.data import tokenizers
-from megablocks.data.indexed import DataError, token_dtype
+from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
 from megablocks.data.manifest import write_manifest
-from megablocks.data.pipeline import Raw, SplitWriter, encode_all, unigram_statistics
+from megablocks.data.pipeline import Raw, encode_all, unigram_statistics
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
@@ -193,7 +195,9 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
     """Write all files of a data set into `folder`, the manifest last. Returns the content of the manifest."""
     _say(f"{len(plan.entries):,} documents, {sum(e.size for e in plan.entries):,} bytes; making the tokenizer")
     spec = _make_tokenizer(args, plan, folder)
-    writers = {name: SplitWriter(folder, name, spec.vocab_size) for name in ("train", "valid")}
+    dtype = token_dtype(spec.vocab_size)
+    writers = {split: IndexedWriter(folder / split, dtype) for split in ("train", "valid")}
+    occurrences = {split: np.zeros(spec.vocab_size, dtype=np.int64) for split in writers}
     digest, skipped = hashlib.sha256(), 0
     with _progress(sum(entry.size for entry in plan.entries)) as advance:
         sizes = {entry.key: entry.size for entry in plan.entries}
@@ -202,22 +206,24 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
             if document.tokens is None:
                 skipped += 1
             else:
-                writers["valid" if document.key in plan.valid else "train"].add(document.tokens)
+                split = "valid" if document.key in plan.valid else "train"
+                writers[split].add(document.tokens)
+                occurrences[split] += np.bincount(document.tokens, minlength=spec.vocab_size)
             advance(sizes[document.key])
     for writer in writers.values():
         writer.close()
-    splits = {name: writer.counts() for name, writer in writers.items()}
+    splits = {name: {"documents": len(w.lengths), "tokens": sum(w.lengths)} for name, w in writers.items()}
     for name, counts in splits.items():
         if not counts["tokens"]:
             raise DataError(f"{name}.bin: no tokens: all documents of this split are empty or no text")
     files = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     content: dict[str, Any] = {
         "splits": splits,
-        "dtype": token_dtype(spec.vocab_size).name,
+        "dtype": dtype.name,
         "vocab_size": spec.vocab_size,
         "eod": spec.eod,
         "tokenizer": {"type": spec.type, "path": spec.path, **({"runs_code": True} if spec.runs_code else {})},
-        "unigram": unigram_statistics(writers["train"].histogram, writers["valid"].histogram),
+        "unigram": unigram_statistics(occurrences["train"], occurrences["valid"]),
         "source": {
             "inputs": [source.name for source in plan.sources],
             "documents": len(plan.entries),

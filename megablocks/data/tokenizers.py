@@ -11,8 +11,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -43,23 +44,14 @@ class TokenizerSpec:
     runs_code: bool = False
 
 
-class Tokenizer:
-    """Text to ids, with SentencePiece or Hugging Face."""
-
-    def __init__(self, folder: Path, spec: TokenizerSpec) -> None:
-        self.spec = spec
-        if spec.type == SENTENCEPIECE:
-            self._spm = _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / spec.path))
-        else:
-            os.environ["TOKENIZERS_PARALLELISM"] = "false"
-            self._hf = _load_hf(str(folder / spec.path), spec.runs_code)
-            self._hf.model_max_length = 1 << 60  # no warning for documents longer than a model's window
-
-    def encode(self, text: str) -> list[int]:
-        """Ids of the text, without begin, end or padding tokens."""
-        if self.spec.type == SENTENCEPIECE:
-            return self._spm.encode(text)
-        return self._hf.encode(text, add_special_tokens=False)
+def load_tokenizer(folder: Path, spec: TokenizerSpec) -> Callable[[str], list[int]]:
+    """The function from a text to its ids, without begin, end or padding tokens."""
+    if spec.type == SENTENCEPIECE:
+        return _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / spec.path)).encode
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = _load_hf(str(folder / spec.path), spec.runs_code)
+    tokenizer.model_max_length = 1 << 60  # no warning for documents longer than a model's window
+    return partial(tokenizer.encode, add_special_tokens=False)
 
 
 def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> TokenizerSpec:

@@ -18,7 +18,18 @@ from torch import Tensor
 
 from megablocks.config import MoEConfig
 from megablocks.kinds import IMPLS, load
-from megablocks.testing.oracle import experts_oracle
+from megablocks.moe.impls import ExpertCall
+from megablocks.ops.adam import FusedAdam
+from megablocks.ops.fused.mlp import ExpertParameters
+from megablocks.ops.loss import linear_cross_entropy
+from megablocks.ops.norm import norm
+from megablocks.ops.permute.rows import combine, gather
+from megablocks.ops.quant.quant import dequantize, quantize
+from megablocks.ops.rope import rope
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
+from megablocks.ops.routing.topk import route_topk
+from megablocks.ops.routing.values import RouterOptions
+from megablocks.testing.oracle import experts_oracle, relative_error
 
 T, H, I, E, K, V = 201, 72, 128, 5, 2, 1001  # noqa: E741  the legend's letters
 Outputs = list[Tensor]
@@ -49,8 +60,6 @@ def _chosen() -> Tensor:
 
 
 def _dispatch(weight: Tensor) -> Any:
-    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
     return build_dispatch(make_routing(_chosen().to(weight.device), weight.detach(), E))
 
 
@@ -58,9 +67,6 @@ def _experts(impl: str) -> Case:
     """One implementation of the experts, forward and every gradient."""
 
     def run(x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Outputs:
-        from megablocks.moe.impls import ExpertCall
-        from megablocks.ops.fused.mlp import ExpertParameters
-
         config = MoEConfig(hidden_size=H, ffn_hidden_size=I, num_experts=E, top_k=K, activation="swiglu", mlp_impl=impl)
         call = ExpertCall(ExpertParameters(w1, v1, w2), x, _dispatch(weight), weight.flatten(), config)
         return [load(IMPLS[impl].function)(call)]
@@ -75,9 +81,6 @@ def _experts(impl: str) -> Case:
 
 
 def _router(logits: Tensor) -> Outputs:
-    from megablocks.ops.routing.topk import route_topk
-    from megablocks.ops.routing.values import RouterOptions
-
     out = route_topk(logits, RouterOptions(K))
     return [torch.zeros(T, E, device=logits.device, dtype=out.weight.dtype).scatter(
         1, out.expert.long().view(T, K), out.weight.view(T, K))]  # fmt: skip
@@ -89,8 +92,6 @@ def _router_truth(logits: Tensor) -> Outputs:
 
 
 def _permute(x: Tensor, weight: Tensor) -> Outputs:
-    from megablocks.ops.permute.rows import combine, gather
-
     d = _dispatch(weight)
     live = (torch.arange(T * K, device=x.device) < d.expert_offsets[E])[:, None]
     rows = torch.where(live, gather(x, d), 0)  # rows that no expert owns are unspecified
@@ -102,26 +103,8 @@ def _permute_truth(x: Tensor, weight: Tensor) -> Outputs:
     return [x * (weight * valid).sum(1, keepdim=True), (x * valid.sum(1, keepdim=True)).sum(0)]
 
 
-def _quant(x: Tensor) -> Outputs:
-    from megablocks.ops.quant.quant import dequantize, quantize
-
-    return [dequantize(*quantize(x, 8), 8, H, x.dtype)]
-
-
-def _loss(x: Tensor, weight: Tensor) -> Outputs:
-    from megablocks.ops.loss import linear_cross_entropy
-
-    return [linear_cross_entropy(x, weight, _labels(x.device))]
-
-
 def _labels(device: torch.device) -> Tensor:
     return torch.arange(T, device=device) * 31 % V
-
-
-def _norm(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
-    from megablocks.ops.norm import norm
-
-    return [norm(x, weight, bias, eps=1e-5), norm(x, weight, None, eps=1e-5)]
 
 
 def _norm_truth(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
@@ -135,8 +118,6 @@ def _angles(device: torch.device) -> Tensor:
 
 
 def _rope(x: Tensor) -> Outputs:
-    from megablocks.ops.rope import rope
-
     heads, angles = x.view(T, 1, 3, H // 3), _angles(x.device)
     neighbors = angles.repeat_interleave(2, 1)
     return [rope(heads, torch.cat((angles, angles), 1)), rope(heads, neighbors, interleaved=True)]
@@ -155,16 +136,6 @@ def _rope_truth(x: Tensor) -> Outputs:
     ]
 
 
-def _adam(p: Tensor, grad: Tensor) -> Outputs:
-    from megablocks.ops.adam import FusedAdam
-
-    return _steps(FusedAdam, p, grad, decoupled_weight_decay=True)
-
-
-def _adam_truth(p: Tensor, grad: Tensor) -> Outputs:
-    return _steps(torch.optim.AdamW, p, grad)
-
-
 def _steps(kind: Callable[..., torch.optim.Optimizer], p: Tensor, grad: Tensor, **options: bool) -> Outputs:
     parameter = p.detach().clone()
     optimizer = kind([parameter], lr=1e-1, weight_decay=0.1, **options)
@@ -178,17 +149,33 @@ CASES: dict[str, Case] = {
     **{impl: _experts(impl) for impl in ("fused", "grouped", "sparse", "scatter")},
     "router": Case({"logits": (T, E)}, _router, _router_truth, exact=("logits",)),  # no ties
     "permute": Case({"x": (T, H), "weight": (T, K)}, _permute, _permute_truth, exact=("weight",)),
-    "quant": Case({"x": (T, H)}, _quant, lambda x: [x], differentiable=False, limit=0.02),  # 0.53 % on normal draws
+    "quant": Case(
+        {"x": (T, H)},
+        lambda x: [dequantize(*quantize(x, 8), 8, H, x.dtype)],
+        lambda x: [x],
+        differentiable=False,
+        limit=0.02,  # 0.53 % on normal draws
+    ),
     "loss": Case(
         {"x": (T, H), "weight": (V, H)},
-        _loss,
+        lambda x, weight: [linear_cross_entropy(x, weight, _labels(x.device))],
         lambda x, weight: [F.cross_entropy(x @ weight.t(), _labels(x.device), reduction="none")],
     ),
-    "norm": Case({"x": (T, H), "weight": (H,), "bias": (H,)}, _norm, _norm_truth),
+    "norm": Case(
+        {"x": (T, H), "weight": (H,), "bias": (H,)},
+        lambda x, weight, bias: [norm(x, weight, bias, eps=1e-5), norm(x, weight, None, eps=1e-5)],
+        _norm_truth,
+    ),
     "rope": Case({"x": (T, H)}, _rope, _rope_truth),
-    "adam": Case({"p": (4099,), "grad": (4099,)}, _adam, _adam_truth, exact=("p", "grad"), differentiable=False),
+    "adam": Case(
+        {"p": (4099,), "grad": (4099,)},
+        lambda p, grad: _steps(FusedAdam, p, grad, decoupled_weight_decay=True),
+        lambda p, grad: _steps(torch.optim.AdamW, p, grad),
+        exact=("p", "grad"),
+        differentiable=False,
+    ),
 }
-"""By the names of `megablocks.tool.env.FAMILIES`."""
+"""By the names of `megablocks.tool.env.kernels`."""
 
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 2e-5}
 """Largest relative error, ‖result − truth‖ / ‖truth‖, in a dtype. In bfloat16 a product's is 0.2 to 0.6 %; one wrong
@@ -198,8 +185,6 @@ EXACT_LIMIT = 2e-5
 
 def errors(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, float]:
     """The relative error of each output and gradient, by name. A wrong shape, or a NaN, is infinite."""
-    from megablocks.testing.oracle import relative_error
-
     generator = torch.Generator().manual_seed(seed)
     drawn = {name: torch.randn(shape, generator=generator) / max(1, shape[-1]) ** 0.25
              for name, shape in case.inputs.items()}  # fmt: skip

@@ -11,8 +11,7 @@ import importlib.util
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megablocks.monitor.env_report import commit, gpus, version
@@ -48,67 +47,38 @@ def versions() -> dict[str, str]:
     return {**found, "CUDA (torch)": cuda, "NVIDIA driver": _driver(), "commit": commit()}
 
 
-def _path_of(kernels: ModuleType | None, otherwise: str) -> str:
-    """The kind of a module of kernels, by its name."""
-    if kernels is None:
-        return otherwise
-    return HOPPER if "_hopper" in kernels.__name__ else TRITON
-
-
-def _products(x: torch.Tensor) -> str:
-    """Kernels of the grouped products, which the other implementations of experts share."""
-    from megablocks.ops.grouped import grouped_mm as ops
-
-    if (hopper := ops.hopper_ragged_m(x)) is not None:
-        return _path_of(hopper, TORCH)
-    return TORCH if ops.has_torch_kernel(x) else _path_of(ops.twin_kernels(x), REFERENCE)
-
-
-def _sparse(x: torch.Tensor) -> str:
+def kernels(x: torch.Tensor) -> dict[str, str]:
+    """Which kernels each family of ops takes for a tensor (64, 64) of bfloat16."""
+    from megablocks.ops import adam, norm
+    from megablocks.ops.grouped import grouped_mm
+    from megablocks.ops.library import runs_triton
+    from megablocks.ops.routing import topk
+    from megablocks.ops.routing.values import RouterOptions
     from megablocks.ops.sparse.products import hopper_kernels
 
-    return _path_of(hopper_kernels(x), _plain(x))
+    def plain(takes: bool) -> str:
+        return TRITON if takes else REFERENCE
+
+    every_gpu = plain(runs_triton(x))
+    if grouped_mm.hopper_ragged_m(x) is not None:
+        products = HOPPER
+    else:
+        products = TORCH if grouped_mm.has_torch_kernel(x) else plain(grouped_mm.twin_kernels(x) is not None)
+    return {
+        "fused": products,
+        "grouped": products,
+        "sparse": every_gpu if hopper_kernels(x) is None else HOPPER,
+        "scatter": every_gpu,
+        "router": plain(topk.kernels_take(x, _WIDTH, RouterOptions(2))),
+        "permute": every_gpu,
+        "quant": every_gpu,
+        "loss": every_gpu,
+        "norm": plain(norm.kernels_take(x)),
+        "rope": every_gpu,
+        "adam": plain(adam.fits((x.float(),), x)),
+    }
 
 
-def _router(x: torch.Tensor) -> str:
-    from megablocks.ops.routing.topk import kernels_take
-    from megablocks.ops.routing.values import RouterOptions
-
-    return TRITON if kernels_take(x, _WIDTH, RouterOptions(2)) else REFERENCE
-
-
-def _norm(x: torch.Tensor) -> str:
-    from megablocks.ops.norm import kernels_take
-
-    return TRITON if kernels_take(x) else REFERENCE
-
-
-def _adam(x: torch.Tensor) -> str:
-    from megablocks.ops.adam import fits
-
-    return TRITON if fits((x.float(),), x) else REFERENCE
-
-
-def _plain(x: torch.Tensor) -> str:
-    from megablocks.ops.library import runs_triton
-
-    return TRITON if runs_triton(x) else REFERENCE
-
-
-FAMILIES: dict[str, Callable[[torch.Tensor], str]] = {
-    "fused": _products,
-    "grouped": _products,
-    "sparse": _sparse,
-    "scatter": _plain,
-    "router": _router,
-    "permute": _plain,
-    "quant": _plain,
-    "loss": _plain,
-    "norm": _norm,
-    "rope": _plain,
-    "adam": _adam,
-}
-"""How each family says which kernels it takes for a tensor (64, 64) of bfloat16."""
 WITH_HOPPER = ("fused", "grouped", "sparse")
 """Families that have kernels of their own for Hopper."""
 
@@ -140,11 +110,7 @@ def paths() -> dict[str, dict[str, str]]:
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     x = torch.zeros(_WIDTH, _WIDTH, dtype=torch.bfloat16, device=device)
-    found = {}
-    for family, decide in FAMILIES.items():
-        path = decide(x)
-        found[family] = {"kernel": path, "why": reason(family, path, device)}
-    return found
+    return {family: {"kernel": kernel, "why": reason(family, kernel, device)} for family, kernel in kernels(x).items()}
 
 
 def report() -> dict[str, Any]:

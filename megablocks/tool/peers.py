@@ -49,17 +49,17 @@ def torch_grouped(problem: Problem) -> Step:
 
     if problem.device == "cuda" and s.gated:
         activate = torch.compile(activate, dynamic=False)
-    gather, permute = _torch_moves()
+    gather = _torch_gather().apply
 
     def forward() -> Any:
         weight, ids = problem.route(F.linear(x, router))
         sorted_ids, order = ids.flatten().sort(stable=True)
         ends = torch.searchsorted(sorted_ids, every, right=True).int()
         row_of_slot = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=problem.device))
-        rows = gather.apply(x, order, row_of_slot, s.top_k)
+        rows = gather(x, order, row_of_slot, s.top_k)
         z = torch._grouped_mm(rows, up.transpose(1, 2), offs=ends)
         rows = torch._grouped_mm(activate(z), down, offs=ends)
-        slots = permute.apply(rows, row_of_slot, order).view(s.tokens, s.top_k, s.hidden)
+        slots = gather(rows, row_of_slot, order, None).view(s.tokens, s.top_k, s.hidden)
         return torch.bmm(weight.to(x.dtype).unsqueeze(1), slots).squeeze(1)
 
     return Step(forward, [x, router, up, down], problem.dy)
@@ -130,32 +130,24 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
 
 
 @functools.cache
-def _torch_moves() -> tuple[Any, Any]:
-    """A gather (T, H) → (T·K, H) and a permutation of rows. torch's own backwards would use atomics or a sort."""
+def _torch_gather() -> Any:
+    """A gather (T, H) → (T·K, H), or with K None a permutation. torch's own backward would use atomics or a sort."""
     import torch
 
     class Gather(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int) -> Any:
+        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:
             ctx.save_for_backward(row_of_slot)
-            ctx.shape = x.shape[0], top_k, x.shape[1]
-            return x.index_select(0, order // top_k)
+            ctx.top_k = top_k
+            return x.index_select(0, order if top_k is None else order // top_k)
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0].index_select(0, *ctx.saved_tensors).view(ctx.shape).sum(1), None, None, None
+            slots = grads[0].index_select(0, *ctx.saved_tensors)
+            dx = slots if ctx.top_k is None else slots.unflatten(0, (-1, ctx.top_k)).sum(1)
+            return dx, None, None, None
 
-    class Permute(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, rows: Any, index: Any, inverse: Any) -> Any:
-            ctx.save_for_backward(inverse)
-            return rows.index_select(0, index)
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return grads[0].index_select(0, *ctx.saved_tensors), None, None
-
-    return Gather, Permute
+    return Gather
 
 
 PEERS: dict[str, Callable[[Problem], Step]] = {

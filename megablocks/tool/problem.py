@@ -170,21 +170,10 @@ class Problem:
         """Makes the layer with these changes of its config when it is called."""
         return lambda: self.layer(self.config(**changes))
 
-    def routing(self) -> Any:
-        """The routing of these tokens in training. It differs from `ids` only if the settings round the loads."""
-        import torch
-
-        router = self.module(self.config()).router
-        with torch.no_grad():
-            return router.route(router.logits(self.x))
-
     @property
     def names(self) -> tuple[str, ...]:
         """The names of our layers' gradients, in the order of `Step.leaves`."""
         return ("dx", "d_router", "dw1", "dw2") if self.v1 is None else ("dx", "d_router", "dw1", "dv1", "dw2")
-
-    def forget_truth(self) -> None:
-        self._truth = {}
 
     def truth(self) -> dict[str, Any]:
         """Output and gradients of the loop over experts in float32, rounded to the dtype."""

@@ -20,7 +20,7 @@ from megablocks.data import pipeline, prepare, sources
 from megablocks.data.indexed import DataError, read_index
 from megablocks.data.manifest import read_manifest
 from megablocks.data.prepare import main
-from megablocks.data.tokenizers import Tokenizer, TokenizerSpec
+from megablocks.data.tokenizers import TokenizerSpec, load_tokenizer
 from megablocks.data.verify import verify_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -316,8 +316,8 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     bpe = library.ByteLevelBPETokenizer(str(gpt2_files / "vocab.json"), str(gpt2_files / "merges.txt"))
     expected = {bytes(np.array([*bpe.encode(p.read_text()).ids, manifest.eod], "<u2")) for p in corpus.rglob("mod*.py")}
     assert {bytes(ids) for split in ("train", "valid") for ids in documents(gpt2, split)} == expected
-    tokenizer = Tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
-    assert tokenizer.encode("") == []
+    ids_of = load_tokenizer(gpt2, TokenizerSpec(manifest.tokenizer_type, "tokenizer", len(vocabulary), manifest.eod))
+    assert ids_of("") == []
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
     assert "must be the folder of a Hugging Face tokenizer" in line

@@ -14,13 +14,13 @@ from megablocks.monitor.flops import of_device
 from megablocks.tool import doctor
 from megablocks.tool.cases import CASES, Case, errors
 from megablocks.tool.commands import main
-from megablocks.tool.env import FAMILIES, HOPPER, TRITON, WITH_HOPPER
+from megablocks.tool.env import HOPPER, TRITON, WITH_HOPPER, kernels, paths
 
 CPU = torch.device("cpu")
 
 
 def test_each_family_has_a_case() -> None:
-    assert set(CASES) == set(FAMILIES)
+    assert set(CASES) == set(paths())
 
 
 def test_all_families_pass_here(capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ def test_products_are_timed() -> None:
 def test_on_hopper_the_cases_launch_the_kernels_of_their_families() -> None:
     """No GPU is needed: launches are recorded, and no kernel runs."""
     seen = in_another_process(__file__)
-    for family, kernels in {
+    for family, needed in {
         "fused": {"fused.up_hopper.up_kernel", "fused.gradient_hopper.down_gradient_kernel"},
         "grouped": {"grouped.grouped_mm_hopper.ragged_m_kernel", "grouped.grouped_mm_hopper_dw.ragged_k_kernel"},
         "sparse": {"sparse.products_hopper.sdd_kernel", "sparse.products_hopper.spmm_kernel"},
@@ -121,9 +121,9 @@ def test_on_hopper_the_cases_launch_the_kernels_of_their_families() -> None:
         "rope": {"rope_triton._rope_kernel"},
         "adam": {"adam_triton._adam_kernel"},
     }.items():
-        assert {f"megablocks.ops.{name}" for name in kernels} <= set(seen["launched"][family]), family
+        assert {f"megablocks.ops.{name}" for name in needed} <= set(seen["launched"][family]), family
     hopper = set(WITH_HOPPER)
-    assert seen["paths"] == {name: HOPPER if name in hopper else TRITON for name in FAMILIES}
+    assert seen["paths"] == {name: HOPPER if name in hopper else TRITON for name in CASES}
 
 
 def _seen_on_hopper() -> dict[str, Any]:
@@ -138,17 +138,16 @@ def _seen_on_hopper() -> dict[str, Any]:
     launched = {}
     with compiling_for(90), mock.patch.object(JITFunction, "run", lambda self, *args, **options: None):
         for name, case in CASES.items():
-            with tensors_pass_for_cuda(), launches() as kernels:
+            with tensors_pass_for_cuda(), launches() as recorded:
                 inputs = [torch.ones(shape, dtype=torch.float32 if exact in case.exact else torch.bfloat16)
                           for exact, shape in case.inputs.items()]  # fmt: skip
                 outputs = case.run(*(t.requires_grad_(case.differentiable) for t in inputs))
                 if case.differentiable:
                     torch.autograd.grad([out.float().sum() for out in outputs], inputs)
-            launched[name] = sorted(kernels)
+            launched[name] = sorted(recorded)
         with tensors_pass_for_cuda():
-            x = torch.zeros(64, 64, dtype=torch.bfloat16)
-            paths = {name: decide(x) for name, decide in FAMILIES.items()}
-    return {"launched": launched, "paths": paths}
+            of_env = kernels(torch.zeros(64, 64, dtype=torch.bfloat16))
+    return {"launched": launched, "paths": of_env}
 
 
 if __name__ == "__main__":

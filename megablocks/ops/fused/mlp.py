@@ -49,7 +49,7 @@ from megablocks.ops.grouped.gathered_mm import (
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
-from megablocks.ops.permute.rows import combine_op, gather_op
+from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -159,16 +159,8 @@ def mlp_gradient_ref(
     scale = weight.to(acc).index_select(0, pair).unsqueeze(1)
     act = activation_ref(pre, gate, activation)
     d_pre, d_gate = activation_backward_ref(d_act * scale, pre, gate, activation)
-    d_weight = _by_pair((d_act * act).sum(1).to(weight.dtype), dispatch)
+    d_weight = by_pair((d_act * act).sum(1).to(weight.dtype), dispatch)
     return d_pre.to(dtype), None if d_gate is None else d_gate.to(dtype), (act * scale).to(dtype), d_weight
-
-
-def _by_pair(values: Tensor, dispatch: Dispatch) -> Tensor:
-    """values (R,) of the rows → of the pairs, 0 for an unused one."""
-    pairs = dispatch.num_pairs
-    unused = torch.arange(values.shape[0], device=values.device) >= dispatch.expert_offsets[-1]
-    target = torch.where(unused, pairs, dispatch.pair).long()  # unused rows write to a spare place
-    return values.new_zeros(pairs + 1).scatter_(0, target, values)[:pairs].contiguous()
 
 
 def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
@@ -360,7 +352,7 @@ def _bias_part_of_weight(dy: Tensor, b2: Tensor, dtype: torch.dtype, dispatch: D
     expert = expert_of_row(dispatch.expert_offsets, dispatch.num_rows).clamp_(max=experts - 1)
     with torch.autocast(dy.device.type, enabled=False):  # or torch would narrow what the router learns from
         dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
-    return _by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
+    return by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
 
 
 fused_mlp_op.register_autograd(_backward, setup_context=save)

@@ -276,14 +276,7 @@ def ragged_m_kernel(
 def ragged_m(
     x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
 ) -> Tensor:
-    """y (R, N): y[r] = x[r] · w[e], or x[gather[r]] · w[e], for the expert e that owns row r; float32 sums.
-
-    Args:
-        x: (R, K), or (S, K) with gather; bfloat16 or float16. See supports_m.
-        w: (E, K, N), contiguous along K or along N.
-        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
-        gather: (R,) int32 in [0, S).
-    """
+    """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16."""
     return _launch(x, w, None, None, offsets, gather, tile)
 
 

@@ -232,15 +232,9 @@ def ragged_k(
     a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None,
     out: Tensor | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r], or b[gather[r]], over the rows r of expert e; zero where it has none.
+    """o (E, M, N) as grouped_mm_triton's ragged_k gives it, of operands that `supports_k` takes: bfloat16 or float16.
 
-    Args:
-        a: (R, M) bfloat16 or float16. See supports_k.
-        b: (R, N), or (S, N) with gather.
-        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
-        gather: (R,) int32 in [0, S).
-        add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
-        out: (E, M, N) of a's dtype, rows contiguous, such as a half of a joined weight: where o is written.
+    out: (E, M, N) of a's dtype, rows contiguous, such as a half of a joined weight: where o is written.
     """
     assert tile is None or not tile.pingpong, "the consumers of ragged_k share a tile"
     experts, M, N, add = offsets.shape[0] - 1, a.shape[1], b.shape[1], add_to is not None

@@ -113,11 +113,15 @@ def combine_backward_ref(
         d_rows = torch.where((pair >= 0).unsqueeze(1), d_rows, 0)
     if rows is None:
         return d_rows, None
-    dots = (picked * rows).sum(1).to(weight.dtype)
-    row = torch.arange(pair.shape[0], device=pair.device)
-    unused = pair < 0 if dispatch.padded else row >= dispatch.token_offsets[-1]
-    target = torch.where(unused, num_pairs, pair)  # unused rows write to a spare place
-    return d_rows, weight.new_zeros(num_pairs + 1).scatter_(0, target.long(), dots)[:num_pairs]
+    return d_rows, by_pair((picked * rows).sum(1).to(weight.dtype), dispatch)
+
+
+def by_pair(values: Tensor, dispatch: Dispatch) -> Tensor:
+    """values (N,) of the rows → (R,) of the pairs, 0 for an unused one."""
+    num_pairs, row = dispatch.num_pairs, torch.arange(values.shape[0], device=values.device)
+    unused = dispatch.pair < 0 if dispatch.padded else row >= dispatch.token_offsets[-1]
+    target = torch.where(unused, num_pairs, dispatch.pair).long()  # unused rows write to a spare place
+    return values.new_zeros(num_pairs + 1).scatter_(0, target, values)[:num_pairs]
 
 
 @custom_op("megablocks::combine", fake=lambda a: a.rows.new_empty(a.dispatch.num_tokens, a.rows.shape[1]))

@@ -58,13 +58,8 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     inverse = torch.where(usable, 1 / larger, 0.0)
     share = torch.where(usable[..., None], magnitude * inverse[..., None], 0.0)
 
-    if num_bits == 8:  # the next larger scale: a maximum that is cut would be the largest error
-        candidates = [larger.view(torch.int32) + 0xFFFFF]
-    else:  # the one near, or the next smaller one, whichever loses less
-        near = (larger * SLACK).view(torch.int32) + 0x80000
-        candidates = [near, near - 0x100000]
-    best = None
-    for bits in candidates:
+    def encode(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Code of the group, k of each value, and the square that each value loses, for a scale of these bits."""
         bits = (bits & ~0xFFFFF).clamp(0, largest_scale(x.dtype))
         own_larger = bits.view(torch.float32) * inverse
         inv_larger = torch.where(own_larger > 0, 1 / own_larger, 0.0)
@@ -80,14 +75,15 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
         u = (ratio * (4 * CURVE) + (1 - CURVE) ** 2).sqrt() - (1 - CURVE)
         k = (u * ((levels - 0.5) / (2 * CURVE))).floor().clamp(max=levels - 1)
         own = torch.where(is_larger, own_larger[..., None], own_smaller[..., None])
-        lost = (_level_ref(k, levels) * own - share).square()
-        if best is None:
-            best = code, k, lost
-        else:
-            less = (best[2] - lost).sum(2) > 0
-            best = torch.where(less, code, best[0]), torch.where(less[..., None], k, best[1]), lost
-    assert best is not None
-    code, k, _ = best
+        return code, k, (_level_ref(k, levels) * own - share).square()
+
+    if num_bits == 8:  # the next larger scale: a maximum that is cut would be the largest error
+        code, k, _ = encode(larger.view(torch.int32) + 0xFFFFF)
+    else:  # the one near, or the next smaller one, whichever loses less
+        near = (larger * SLACK).view(torch.int32) + 0x80000
+        (code, k, lost), (next_code, next_k, next_lost) = encode(near), encode(near - 0x100000)
+        less = (lost - next_lost).sum(2) > 0
+        code, k = torch.where(less, next_code, code), torch.where(less[..., None], next_k, k)
     codes = (k.int() + is_other.int() * levels).view(rows, groups * group)
     if num_bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.library import custom_op
@@ -255,7 +256,7 @@ def from_coordinates(
         ValueError: unsorted, repeated or outside the shape (checking synchronizes with the host).
     """
     block_rows, block_columns = (side // block_size for side in shape)
-    rows, columns, device = rows.long(), columns.long(), rows.device
+    rows, columns = rows.long(), columns.long()
     used, room = rows.numel(), rows.numel() if num_blocks is None else num_blocks
     place = rows * block_columns + columns
     inside = (rows >= 0) & (rows < block_rows) & (columns >= 0) & (columns < block_columns)
@@ -263,6 +264,12 @@ def from_coordinates(
         raise ValueError(f"blocks must lie in {block_rows}x{block_columns}, each once, sorted by row and then column")
     if room < used:
         raise ValueError(f"num_blocks={room}: must be at least the {used} blocks of the pattern")
+    return Matrix(shape, None, _blocks_at(rows, columns, (block_rows, block_columns), room, block_size))
+
+
+def _blocks_at(rows: Tensor, columns: Tensor, grid: tuple[int, int], room: int, block_size: int) -> Blocks:
+    """The indices of `from_coordinates`, unchecked: rows, columns (u,) int64, room for n >= u blocks."""
+    device = rows.device
 
     def offsets(line: Tensor, lines: int) -> Tensor:
         out = torch.zeros(lines + 1, dtype=torch.int32, device=device)
@@ -270,15 +277,14 @@ def from_coordinates(
         return out
 
     def padded(t: Tensor) -> Tensor:
-        return torch.cat([t.int(), torch.full((room - used,), -1, dtype=torch.int32, device=device)])
+        return torch.cat([t.int(), torch.full((room - len(t),), -1, dtype=torch.int32, device=device)])
 
-    by_row, by_column = offsets(rows, block_rows), offsets(columns, block_columns)
+    by_row, by_column = offsets(rows, grid[0]), offsets(columns, grid[1])
     order = torch.sort(columns, stable=True).indices
-    blocks = Blocks(
+    return Blocks(
         padded(rows), padded(columns), by_row, padded(rows[order]), by_column, padded(order), _work(by_row),
         _work(by_column), block_size,
     )  # fmt: skip
-    return Matrix(shape, None, blocks)
 
 
 def _work(offsets: Tensor) -> Tensor:
@@ -315,39 +321,14 @@ def max_block_rows(rows: int, num_experts: int, block_size: int = 128) -> int:
 
 
 def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> tuple[Tensor, ...]:
-    """(padded_offsets, the tensors of `Blocks`), in plain torch."""
-    device, f = expert_offsets.device, blocks_per_row
-    experts = expert_offsets.shape[0] - 1
-    ends = ((expert_offsets.long().diff() + block_size - 1) // block_size).cumsum(0).clamp(max=block_rows)
-    starts = torch.cat([ends.new_zeros(1), ends])
-    heights, used = starts.diff(), starts[-1]
-    row = torch.arange(block_rows, device=device)
-    expert = torch.searchsorted(ends, row, right=True)
-    offsets = torch.arange(block_rows + 1, device=device).clamp(max=used) * f
-
-    block = torch.arange(block_rows * f, device=device)
-    block_row, j = block // f, block % f
-    in_use = block_row < used
-    row_indices = torch.where(in_use, block_row, -1)
-    column_indices = torch.where(in_use, expert[block_row] * f + j, -1)
-
-    column = torch.arange(experts * f, device=device)
-    offsets_t = torch.cat([starts[:-1][column // f] * f + column % f * heights[column // f], (used * f)[None]])
-    entry_column = torch.searchsorted(offsets_t[1:], block, right=True)
-    safe = entry_column.clamp(max=max(experts * f - 1, 0))
-    entry_row = starts[:-1][safe // f] + block - offsets_t[safe]
-    column_indices_t = torch.where(in_use, entry_row, -1)
-    block_offsets_t = torch.where(in_use, entry_row * f + safe % f, -1)
-
-    by_height = torch.sort(heights, descending=True, stable=True).indices
-    longest = (by_height[:, None] * f + torch.arange(f, device=device)).reshape(-1)
-    row_work = torch.stack([row, offsets[:-1], offsets[1:], torch.zeros_like(row)], 1)
-    column_work = torch.stack([longest, offsets_t[longest], offsets_t[longest + 1], torch.zeros_like(longest)], 1)
-    out = (
-        starts * block_size, row_indices, column_indices, offsets, column_indices_t, offsets_t, block_offsets_t,
-        row_work, column_work,
-    )  # fmt: skip
-    return tuple(t.int() for t in out)
+    """(padded_offsets, the tensors of `Blocks`), in plain torch; reads the number of block rows on the host."""
+    f, experts = blocks_per_row, expert_offsets.shape[0] - 1
+    ends = ((expert_offsets.diff() + block_size - 1) // block_size).cumsum(0).clamp(max=block_rows)
+    used = torch.arange(int(ends[-1]), device=ends.device)
+    first_column = torch.searchsorted(ends, used, right=True) * f
+    columns = (first_column[:, None] + torch.arange(f, device=ends.device)).flatten()
+    blocks = _blocks_at(used.repeat_interleave(f), columns, (block_rows, experts * f), block_rows * f, block_size)
+    return F.pad(ends * block_size, (1, 0)).int(), *blocks.tensors
 
 
 def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:

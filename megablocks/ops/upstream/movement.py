@@ -36,13 +36,6 @@ def _check(indices: Tensor, bin_ids: Tensor | None, weights: Tensor | None = Non
             raise ValueError(f"{name} is {tuple(other.shape)}: must be {tuple(indices.shape)}, one a pair, as indices")
 
 
-def _padded(indices: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int, num_rows: int | None) -> Dispatch:
-    """`num_rows` None: as many as the device says, which the host waits for."""
-    if num_rows is None:
-        num_rows = int(padded_bins[-1]) if padded_bins.numel() else 0
-    return pad_indices(indices, bins, padded_bins, top_k, num_rows)
-
-
 class _RoundedScatter(torch.autograd.Function):
     """`_scatter` of rows that are weighted and rounded first. Its gradients are those of the unrounded sum."""
 
@@ -63,20 +56,16 @@ class _RoundedScatter(torch.autograd.Function):
 def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -> Tensor:
     if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
-    _check_rows(x, padded)
-    return _RoundedScatter.apply(x, weights, padded)
-
-
-def _check_rows(x: Tensor, padded: Dispatch) -> None:
     if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (rows, H) with {padded.pair.shape[0]} rows")
+    return _RoundedScatter.apply(x, weights, padded)
 
 
 def gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
     """out[p] = x[indices[p] // top_k]: x (T, H) → (T·K, H); differentiable in x."""
     _check(indices, bin_ids)
     (x,) = under_autocast(x)
-    return _gather(x, _padded(indices, bins, bins, top_k, indices.shape[0]))
+    return _gather(x, pad_indices(indices, bins, bins, top_k, indices.shape[0]))
 
 
 def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
@@ -86,7 +75,7 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
-    return _weighted(x, weights, _padded(indices, bins, bins, top_k, indices.shape[0]), top_k)
+    return _weighted(x, weights, pad_indices(indices, bins, bins, top_k, indices.shape[0]), top_k)
 
 
 def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int) -> Tensor:
@@ -96,7 +85,8 @@ def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, pad
     """
     _check(indices, bin_ids)
     (x,) = under_autocast(x)
-    return _gather(x, _padded(indices, bins, padded_bins, top_k, None))
+    num_rows = int(padded_bins[-1]) if padded_bins.numel() else 0
+    return _gather(x, pad_indices(indices, bins, padded_bins, top_k, num_rows))
 
 
 def padded_scatter(
@@ -114,7 +104,7 @@ def padded_scatter(
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
-    return _weighted(x, weights, _padded(indices, bins, padded_bins, top_k, x.shape[0]), top_k)
+    return _weighted(x, weights, pad_indices(indices, bins, padded_bins, top_k, x.shape[0]), top_k)
 
 
 def binned_gather(x: Tensor, indices: Tensor, bins: Tensor, bin_size: int, top_k: int) -> Tensor:
