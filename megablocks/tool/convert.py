@@ -162,7 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: damaged: holds no JSON object")
@@ -220,8 +220,11 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
 
         conversion.flags_of(model)
         rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
+    elif to == "ours":
+        layer_config(model)
+        rules = OURS
     else:
-        rules = OURS if to == "ours" else FAMILIES[opened.family].rules
+        rules = FAMILIES[opened.family].rules
     layout = layout_of(model, rules)
     total = sum(opened.units.dtype_of(stored).itemsize * math.prod(stored.shape) for stored in layout.values())
     what = f"{opened.family} from {opened.format} to {to}: {len(opened.layout)} tensors to {len(layout)}, "
