@@ -240,5 +240,11 @@ def test_a_dry_run_prints_the_cases(script, monkeypatch, capsys):
     assert printed == CASES.get(script, printed) and printed and not said.err
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_value_of_dry_run_is_refused(script, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "true")
+    assert run_script(script, monkeypatch) == f"{script}.py: DRY_RUN='true': must be 0 or 1"
+
+
 def test_the_scripts_with_known_cases_exist():
     assert set(CASES) < set(SCRIPTS)
