@@ -173,7 +173,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     if num_bits != OFF:
@@ -193,7 +193,7 @@ def gathered_mm_gated(
     Returns:
         pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if num_bits != OFF:

@@ -172,7 +172,7 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Returns:
         (R, N) in x's dtype; rows from the last offset on are unspecified.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     return gathered_linear_op(x, w, bias, dispatch)
@@ -240,7 +240,7 @@ def linear_combine(
     Returns:
         (T, H) in pre's dtype; 0 for a token without an expert.
     """
-    if torch.is_autocast_enabled(pre.device.type):
+    if not pre.is_meta and torch.is_autocast_enabled(pre.device.type):
         pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)
