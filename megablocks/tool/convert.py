@@ -266,11 +266,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Megatron, about packages that a conversion does not need
-            print(convert(options.source, options.target, options.to, options.like, dry_run))
+            done = convert(options.source, options.target, options.to, options.like, dry_run)
     except CheckpointError as error:
         print(f"megablocks convert: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a folder that cannot be written
         print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1
+    print(done)
     return 0
