@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megablocks.config import ConfigError, is_dry_run
+from megablocks.tool.commands import print_in_any_locale
 
 # What `python -m megablocks bench` needs too; the benchmarks have it from here.
 from megablocks.tool.timing import (  # noqa: F401
@@ -35,6 +36,8 @@ from megablocks.tool.timing import (  # noqa: F401
     relative_error,
     speed,
 )
+
+print_in_any_locale()  # every benchmark imports this file
 
 FORMAT = 1
 REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")

@@ -106,11 +106,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def program() -> int:
-    """`main` as a process of its own: Ctrl-C, or output that cannot be written, ends it in one line at most."""
+def print_in_any_locale() -> None:
+    """Let this process print the number of a character that its locale lacks, as LC_ALL=C does. Else print raises."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # None where it is closed
-            stream.reconfigure(errors="backslashreplace")  # a locale that lacks a character gets its number
+            stream.reconfigure(errors="backslashreplace")
+
+
+def program() -> int:
+    """`main` as a process of its own: Ctrl-C, or output that cannot be written, ends it in one line at most."""
+    print_in_any_locale()
     try:
         try:
             return main()
