@@ -284,6 +284,13 @@ def test_an_unfit_field_is_named(family: str, changed: dict[str, Any], message: 
         model_of({**CONFIGS[family], "model_type": family, **changed}, "test")
 
 
+def test_a_link_to_nothing_is_refused_before_the_work(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "ours").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="ours: exists; choose another folder, or remove it"):
+        convert(source, tmp_path / "ours", "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
+
+
 def test_a_folder_that_cannot_be_written_is_one_line(source: Path, capsys: Any) -> None:
     target = source / "config.json" / "ours"
     assert main(["convert", str(source), str(target), "--to", "ours"]) == 1
