@@ -5,7 +5,8 @@ set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 command=(docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864
     -v "$(dirname "$here"):/mount" -w "/mount/$(basename "$here")" "${IMAGE:-megablocks-dev}" "$@")
-if [ "${DRY_RUN:-0}" = 1 ]; then
+source "$here/scripts/env.sh"
+if is_dry_run; then
     printf '%q ' "${command[@]}"
     echo
     exit 0

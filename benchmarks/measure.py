@@ -12,7 +12,6 @@ All of this also runs on a CPU at toy sizes. There times come from the host's cl
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shlex
 import sys
@@ -21,6 +20,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from megablocks.config import ConfigError, is_dry_run
+from megablocks.tool.commands import print_in_any_locale
 
 # What `python -m megablocks bench` needs too; the benchmarks have it from here.
 from megablocks.tool.timing import (  # noqa: F401
@@ -34,6 +36,8 @@ from megablocks.tool.timing import (  # noqa: F401
     relative_error,
     speed,
 )
+
+print_in_any_locale()  # every benchmark imports this file
 
 FORMAT = 1
 REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")
@@ -61,7 +65,11 @@ def need_gpu(toy: bool = False) -> None:
 
 
 def dry_run() -> bool:
-    return os.environ.get("DRY_RUN", "0") == "1"
+    """Whether DRY_RUN=1 asks to print the cases. Ends the program with one line at any value but 0, 1 and none."""
+    try:
+        return is_dry_run()
+    except ConfigError as error:
+        raise SystemExit(f"{Path(sys.argv[0]).name}: {error}") from None
 
 
 def graph_of(fn: Callable[[], Any], calls: int = 1) -> Callable[[], None]:

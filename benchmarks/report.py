@@ -27,6 +27,7 @@ from paper_results import Span, Summary, capacity_front, dense_time, read_record
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
+from megablocks.tool.commands import print_in_any_locale
 
 DAY_S = 86400
 
@@ -418,6 +419,7 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    print_in_any_locale()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("records", nargs="+", type=Path, metavar="OUT")
     parser.add_argument("--out", type=Path)

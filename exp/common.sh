@@ -17,6 +17,8 @@
 # three seconds later or more, kills the ranks.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck source=../scripts/env.sh
+source "$ROOT/scripts/env.sh"
 NNODES=${NNODES:-1}
 NODE_RANK=${NODE_RANK:-0}
 MAX_RESTARTS=${MAX_RESTARTS:-0}
@@ -52,7 +54,7 @@ _check_call() { # ARGUMENT…: those of the script, against the line "# Usage:" 
     [[ ${1:-} != -* && " $* " != *" --"* ]] || die "$*: holds a flag, which belongs into FLAGS; usage: $usage"
     [ $# -lt ${#names[@]} ] || die "$*: too many arguments; usage: $usage"
     [ $# -ge $((${#required[@]} - 1)) ] || die "${required[1]} is missing; usage: $usage"
-    [[ ${DRY_RUN:-0} =~ ^[01]$ ]] || die "DRY_RUN=$DRY_RUN: must be 0 or 1"
+    is_dry_run || true # refuses another value now
 }
 
 gpus() { # the number of GPUs of this machine
@@ -60,15 +62,13 @@ gpus() { # the number of GPUs of this machine
 }
 
 find_python() {
-    # shellcheck source=../scripts/env.sh
-    source "$ROOT/scripts/env.sh"
     use_env megatron || exit 1
     # UTF-8 mode: file names and logs are the same in every locale.
     export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}" PYTHONUTF8=1
 }
 
 default_data() { # makes data/stdlib from the standard library's text, if DATA_PREFIX is that folder and it is missing
-    [ "${DRY_RUN:-0}" != 1 ] && [ "$DATA_PREFIX" = "$ROOT/data/stdlib" ] && [ ! -e "$DATA_PREFIX" ] || return 0
+    ! is_dry_run && [ "$DATA_PREFIX" = "$ROOT/data/stdlib" ] && [ ! -e "$DATA_PREFIX" ] || return 0
     _check_settings
     find_python
     "$PYTHON" "$ROOT/scripts/prepare_data.py" --out "$DATA_PREFIX"
@@ -188,7 +188,7 @@ launch() {
     # --load also into an empty folder: ranks that torchrun starts again with this command line then resume.
     run=("$ROOT/scripts/torchrun.py" "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]:0:2}"
         --load "$EXP_DIR/checkpoints" "${command[@]:2}")
-    if [ "${DRY_RUN:-0}" = 1 ]; then
+    if is_dry_run; then
         printf '%q ' "${PYTHON:-python3}" "${run[@]}"
         echo
         return

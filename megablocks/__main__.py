@@ -2,7 +2,7 @@
 
 import sys
 
-from megablocks.tool.commands import main
+from megablocks.tool.commands import program
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(program())

@@ -5,17 +5,17 @@
 #   DRY_RUN=1  only prints the commands
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 RELEASES=(3.6.0 3.9.0)
 families=(fused_up grouped_hopper grouped_hopper_dw fused_gradient_hopper sparse_hopper)
 [ "${1:-}" != --all ] || families=()
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     for release in "${RELEASES[@]}"; do
         echo "python tests/ops/compile_cases.py 90 ${families[*]}  # with triton==$release"
     done
     exit 0
 fi
-source scripts/env.sh
 use_env megatron dev
 export PYTHON
 

@@ -1,8 +1,18 @@
 # shellcheck shell=bash
 # To source. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies the pins of pyproject.toml for those extras:
 # $PYTHON if it is set, else the active one, else .venv, which is made with a Python >= 3.12 if it does not exist.
+# `is_dry_run` reads DRY_RUN.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+is_dry_run() { # whether DRY_RUN=1 asks to print what would be done; any value but 0, 1 and none ends the script
+    case ${DRY_RUN:-0} in
+    0) return 1 ;;
+    1) return 0 ;;
+    esac
+    echo "${0##*/}: DRY_RUN=$DRY_RUN: must be 0 or 1" >&2
+    exit 1
+}
 
 _fits() { # PYTHON EXTRA…: fails with the reason on stdout unless PYTHON satisfies the pins
     local python=$1

@@ -33,6 +33,7 @@ from profile_step import EXAMPLE, command_in
 from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import write_durably
 from megablocks.monitor.history import parse_log_line
+from megablocks.tool.commands import print_in_any_locale
 
 FLAGS = "--train-iters 3 --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --micro-batch-size"
 _OUT_OF_MEMORY = re.compile(r"^pretrain_gpt: .*(out of memory|ALLOC_FAILED)", re.MULTILINE)
@@ -142,6 +143,7 @@ def _printed(out: Path, words: Sequence[str]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: found. 1: not even a micro-batch of 1 fits. 2: bad arguments, or a trial that failed otherwise."""
+    print_in_any_locale()
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     parser = argparse.ArgumentParser(

@@ -30,7 +30,7 @@ for patch in "${patches[@]/#/$PWD/}"; do
     fi
     tree=$scratch/$mutant
     mkdir "$tree"
-    git ls-files --cached --others --exclude-standard -z | xargs -0 cp --parents -t "$tree"
+    git ls-files --cached --others --exclude-standard -z | xargs -0 cp -P --parents -t "$tree"
     start=$SECONDS
     status=0
     id=${mutant%%-*}

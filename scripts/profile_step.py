@@ -26,6 +26,7 @@ from megablocks.config import ConfigError, is_dry_run
 from megablocks.monitor.bounds import RunSizes
 from megablocks.monitor.profile_step import profile_of, write
 from megablocks.monitor.trace import read_step
+from megablocks.tool.commands import print_in_any_locale
 
 FIRST, LAST, STEPS = 6, 9, 16
 """The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
@@ -59,6 +60,7 @@ def _launch(out: Path, words: Sequence[str]) -> Path | None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: written. 2: bad arguments, a run that failed, or a trace that cannot be read."""
+    print_in_any_locale()
     words = list(sys.argv[1:] if argv is None else argv)
     cut = words.index("--") if "--" in words else len(words)
     words, command = words[:cut], words[cut + 1 :]

@@ -7,6 +7,7 @@
 #   DRY_RUN=1                  only prints what would run
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 out=${1:-build/release}
 read -ra pythons <<<"${PYTHONS:-3.10 3.12}"
@@ -31,7 +32,7 @@ find_python() { # VERSION: an interpreter with venv
     echo "release: no Python $1 on PATH or in pyenv: install it, or leave it out of PYTHONS" >&2
     return 1
 }
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     echo "python -m build --outdir $out    # of the last commit"
     echo "python -m twine check --strict $out/*"
     for version in "${pythons[@]}"; do

@@ -6,10 +6,11 @@
 #   DRY_RUN=1  only prints the command
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 what=(build --strict --quiet)
 [ "${1:-}" != serve ] || what=(serve)
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     echo "python -m mkdocs ${what[*]}"
     exit 0
 fi

@@ -6,6 +6,7 @@
 #   WORKERS=N  pytest workers (default 2; for the tests that need a GPU half of the cores, at most 16)
 set -euo pipefail
 cd "$(dirname "$0")/.."
+source scripts/env.sh
 
 has_gpu() { nvidia-smi -L >/dev/null 2>&1 && [ "${CUDA_VISIBLE_DEVICES-all}" != "" ]; }
 half=$(($(nproc --all) / 2))
@@ -21,7 +22,7 @@ case ${1:-} in
 --all | --gpu) shift ;;
 esac
 args+=("$@")
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     [ -n "$only_gpu" ] || echo "bash scripts/check.sh"
     printf 'python -m pytest -n %s' "$workers"
     printf ' %q' "${args[@]}"
@@ -33,7 +34,6 @@ fi
     exit 1
 }
 
-source scripts/env.sh
 use_env megatron dev docs
 export PYTHON OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then

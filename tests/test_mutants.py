@@ -59,6 +59,7 @@ def toy(tmp_path: Path) -> Path:
         (tmp_path / f"tests/mutants/{name}.patch").write_text(
             "--- a/code.py\n+++ b/code.py\n@@ -1,2 +1,2 @@\n def double(x):\n-    return 2 * x\n+    return 3 * x\n"
         )
+    (tmp_path / ".venv").symlink_to(tmp_path / "tests")  # no folder, so .gitignore's patterns of folders miss it
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     return tmp_path
 

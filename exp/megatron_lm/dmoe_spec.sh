@@ -35,7 +35,7 @@ training=(--micro-batch-size 4 --global-batch-size 8 --train-iters "$STEPS" --lr
     --log-interval 10 --eval-interval 1000 --eval-iters 10 --num-workers 0)
 run=(-m torch.distributed.run --standalone --nproc-per-node "$NGPU" "$MEGATRON_LM/pretrain_gpt.py"
     "${model[@]}" "${without_engine[@]}" "${MACHINE[@]}" "${data[@]}" "${training[@]}" "${flags[@]}")
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     printf '%q ' "${PYTHON:-python3}" "${run[@]}"
     echo
     exit 0

@@ -23,7 +23,7 @@ if [ "$(gpus)" -gt 0 ]; then
 fi
 count=${#devices[@]}
 export NGPU=${NGPU:-$((count > AT_ONCE ? count / AT_ONCE : 1))}
-if [ "${DRY_RUN:-0}" = 1 ]; then
+if is_dry_run; then
     PYTHON=${PYTHON:-python3}
 else
     find_python

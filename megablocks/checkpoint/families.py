@@ -7,6 +7,8 @@ A family is one entry of `FAMILIES`. Tensors that no rule names have the names o
 from __future__ import annotations
 
 import dataclasses
+import functools
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -42,6 +44,45 @@ _FIELDS = {
     "norm_eps": ("rms_norm_eps",),
     "max_positions": ("max_position_embeddings",),
 }
+_LARGEST, _MOST_EXPERTS = 2**31 - 1, 2**20
+"""The largest size, and the most experts of all layers together: a mistyped number would need all memory."""
+
+Kind = Callable[[Any], str]
+"""Says what a value of config.json must be, "" if it is that."""
+
+
+def _size(value: Any, least: int = 1) -> str:
+    if type(value) is not int or value < least:
+        return f"must be an integer >= {least}"
+    return "" if value <= _LARGEST else f"must be at most {_LARGEST}"
+
+
+def _number(value: Any) -> str:
+    return "" if type(value) in (int, float) and 0 < value <= sys.float_info.max else "must be a number > 0"
+
+
+def _factor(value: Any) -> str:
+    return "" if value == 0 and type(value) in (int, float) else _number(value).replace(">", ">=")
+
+
+def _flag(value: Any) -> str:
+    return "" if isinstance(value, bool) else "must be true or false"
+
+
+def _object(value: Any) -> str:
+    return "" if isinstance(value, dict) else "must be an object"
+
+
+def _layers(value: Any) -> str:
+    whole = isinstance(value, list) and all(type(layer) is int for layer in value)
+    return "" if whole else "must be a list of the layers' numbers"
+
+
+_KINDS: dict[Any, Kind] = {
+    "int": _size, "int | None": _size, "float": _number, "float | None": _number, "bool": _flag,
+}  # fmt: skip
+_FIELD_KINDS = {one.name: _KINDS[one.type] for one in dataclasses.fields(Model) if one.type in _KINDS}
+_COUNT = functools.partial(_size, least=0)
 
 
 class Family(NamedTuple):
@@ -55,6 +96,7 @@ class Family(NamedTuple):
     derived: fields of `Model` that follow from several of config.json.
     written: what a new config.json says beside all these.
     yarn: what Megatron takes for these of scaled rotary positions; empty where it cannot scale them.
+    reads: what `derived` reads beside the fields, and of which kind it is.
     """
 
     architecture: str
@@ -65,6 +107,7 @@ class Family(NamedTuple):
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda config: {}
     written: Callable[[Model], Mapping[str, Any]] = lambda model: {}
     yarn: Mapping[str, Any] = {}
+    reads: Mapping[str, Kind] = {}
 
 
 _YARN_FACTORS = ("factor", "mscale", "mscale_all_dim")
@@ -83,7 +126,7 @@ def _of_deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if chosen < groups and top_k // chosen != 2:
         raise ConfigError(f"topk_group={chosen}: must be half of num_experts_per_tok={top_k}, or n_group={groups}")
     return {
-        "dense_layers": tuple(range(config.get("first_k_dense_replace", 0))),
+        "dense_layers": tuple(range(min(config.get("first_k_dense_replace", 0), config["num_hidden_layers"]))),
         "shared_width": config.get("n_shared_experts", 0) * config["moe_intermediate_size"] or None,
         "q_lora_rank": config.get("q_lora_rank"),
         "num_kv_heads": config["num_attention_heads"],
@@ -111,7 +154,7 @@ def _of_gpt_oss(config: Mapping[str, Any]) -> Mapping[str, Any]:
         )
     types, allowed = config.get("layer_types"), _windows(config["num_hidden_layers"])
     if types not in (None, allowed):
-        raise ConfigError(f"layer_types={types}: must alternate, {allowed[:2]} …")
+        raise ConfigError(f"layer_types={types}: must alternate, {allowed[:2]} …, over all {len(allowed)} layers")
     return {}
 
 
@@ -148,6 +191,7 @@ FAMILIES = {
         _LLAMA_EXPERTS,
         _dense_of_qwen,
         lambda model: {"mlp_only_layers": list(model.dense_layers), "decoder_sparse_step": 1},
+        reads={"mlp_only_layers": _layers, "decoder_sparse_step": _size},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -183,6 +227,7 @@ FAMILIES = {
         _of_deepseek,
         _written_for_deepseek,
         _YARN,
+        {"first_k_dense_replace": _COUNT, "n_shared_experts": _COUNT, "q_lora_rank": _size},
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -213,37 +258,73 @@ FAMILIES = {
 def family_of(config: Mapping[str, Any], where: object) -> str:
     """The entry of `FAMILIES` for a config.json. Raises ConfigError, which names the family."""
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"{where}: model_type={name!r}: must be one of {', '.join(FAMILIES)}")
-    return str(name)
+    return name
+
+
+def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> None:
+    """Refuse a value that is not of its field's kind. What is null or missing has a default, or is refused later."""
+    fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
+    kinds = {name: _FIELD_KINDS[field] for field, names in fields.items() for name in names}
+    kinds |= {"rope_theta": _number, "rope_scaling": _object, "rope_parameters": _object}
+    kinds |= {"tie_word_embeddings": _flag, **family.reads}
+
+    def check(values: Mapping[str, Any], kinds: Mapping[str, Kind], of: str) -> None:
+        for name, kind in kinds.items():
+            if values.get(name) is not None and (problem := kind(values[name])):
+                raise ConfigError(f"{where}: {of}{name}={values[name]!r}: {problem}")
+
+    check(config, kinds, "")
+    for name in ("rope_scaling", "rope_parameters"):
+        check(config.get(name) or {}, {"rope_theta": _number, **dict.fromkeys(_YARN_FACTORS, _factor)}, f"{name}.")
+
+
+def _check_sizes(sizes: Mapping[str, int], names: Mapping[str, str], where: object) -> None:
+    """Refuse sizes that do not fit together. sizes: fields of `Model`. names: what config.json calls them."""
+
+    def check(fits: bool, field: str, allowed: str, other: str = "num_experts") -> None:
+        if not fits:
+            found = allowed.format(f"{names[other]}={sizes[other]}")
+            raise ConfigError(f"{where}: {names[field]}={sizes[field]}: must {found}")
+
+    layers, experts, groups = sizes["num_layers"], sizes["num_experts"], sizes.get("num_groups", 1)
+    rotated = "rope_dim" if "rope_dim" in sizes else "head_dim"
+    check(layers * experts <= _MOST_EXPERTS, "num_layers", f"be at most {_MOST_EXPERTS} divided by {{}}")
+    check(sizes["head_dim"] > 0, "num_heads", "be at most {} where head_dim is missing", "hidden_size")
+    check(sizes["num_heads"] % sizes["num_kv_heads"] == 0, "num_kv_heads", "divide {}", "num_heads")
+    check(sizes[rotated] % 2 == 0, rotated, "be even, because positions rotate it")
+    check(sizes["top_k"] <= experts, "top_k", "be at most {}")
+    check(experts % groups == 0, "num_groups", "divide {}")
+    check(sizes.get("group_top_k", 1) <= groups, "group_top_k", "be at most {}", "num_groups")
 
 
 def model_of(config: Mapping[str, Any], where: object) -> Model:
-    """What a config.json says of its model. Raises ConfigError, which names a field that is missing or no size."""
+    """What a config.json says of its model. Raises ConfigError, which names a field that is missing or unfit."""
     family = FAMILIES[family_of(config, where)]
+    _check_kinds(config, family, where)
 
-    def value(names: tuple[str, ...], size: bool = False) -> Any:
+    def named(names: tuple[str, ...]) -> str:
         name = next((name for name in names if config.get(name) is not None), None)
         if name is None:
             raise ConfigError(f"{where}: {names[0]} is missing")
-        if size and (type(config[name]) is not int or config[name] < 1):
-            raise ConfigError(f"{where}: {name}={config[name]!r}: must be an integer >= 1")
-        return config[name]
+        return name
 
     rope = _rope_of(config)
-    heads = value(("num_attention_heads",), size=True)
+    heads = config[named(("num_attention_heads",))]
     defaults = {
         "num_key_value_heads": heads,
-        "head_dim": value(("hidden_size",), size=True) // heads,
+        "head_dim": config[named(("hidden_size",))] // heads,
         "norm_topk_prob": False,
     }
     given = {name: found for name, found in config.items() if found is not None}
     config = {**defaults, **given, "rope_theta": rope["rope_theta"]}
-    names = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
-    sizes = {one.name for one in dataclasses.fields(Model) if one.type in ("int", "int | None")}
-    values: dict[str, Any] = {field: value(options, field in sizes) for field, options in names.items()}
-    values["rope_theta"] = float(value(("rope_theta",)))
-    values["tied"] = bool(config.get("tie_word_embeddings", False))
+    fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
+    names = {field: named(options) for field, options in fields.items()}
+    values: dict[str, Any] = {field: config[name] for field, name in names.items()}
+    _check_sizes(values, names, where)
+    values["rope_theta"] = float(config[named(("rope_theta",))])
+    values["tied"] = config.get("tie_word_embeddings", False)
     if rope["rope_type"] == "yarn":
         values["yarn"] = _yarn_of(rope, where)
     return Model(**{**values, **family.has, **family.derived(config)})

@@ -88,7 +88,7 @@ def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         weight_map = {name: folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{index}: damaged ({error})") from None
     files: dict[Path, set[str]] = {}
     for name, file in weight_map.items():
@@ -108,18 +108,26 @@ def _read_header(path: Path) -> dict[str, _Entry]:
                 raise ValueError(f"it ends within its header of {length} bytes")
             header: dict[str, Any] = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        entries, end = {}, 0
+        entries, spans = {}, []
         for name, tensor in header.items():
             if tensor["dtype"] not in _DTYPES:
                 raise ValueError(f"{name} has dtype {tensor['dtype']}; known are {', '.join(_DTYPES)}")
             first, last = tensor["data_offsets"]
             dtype, shape = _DTYPES[tensor["dtype"]], tuple(tensor["shape"])
+            if not all(type(number) is int and number >= 0 for number in (first, last, *shape)):
+                raise ValueError(f"{name} has shape {list(shape)} and offsets {[first, last]}, not all of them sizes")
             if last - first != math.prod(shape) * dtype.itemsize:
                 raise ValueError(f"{name} has {last - first} bytes, but another shape: {list(shape)}")
-            entries[name], end = _Entry(path, dtype, shape, 8 + length + first), max(end, last)
+            entries[name] = _Entry(path, dtype, shape, 8 + length + first)
+            spans.append((first, last, name))
+        end = 0
+        for first, last, name in sorted(spans):
+            if first != end:
+                raise ValueError(f"{name} starts at byte {first}, but the tensor before it ends at {end}")
+            end = last
         if 8 + length + end != size:
             raise ValueError(f"it has {size} bytes, but its header describes {8 + length + end}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{path}: no whole safetensors file: {error}") from None
     return entries
 

@@ -90,6 +90,8 @@ def check_options(args: argparse.Namespace) -> None:
         args.vocab_size = 8192 if args.vocab_size is None else args.vocab_size
         if args.vocab_size < tokenizers.MIN_VOCAB_SIZE:
             refuse("--vocab-size", args.vocab_size, f"must be at least {tokenizers.MIN_VOCAB_SIZE}")
+        if args.vocab_size > 2**31 - 1:
+            refuse("--vocab-size", args.vocab_size, "must be less than 2**31, as SentencePiece counts")
     elif args.vocab_size is not None:
         refuse("--vocab-size", args.vocab_size, "is only for a SentencePiece model that is trained here")
     if args.tokenizer == "hf" and args.tokenizer_model is None:

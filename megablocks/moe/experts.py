@@ -243,7 +243,7 @@ class Experts(nn.Module):
         )
 
     def _checked(self, rows: Tensor) -> Tensor:
-        if torch.is_autocast_enabled(rows.device.type):
+        if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:
             raise ValueError(f"x: has dtype {rows.dtype}, must be the experts' {self.w1.dtype} outside autocast")
@@ -291,8 +291,9 @@ def local_part(weight: Tensor) -> Tensor:
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A block in which autocast is off for the device of `t`."""
-    kind = t.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else contextlib.nullcontext()
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _check_shard(shard: ExpertShard, config: MoEConfig) -> None:

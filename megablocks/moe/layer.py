@@ -143,6 +143,8 @@ class MoELayer(nn.Module):
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view costs the host 14 µs, backward included
         if tokens.is_cuda:
             self._compile_first_call(tokens)
+        elif tokens.is_meta:
+            self._check_without_values()
         routing = self.router(tokens)
         if self.config.batch_invariant and not tokens.is_cuda and tokens.shape[0]:
             y, extra = self._one_at_a_time(tokens)
@@ -173,6 +175,16 @@ class MoELayer(nn.Module):
         # cloned: how a row lies in memory must not depend on its place either
         rows = [self._compute(row, self.router.choose(row)) for row in map(torch.clone, x.split(1))]
         return torch.cat([y for y, _ in rows]), rows[0][1]
+
+    def _check_without_values(self) -> None:
+        """Refuse what reads values of tensors on the host: tensors on "meta" have none."""
+        config, ranks = self.config, group_size(self.expert_parallel_group)
+        if config.mlp_impl == "reference":
+            refuse("mlp_impl", config.mlp_impl, 'reads values; on device "meta" use another one, such as "auto"')
+        if config.capacity_factor is not None and config.capacity_factor <= 0:
+            refuse("capacity_factor", config.capacity_factor, 'reads the loads; on device "meta" must be > 0')
+        if ranks > 1:
+            raise ValueError(f'x: is on device "meta", must be on another one where {ranks} ranks exchange tokens')
 
     def _compile_first_call(self, tokens: Tensor) -> None:
         """Compile router and experts together, where both are this package's own and no other rank takes part."""

@@ -41,9 +41,12 @@ def runs_triton(t: Tensor) -> bool:
 
 
 def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
+    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does.
+
+    Autocast has no device "meta": torch raises where it is asked about that one.
+    """
     tensors, kind = (first, *others), first.device.type
-    if not torch.is_autocast_enabled(kind):
+    if first.is_meta or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
@@ -154,6 +157,7 @@ class Op:
                     needs_gradient = needs_gradient or a.requires_grad
                     first = a if first is None else first
             needs_gradient = needs_gradient and torch.is_grad_enabled()
+            direct = direct and (first is None or not first.is_meta)  # the custom op computes shapes alone
         if not direct or (needs_gradient and self._function is None):
             result = self.definition(*flat)  # without a gradient of its own it raises where one is asked for
         else:

@@ -82,7 +82,13 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
     import torch
 
     device = "cuda" if on_gpu() else "cpu"
-    problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
+    try:
+        problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
+    except (RuntimeError, TypeError) as error:  # torch's, where memory ends and where a size exceeds 63 bits
+        raise ConfigError(
+            f"tokens={shape.tokens}, hidden_size={shape.hidden}, ffn_hidden_size={shape.width}, "
+            f"num_experts={shape.experts}: tokens or weights cannot be allocated ({type(error).__name__}); take less"
+        ) from error
     makers = problem.ours() | peers(problem)
     found = measure(problem, {name: make for name, make in makers.items() if not only or name in only}, rounds)
     auto = problem.module(problem.config()).experts.mlp_impl_for()
@@ -149,7 +155,7 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
-    parser.add_argument("--only", default="", help=f"these candidates, with commas: {', '.join((*OURS, *PEERS))}")
+    parser.add_argument("--only", help=f"these candidates, with commas: {', '.join((*OURS, *PEERS))}")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="how often each is timed (default: %(default)s)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.json, bench.txt and bench.png there")
@@ -161,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
         hidden_size=options.hidden_size, ffn_hidden_size=options.ffn_hidden_size, num_experts=options.num_experts,
         top_k=options.top_k,
     )  # fmt: skip
-    only = options.only.split(",") if options.only else []
+    only = [] if options.only is None else options.only.split(",")
     for name in only:
         if name not in (*OURS, *PEERS):
             refuse("only", name, f"must be of {', '.join((*OURS, *PEERS))}")

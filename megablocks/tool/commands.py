@@ -1,12 +1,16 @@
 """The commands of `python -m megablocks`, and what calls them. Nothing here loads torch; a command may.
 
-Exit codes: 0 all right; 1 a check failed, or the model does not fit; 2 bad arguments, in one line on stderr.
+Exit codes: 0 all right; 1 a check failed, the model does not fit, or a file cannot be read or written; 2 bad arguments,
+in one line on stderr; 130 after Ctrl-C, 141 where the reader of the output has gone, as of `| head -1`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -100,3 +104,32 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"megablocks {name}: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
     return 2
+
+
+def print_in_any_locale() -> None:
+    """Let this process print the number of a character that its locale lacks, as LC_ALL=C does. Else print raises."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+            stream.reconfigure(errors="backslashreplace")
+
+
+def program() -> int:
+    """`main` as a process of its own: Ctrl-C, or output that cannot be written, ends it in one line at most."""
+    print_in_any_locale()
+    try:
+        try:
+            return main()
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    except BrokenPipeError:
+        code = 141
+    except OSError as error:
+        print(f"megablocks: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("megablocks: interrupted", file=sys.stderr)
+        code = 130
+    with contextlib.suppress(OSError, AttributeError):  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code

@@ -162,7 +162,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: damaged: {error}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: damaged: holds no JSON object")
@@ -205,7 +205,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         ConfigError: a folder, a family or a setting that cannot be converted.
         CheckpointError: a file of `source` is damaged, or holds too few or too many keys.
     """
-    if target.exists():
+    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, behind all the work
         raise ConfigError(f"{target}: exists; choose another folder, or remove it")
     opened = Opened(source, like)
     if opened.format == to:
@@ -220,8 +220,11 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
 
         conversion.flags_of(model)
         rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
+    elif to == "ours":
+        layer_config(model)
+        rules = OURS
     else:
-        rules = OURS if to == "ours" else FAMILIES[opened.family].rules
+        rules = FAMILIES[opened.family].rules
     layout = layout_of(model, rules)
     total = sum(opened.units.dtype_of(stored).itemsize * math.prod(stored.shape) for stored in layout.values())
     what = f"{opened.family} from {opened.format} to {to}: {len(opened.layout)} tensors to {len(layout)}, "
@@ -263,11 +266,12 @@ def main(argv: Sequence[str]) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Megatron, about packages that a conversion does not need
-            print(convert(options.source, options.target, options.to, options.like, dry_run))
+            done = convert(options.source, options.target, options.to, options.like, dry_run)
     except CheckpointError as error:
         print(f"megablocks convert: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a folder that cannot be written
         print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1
+    print(done)
     return 0

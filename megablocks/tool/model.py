@@ -116,6 +116,9 @@ class Model:
             object.__setattr__(self, name, value)
 
     def _check_layout(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            refuse("num_query_groups", groups, f"must divide num_attention_heads={heads}")
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
             refuse("gpus", self.gpus, f"must be a multiple of TP · PP · CP = {ranks}")

@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import runpy
+import subprocess
 import sys
 import time
 from itertools import pairwise
@@ -238,6 +240,22 @@ def test_a_dry_run_prints_the_cases(script, monkeypatch, capsys):
     said = capsys.readouterr()
     printed = len(said.out.splitlines())
     assert printed == CASES.get(script, printed) and printed and not said.err
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_another_value_of_dry_run_is_refused(script, monkeypatch):
+    monkeypatch.setenv("DRY_RUN", "true")
+    assert run_script(script, monkeypatch) == f"{script}.py: DRY_RUN='true': must be 0 or 1"
+
+
+@pytest.mark.parametrize(
+    "script", ["benchmarks/growth", "benchmarks/report", "scripts/profile_step", "scripts/find_micro_batch"]
+)
+def test_help_is_printed_in_a_locale_without_its_characters(script):
+    path = BENCHMARKS.parent / f"{script}.py"
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONPATH": str(BENCHMARKS.parent)}
+    done = subprocess.run([sys.executable, path, "--help"], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "\\u20" in done.stdout
 
 
 def test_the_scripts_with_known_cases_exist():

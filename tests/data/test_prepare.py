@@ -330,6 +330,7 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
         (["--workers", "0"], "--workers=0: must be at least 1"),
         (["--max-bytes", "-3"], "--max-bytes=-3: must be at least 1"),
         (["--vocab-size", "100"], "--vocab-size=100: must be at least 387"),
+        (["--vocab-size", "99999999999"], "--vocab-size=99999999999: must be less than 2**31"),
         (["--vocab-size", "200000"], "--vocab-size=200000: SentencePiece cannot train it on this text: "),
         (["--tokenizer", "hf"], "--tokenizer-model=None: --tokenizer=hf needs the folder or name"),
         (["--tokenizer", "gpt2"], "--vocab-file=None: must be a file"),

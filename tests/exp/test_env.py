@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -113,6 +114,27 @@ def test_L3_an_environment_that_lacks_an_extra_is_completed_not_remade(bare: Pat
     assert done.returncode == 1 and f"completing {bare}/.venv" in done.stderr
     log = (bare / "pip.log").read_text()
     assert f"-c {bare}/scripts/constraints.txt -e {bare}[megatron,dev]" in log
+
+
+PLAIN = ("docker.sh", "scripts/compile_releases.sh", "scripts/release_check.sh", "scripts/site.sh", "scripts/test.sh")
+
+
+@pytest.mark.parametrize("script", PLAIN)
+@pytest.mark.parametrize("value", ["true", "2", " 1"])
+def test_another_value_of_dry_run_is_refused(script: str, value: str, tmp_path: Path) -> None:
+    """With nothing on PATH but these tools, so that a script that goes on does nothing."""
+    for tool in (*TOOLS, "basename", "nproc", "sed"):
+        (tmp_path / tool).symlink_to(shutil.which(tool) or tool)
+    environment = {"PATH": str(tmp_path), "DRY_RUN": value}
+    done = subprocess.run(["bash", ROOT / script], env=environment, capture_output=True, text=True)
+    expected = f"{Path(script).name}: DRY_RUN={value}: must be 0 or 1\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
+
+
+def test_one_function_reads_dry_run() -> None:
+    listed = subprocess.run(["git", "ls-files", "*.sh"], cwd=ROOT, capture_output=True, text=True, check=True)
+    reading = [name for name in listed.stdout.split() if re.search(r"\$\{?DRY_RUN", (ROOT / name).read_text())]
+    assert reading == ["scripts/env.sh"]
 
 
 @pytest.mark.parametrize(("tests", "compiling", "expected"), [(0, 0, 0), (5, 0, 1), (0, 6, 1)])

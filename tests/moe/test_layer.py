@@ -364,6 +364,38 @@ def test_what_the_layer_refuses():
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
 
+META = [(kind, {}) for kind in KINDS if kind not in ("reference", "batched")] + [
+    ("grouped", {"quantize_scatter_num_bits": 8}),
+    ("grouped", {"router_type": "expert_choice"}),
+    ("fused", {"recompute_activation": True, "shared_expert_hidden_size": 8, "output_bias": True}),
+    ("batched", {"capacity_factor": 1.25}),
+]
+
+
+@pytest.mark.parametrize(("kind", "changes"), META)
+def test_meta_gives_the_shapes_of_a_step(kind, changes):
+    """Output, losses, metrics and gradients on "meta" are as on a CPU, without values."""
+    steps = []
+    for device in ("cpu", "meta"):
+        layer = build(kind, config_of(kind, **changes)).to(device)
+        x = torch.zeros(2, 7, 12, device=device, requires_grad=True)
+        y, aux = layer.forward_with_aux(x)
+        (y.sum() + sum(aux.losses.values())).backward()
+        metrics = [value for name, value in aux.metrics.items() if name != "capacity"]
+        found = [y, *aux.losses.values(), *metrics, x.grad, *(p.grad for p in layer.parameters())]
+        assert all(t.device.type == device for t in found)
+        steps.append([(t.shape, t.dtype, t.stride()) for t in found])
+    assert steps[0] == steps[1]
+
+
+def test_meta_has_no_values_to_read():
+    x = torch.empty(3, 12, device="meta")
+    with pytest.raises(ConfigError, match="mlp_impl='reference': reads values; on device \"meta\" use another one"):
+        build("reference", config_of()).to("meta")(x)
+    with pytest.raises(ConfigError, match='capacity_factor=0: reads the loads; on device "meta" must be > 0'):
+        build("batched", config_of()).to("meta")(x)
+
+
 @pytest.mark.parametrize("impl", [impl for impl in MLP_IMPLS if impl != "reference"])
 def test_N9_compile_a_whole_layer(impl):
     """Router, experts and losses in one graph, equal to eager."""

@@ -43,8 +43,30 @@ def test_R9_zero_factor_is_the_fullest_expert(rule):
 def test_capacity_refuses_what_it_does_not_know():
     with pytest.raises(ValueError, match="^rule='gshard': must be 'megablocks' or 'tutel'"):
         capacity_of("gshard", 1.0, 1, 1, 1, _load(0))
+    for factor in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"^factor={factor}: must be finite"):
+            capacity_of("tutel", factor, 1, 4, 2, torch.tensor([1, 3]))
     with pytest.raises(ValueError, match="^factor=-1.0: must be >= 0, or use rule='tutel'"):
         capacity_of("megablocks", -1.0, 1, 1, 1, _load(0))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "before", "message"),
+    [
+        (-1, None, "capacity=-1: must be an integer >= 0"),
+        (1.5, None, "capacity=1.5: must be an integer >= 0"),
+        (True, None, "capacity=True: must be an integer >= 0"),
+        (torch.tensor(1.5), None, r"capacity is torch.float32 \(\): must be a tensor of int32 or int64"),
+        (torch.tensor([1, 1]), None, r"capacity is torch.int64 \(2,\): .* of shape \(\) or \(3,\)"),
+        (1, torch.tensor(0), r"before is torch.int64 \(\): .* of shape \(3,\)"),
+        (1, torch.zeros(3), r"before is torch.float32 \(3,\): must be a tensor of int32 or int64"),
+        (1, [0, 0, 0], r"before is \[0, 0, 0\]: must be a tensor of int32 or int64"),
+    ],
+)
+def test_places_are_integers(capacity, before, message):
+    routing = make_routing(torch.tensor([[0], [1], [2]]), torch.ones(3, 1), 3)
+    with pytest.raises(ValueError, match=f"^{message}"):
+        apply_capacity(routing, capacity, before=before)
 
 
 def test_R9_earliest_tokens_keep_their_place():

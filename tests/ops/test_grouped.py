@@ -168,6 +168,9 @@ def test_bad_operands_are_named():
         grouped_mm(x, w, offsets.long())
     with pytest.raises(ValueError, match=r"^rows \(4, 5\), bias \(2, 3\), offsets \(3,\)"):
         add_expert_bias(x, torch.ones(2, 3), offsets)
+    for dtype in (torch.int64, torch.float32):
+        with pytest.raises(ValueError, match=f"^offsets is {dtype}: must be torch.int32"):
+            add_expert_bias(x, torch.ones(2, 5), offsets.to(dtype))
 
 
 @pytest.mark.parametrize("name", COUNTS)

@@ -213,5 +213,7 @@ def test_bad_shapes_are_named():
         combine(torch.ones(7, 2), None, d)
     with pytest.raises(ValueError, match=r"^weight is \(4, 2\): must be \(8,\)"):
         combine(torch.ones(8, 2), torch.ones(4, 2), d)
+    with pytest.raises(ValueError, match="^weight is torch.int64: must be floating"):
+        combine(torch.ones(8, 2), torch.ones(8, dtype=torch.int64), d)
     with pytest.raises(ValueError, match=r"^rows is \(2, 2\): must be \(N, H\) with N=3"):
         combine(torch.ones(2, 2), None, bin_dispatch(d, 1))

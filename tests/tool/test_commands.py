@@ -56,6 +56,36 @@ def test_a_package_that_is_missing_is_one_line(
     assert capsys.readouterr().err == "megablocks doctor: torch is not installed: pip install torch\n"
 
 
+def _shell(command: str, **environment: str) -> tuple[int, str, str]:
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHON": sys.executable, **environment}
+    done = subprocess.run(["bash", "-c", command], env=variables, capture_output=True, text=True)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_output_that_cannot_be_written_is_one_line_at_most() -> None:
+    program = "$PYTHON -m megablocks"
+    assert _shell(f"{program} --help >/dev/full") == (1, "", "megablocks: output: No space left on device\n")
+    assert _shell(f"{program} --help >&-") == (0, "", "")
+    for words in ("--help", "env"):
+        assert _shell(f"({program} {words}; echo $? >&2) | true") == (0, "", "141\n")
+
+
+def test_a_locale_without_its_characters_gets_their_numbers() -> None:
+    code, out, problem = _shell("$PYTHON -m megablocks plan --help", LC_ALL="C", PYTHONUTF8="0")
+    assert (code, problem) == (0, "") and "\\u2026" in out and "…" not in out
+
+
+def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(path: str) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "load", interrupted)
+    monkeypatch.setattr(sys, "argv", ["megablocks", "doctor"])
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    assert commands.program() == 130
+    assert capsys.readouterr().err == "megablocks: interrupted\n"
+
+
 def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_path: Path) -> None:
     done = _python("-X", "importtime", "-m", "megablocks")
     assert done.returncode == 2 and "doctor" in done.stdout

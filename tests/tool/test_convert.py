@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 import tracemalloc
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from megablocks.checkpoint import layout, safetensors
 from megablocks.checkpoint.atomic import CheckpointError
-from megablocks.checkpoint.families import FAMILIES, model_of
+from megablocks.checkpoint.families import FAMILIES, check_computable, model_of
 from megablocks.checkpoint.journal import Journal
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.files import exclusive
@@ -29,6 +30,28 @@ CONFIG: dict[str, Any] = {
     "intermediate_size": WIDTH, "rms_norm_eps": 1e-5, "max_position_embeddings": 16, "rope_theta": 1e6,
 }  # fmt: skip
 QWEN = {**CONFIG, "model_type": "qwen3_moe", "moe_intermediate_size": WIDTH, "mlp_only_layers": [0], "head_dim": 4}
+
+YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "beta_fast": 32, "beta_slow": 1,
+        "original_max_position_embeddings": 4096}  # fmt: skip
+_PLAIN = {name: value for name, value in CONFIG.items() if name != "num_local_experts"}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "mixtral": CONFIG | {"sliding_window": None, "tie_word_embeddings": False, "rope_scaling": None},
+    "olmoe": _PLAIN | {"num_experts": EXPERTS, "norm_topk_prob": False, "clip_qkv": None},
+    "qwen3_moe": _PLAIN | {
+        "num_experts": EXPERTS, "moe_intermediate_size": WIDTH, "mlp_only_layers": [0], "head_dim": 4,
+        "norm_topk_prob": True, "decoder_sparse_step": 1,
+    },
+    "deepseek_v3": _PLAIN | {
+        "n_routed_experts": 6, "moe_intermediate_size": 12, "n_shared_experts": 1, "n_group": 3, "topk_group": 2,
+        "num_experts_per_tok": 4, "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "q_lora_rank": 6,
+        "kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 2, "v_head_dim": 3, "rms_norm_eps": 1e-6,
+        "rope_parameters": YARN | {"mscale": 0.8, "mscale_all_dim": 0.6},
+    },
+    "gpt_oss": CONFIG | {
+        "swiglu_limit": 7.0, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": YARN | {"truncate": False},
+    },
+}  # fmt: skip
 
 
 def _tensors(family: str = "mixtral") -> dict[str, Tensor]:
@@ -199,10 +222,74 @@ def test_a_config_without_sizes_is_one_line(source: Path, capsys: Any) -> None:
         ({**config, "vocab_size": 9.5}, "vocab_size=9.5: must be an integer >= 1"),
         ({**config, **QWEN, "intermediate_size": "wide"}, "intermediate_size='wide': must be an integer >= 1"),
         ([1, 2], "damaged: holds no JSON object"),
+        ({**config, "rope_theta": []}, "rope_theta=[]: must be a number > 0"),
     ):
         path.write_text(json.dumps(content))
         assert main(["convert", str(source), str(source.with_name("to")), "--to", "ours"]) == 2
         assert capsys.readouterr().err == f"megablocks convert: {path}: {message}\n"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_field_of_another_type_is_one_line_or_has_no_effect(family: str) -> None:
+    """Each field in turn, also those within rope_parameters, is replaced by values of every type, and left out."""
+    whole = {**CONFIGS[family], "model_type": family}
+    within = [("rope_parameters", name) for name in whole.get("rope_parameters", ())]
+    refused = 0
+    for *parents, name in [*((name,) for name in whole), *within]:
+        for value in (None, -1, 0, 1.5, "x", "", [], {}, True, [[1]], {"a": [1]}, 1e400, 10**400, 2**40, "left out"):
+            config = json.loads(json.dumps(whole))
+            inner = config[parents[0]] if parents else config
+            inner[name] = value
+            if value == "left out":
+                del inner[name]
+            try:
+                model = model_of(config, "test")
+                check_computable(config, "test")
+                layout.layout_of(model, FAMILIES[family].rules)
+            except ConfigError as error:
+                refused += 1
+                assert name in str(error) and "\n" not in str(error), (name, value)
+    assert refused > 100
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "message"),
+    [
+        ("mixtral", {"rope_theta": "1e6"}, "rope_theta='1e6': must be a number > 0"),
+        ("mixtral", {"rope_theta": None, "rope_scaling": "x"}, "rope_scaling='x': must be an object"),
+        ("mixtral", {"rope_parameters": {"rope_theta": []}}, "rope_parameters.rope_theta=[]: must be a number > 0"),
+        ("mixtral", {"rms_norm_eps": float("nan")}, "rms_norm_eps=nan: must be a number > 0"),
+        ("mixtral", {"tie_word_embeddings": "no"}, "tie_word_embeddings='no': must be true or false"),
+        ("mixtral", {"model_type": ["mixtral"]}, "model_type=['mixtral']: must be one of mixtral, "),
+        ("mixtral", {"vocab_size": 2**31}, "vocab_size=2147483648: must be at most 2147483647"),
+        ("mixtral", {"num_hidden_layers": 10**9},
+         "num_hidden_layers=1000000000: must be at most 1048576 divided by num_local_experts=3"),
+        ("mixtral", {"num_experts_per_tok": 4}, "num_experts_per_tok=4: must be at most num_local_experts=3"),
+        ("mixtral", {"num_attention_heads": 20},
+         "num_attention_heads=20: must be at most hidden_size=8 where head_dim is missing"),
+        ("mixtral", {"num_key_value_heads": 4}, "num_key_value_heads=4: must divide num_attention_heads=2"),
+        ("mixtral", {"head_dim": 5}, "head_dim=5: must be even, because positions rotate it"),
+        ("qwen3_moe", {"mlp_only_layers": 1}, "mlp_only_layers=1: must be a list of the layers' numbers"),
+        ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']: must be a list of the layers' numbers"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be an integer >= 1"),
+        ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1: must be an integer >= 0"),
+        ("deepseek_v3", {"n_group": 4}, "n_group=4: must divide n_routed_experts=6"),
+        ("deepseek_v3", {"topk_group": 4}, "topk_group=4: must be at most n_group=3"),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": "1"}},
+         "rope_parameters.mscale='1': must be a number >= 0"),
+    ],
+)  # fmt: skip
+def test_an_unfit_field_is_named(family: str, changed: dict[str, Any], message: str) -> None:
+    model_of({**CONFIGS[family], "model_type": family}, "test")
+    with pytest.raises(ConfigError, match=f"^test: {re.escape(message)}"):
+        model_of({**CONFIGS[family], "model_type": family, **changed}, "test")
+
+
+def test_a_link_to_nothing_is_refused_before_the_work(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "ours").symlink_to(tmp_path / "nothing")
+    with pytest.raises(ConfigError, match="ours: exists; choose another folder, or remove it"):
+        convert(source, tmp_path / "ours", "ours")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "ours"]
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(source: Path, capsys: Any) -> None:
@@ -225,6 +312,23 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=what) as caught:
             convert(source, tmp_path / "ours", "ours")
         assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    size = struct.unpack("<Q", whole[:8])[0]
+    for offsets, what in (
+        ([-160, 0], "not all of them sizes"),
+        ([0.0, 160.0], "not all of them sizes"),
+        ([8, 168], "starts at byte 8, but the tensor before it ends at 0"),
+    ):
+        header = json.loads(whole[8 : 8 + size])
+        header["model.embed_tokens.weight"]["data_offsets"] = offsets
+        text = json.dumps(header).encode()
+        path.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + size :])
+        with pytest.raises(CheckpointError, match=what):
+            convert(source, tmp_path / "ours", "ours")
+    for damaged in (path, source / safetensors.INDEX, source / "config.json"):
+        damaged.write_bytes((struct.pack("<Q", 99999) if damaged == path else b"") + b"[" * 99999)
+        with pytest.raises((CheckpointError, ConfigError), match="recursion"):
+            convert(source, tmp_path / "ours", "ours")
+    (source / "config.json").write_text(json.dumps(CONFIG))
     (source / safetensors.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": None}}))
     with pytest.raises(CheckpointError, match="index.json: damaged"):
         convert(source, tmp_path / "ours", "ours")

@@ -270,6 +270,8 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--fused-loss-kept-gib", "nan"], "fused_loss_kept_gib=nan: must be >= 0"),
         ([*FLAGS, "--num-experts", "-2"], "num_experts=-2: must be >= 0"),
         ([*FLAGS, "--num-attention-heads", "65"], "kv_channels=0: must be >= 1"),
+        ([*FLAGS, "--num-attention-heads", "4", "--num-query-groups", "3"],
+         "num_query_groups=3: must divide num_attention_heads=4"),
         ([*FLAGS, "--num-moe-layers", "3", "--num-experts", "4"], "num_moe_layers=3: must be <= 2, for num_layers=2"),
         ([*FLAGS, "--num-moe-layers", "2"], "num_moe_layers=2: must be <= 0, for num_experts=0"),
         (

@@ -350,7 +350,8 @@ def _bias_part_of_weight(dy: Tensor, b2: Tensor, dtype: torch.dtype, dispatch: D
     """⟨dY[gather], b2[e]⟩ of every pair (R,), 0 for an unused one: picked out of dY · b2ᵀ (T, E)."""
     experts, acc = b2.shape[0], torch.promote_types(dy.dtype, torch.float32)
     expert = expert_of_row(dispatch.expert_offsets, dispatch.num_rows).clamp_(max=experts - 1)
-    with torch.autocast(dy.device.type, enabled=False):  # or torch would narrow what the router learns from
+    device = "cpu" if dy.is_meta else dy.device.type  # autocast has no "meta"
+    with torch.autocast(device, enabled=False):  # or torch would narrow what the router learns from
         dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
     return by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
 
@@ -385,7 +386,7 @@ def fused_mlp(
             in_order with a weight, or main_grads that are no place for these gradients.
     """
     w1, v1, w2, b1, c1, b2 = parameters
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:

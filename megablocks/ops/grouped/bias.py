@@ -96,4 +96,6 @@ def add_expert_bias(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
             f"rows {tuple(rows.shape)}, bias {tuple(bias.shape)}, offsets {tuple(offsets.shape)}: "
             "must be (R, N), (E, N) and (E+1,)"
         )
+    if offsets.dtype != torch.int32:
+        raise ValueError(f"offsets is {offsets.dtype}: must be torch.int32")
     return add_expert_bias_op(rows, bias, offsets)

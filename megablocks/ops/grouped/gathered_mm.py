@@ -176,7 +176,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Raises:
         ValueError: shapes or dtypes that do not fit, or num_bits that is none of 4, 8 and -1.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     if num_bits != OFF:
@@ -199,7 +199,7 @@ def gathered_mm_gated(
     Raises:
         ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if num_bits != OFF:

@@ -216,7 +216,7 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     check_grouped(x, w, offsets)
     return grouped_mm_op(x, w, offsets)

@@ -105,7 +105,7 @@ def low_rank_mm(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if torch.is_autocast_enabled(x.device.type):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w, a, b = under_autocast(x, w, a, b)
     count = dispatch.num_tokens if gathered else dispatch.num_rows
     if x.dim() != 2 or x.shape[0] != count:

@@ -186,13 +186,15 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
         (T, H) in the rows' dtype; 0 for a token without a valid pair.
 
     Raises:
-        ValueError: rows or weight of another length than the dispatch, or other bits.
+        ValueError: rows or weight of another length than the dispatch, whole weights, or other bits.
     """
     num_rows, num_pairs = dispatch.pair.shape[0], dispatch.scatter.shape[0]
     if rows.dim() != 2 or rows.shape[0] != num_rows:
         raise ValueError(f"rows is {tuple(rows.shape)}: must be (N, H) with N={num_rows}, as in the dispatch")
     if weight is not None and weight.shape != (num_pairs,):
         raise ValueError(f"weight is {tuple(weight.shape)}: must be ({num_pairs},), one a pair of the dispatch")
+    if weight is not None and not weight.is_floating_point():
+        raise ValueError(f"weight is {weight.dtype}: must be floating, or None for ones")
     if num_bits != OFF:
         check_bits(num_bits, "4, 8, or -1 for off")
     return combine_op(rows, weight, dispatch, num_bits)

@@ -39,10 +39,12 @@ def capacity_of(
         an int, or for factor <= 0 a () tensor on load's device, so that nothing waits for it.
 
     Raises:
-        ValueError: an unknown rule, or a negative factor with "megablocks".
+        ValueError: an unknown rule, a factor that is not finite, or a negative one with "megablocks".
     """
     if rule not in ("megablocks", "tutel"):
         raise ValueError(f"rule={rule!r}: must be 'megablocks' or 'tutel'")
+    if not math.isfinite(factor):
+        raise ValueError(f"factor={factor!r}: must be finite")
     if factor < 0 and rule == "megablocks":
         raise ValueError(f"factor={factor!r}: must be >= 0, or use rule='tutel'")
     if factor == 0:
@@ -51,6 +53,17 @@ def capacity_of(
         return int(factor * (top_k * num_tokens * num_ranks / num_experts))
     bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
     return bound if factor > 0 else load.max().clamp(max=bound)
+
+
+def _check_counts(name: str, counts: object, *shapes: tuple[int, ...]) -> None:
+    """Refuse what is no tensor of integers of one of the shapes."""
+    found: object = counts
+    if isinstance(counts, Tensor):
+        if tuple(counts.shape) in shapes and counts.dtype in (torch.int32, torch.int64):
+            return
+        found = f"{counts.dtype} {tuple(counts.shape)}"
+    allowed = " or ".join(map(str, shapes))
+    raise ValueError(f"{name} is {found}: must be a tensor of int32 or int64, of shape {allowed}")
 
 
 def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor | None = None) -> Routing:
@@ -62,8 +75,17 @@ def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor |
 
     Returns:
         a Routing whose metrics gain `dropped` () int64; its losses and `tokens_per_expert` are those before the drop.
+
+    Raises:
+        ValueError: a capacity or `before` of another type or shape, or a negative int.
     """
     num_experts, num_pairs = routing.num_experts, routing.num_pairs
+    if isinstance(capacity, Tensor):
+        _check_counts("capacity", capacity, (), (num_experts,))
+    elif isinstance(capacity, bool) or not isinstance(capacity, (int, torch.SymInt)) or capacity < 0:
+        raise ValueError(f"capacity={capacity!r}: must be an integer >= 0, or a tensor of integers")
+    if before is not None:
+        _check_counts("before", before, (num_experts,))
     dispatch = build_dispatch(routing)
     offsets, pair = dispatch.expert_offsets, dispatch.pair.long()
     rows = torch.arange(num_pairs, device=offsets.device)
