@@ -325,6 +325,8 @@ BASE_GPT_OSS = {
         ({"no_rope_freq": 4}, "no_rope_freq=4: must be None"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_.*=True: must be False"),
         ({"use_mup": True}, "use_mup=True: must be False"),
+        ({"moe_shared_expert_glu_interleave_size": 8}, "moe_shared_expert_glu_interleave_size=8: must be None"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True: must be False"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -342,6 +344,8 @@ def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], messa
         ({"window_size": (7, 1)}, r"window_size=\(7, 1\): must be \(7, 0\)"),
         ({"bias_gelu_fusion": True}, "bias_gelu_fusion=True: must be False"),
         ({"softmax_type": "vanilla"}, "softmax_type='vanilla': must be 'learnable'"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True: must be False"),
+        ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8: must be None"),
     ],
 )
 def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -423,6 +427,24 @@ def test_latent_attention_without_a_rank_of_queries_is_refused(folder: Path) -> 
     assert "--q-lora-rank" in conversion.flags_of(model)
     with pytest.raises(ConfigError, match="q_lora_rank=None: must be a number for Megatron"):
         conversion.flags_of(dataclasses.replace(model, q_lora_rank=None))
+
+
+def test_latent_attention_without_a_kind_of_rotary_positions_has_yarn(folder: Path) -> None:
+    from megablocks.checkpoint.families import model_of
+    from megablocks.megatron import conversion, planned
+
+    model = model_of(json.loads((folder / "deepseek_v3/hf/config.json").read_text()), "test")
+    flags = {**conversion.flags_of(model), "--mscale-all-dim": 0.5, "--seq-length": 16, "--micro-batch-size": 1}
+    lines = [flag if value is True else f"{flag} {value}" for flag, value in flags.items() if flag != "--rope-type"]
+
+    def yarn(*more: str) -> tuple[float, ...] | None:
+        args = planned.parse(" ".join([*lines, "--tokenizer-type NullTokenizer", *more]).split(), 1)
+        args.padded_vocab_size = VOCAB
+        return conversion.model_of(args, "run").yarn
+
+    assert yarn() is None and yarn("--rotary-scaling-factor 4") == (4.0, 1.0, 0.5)
+    with pytest.raises(ConfigError, match="mscale_all_dim=0.5: must be 0 with rope_type='rope'"):
+        yarn("--rotary-scaling-factor 4", "--rope-type rope")
 
 
 def test_a_damaged_checkpoint_is_one_line(folder: Path, megatron: dict[str, Tensor], tmp_path: Path) -> None:
