@@ -108,6 +108,9 @@ class Opened:
         self.weights = folder
         source: Source
         if (folder / CONFIG).is_file():
+            if (adapter := folder / "adapter_config.json").is_file():
+                fix = "must be left out; transformers adds this adapter to the weights, so merge it first"
+                raise ConfigError(f"{adapter}: {fix} (merge_and_unload)")
             self.config = _read_config(folder / CONFIG)
             self.family, self.model = family_of(self.config, folder / CONFIG), model_of(self.config, folder / CONFIG)
             files, self.folder = SafetensorsFolder(folder), folder

@@ -491,6 +491,12 @@ def test_a_layer_that_computes_otherwise_than_config_json_is_refused(source: Pat
         convert(ours, tmp_path / "hf_again", "hf")
 
 
+def test_an_adapter_beside_the_weights_is_refused(source: Path, tmp_path: Path) -> None:
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapter_config.json: must be left out; transformers adds this adapter"):
+        convert(source, tmp_path / "ours", "ours")
+
+
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setenv("DRY_RUN", "1")
     assert main(["convert", str(source), str(tmp_path / "ours"), "--to", "ours"]) == 0
