@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from megablocks.checkpoint.layout import Model, Rule
-from megablocks.config import ConfigError, MoEConfig
+from megablocks.config import ConfigError, MoEConfig, refuse
 
 _LAYER = "model.layers.{l}."
 _ROUTER = _LAYER + "mlp.router.layer.weight"
@@ -43,6 +43,7 @@ _FIELDS = {
     "top_k": ("num_experts_per_tok",),
     "norm_eps": ("rms_norm_eps",),
     "max_positions": ("max_position_embeddings",),
+    "activation": ("hidden_act",),
 }
 _LARGEST, _MOST_EXPERTS = 2**31 - 1, 2**20
 """The largest size, and the most experts of all layers together: a mistyped number would need all memory."""
@@ -78,8 +79,17 @@ def _layers(value: Any) -> str:
     return "" if whole else "must be a list of the layers' numbers"
 
 
+def _text(value: Any) -> str:
+    return "" if isinstance(value, str) else "must be a string"
+
+
+def _only(allowed: str) -> Kind:
+    """Of a field that transformers ignores."""
+    return lambda value: "" if value == allowed else f"must be {allowed!r}, as transformers computes it"
+
+
 _KINDS: dict[Any, Kind] = {
-    "int": _size, "int | None": _size, "float": _number, "float | None": _number, "bool": _flag,
+    "str": _text, "int": _size, "int | None": _size, "float": _number, "float | None": _number, "bool": _flag,
 }  # fmt: skip
 _FIELD_KINDS = {one.name: _KINDS[one.type] for one in dataclasses.fields(Model) if one.type in _KINDS}
 _COUNT = functools.partial(_size, least=0)
@@ -111,6 +121,8 @@ class Family(NamedTuple):
 
 
 _YARN_FACTORS = ("factor", "mscale", "mscale_all_dim")
+_OF_ANY: Mapping[str, Any] = {"is_causal": True}
+"""`Family.must` of every family, of fields that a new config.json leaves out."""
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 
@@ -148,10 +160,8 @@ def _windows(layers: int) -> list[str]:
 
 
 def _of_gpt_oss(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    if config.get("quantization_config"):
-        raise ConfigError(
-            "quantization_config: must be left out; save the model in bf16 (Mxfp4Config(dequantize=True))"
-        )
+    if "rope_parameters" not in config and not config.get("rope_scaling"):
+        raise ConfigError("rope_parameters is missing: transformers would take YaRN with factor=32; write that out")
     types, allowed = config.get("layer_types"), _windows(config["num_hidden_layers"])
     if types not in (None, allowed):
         raise ConfigError(f"layer_types={types}: must alternate, {allowed[:2]} …, over all {len(allowed)} layers")
@@ -174,7 +184,7 @@ FAMILIES = {
             "normalize_top_k": ("norm_topk_prob",),
         },
         {"qk_norm": "all"},
-        {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None},
+        {"hidden_act": "silu", "attention_bias": False, "clip_qkv": None, "sliding_window": None},
         _LLAMA_EXPERTS,
     ),
     "qwen3_moe": Family(
@@ -199,6 +209,7 @@ FAMILIES = {
             "num_experts": ("n_routed_experts", "num_local_experts"),
             "expert_width": ("moe_intermediate_size",),
             "dense_width": ("intermediate_size",),
+            "normalize_top_k": ("norm_topk_prob",),
             "top_k_scaling": ("routed_scaling_factor",),
             "num_groups": ("n_group",),
             "group_top_k": ("topk_group",),
@@ -207,7 +218,7 @@ FAMILIES = {
             "rope_dim": ("qk_rope_head_dim",),
             "v_dim": ("v_head_dim",),
         },
-        {"score_function": "sigmoid", "score_bias": True, "normalize_top_k": True},
+        {"score_function": "sigmoid", "score_bias": True},
         # the norms of its latent attention have this epsilon whatever config.json says
         {
             "hidden_act": "silu",
@@ -226,8 +237,14 @@ FAMILIES = {
         ),
         _of_deepseek,
         _written_for_deepseek,
-        _YARN,
-        {"first_k_dense_replace": _COUNT, "n_shared_experts": _COUNT, "q_lora_rank": _size},
+        {**_YARN, "truncate": True},
+        {
+            "scoring_func": _only("sigmoid"),
+            "topk_method": _only("noaux_tc"),
+            "first_k_dense_replace": _COUNT,
+            "n_shared_experts": _COUNT,
+            "q_lora_rank": _size,
+        },
     ),
     "gpt_oss": Family(
         "GptOssForCausalLM",
@@ -303,6 +320,9 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
     """What a config.json says of its model. Raises ConfigError, which names a field that is missing or unfit."""
     family = FAMILIES[family_of(config, where)]
     _check_kinds(config, family, where)
+    if config.get("quantization_config"):
+        fix = "must be left out; save the model in bf16 first, of MXFP4 by Mxfp4Config(dequantize=True)"
+        raise ConfigError(f"{where}: quantization_config: {fix}")
 
     def named(names: tuple[str, ...]) -> str:
         name = next((name for name in names if config.get(name) is not None), None)
@@ -315,9 +335,11 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
     defaults = {
         "num_key_value_heads": heads,
         "head_dim": config[named(("hidden_size",))] // heads,
-        "norm_topk_prob": False,
+        "norm_topk_prob": family.must.get("norm_topk_prob", False),
+        "hidden_act": "silu",
     }
-    given = {name: found for name, found in config.items() if found is not None}
+    # transformers takes a null norm_topk_prob for false, so it gets no default and is refused
+    given = {name: found for name, found in config.items() if found is not None or name == "norm_topk_prob"}
     config = {**defaults, **given, "rope_theta": rope["rope_theta"]}
     fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     names = {field: named(options) for field, options in fields.items()}
@@ -352,7 +374,7 @@ def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, floa
 def check_computable(config: Mapping[str, Any], where: object) -> None:
     """Refuse a config whose model Megatron would compute differently. Raises ConfigError, which names the field."""
     family = FAMILIES[family_of(config, where)]
-    for name, allowed in family.must.items():
+    for name, allowed in {**_OF_ANY, **family.must}.items():
         if config.get(name, allowed) != allowed:
             raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
     rope = _rope_of(config)
@@ -400,14 +422,29 @@ def config_of(model: Model, name: str) -> dict[str, Any]:
     }
 
 
+_GATES = {
+    "silu": ("swiglu", "tanh"),
+    "swish": ("swiglu", "tanh"),
+    "relu": ("reglu", "tanh"),
+    "gelu": ("geglu", "none"),
+    "gelu_new": ("geglu", "tanh"),
+    "gelu_pytorch_tanh": ("geglu", "tanh"),
+}
+"""transformers' names of activations: `activation` and `gelu_approximate` of `MoEConfig`."""
+
+
 def layer_config(model: Model) -> MoEConfig:
-    """The config of the `dMoE` whose state dict the format `OURS` holds."""
+    """The config of the `dMoE` whose state dict the format `OURS` holds. Raises ConfigError if it has no such gate."""
+    if model.activation not in _GATES:
+        refuse("hidden_act", model.activation, f"must be one of {', '.join(_GATES)} for our layer")
+    activation, approximate = _GATES[model.activation]
     return MoEConfig(
         hidden_size=model.hidden_size,
         ffn_hidden_size=model.expert_width,
         num_experts=model.num_experts,
         top_k=model.top_k,
-        activation="swiglu",
+        activation=activation,
+        gelu_approximate=approximate,
         score_function=model.score_function,
         normalize_top_k=1.0 if model.normalize_top_k else None,
         top_k_scaling=model.top_k_scaling,
@@ -421,6 +458,26 @@ def layer_config(model: Model) -> MoEConfig:
 def differences(model: Model, other: Model) -> str:
     """The fields in which two models of the same weights may not differ, as "field=value, not value; …"."""
     unused = {"max_positions"} | (set() if model.dense_layers else {"dense_width"})
-    names = [field.name for field in dataclasses.fields(model) if field.name not in unused]
-    pairs = [(name, getattr(model, name), getattr(other, name)) for name in names]
-    return ", ".join(f"{name}={a!r}, not {b!r}" for name, a, b in pairs if a != b)
+    return _pairs(*({k: v for k, v in vars(one).items() if k not in unused} for one in (model, other)))
+
+
+def config_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The same of two config.json of one family: fields that `Model` does not hold, but a computation depends on."""
+    return _pairs(_beside_model(config), _beside_model(other))
+
+
+def _beside_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    must = {**_OF_ANY, **FAMILIES[config["model_type"]].must}
+    rope, said = _rope_of(config), {name: config.get(name, default) for name, default in must.items()}
+    kind = said["rope_type"] = rope["rope_type"]
+    if kind == "default":
+        return said
+    if kind == "yarn":  # `Model` has its factors
+        rope = {name: value for name, value in rope.items() if name not in _YARN_FACTORS}
+        rope = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
+    return said | rope | {"rope_theta": None, "type": None}
+
+
+def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    return ", ".join(f"{name}={one.get(name)!r}, not {other.get(name)!r}" for name in names)

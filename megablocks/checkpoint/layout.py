@@ -31,12 +31,12 @@ class Model:
     """What a conversion must know of a model.
 
     dense_layers: those without experts. qk_norm: "head" for a norm over each head of queries and keys, "all" for one
-    over all heads of a token, None for none. normalize_top_k: a token's weights add up to 1, before top_k_scaling.
-    score_bias: a bias of each expert's score, for the selection only. shared_width: of an expert that every token
-    passes. kv_lora_rank: latent attention, with the four sizes after it; q_lora_rank is None where queries have one
-    projection. yarn: factor, mscale and mscale_all_dim of scaled rotary positions. tied: the output layer has the
-    embedding's weight. clamp: of gpt-oss's gate; then attention, router and experts have biases, and attention a sink a
-    head. window: of attention in every second layer, from the first on.
+    over all heads of a token, None for none. activation: of the gate, by transformers' name. normalize_top_k: a token's
+    weights add up to 1, before top_k_scaling. score_bias: a bias of each expert's score, for the selection only.
+    shared_width: of an expert that every token passes. kv_lora_rank: latent attention, with the four sizes after it;
+    q_lora_rank is None where queries have one projection. yarn: factor, mscale and mscale_all_dim of scaled rotary
+    positions. tied: the output layer has the embedding's weight. clamp: of gpt-oss's gate; then attention, router and
+    experts have biases, and attention a sink a head. window: of attention in every second layer, from the first on.
     """
 
     num_layers: int
@@ -54,6 +54,7 @@ class Model:
     dense_width: int | None = None
     dense_layers: tuple[int, ...] = ()
     qk_norm: str | None = None
+    activation: str = "silu"
     normalize_top_k: bool = True
     tied: bool = False
     score_function: str = "softmax"

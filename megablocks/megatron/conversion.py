@@ -130,6 +130,11 @@ _MUST: dict[str, tuple[Any, ...]] = {
     "moe_router_score_function": ("softmax", "sigmoid"),
     "moe_shared_expert_gate": (False,),
     "moe_latent_size": (None,),
+    "moe_apply_probs_on_input": (False, None),
+    "moe_mlp_glu_interleave_size": (None,),
+    "moe_shared_expert_glu_interleave_size": (None,),
+    "moe_router_force_load_balancing": (False,),
+    "moe_router_force_biased": (None,),
     "mtp_num_layers": (None, 0),
     "megablocks_layer": ("megablocks", "experts"),
     "megablocks_router_type": ("topk",),
@@ -198,7 +203,12 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
     more: dict[str, Any] = {field: getattr(args, name) for field, name in names.items()}
     if clamp is not None:
         more |= {"clamp": clamp, "window": args.window_size[0] + 1}
-    if args.rope_type == "yarn" if latent else args.position_embedding_type == "yarn":
+    rope_type = args.rope_type if latent else args.position_embedding_type
+    if rope_type is None and args.rotary_scaling_factor != 1:
+        rope_type = "yarn"  # Megatron's default with latent attention; with a factor of 1 it is plain
+    if latent and rope_type == "rope" and args.rotary_scaling_factor != 1 and args.mscale_all_dim:
+        raise ConfigError(f"{where}: mscale_all_dim={args.mscale_all_dim}: must be 0 with rope_type='rope'")
+    if rope_type == "yarn":
         more["yarn"] = (float(args.rotary_scaling_factor), float(args.mscale), float(args.mscale_all_dim))
     return Model(
         num_kv_heads=args.num_query_groups if args.group_query_attention else args.num_attention_heads,

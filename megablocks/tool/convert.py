@@ -37,6 +37,7 @@ from megablocks.checkpoint.families import (
     FAMILIES,
     OURS,
     check_computable,
+    config_differences,
     config_of,
     differences,
     family_for,
@@ -47,7 +48,7 @@ from megablocks.checkpoint.families import (
 from megablocks.checkpoint.journal import Journal, begun
 from megablocks.checkpoint.layout import Rule, Source, Stored, Units, check_names, layout_of
 from megablocks.checkpoint.safetensors import SHARD_BYTES, NewTensor, SafetensorsFolder, write_folder
-from megablocks.config import ConfigError, is_dry_run
+from megablocks.config import ConfigError, MoEConfig, is_dry_run
 from megablocks.files import exclusive, sync
 from megablocks.monitor.env_report import commit
 from megablocks.tool.commands import Parser, need_megatron, unfit
@@ -57,6 +58,12 @@ CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
 _SECONDS_BETWEEN_LINES = 10.0
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Keys of old files whose values follow from config.json."""
+_COMPUTES = (
+    "top_k", "activation", "gelu_approximate", "mlp_bias", "output_bias", "shared_expert_gate", "router_type",
+    "score_function", "softmax_order", "normalize_top_k", "top_k_scaling", "num_groups", "group_top_k",
+    "expert_score_bias", "uniform_assignment",
+)  # fmt: skip
+"""Fields of `MoEConfig` that change what a layer of given weights computes without dropping a token."""
 
 
 class Progress:
@@ -101,11 +108,16 @@ class Opened:
         self.weights = folder
         source: Source
         if (folder / CONFIG).is_file():
-            self.config = _read_config(folder)
+            if (adapter := folder / "adapter_config.json").is_file():
+                fix = "must be left out; transformers adds this adapter to the weights, so merge it first"
+                raise ConfigError(f"{adapter}: {fix} (merge_and_unload)")
+            self.config = _read_config(folder / CONFIG)
             self.family, self.model = family_of(self.config, folder / CONFIG), model_of(self.config, folder / CONFIG)
             files, self.folder = SafetensorsFolder(folder), folder
             self.format = "ours" if any(name.endswith(".mlp.experts.w1") for name in files.shapes()) else "hf"
             source, rules = files, OURS if self.format == "ours" else FAMILIES[self.family].rules
+            if self.format == "ours" and (folder / LAYER_CONFIG).is_file():
+                _check_layer_config(folder / LAYER_CONFIG, layer_config(self.model))
         else:
             source, rules = self._open_run(folder)
         if like is not None:
@@ -135,8 +147,9 @@ class Opened:
         return checkpoint, conversion.rules_of(self.model, checkpoint.per_layer)
 
     def _take_config(self, like: Path) -> None:
-        config = _read_config(like)
-        if changed := differences(model_of(config, like / CONFIG), self.model):
+        config = _read_config(like / CONFIG)
+        model = model_of(config, like / CONFIG)
+        if changed := differences(model, self.model) or config_differences(config, self.config):
             raise ConfigError(f"--like={str(like)!r}: describes another model: {changed}")
         self.config, self.family, self.folder = config, family_of(config, like), like
 
@@ -156,8 +169,7 @@ def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
     return sorted((path.name, (state := path.stat()).st_size, state.st_mtime_ns) for path in paths)
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -167,6 +179,15 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path}: damaged: holds no JSON object")
     return found
+
+
+def _check_layer_config(path: Path, expected: MoEConfig) -> None:
+    """Refuse the moe_config.json of a layer that computes something else than config.json says."""
+    found = _read_config(path)
+    for name in _COMPUTES:
+        value, wanted = found.get(name, getattr(expected, name)), getattr(expected, name)
+        if value != wanted:
+            raise ConfigError(f"{path}: {name}={value!r}: must be {wanted!r}, as {CONFIG} says; change one of them")
 
 
 def _others(folder: Path) -> Iterator[Path]:

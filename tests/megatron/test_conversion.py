@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ from packaging.version import Version
 from torch import Tensor
 
 import megablocks.hf
+from megablocks.checkpoint.atomic import CheckpointError
 from megablocks.config import ConfigError
 from megablocks.testing.launcher import RankFailed, run_distributed_test
 from megablocks.tool.convert import convert
@@ -67,6 +69,10 @@ def _tokens() -> Tensor:
 def _model(name: str) -> Any:
     family, changed = MODELS[name]
     model = getattr(transformers, f"{family}ForCausalLM")(getattr(transformers, f"{family}Config")(**SIZES | changed))
+    return _fill(model)
+
+
+def _fill(model: Any) -> Any:
     generator = torch.Generator().manual_seed(1)
     for parameter in model.parameters():
         mean = 1.0 if parameter.dim() == 1 else 0.0
@@ -325,6 +331,8 @@ BASE_GPT_OSS = {
         ({"no_rope_freq": 4}, "no_rope_freq=4: must be None"),
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_.*=True: must be False"),
         ({"use_mup": True}, "use_mup=True: must be False"),
+        ({"moe_shared_expert_glu_interleave_size": 8}, "moe_shared_expert_glu_interleave_size=8: must be None"),
+        ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True: must be False"),
     ],
 )
 def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -342,6 +350,8 @@ def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], messa
         ({"window_size": (7, 1)}, r"window_size=\(7, 1\): must be \(7, 0\)"),
         ({"bias_gelu_fusion": True}, "bias_gelu_fusion=True: must be False"),
         ({"softmax_type": "vanilla"}, "softmax_type='vanilla': must be 'learnable'"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True: must be False"),
+        ({"moe_mlp_glu_interleave_size": 8}, "moe_mlp_glu_interleave_size=8: must be None"),
     ],
 )
 def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -357,6 +367,7 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
     ("name", "changed", "message"),
     [
         ("mixtral", {"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),
+        ("olmoe", {"sliding_window": 8}, "sliding_window=8: must be None for Megatron"),  # of flash attention alone
         ("mixtral", {"rope_parameters": YARN}, "rope_type='yarn': must be 'default'"),
         ("mixtral", {"rope_scaling": YARN}, "rope_type='yarn': must be 'default'"),
         (
@@ -391,6 +402,138 @@ def test_a_model_that_megatron_computes_otherwise_is_refused(
     assert not (tmp_path / "megatron").exists()
 
 
+SAME = ""
+NOT_OURS = "--to=ours: .* has a clamped gate and a router's bias"
+LEFT_OUT = "left out"
+FIELDS: list[tuple[str, dict[str, Any], str, str]] = [
+    ("mixtral", {"hidden_act": "gelu"}, SAME, "hidden_act='gelu': must be 'silu' for Megatron"),
+    ("mixtral", {"hidden_act": "gelu_pytorch_tanh"}, SAME, "hidden_act='gelu_pytorch_tanh': must be 'silu'"),
+    ("mixtral", {"hidden_act": "relu"}, SAME, "hidden_act='relu': must be 'silu'"),
+    ("mixtral", {"hidden_act": "quick_gelu"}, "hidden_act='quick_gelu': must be one of silu, .* for our layer",
+     "hidden_act='quick_gelu': must be 'silu'"),
+    ("mixtral", {"num_experts_per_tok": 3}, SAME, SAME),
+    ("mixtral", {"rms_norm_eps": 0.2}, SAME, SAME),
+    ("mixtral", {"tie_word_embeddings": True}, SAME, SAME),
+    ("mixtral", {"sliding_window": 4}, SAME, "sliding_window=4: must be None"),
+    ("mixtral", {"is_causal": False}, SAME, "is_causal=False: must be True for Megatron"),
+    ("mixtral", {"rope_parameters": {"rope_theta": 9.0}}, SAME, SAME),
+    ("mixtral", {"rope_parameters": YARN}, SAME, "rope_type='yarn': must be 'default'"),
+    ("olmoe", {"hidden_act": "gelu"}, SAME, "hidden_act='gelu': must be 'silu'"),
+    ("olmoe", {"norm_topk_prob": True}, SAME, SAME),
+    ("olmoe", {"clip_qkv": 0.1}, SAME, "clip_qkv=0.1: must be None"),
+    ("olmoe", {"attention_bias": True}, "k_proj.bias: unknown key", "k_proj.bias: unknown key"),
+    ("qwen3_moe", {"hidden_act": "gelu"}, SAME, "hidden_act='gelu': must be 'silu'"),
+    ("qwen3_moe", {"norm_topk_prob": False}, SAME, SAME),
+    ("qwen3_moe", {"norm_topk_prob": LEFT_OUT}, SAME, SAME),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, SAME, SAME),
+    ("qwen3_moe", {"mlp_only_layers": [0, 2], "hidden_act": "relu"}, SAME, "hidden_act='relu': must be 'silu'"),
+    ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 4}, SAME, "use_sliding_window=True: must be False"),
+    ("qwen3_moe", {"attention_bias": True}, "k_proj.bias: unknown key", "k_proj.bias: unknown key"),
+    ("deepseek_v3", {"hidden_act": "gelu"}, SAME, "hidden_act='gelu': must be 'silu'"),
+    ("deepseek_v3", {"norm_topk_prob": False}, SAME, "norm_topk_prob=False: must be True for Megatron"),
+    ("deepseek_v3", {"norm_topk_prob": None}, "norm_topk_prob is missing", "norm_topk_prob is missing"),
+    ("deepseek_v3", {"routed_scaling_factor": 0.6}, SAME, SAME),
+    ("deepseek_v3", {"topk_group": 1}, "topk_group=1: must be half of", "topk_group=1: must be half of"),
+    ("deepseek_v3", {"topk_group": 3}, SAME, SAME),
+    ("deepseek_v3", {"n_group": 1, "topk_group": 1}, SAME, SAME),
+    ("deepseek_v3", {"n_shared_experts": 1}, SAME, SAME),
+    ("deepseek_v3", {"first_k_dense_replace": 2}, SAME, SAME),
+    ("deepseek_v3", {"rope_interleave": False}, SAME, "rope_interleave=False: must be True"),
+    ("deepseek_v3", {"rms_norm_eps": 0.2}, SAME, "rms_norm_eps=0.2: must be 1e-06"),
+    ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}, "bias: unknown key", "bias: unknown key"),
+    ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "rope_theta": 5000.0, "truncate": False}}, SAME,
+     "truncate=False: must be True for Megatron"),
+    ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "attention_factor": 0.5}}, SAME,
+     "attention_factor=0.5: must be None"),
+    ("gpt_oss", {"num_experts_per_tok": 3}, NOT_OURS, SAME),
+    ("gpt_oss", {"sliding_window": 2}, NOT_OURS, SAME),
+    ("gpt_oss", {"tie_word_embeddings": True}, NOT_OURS, SAME),
+    ("gpt_oss", {"rope_parameters": {"rope_theta": 50.0}}, NOT_OURS, SAME),
+    ("gpt_oss", {"rope_parameters": LEFT_OUT, "rope_theta": 50.0}, "rope_parameters is missing: transformers",
+     "rope_parameters is missing: transformers"),
+    ("gpt_oss", {"rope_parameters": {**GPT_OSS["rope_parameters"], "truncate": True}}, NOT_OURS,
+     "truncate=True: must be False"),
+    ("gpt_oss", {"swiglu_alpha": 1.5}, NOT_OURS, "swiglu_alpha=1.5: must be 1.702"),
+    ("gpt_oss", {"layer_types": ["full_attention"] * 3}, "layer_types=.*: must alternate",
+     "layer_types=.*: must alternate"),
+    ("gpt_oss", {"attention_bias": False}, "bias: missing key", "bias: missing key"),
+]  # fmt: skip
+"""A model, fields of its config.json that change what transformers computes, and what becomes of them to ours and to
+Megatron: the same logits, or a refusal."""
+
+
+def _folder_with(name: str, changed: dict[str, Any], folder: Path) -> Path:
+    """A model of random weights whose config.json says `changed`."""
+    family, sizes = MODELS[name]
+    saved = getattr(transformers, f"{family}Config")(**SIZES | sizes).to_dict()
+    config = {field: value for field, value in (saved | changed).items() if value != LEFT_OUT}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder))
+    _fill(model)
+    model.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def changed_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each entry of `FIELDS`, by its number, and in it the model as hf."""
+    root = tmp_path_factory.mktemp("changed")
+    for number, (name, changed, *_) in enumerate(FIELDS):
+        (root / str(number)).mkdir()
+        _folder_with(name, changed, root / str(number) / "hf")
+    return root
+
+
+def _convert_each_to_megatron(root: Path) -> dict[int, Tensor | str]:
+    """Logits of Megatron, or why the model was refused, by the number of the entry."""
+    from megablocks.megatron import cpu
+
+    cpu.install()
+    found: dict[int, Tensor | str] = {}
+    for number in range(len(FIELDS)):
+        at = root / str(number)
+        try:
+            convert(at / "hf", at / "megatron", "megatron")
+            found[number] = _logits_of_megatron(at / "megatron")
+        except (ConfigError, CheckpointError) as error:
+            found[number] = str(error)
+    return found
+
+
+@pytest.fixture(scope="module")
+def changed_in_megatron(changed_models: Path) -> dict[int, Tensor | str]:
+    return run_distributed_test(_convert_each_to_megatron, 1, changed_models)[0]
+
+
+def _check_outcome(found: Tensor | str, wanted: str, expected: Tensor) -> None:
+    if wanted or isinstance(found, str):
+        assert isinstance(found, str), "converted without a word"
+        assert wanted and re.search(wanted, found) and "\n" not in found, found
+    else:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("number", range(len(FIELDS)), ids=[f"{name}-{'-'.join(c)}" for name, c, *_ in FIELDS])
+def test_K10_a_field_of_config_json_is_honored_or_refused(
+    number: int, changed_models: Path, changed_in_megatron: dict[int, Tensor | str], tmp_path: Path
+) -> None:
+    name, _, ours, megatron = FIELDS[number]
+    source = changed_models / str(number) / "hf"
+    expected = _logits_of_folder(source)
+    with torch.no_grad():
+        assert not torch.allclose(expected, _model(name)(_tokens()).logits, atol=1e-3), "the field changes nothing"
+    _check_outcome(changed_in_megatron[number], megatron, expected)
+    found: Tensor | str
+    try:
+        convert(source, tmp_path / "ours", "ours")
+        found = _logits_of_ours(tmp_path / "ours")
+    except (ConfigError, CheckpointError) as error:
+        found = str(error)
+    _check_outcome(found, ours, expected)
+
+
 def _logits_of_each(folders: list[Path]) -> list[Tensor]:
     return [_logits_of_megatron(folder) for folder in folders]
 
@@ -423,6 +566,24 @@ def test_latent_attention_without_a_rank_of_queries_is_refused(folder: Path) -> 
     assert "--q-lora-rank" in conversion.flags_of(model)
     with pytest.raises(ConfigError, match="q_lora_rank=None: must be a number for Megatron"):
         conversion.flags_of(dataclasses.replace(model, q_lora_rank=None))
+
+
+def test_latent_attention_without_a_kind_of_rotary_positions_has_yarn(folder: Path) -> None:
+    from megablocks.checkpoint.families import model_of
+    from megablocks.megatron import conversion, planned
+
+    model = model_of(json.loads((folder / "deepseek_v3/hf/config.json").read_text()), "test")
+    flags = {**conversion.flags_of(model), "--mscale-all-dim": 0.5, "--seq-length": 16, "--micro-batch-size": 1}
+    lines = [flag if value is True else f"{flag} {value}" for flag, value in flags.items() if flag != "--rope-type"]
+
+    def yarn(*more: str) -> tuple[float, ...] | None:
+        args = planned.parse(" ".join([*lines, "--tokenizer-type NullTokenizer", *more]).split(), 1)
+        args.padded_vocab_size = VOCAB
+        return conversion.model_of(args, "run").yarn
+
+    assert yarn() is None and yarn("--rotary-scaling-factor 4") == (4.0, 1.0, 0.5)
+    with pytest.raises(ConfigError, match="mscale_all_dim=0.5: must be 0 with rope_type='rope'"):
+        yarn("--rotary-scaling-factor 4", "--rope-type rope")
 
 
 def test_a_damaged_checkpoint_is_one_line(folder: Path, megatron: dict[str, Tensor], tmp_path: Path) -> None:

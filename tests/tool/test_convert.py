@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megablocks.checkpoint import layout, safetensors
 from megablocks.checkpoint.atomic import CheckpointError
-from megablocks.checkpoint.families import FAMILIES, check_computable, model_of
+from megablocks.checkpoint.families import FAMILIES, check_computable, config_differences, model_of
 from megablocks.checkpoint.journal import Journal
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.files import exclusive
@@ -273,6 +273,10 @@ def test_a_field_of_another_type_is_one_line_or_has_no_effect(family: str) -> No
         ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']: must be a list of the layers' numbers"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0: must be an integer >= 1"),
         ("deepseek_v3", {"first_k_dense_replace": -1}, "first_k_dense_replace=-1: must be an integer >= 0"),
+        ("mixtral", {"hidden_act": 1}, "hidden_act=1: must be a string"),
+        ("olmoe", {"quantization_config": {"quant_method": "fp8"}}, "quantization_config: must be left out; save the"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func='softmax': must be 'sigmoid', as transformers"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method='greedy': must be 'noaux_tc', as transformers"),
         ("deepseek_v3", {"n_group": 4}, "n_group=4: must divide n_routed_experts=6"),
         ("deepseek_v3", {"topk_group": 4}, "topk_group=4: must be at most n_group=3"),
         ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": "1"}},
@@ -448,6 +452,49 @@ def test_a_conversion_into_a_folder_in_work_is_refused(source: Path, tmp_path: P
         convert(source, tmp_path / "ours", "ours")
     next((partial / ".journal").glob("model*.json")).write_text("{")  # a damaged note
     convert(source, tmp_path / "ours", "ours")
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_act": "gelu"}, "activation='gelu', not 'silu'"),
+        ({"sliding_window": 4}, "sliding_window=4, not None"),
+        ({"is_causal": False}, "is_causal=False, not True"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear', not 'default'"),
+    ],
+)
+def test_a_like_that_computes_otherwise_is_refused(
+    changed: dict[str, Any], message: str, source: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_text(json.dumps({**CONFIG, **changed}))
+    with pytest.raises(ConfigError, match=f"like': describes another model: {message}"):
+        convert(source, tmp_path / "ours", "ours", tmp_path / "like")
+
+
+def test_scaled_positions_of_like_may_be_written_otherwise() -> None:
+    config = {**CONFIGS["gpt_oss"], "model_type": "gpt_oss"}
+    other = {**config, "rope_parameters": None, "rope_scaling": {**YARN, "truncate": False, "mscale": 1.0}}
+    assert config_differences(config, other) == ""
+    other["rope_scaling"]["beta_fast"] = 16
+    assert config_differences(config, other) == "beta_fast=32, not 16"
+
+
+def test_a_layer_that_computes_otherwise_than_config_json_is_refused(source: Path, tmp_path: Path) -> None:
+    ours = tmp_path / "ours"
+    convert(source, ours, "ours")
+    config = json.loads((ours / "moe_config.json").read_text())
+    (ours / "moe_config.json").write_text(json.dumps({**config, "mlp_impl": "grouped", "init_std": 0.5}))
+    convert(ours, tmp_path / "hf_of_ours", "hf")
+    (ours / "moe_config.json").write_text(json.dumps({**config, "activation": "geglu"}))
+    with pytest.raises(ConfigError, match="moe_config.json: activation='geglu': must be 'swiglu', as config.json says"):
+        convert(ours, tmp_path / "hf_again", "hf")
+
+
+def test_an_adapter_beside_the_weights_is_refused(source: Path, tmp_path: Path) -> None:
+    (source / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="adapter_config.json: must be left out; transformers adds this adapter"):
+        convert(source, tmp_path / "ours", "ours")
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
