@@ -62,6 +62,13 @@ def _shell(command: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def test_torch_says_nothing_of_a_cuda_toolkit_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    said = _shell("$PYTHON -m megablocks plan -- --num-layers 2", **toolkit)
+    assert said == (2, "", "megablocks plan: hidden_size=None: --hidden-size is required\n")
+
+
 def test_output_that_cannot_be_written_is_one_line_at_most() -> None:
     program = "$PYTHON -m megablocks"
     assert _shell(f"{program} --help >/dev/full") == (1, "", "megablocks: output: No space left on device\n")
