@@ -132,7 +132,9 @@ def program() -> int:
     except BrokenPipeError:
         code = 141
     except OSError as error:
-        print(f"megablocks: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        if error.errno is None:  # not the system's, as of a function whose source Python does not find
+            raise
+        print(f"megablocks: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("megablocks: interrupted", file=sys.stderr)

@@ -205,7 +205,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         ConfigError: a folder, a family or a setting that cannot be converted.
         CheckpointError: a file of `source` is damaged, or holds too few or too many keys.
     """
-    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, behind all the work
+    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, after all the work
         raise ConfigError(f"{target}: exists; choose another folder, or remove it")
     opened = Opened(source, like)
     if opened.format == to:

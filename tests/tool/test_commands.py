@@ -93,6 +93,19 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert capsys.readouterr().err == "megablocks: interrupted\n"
 
 
+def test_an_error_of_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's and Triton's "could not get source code", which is an OSError."""
+
+    def mistaken(path: str) -> object:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(commands, "load", mistaken)
+    monkeypatch.setattr(sys, "argv", ["megablocks", "doctor"])
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(OSError, match="^could not get source code$"):
+        commands.program()
+
+
 def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_path: Path) -> None:
     done = _python("-X", "importtime", "-m", "megablocks")
     assert done.returncode == 2 and "doctor" in done.stdout
