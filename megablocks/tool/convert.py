@@ -221,7 +221,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         conversion.flags_of(model)
         rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
     elif to == "ours":
-        layer_config(model)
+        layer_config(model)  # refuses what no layer takes
         rules = OURS
     else:
         rules = FAMILIES[opened.family].rules
