@@ -9,7 +9,14 @@ source scripts/env.sh
 
 RELEASES=(3.6.0 3.9.0)
 families=(fused_up grouped_hopper grouped_hopper_dw fused_gradient_hopper sparse_hopper)
-[ "${1:-}" != --all ] || families=()
+case $* in
+"") ;;
+--all) families=() ;;
+*)
+    echo "compile: $*: must be --all or nothing" >&2
+    exit 1
+    ;;
+esac
 if is_dry_run; then
     for release in "${RELEASES[@]}"; do
         echo "python tests/ops/compile_cases.py 90 ${families[*]}  # with triton==$release"

@@ -9,6 +9,10 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
 
+[[ $# -le 1 && ${1:-} != -* ]] || {
+    echo "release: $*: must be one folder or nothing" >&2
+    exit 1
+}
 out=${1:-build/release}
 read -ra pythons <<<"${PYTHONS:-3.10 3.12}"
 read -ra torches <<<"${TORCHES:-oldest newest}"

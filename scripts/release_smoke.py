@@ -9,14 +9,18 @@ import os
 import platform
 import subprocess
 import sys
+from importlib.util import find_spec
 
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    spec = find_spec("megablocks")
+    found = None if spec is None else spec.origin
+    if not (found or "").startswith(sys.prefix):
+        sys.exit(f"release_smoke: megablocks is {found}: must be installed from a wheel into {sys.prefix}")
     import megablocks
 
     assert "torch" not in sys.modules, "the import of megablocks loads no torch"
-    assert os.path.dirname(megablocks.__file__).startswith(sys.prefix), f"{megablocks.__file__} is not the wheel's"
     import torch
 
     config = megablocks.MoEConfig(hidden_size=32, ffn_hidden_size=64, num_experts=4, top_k=2, activation="swiglu")

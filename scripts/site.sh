@@ -8,8 +8,14 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
 
-what=(build --strict --quiet)
-[ "${1:-}" != serve ] || what=(serve)
+case $* in
+"") what=(build --strict --quiet) ;;
+serve) what=(serve) ;;
+*)
+    echo "site: $*: must be serve or nothing" >&2
+    exit 1
+    ;;
+esac
 if is_dry_run; then
     echo "python -m mkdocs ${what[*]}"
     exit 0

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The tests, and the checks beside them. Usage: scripts/test.sh [--all | --gpu] [pytest arguments]
+# The tests, and the checks beside them. Usage: scripts/test.sh [--all] [--gpu] [pytest arguments]
 #   --all      also runs the slow tests
-#   --gpu      only the tests that use a GPU; no checks
+#   --gpu      only the tests that use a GPU, slow ones too; no checks
 #   DRY_RUN=1  only prints the commands
 #   WORKERS=N  pytest workers (default 2; for the tests that need a GPU half of the cores, at most 16)
 set -euo pipefail
@@ -14,14 +14,16 @@ gpu_workers=${WORKERS:-$((half < 2 ? 2 : half > 16 ? 16 : half))}
 on_gpu=(-m "gpu or any_device")
 
 workers=${WORKERS:-2}
-args=(--dist loadgroup -r fE)
-only_gpu=""
-case ${1:-} in
---all) args+=(-m "slow or not slow") ;;&
---gpu) only_gpu=1 workers=$gpu_workers args+=("${on_gpu[@]}") ;;&
---all | --gpu) shift ;;
-esac
-args+=("$@")
+which=() others=() only_gpu=""
+for argument; do
+    case $argument in
+    --all) which=(-m "slow or not slow") ;;
+    --gpu) only_gpu=1 ;;
+    *) others+=("$argument") ;;
+    esac
+done
+[ -z "$only_gpu" ] || which=("${on_gpu[@]}") workers=$gpu_workers
+args=(--dist loadgroup -r fE "${which[@]}" "${others[@]}")
 if is_dry_run; then
     [ -n "$only_gpu" ] || echo "bash scripts/check.sh"
     printf 'python -m pytest -n %s' "$workers"

@@ -48,7 +48,7 @@ def _end_if_restarted() -> None:
 
 
 def main() -> int:
-    """Returns 0 if every rank exited with 0, else 1; torchrun's report of the failed ranks goes to stderr."""
+    """Returns 0 if every rank exited with 0, 2 without a program, else 1. torchrun reports failed ranks on stderr."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, _stop)
@@ -57,7 +57,11 @@ def main() -> int:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun
+    from torch.distributed.run import parse_args
 
+    if not parse_args(sys.argv[1:]).training_script:
+        print("torchrun.py: training_script='': must be a file, or with -m a module", file=sys.stderr)
+        return 2
     # In a thread torchrun sets no handlers of its own. It warns about that.
     logger = logging.getLogger("torch.distributed.elastic.multiprocessing.api")
     logger.addFilter(lambda record: not record.getMessage().startswith("Failed to register signal handlers"))

@@ -58,20 +58,14 @@ def _size(value: Any, least: int = 1) -> str:
     return "" if value <= _LARGEST else f"must be at most {_LARGEST}"
 
 
-def _number(value: Any) -> str:
-    return "" if type(value) in (int, float) and 0 < value <= sys.float_info.max else "must be a number > 0"
+def _number(value: Any, zero: bool = False) -> str:
+    if type(value) in (int, float) and (0 < value <= sys.float_info.max or (zero and value == 0)):
+        return ""
+    return f"must be a number {'>=' if zero else '>'} 0"
 
 
-def _factor(value: Any) -> str:
-    return "" if value == 0 and type(value) in (int, float) else _number(value).replace(">", ">=")
-
-
-def _flag(value: Any) -> str:
-    return "" if isinstance(value, bool) else "must be true or false"
-
-
-def _object(value: Any) -> str:
-    return "" if isinstance(value, dict) else "must be an object"
+def _of_type(kind: type, what: str) -> Kind:
+    return lambda value: "" if isinstance(value, kind) else f"must be {what}"
 
 
 def _layers(value: Any) -> str:
@@ -79,20 +73,15 @@ def _layers(value: Any) -> str:
     return "" if whole else "must be a list of the layers' numbers"
 
 
-def _text(value: Any) -> str:
-    return "" if isinstance(value, str) else "must be a string"
-
-
 def _only(allowed: str) -> Kind:
     """Of a field that transformers ignores."""
     return lambda value: "" if value == allowed else f"must be {allowed!r}, as transformers computes it"
 
 
-_KINDS: dict[Any, Kind] = {
-    "str": _text, "int": _size, "int | None": _size, "float": _number, "float | None": _number, "bool": _flag,
-}  # fmt: skip
-_FIELD_KINDS = {one.name: _KINDS[one.type] for one in dataclasses.fields(Model) if one.type in _KINDS}
-_COUNT = functools.partial(_size, least=0)
+_TEXT, _FLAG, _OBJECT = _of_type(str, "a string"), _of_type(bool, "true or false"), _of_type(dict, "an object")
+_COUNT, _FACTOR = functools.partial(_size, least=0), functools.partial(_number, zero=True)
+_KINDS: dict[Any, Kind] = {"str": _TEXT, "int": _size, "float": _number, "bool": _FLAG}
+_FIELD_KINDS = {f.name: kind for f in dataclasses.fields(Model) if (kind := _KINDS.get(f.type.removesuffix(" | None")))}
 
 
 class Family(NamedTuple):
@@ -284,8 +273,8 @@ def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> No
     """Refuse a value that is not of its field's kind. What is null or missing has a default, or is refused later."""
     fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     kinds = {name: _FIELD_KINDS[field] for field, names in fields.items() for name in names}
-    kinds |= {"rope_theta": _number, "rope_scaling": _object, "rope_parameters": _object}
-    kinds |= {"tie_word_embeddings": _flag, **family.reads}
+    kinds |= {"rope_theta": _number, "rope_scaling": _OBJECT, "rope_parameters": _OBJECT}
+    kinds |= {"tie_word_embeddings": _FLAG, **family.reads}
 
     def check(values: Mapping[str, Any], kinds: Mapping[str, Kind], of: str) -> None:
         for name, kind in kinds.items():
@@ -294,26 +283,31 @@ def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> No
 
     check(config, kinds, "")
     for name in ("rope_scaling", "rope_parameters"):
-        check(config.get(name) or {}, {"rope_theta": _number, **dict.fromkeys(_YARN_FACTORS, _factor)}, f"{name}.")
+        check(config.get(name) or {}, {"rope_theta": _number, **dict.fromkeys(_YARN_FACTORS, _FACTOR)}, f"{name}.")
 
 
 def _check_sizes(sizes: Mapping[str, int], names: Mapping[str, str], where: object) -> None:
     """Refuse sizes that do not fit together. sizes: fields of `Model`. names: what config.json calls them."""
 
-    def check(fits: bool, field: str, allowed: str, other: str = "num_experts") -> None:
-        if not fits:
-            found = allowed.format(f"{names[other]}={sizes[other]}")
-            raise ConfigError(f"{where}: {names[field]}={sizes[field]}: must {found}")
+    def said(field: str) -> str:
+        return f"{names[field]}={sizes[field]}"
 
-    layers, experts, groups = sizes["num_layers"], sizes["num_experts"], sizes.get("num_groups", 1)
-    rotated = "rope_dim" if "rope_dim" in sizes else "head_dim"
-    check(layers * experts <= _MOST_EXPERTS, "num_layers", f"be at most {_MOST_EXPERTS} divided by {{}}")
-    check(sizes["head_dim"] > 0, "num_heads", "be at most {} where head_dim is missing", "hidden_size")
-    check(sizes["num_heads"] % sizes["num_kv_heads"] == 0, "num_kv_heads", "divide {}", "num_heads")
+    def check(fits: bool, field: str, allowed: str) -> None:
+        if not fits:
+            raise ConfigError(f"{where}: {said(field)}: must {allowed}")
+
+    layers, experts, rotated = sizes["num_layers"], sizes["num_experts"], "rope_dim"
+    most = f"be at most {_MOST_EXPERTS} divided by {said('num_experts')}"
+    check(layers * experts <= _MOST_EXPERTS, "num_layers", most)
+    if rotated not in sizes:  # no latent attention, which has other widths and no groups of queries
+        rotated = "head_dim"
+        check(sizes[rotated] > 0, "num_heads", f"be at most {said('hidden_size')} where head_dim is missing")
+        check(sizes["num_heads"] % sizes["num_kv_heads"] == 0, "num_kv_heads", f"divide {said('num_heads')}")
     check(sizes[rotated] % 2 == 0, rotated, "be even, because positions rotate it")
-    check(sizes["top_k"] <= experts, "top_k", "be at most {}")
-    check(experts % groups == 0, "num_groups", "divide {}")
-    check(sizes.get("group_top_k", 1) <= groups, "group_top_k", "be at most {}", "num_groups")
+    check(sizes["top_k"] <= experts, "top_k", f"be at most {said('num_experts')}")
+    if "num_groups" in sizes:
+        check(experts % sizes["num_groups"] == 0, "num_groups", f"divide {said('num_experts')}")
+        check(sizes["group_top_k"] <= sizes["num_groups"], "group_top_k", f"be at most {said('num_groups')}")
 
 
 def model_of(config: Mapping[str, Any], where: object) -> Model:

@@ -85,9 +85,10 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
     try:
         problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
     except (RuntimeError, TypeError) as error:  # torch's, where memory ends and where a size exceeds 63 bits
+        reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"tokens={shape.tokens}, hidden_size={shape.hidden}, ffn_hidden_size={shape.width}, "
-            f"num_experts={shape.experts}: tokens or weights cannot be allocated ({type(error).__name__}); take less"
+            f"num_experts={shape.experts}: tokens or weights cannot be allocated ({reason}); take less"
         ) from error
     makers = problem.ours() | peers(problem)
     found = measure(problem, {name: make for name, make in makers.items() if not only or name in only}, rounds)

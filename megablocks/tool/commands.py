@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import difflib
 import io
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -63,11 +64,17 @@ class Parser(argparse.ArgumentParser):
 
 
 def need_megatron() -> None:
-    """Raises ConfigError with what to install, unless Megatron and what it imports are there."""
+    """To call before Megatron's import. Raises ConfigError with what to install, unless all that it needs is there."""
     from megablocks.megatron.pretrain_gpt import missing
 
     if (problem := missing()) is not None:
         raise ConfigError(problem)
+    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
+
+
+def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
+    """False for what torch logs at Megatron's import where a CUDA toolkit is installed and no GPU is there."""
+    return not record.getMessage().startswith("No CUDA runtime is found")
 
 
 def progress(text: str) -> None:
@@ -125,7 +132,9 @@ def program() -> int:
     except BrokenPipeError:
         code = 141
     except OSError as error:
-        print(f"megablocks: {error.filename or 'output'}: {error.strerror or error}", file=sys.stderr)
+        if error.errno is None:  # not the system's, as of a function whose source Python does not find
+            raise
+        print(f"megablocks: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         code = 1
     except KeyboardInterrupt:
         print("megablocks: interrupted", file=sys.stderr)

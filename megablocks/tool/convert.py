@@ -226,7 +226,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         ConfigError: a folder, a family or a setting that cannot be converted.
         CheckpointError: a file of `source` is damaged, or holds too few or too many keys.
     """
-    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, behind all the work
+    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, after all the work
         raise ConfigError(f"{target}: exists; choose another folder, or remove it")
     opened = Opened(source, like)
     if opened.format == to:
@@ -242,7 +242,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         conversion.flags_of(model)
         rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
     elif to == "ours":
-        layer_config(model)
+        layer_config(model)  # refuses what no layer takes
         rules = OURS
     else:
         rules = FAMILIES[opened.family].rules

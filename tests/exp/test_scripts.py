@@ -559,6 +559,28 @@ def test_test_command_dry_run() -> None:
     assert shlex.split(everything)[-2:] == ["-m", "slow or not slow"]
     gpu = subprocess.run([*script, "--gpu", "-x"], env=environment, capture_output=True, text=True, check=True).stdout
     assert "check.sh" not in gpu and shlex.split(gpu)[-3:] == ["-m", "gpu or any_device", "-x"]
+    for words in (["-x", "--all"], ["--all", "-x", "--gpu"], ["-x", "--gpu", "--all"]):
+        done = subprocess.run([*script, *words], env=environment, capture_output=True, text=True, check=True).stdout
+        chosen = ["slow or not slow"] if "--gpu" not in words else ["gpu or any_device"]
+        assert shlex.split(done)[-3:] == ["-m", *chosen, "-x"], words
+        assert ("check.sh" in done) == ("--gpu" not in words)
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        ("site", ["serv"], "site: serv: must be serve or nothing"),
+        ("site", ["serve", "now"], "site: serve now: must be serve or nothing"),
+        ("compile_releases", ["--al"], "compile: --al: must be --all or nothing"),
+        ("compile_releases", ["--all", "90"], "compile: --all 90: must be --all or nothing"),
+        ("release_check", ["--help"], "release: --help: must be one folder or nothing"),
+        ("release_check", ["a", "b"], "release: a b: must be one folder or nothing"),
+    ],
+)
+def test_a_command_refuses_other_arguments(script: str, words: list[str], message: str) -> None:
+    command, environment = ["bash", str(ROOT / f"scripts/{script}.sh"), *words], {**os.environ, "DRY_RUN": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"{message}\n")
 
 
 def test_test_command_without_a_gpu() -> None:

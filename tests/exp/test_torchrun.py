@@ -124,6 +124,14 @@ def _torchrun(tmp_path: Path, *arguments: str) -> list[str]:
     return [sys.executable, str(ROOT / "scripts/torchrun.py"), *arguments, str(tmp_path / "rank.py")]
 
 
+@pytest.mark.parametrize("words", [[""], ["--nproc-per-node", "2", "-m", "", "1"]])
+def test_an_empty_program_is_one_line(words: list[str]) -> None:
+    command = [sys.executable, str(ROOT / "scripts/torchrun.py"), *words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    expected = "torchrun.py: training_script='': must be a file, or with -m a module\n"
+    assert (done.returncode, done.stderr) == (2, expected)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_torchrun_lets_the_ranks_save(start, tmp_path: Path, number: signal.Signals) -> None:
     process = start(*_torchrun(tmp_path, "--standalone", "--nproc-per-node", "2"), "0.5")

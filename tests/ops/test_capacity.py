@@ -1,5 +1,6 @@
 """Capacity rules by hand-worked numbers, and the order of dropping against a plain loop."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,17 +57,25 @@ def test_capacity_refuses_what_it_does_not_know():
         (-1, None, "capacity=-1: must be an integer >= 0"),
         (1.5, None, "capacity=1.5: must be an integer >= 0"),
         (True, None, "capacity=True: must be an integer >= 0"),
-        (torch.tensor(1.5), None, r"capacity is torch.float32 \(\): must be a tensor of int32 or int64"),
+        (torch.tensor(1.5), None, r"capacity is torch.float32 \(\): must be a tensor of integers"),
         (torch.tensor([1, 1]), None, r"capacity is torch.int64 \(2,\): .* of shape \(\) or \(3,\)"),
         (1, torch.tensor(0), r"before is torch.int64 \(\): .* of shape \(3,\)"),
-        (1, torch.zeros(3), r"before is torch.float32 \(3,\): must be a tensor of int32 or int64"),
-        (1, [0, 0, 0], r"before is \[0, 0, 0\]: must be a tensor of int32 or int64"),
+        (1, torch.zeros(3), r"before is torch.float32 \(3,\): must be a tensor of integers"),
+        (1, [0, 0, 0], r"before is \[0, 0, 0\]: must be a tensor of integers"),
     ],
 )
 def test_places_are_integers(capacity, before, message):
     routing = make_routing(torch.tensor([[0], [1], [2]]), torch.ones(3, 1), 3)
     with pytest.raises(ValueError, match=f"^{message}"):
         apply_capacity(routing, capacity, before=before)
+
+
+@pytest.mark.parametrize(
+    "capacity", [np.int64(1), torch.tensor(1, dtype=torch.int16), torch.ones(3, dtype=torch.uint8)], ids=repr
+)
+def test_places_may_be_of_any_kind_of_integers(capacity):
+    routing = make_routing(torch.tensor([[0], [1], [0]]), torch.ones(3, 1), 3)
+    assert apply_capacity(routing, capacity).expert.tolist() == [0, 1, -1]
 
 
 def test_R9_earliest_tokens_keep_their_place():

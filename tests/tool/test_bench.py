@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megablocks.tool import bench
 from megablocks.tool.bench import text_of
 from megablocks.tool.commands import main
 from megablocks.tool.peers import peers
@@ -88,6 +89,18 @@ def test_bad_arguments_are_one_line(words: list[str], message: str, capsys: pyte
     assert main(["bench", *SHAPE, *words]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"megablocks bench: {message}") and told.count("\n") == 1
+
+
+def test_what_torch_says_of_the_inputs_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("CUDA error: no kernel image is available\nCUDA kernel errors might be reported later")
+
+    monkeypatch.setattr(bench, "Problem", broken)
+    assert main(["bench", *SHAPE]) == 2
+    told = capsys.readouterr().err
+    assert told.endswith("cannot be allocated (CUDA error: no kernel image is available); take less\n")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_timing(

@@ -62,6 +62,13 @@ def _shell(command: str, **environment: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
+def test_torch_says_nothing_of_a_cuda_toolkit_without_a_gpu(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.training")
+    toolkit = {"CUDA_HOME": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
+    said = _shell("$PYTHON -m megablocks plan -- --num-layers 2", **toolkit)
+    assert said == (2, "", "megablocks plan: hidden_size=None: --hidden-size is required\n")
+
+
 def test_output_that_cannot_be_written_is_one_line_at_most() -> None:
     program = "$PYTHON -m megablocks"
     assert _shell(f"{program} --help >/dev/full") == (1, "", "megablocks: output: No space left on device\n")
@@ -84,6 +91,19 @@ def test_ctrl_c_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     assert commands.program() == 130
     assert capsys.readouterr().err == "megablocks: interrupted\n"
+
+
+def test_an_error_of_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Python's and Triton's "could not get source code", which is an OSError."""
+
+    def mistaken(path: str) -> object:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(commands, "load", mistaken)
+    monkeypatch.setattr(sys, "argv", ["megablocks", "doctor"])
+    monkeypatch.setattr(os, "dup2", lambda *_: None)
+    with pytest.raises(OSError, match="^could not get source code$"):
+        commands.program()
 
 
 def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_path: Path) -> None:

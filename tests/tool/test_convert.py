@@ -289,6 +289,13 @@ def test_an_unfit_field_is_named(family: str, changed: dict[str, Any], message: 
         model_of({**CONFIGS[family], "model_type": family, **changed}, "test")
 
 
+def test_latent_attention_reads_no_groups_of_queries_and_no_width_of_a_head() -> None:
+    config = {**CONFIGS["deepseek_v3"], "model_type": "deepseek_v3"}
+    unread = {"num_key_value_heads": 3, "num_attention_heads": 20, "head_dim": None}
+    found = model_of({**config, **unread}, "test")
+    assert (found.num_heads, found.num_kv_heads, found.head_dim) == (20, 20, 6)
+
+
 def test_a_link_to_nothing_is_refused_before_the_work(source: Path, tmp_path: Path) -> None:
     (tmp_path / "ours").symlink_to(tmp_path / "nothing")
     with pytest.raises(ConfigError, match="ours: exists; choose another folder, or remove it"):

@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from numbers import Integral
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.routing.dispatch import Routing, build_dispatch
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def capacity_of(
@@ -59,11 +62,10 @@ def _check_counts(name: str, counts: object, *shapes: tuple[int, ...]) -> None:
     """Refuse what is no tensor of integers of one of the shapes."""
     found: object = counts
     if isinstance(counts, Tensor):
-        if tuple(counts.shape) in shapes and counts.dtype in (torch.int32, torch.int64):
+        if tuple(counts.shape) in shapes and counts.dtype in _INTEGERS:
             return
         found = f"{counts.dtype} {tuple(counts.shape)}"
-    allowed = " or ".join(map(str, shapes))
-    raise ValueError(f"{name} is {found}: must be a tensor of int32 or int64, of shape {allowed}")
+    raise ValueError(f"{name} is {found}: must be a tensor of integers, of shape {' or '.join(map(str, shapes))}")
 
 
 def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor | None = None) -> Routing:
@@ -82,7 +84,7 @@ def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor |
     num_experts, num_pairs = routing.num_experts, routing.num_pairs
     if isinstance(capacity, Tensor):
         _check_counts("capacity", capacity, (), (num_experts,))
-    elif isinstance(capacity, bool) or not isinstance(capacity, (int, torch.SymInt)) or capacity < 0:
+    elif isinstance(capacity, bool) or not isinstance(capacity, (Integral, torch.SymInt)) or capacity < 0:
         raise ValueError(f"capacity={capacity!r}: must be an integer >= 0, or a tensor of integers")
     if before is not None:
         _check_counts("before", before, (num_experts,))
