@@ -40,7 +40,7 @@ from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS
-from megablocks.ops.library import is_autocast, under_autocast
+from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
 
@@ -232,7 +232,7 @@ def needs_gradient(call: _Call, weights: Tensor) -> bool:
 def read_call(module: Any, x: Tensor) -> _Call:
     """The parameters of `module` and x (T, H), in one dtype."""
     first, up_bias, down_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
-    autocast = is_autocast(x)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     up, down = read_weight(module, first, autocast), read_weight(module, "down_proj", autocast)
     if module.has_bias:
         up_bias, down_bias = getattr(module, f"{first}_bias"), module.down_proj_bias

@@ -26,7 +26,7 @@ from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
 from megablocks.ops.fused.remote import Remote
 from megablocks.ops.hopper import why_off
-from megablocks.ops.library import is_autocast, under_autocast
+from megablocks.ops.library import under_autocast
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -243,7 +243,7 @@ class Experts(nn.Module):
         )
 
     def _checked(self, rows: Tensor) -> Tensor:
-        if is_autocast(rows):
+        if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:
             raise ValueError(f"x: has dtype {rows.dtype}, must be the experts' {self.w1.dtype} outside autocast")
@@ -291,7 +291,9 @@ def local_part(weight: Tensor) -> Tensor:
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
     """A block in which autocast is off for the device of `t`."""
-    return torch.autocast(t.device.type, enabled=False) if is_autocast(t) else contextlib.nullcontext()
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _check_shard(shard: ExpertShard, config: MoEConfig) -> None:

@@ -40,17 +40,15 @@ def runs_triton(t: Tensor) -> bool:
     return t.is_cuda and t.dtype != torch.float64 and _HAS_TRITON
 
 
-def is_autocast(t: Tensor) -> bool:
-    """Whether autocast is on for the device of `t`. It has no device "meta": torch raises if asked about that one."""
-    return not t.is_meta and torch.is_autocast_enabled(t.device.type)
-
-
 def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does."""
-    tensors = (first, *others)
-    if not is_autocast(first):
+    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does.
+
+    Autocast has no device "meta": torch raises where it is asked about that one.
+    """
+    tensors, kind = (first, *others), first.device.type
+    if first.is_meta or not torch.is_autocast_enabled(kind):
         return tensors
-    dtype = torch.get_autocast_dtype(first.device.type)
+    dtype = torch.get_autocast_dtype(kind)
     return tuple(t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors)
 
 

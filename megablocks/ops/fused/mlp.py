@@ -48,7 +48,7 @@ from megablocks.ops.grouped.gathered_mm import (
 )
 from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
-from megablocks.ops.library import custom_op, is_autocast, once_differentiable, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
@@ -386,7 +386,7 @@ def fused_mlp(
             in_order with a weight, or main_grads that are no place for these gradients.
     """
     w1, v1, w2, b1, c1, b2 = parameters
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:

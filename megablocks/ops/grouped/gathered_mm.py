@@ -32,7 +32,7 @@ from megablocks.ops.grouped.grouped_mm import (
     hopper_ragged_m,
     twin_kernels,
 )
-from megablocks.ops.library import custom_op, is_autocast, under_autocast
+from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, check_bits, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
@@ -176,7 +176,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Raises:
         ValueError: shapes or dtypes that do not fit, or num_bits that is none of 4, 8 and -1.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, w, dispatch)
     if num_bits != OFF:
@@ -199,7 +199,7 @@ def gathered_mm_gated(
     Raises:
         ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch)
     if num_bits != OFF:

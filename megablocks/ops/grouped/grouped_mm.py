@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.hopper import runs_hopper
-from megablocks.ops.library import custom_op, is_autocast, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, runs_triton, under_autocast
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
@@ -216,7 +216,7 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     check_grouped(x, w, offsets)
     return grouped_mm_op(x, w, offsets)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
 from megablocks.ops.grouped.grouped_mm import check_grouped, grouped_mm_op, is_transposed, weight_gradient
-from megablocks.ops.library import custom_op, is_autocast, once_differentiable, under_autocast
+from megablocks.ops.library import custom_op, once_differentiable, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -104,7 +105,7 @@ def low_rank_mm(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w, a, b = under_autocast(x, w, a, b)
     count = dispatch.num_tokens if gathered else dispatch.num_rows
     if x.dim() != 2 or x.shape[0] != count:

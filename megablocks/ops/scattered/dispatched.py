@@ -24,7 +24,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import is_transposed
-from megablocks.ops.library import custom_op, is_autocast, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, runs_triton, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch, Rows
 
@@ -175,7 +175,7 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Raises:
         ValueError: shapes or dtypes that do not fit, or a dispatch that is padded or has fewer rows than pairs.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     return gathered_linear_op(x, w, bias, dispatch)
@@ -246,7 +246,7 @@ def linear_combine(
     Raises:
         ValueError: as `gathered_linear`, or a gate that does not fit the activation.
     """
-    if is_autocast(pre):
+    if not pre.is_meta and torch.is_autocast_enabled(pre.device.type):
         pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)

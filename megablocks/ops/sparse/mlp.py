@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.library import custom_op, is_autocast, once_differentiable, under_autocast
+from megablocks.ops.library import custom_op, once_differentiable, under_autocast
 from megablocks.ops.quant.quant import OFF, pack, unpack
 
 from .epilogue import Epilogue
@@ -161,7 +161,7 @@ def sparse_mlp(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a gate missing or unwanted, a transposed pattern.
     """
-    if is_autocast(x):
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     rows, columns = pattern.shape
     check_activation(x, None if v1 is None else x, activation, "v1")
