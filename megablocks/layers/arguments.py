@@ -45,7 +45,7 @@ def activation_of(function: object) -> Activation:
     """The activation that an `activation_fn` of megablocks 0.10 stands for.
 
     Raises:
-        ConfigError: a function or name that is none of gelu, silu, relu and relu2.
+        ConfigError: a function or name other than gelu, silu, relu and relu2.
     """
     keywords: dict[str, Any] = {}
     inner: Any = function

@@ -1,4 +1,4 @@
-"""scripts/release_smoke.py runs an installed wheel, and says so where there is none."""
+"""scripts/release_smoke.py runs an installed wheel; without one it ends in a line that says so."""
 
 from __future__ import annotations
 

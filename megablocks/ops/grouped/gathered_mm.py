@@ -174,7 +174,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
         (R, N) in x's dtype; rows >= V are unspecified. Differentiable in x and w.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or num_bits that is none of 4, 8 and -1.
+        ValueError: shapes or dtypes that do not fit, or num_bits other than 4, 8 and -1.
     """
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
         x, w = under_autocast(x, w)

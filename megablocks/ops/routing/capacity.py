@@ -59,7 +59,7 @@ def capacity_of(
 
 
 def _check_counts(name: str, counts: object, *shapes: tuple[int, ...]) -> None:
-    """Refuse what is no tensor of integers of one of the shapes."""
+    """Raise ValueError unless counts is a tensor of integers and has one of the shapes."""
     found: object = counts
     if isinstance(counts, Tensor):
         if tuple(counts.shape) in shapes and counts.dtype in _INTEGERS:
