@@ -41,8 +41,9 @@ print_in_any_locale()  # every benchmark imports this file
 
 FORMAT = 1
 REQUIRED = ("format", "benchmark", "environment", "gate", "void", "summary", "records")
-PACKAGES = ("triton", "megatron-core", "transformer-engine", "scattermoe", "sonicmoe", "quack-kernels",
-            "nvidia-cutlass-dsl")  # fmt: skip
+PACKAGES = ("triton", "megatron-core", "transformer-engine", "scattermoe", "sonicmoe", "sonic-moe",
+            "quack-kernels", "nvidia-cutlass-dsl")  # fmt: skip
+"""SonicMoE's tree calls itself sonicmoe, its releases on PyPI sonic-moe."""
 RESULTS = Path(__file__).parent / "results"
 PEER_FIGURES = Path(__file__).parent / "peers_h200.json"
 

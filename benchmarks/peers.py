@@ -1,10 +1,11 @@
 """Whole layers compared with those of other packages: TFLOP/s of forward and backward, and memory held for backward.
 
-    python benchmarks/peers.py [--shapes 0,1,…] [--candidates …] [--out FILE.json]
+    python benchmarks/peers.py [--shapes 0,1,…] [--candidates …] [--skew 16] [--out FILE.json]
     python benchmarks/peers.py --merge FILE.json… --out FILE.json
 
 The shapes are the twelve of SonicMoE's paper and the others of peers_h200.json (T,H; I/E/K; SwiGLU, bf16, random
 routing). peers_h200.json holds earlier figures of the peers on an H200. A peer more than 15 % below them voids the run.
+With --skew S the fullest expert gets S times the mean, and the others follow Zipf's law; S <= E/K.
 
 Candidates, in turn in one process per shape:
 
@@ -38,7 +39,19 @@ from statistics import median
 from typing import Any
 
 from children import Runner, candidate, chosen, parser_of, run_benchmark, run_child
-from layer_candidates import FUSED_MODES, OURS, PEER_LAYERS, PEERS, Problem, Step, kind, labelled, random_ids, select
+from layer_candidates import (
+    FUSED_MODES,
+    OURS,
+    PEER_LAYERS,
+    PEERS,
+    Problem,
+    Step,
+    kind,
+    labelled,
+    random_ids,
+    select,
+    skewed,
+)
 from layer_timing import check_and_time
 from measure import (
     Gate,
@@ -67,6 +80,8 @@ PAPER = tuple(
 )
 """The 1.4B, 7B, 30B and 120B configurations of SonicMoE's benchmark (arXiv 2512.14080)."""
 TOY = "64,32; 64/8/2"
+SKEWED = ", skew "
+"""Between a shape and its load in the names of skewed records."""
 SONICMOE = ("sonicmoe", "sonicmoe compiled")
 DIFFERS = ("command", "date", "processor")
 """Keys of the environment that merged runs need not share."""
@@ -79,10 +94,11 @@ def labels(toy: bool) -> list[str]:
 
 
 @functools.cache
-def load(label: str, wanted: str) -> tuple[Problem, dict[str, Callable[[], Step]]]:
+def load(label: str, wanted: str, skew: float | None) -> tuple[Problem, dict[str, Callable[[], Step]]]:
     """A shape and its candidates. Each candidate is made once, so that the one that `prepare` compiled is timed."""
     shape, device = labelled(label), "cuda" if on_gpu() else "cpu"
-    problem = Problem(shape, random_ids(shape, device), device=device)
+    ids = random_ids(shape, device) if skew is None else skewed(shape.tokens, shape.experts, shape.top_k, skew)
+    problem = Problem(shape, ids, device=device)
     made = select(problem.ours() | problem.fused_modes() | problem.peers() | {"bmm": problem.bmm}, wanted)
     return problem, {name: functools.cache(make) for name, make in made.items()}
 
@@ -91,7 +107,7 @@ def prepare(job: str, args: argparse.Namespace) -> None:
     """Run every candidate once, which compiles its kernels. A failure counts only if it happens again when timed."""
     import torch
 
-    for name, make in load(labels(args.toy)[int(job)], args.candidates)[1].items():
+    for name, make in load(labels(args.toy)[int(job)], args.candidates, args.skew)[1].items():
         with candidate(f"{job}/{name}"):
             make().total()
     if on_gpu():
@@ -100,10 +116,11 @@ def prepare(job: str, args: argparse.Namespace) -> None:
 
 
 def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
-    problem, made = load(labels(args.toy)[int(job)], args.candidates)
+    problem, made = load(labels(args.toy)[int(job)], args.candidates, args.skew)
     times, memory = check_and_time(job, problem, made, struck, args.rounds, queued=True)
     if times:
-        emit(shape=problem.shape.label, flops=problem.shape.forward_flops, memory=memory, times=times)
+        label = problem.shape.label if args.skew is None else f"{problem.shape.label}{SKEWED}{args.skew:g}"
+        emit(shape=label, flops=problem.shape.forward_flops, memory=memory, times=times)
     load.cache_clear()
 
 
@@ -151,7 +168,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 def compare(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """fused over SonicMoE at the measured shapes of the paper: by shape, least and geometric mean."""
     by_shape = {r["shape"]: found for r in records if "queued" in (found := against_sonicmoe(r))}
-    shown = {shape: by_shape[shape] for shape in PAPER if shape in by_shape}
+    shown = {shape: row for shape, row in by_shape.items() if shape.partition(SKEWED)[0] in PAPER}
     if not shown:
         return {}
     means = {how: geometric_mean([row[how] for row in shown.values()]) for how in ("queued", "eager")}
@@ -248,6 +265,7 @@ def main() -> int:
     parser = parser_of(__doc__, seconds=590.0)
     parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default: all")
     parser.add_argument("--candidates", default="", help="only these, by name")
+    parser.add_argument("--skew", type=float, help="load of the fullest expert over the mean; default: random routing")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE.json", help="merge these results")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
     args = parser.parse_args()
