@@ -271,6 +271,9 @@ def main() -> int:
     args = parser.parse_args()
     jobs = chosen(parser, "--shapes", args.shapes, [str(i) for i in range(len(labels(args.toy)))])
     chosen(parser, "--candidates", args.candidates, (*OURS, *FUSED_MODES, *PEER_LAYERS, "bmm"))
+    most = min(shape.experts / shape.top_k for shape in (labelled(labels(args.toy)[int(job)]) for job in jobs))
+    if args.skew is not None and not 1 <= args.skew <= most:
+        parser.error(f"--skew={args.skew:g}: must be in [1, {most:g}], E / K of these shapes")
     if dry_run():
         for job in jobs:
             print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}")

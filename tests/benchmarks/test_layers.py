@@ -89,6 +89,24 @@ def test_peers_compute_the_same_layer(results):
     assert rows["auto"]["auto_speed"] == 1.0 and rows["auto"]["total"] > 0
 
 
+def test_peers_under_skew_have_the_load_and_a_name_that_says_so():
+    problem, _ = peers.load(peers.TOY, "fused", 2.0)
+    loads = torch.bincount(problem.ids.flatten(), minlength=8)
+    assert (int(loads.max()), int(loads.sum())) == (32, 128)
+    said = child_records(peers, "--child", "0", "--toy", "--skew", "2", "--candidates", "fused")
+    assert [r["shape"] for r in said if "shape" in r] == [f"{peers.TOY}, skew 2"]
+    found = peers.compare([against(f"{peers.PAPER[0]}, skew 16", 2.0, 3.0, 2.5)])
+    assert found["mean"] == pytest.approx(1.25)
+
+
+@pytest.mark.parametrize("skew", ["0.5", "5", "nan"])
+def test_peers_refuse_a_skew_that_no_load_has(skew, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["peers.py", "--toy", "--skew", skew])
+    with pytest.raises(SystemExit):
+        peers.main()
+    assert f"--skew={skew}: must be in [1, 4], E / K of these shapes" in capsys.readouterr().err
+
+
 def test_the_time_of_backward_is_total_minus_forward():
     record = {"flops": 1e12, "times": {"queued/a": [3e3, 3e3], "forward/a": [1e3, 1e3], "eager/a": [6e3, 6e3]}}
     assert peers.rates(record) == {"a": {"forward": 1e3, "backward": 1e3, "total": 1e3, "eager": 500.0}}
