@@ -8,7 +8,6 @@ Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C p
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +27,7 @@ from megablocks.ops.grouped.grouped_mm import grouped_mm, torch_kernel_on
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
-from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch, pad_dispatch
+from megablocks.ops.routing.dispatch import Dispatch, pad_dispatch
 from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
 from megablocks.ops.sparse.matrix import topology
 from megablocks.ops.sparse.mlp import sparse_mlp
@@ -257,24 +256,6 @@ def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:
     row = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
     first_slots = torch.arange(num_rows + 1, dtype=torch.int32, device=offsets.device)
     return Dispatch(offsets, torch.minimum(first_slots, offsets[-1]), row, row, row)
-
-
-class PaddedExperts:
-    """The experts of a capacity layer: each computes `places` rows, whether a pair fills them or not.
-
-    Args:
-        compute: (E, C, H) → (E, C, H).
-        places: C.
-        num_bits: as in `combine`.
-    """
-
-    def __init__(self, compute: Callable[[Tensor], Tensor], places: int, num_bits: int) -> None:
-        self.compute, self.places, self.num_bits = compute, places, num_bits
-
-    def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-        bins = bin_dispatch(dispatch, self.places)
-        rows = gather(x, bins).view(dispatch.num_experts, self.places, x.shape[1])
-        return combine(self.compute(rows).flatten(0, 1), weight, bins, num_bits=self.num_bits)
 
 
 def batched(parameters: ExpertParameters, bins: Tensor, config: MoEConfig) -> Tensor:
