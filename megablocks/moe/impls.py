@@ -8,6 +8,7 @@ Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C p
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -77,22 +78,9 @@ def choose_impl(
             was not measured.
         num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
     """
-    takes = hopper_takes(
-        on_hopper=on_hopper,
-        dtype=dtype,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-    )
-    return "fused" if takes and not biased and not saves_less else "grouped"
-
-
-def hopper_takes(
-    *, on_hopper: bool, dtype: torch.dtype, num_experts: int, hidden_size: int, ffn_hidden_size: int
-) -> bool:
-    """Whether Hopper's kernels compute all products of the experts; arguments as for `choose_impl`."""
     aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
-    return on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    takes = on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    return "fused" if takes and not biased and not saves_less else "grouped"
 
 
 def runs_on_hopper(device: torch.device) -> bool:
@@ -111,19 +99,16 @@ def impl_for(
         ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can take its place.
     """
     quantized = any(getattr(config, name) != OFF for name in QUANTIZED)
-    kernels: dict[str, Any] = {
-        "on_hopper": runs_on_hopper(device),
-        "dtype": dtype,
-        "num_experts": num_experts,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": ffn_hidden_size,
-    }
-    if (
-        config.batch_invariant
-        and device.type == "cuda"
-        and torch_kernel_on(device, dtype)
-        and not hopper_takes(**kernels)
-    ):
+    choose = partial(
+        choose_impl,
+        on_hopper=runs_on_hopper(device),
+        dtype=dtype,
+        num_experts=num_experts,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+    )
+    hopper_takes = choose(biased=False, saves_less=False) == "fused"
+    if config.batch_invariant and device.type == "cuda" and torch_kernel_on(device, dtype) and not hopper_takes:
         if config.mlp_impl != "scatter" and (config.mlp_impl != "auto" or quantized):
             allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: other products are"
             refuse("batch_invariant", True, f"{allowed} torch's, which choose by the number of rows")
@@ -131,7 +116,7 @@ def impl_for(
     if config.mlp_impl != "auto":
         return config.mlp_impl
     saves_less = config.recompute_activation or quantized
-    return choose_impl(**kernels, biased=config.mlp_bias, saves_less=saves_less)
+    return choose(biased=config.mlp_bias, saves_less=saves_less)
 
 
 def fused(call: ExpertCall) -> Tensor:
