@@ -368,18 +368,14 @@ def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, floa
 def check_computable(config: Mapping[str, Any], where: object) -> None:
     """Refuse a config whose model Megatron would compute differently. Raises ConfigError, which names the field."""
     family = FAMILIES[family_of(config, where)]
-    for name, allowed in {**_OF_ANY, **family.must}.items():
-        if config.get(name, allowed) != allowed:
-            raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
-    rope = _rope_of(config)
-    kind = rope["rope_type"]
-    kinds = ("default", "yarn") if family.yarn else ("default",)
-    if kind not in kinds:
-        raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")
-    for name, needed in {**family.yarn, "attention_factor": None}.items() if kind == "yarn" else ():
-        found = rope.get(name, True if name == "truncate" else needed)
-        if found != needed:
-            raise ConfigError(f"{where}: {name}={found!r}: must be {needed} for Megatron")
+    said, needed = _beside_model(config), {**_OF_ANY, **family.must}
+    if said["rope_type"] == "yarn":
+        needed |= {**family.yarn, "attention_factor": None}
+    rope_types = ("default", "yarn") if family.yarn else ("default",)
+    for name, allowed in {"rope_type": rope_types, **{name: (value,) for name, value in needed.items()}}.items():
+        if said.get(name) not in allowed:
+            rule = f"must be {' or '.join(map(repr, allowed))} for Megatron"
+            raise ConfigError(f"{where}: {name}={said.get(name)!r}: {rule}")
 
 
 def family_for(model: Model) -> str:
