@@ -442,7 +442,10 @@ def write(
         name = f"release/{plan.storage_data.prefix}0.distcp"
         if (notes := journal.finished(name)) is not None:
             skipped(sum(note[-1] for note in notes))
-            return [_result(Path(name).name, *note) for note in notes]
+            return [
+                WriteResult(MetadataIndex(fqn, offset), size, _StorageInfo(Path(name).name, start, length))
+                for fqn, offset, start, length, size in notes
+            ]
         # The writer keeps the last block of each of a file's tensors until the file is complete.
         found: list[WriteResult] = writer.write_data(plan, planner).value()
         places = [(one.index, one.storage_data, one.size_in_bytes) for one in found]
@@ -454,11 +457,6 @@ def write(
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / atomic.POINTER).write_text("release")
     (folder / "flags.txt").write_text("\n".join(lines) + "\n")
-
-
-def _result(file: str, name: str, offset: list[int] | None, start: int, length: int, size: int) -> WriteResult:
-    index = MetadataIndex(name, None if offset is None else torch.Size(offset))
-    return WriteResult(index, size, _StorageInfo(file, start, length))
 
 
 def _object_key(name: str, number: tuple[int, ...] = (0,), numbers: tuple[int, ...] = (1,)) -> str:
