@@ -129,26 +129,23 @@ def find_latest_complete(root: Path | str) -> Latest:
     root = Path(root)
     pointer, text = _read_pointer(root)
     if text == "release":
-        return Latest(None, warnings=[])
+        return Latest(None)
     found = iterations(root)
     complete = [i for i in found if (folder_of(root, i) / MARKER).is_file()]
-    warnings = []
+    if not complete and pointer in found:
+        folder = folder_of(root, pointer)
+        if not (folder / "metadata.json").is_file() and not (folder / ".metadata").is_file():
+            raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
+        return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
+    if not complete and pointer is not None:
+        raise CheckpointError(f"{root / POINTER}: names iteration {pointer}, which {root} does not hold")
+    chosen = pointer if pointer in complete else max(complete, default=-1)
+    torn = [folder_of(root, i) for i in found if i not in complete and i > chosen]
+    warnings = [f"{folder}: torn (no {MARKER}), ignored" for folder in torn]
     if not complete:
-        if pointer in found:
-            folder = folder_of(root, pointer)
-            if not (folder / "metadata.json").is_file() and not (folder / ".metadata").is_file():
-                raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
-            return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
-        if pointer is not None:
-            raise CheckpointError(f"{root / POINTER}: names iteration {pointer}, which {root} does not hold")
-        warnings += [f"{folder_of(root, i)}: torn (no {MARKER}), ignored" for i in found]
         if text is not None:
             warnings.append(f"{root / POINTER}: {text!r} is not an iteration, and there is no complete checkpoint")
         return Latest(None, warnings=warnings)
-    chosen = pointer if pointer in complete else complete[-1]
-    warnings += [
-        f"{folder_of(root, i)}: torn (no {MARKER}), ignored" for i in found if i not in complete and i > chosen
-    ]
     if chosen != pointer:
         said = "missing" if text is None else repr(text)
         warnings.append(f"{root / POINTER}: {said}; using the newest complete checkpoint, iteration {chosen}")

@@ -58,29 +58,25 @@ def _size(value: Any, least: int = 1) -> str:
     return "" if value <= _LARGEST else f"must be at most {_LARGEST}"
 
 
-def _number(value: Any, zero: bool = False) -> str:
-    if type(value) in (int, float) and (0 < value <= sys.float_info.max or (zero and value == 0)):
-        return ""
-    return f"must be a number {'>=' if zero else '>'} 0"
-
-
-def _of_type(kind: type, what: str) -> Kind:
-    return lambda value: "" if isinstance(value, kind) else f"must be {what}"
-
-
-def _layers(value: Any) -> str:
-    whole = isinstance(value, list) and all(type(layer) is int for layer in value)
-    return "" if whole else "must be a list of the layers' numbers"
+def _kind(what: str, fits: Callable[[Any], bool]) -> Kind:
+    return lambda value: "" if fits(value) else f"must be {what}"
 
 
 def _only(allowed: str) -> Kind:
     """Of a field that transformers ignores."""
-    return lambda value: "" if value == allowed else f"must be {allowed!r}, as transformers computes it"
+    return _kind(f"{allowed!r}, as transformers computes it", lambda value: value == allowed)
 
 
-_TEXT, _FLAG, _OBJECT = _of_type(str, "a string"), _of_type(bool, "true or false"), _of_type(dict, "an object")
-_COUNT, _FACTOR = functools.partial(_size, least=0), functools.partial(_number, zero=True)
-_KINDS: dict[Any, Kind] = {"str": _TEXT, "int": _size, "float": _number, "bool": _FLAG}
+_COUNT = functools.partial(_size, least=0)
+_NUMBER = _kind("a number > 0", lambda value: type(value) in (int, float) and 0 < value <= sys.float_info.max)
+_FACTOR = _kind("a number >= 0", lambda value: type(value) in (int, float) and 0 <= value <= sys.float_info.max)
+_TEXT = _kind("a string", lambda value: isinstance(value, str))
+_FLAG = _kind("true or false", lambda value: isinstance(value, bool))
+_OBJECT = _kind("an object", lambda value: isinstance(value, dict))
+_LAYERS = _kind(
+    "a list of the layers' numbers", lambda value: isinstance(value, list) and all(type(one) is int for one in value)
+)
+_KINDS: dict[Any, Kind] = {"str": _TEXT, "int": _size, "float": _NUMBER, "bool": _FLAG}
 _FIELD_KINDS = {f.name: kind for f in dataclasses.fields(Model) if (kind := _KINDS.get(f.type.removesuffix(" | None")))}
 
 
@@ -190,7 +186,7 @@ FAMILIES = {
         _LLAMA_EXPERTS,
         _dense_of_qwen,
         lambda model: {"mlp_only_layers": list(model.dense_layers), "decoder_sparse_step": 1},
-        reads={"mlp_only_layers": _layers, "decoder_sparse_step": _size},
+        reads={"mlp_only_layers": _LAYERS, "decoder_sparse_step": _size},
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -273,7 +269,7 @@ def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> No
     """Refuse a value that is not of its field's kind. What is null or missing has a default, or is refused later."""
     fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     kinds = {name: _FIELD_KINDS[field] for field, names in fields.items() for name in names}
-    kinds |= {"rope_theta": _number, "rope_scaling": _OBJECT, "rope_parameters": _OBJECT}
+    kinds |= {"rope_theta": _NUMBER, "rope_scaling": _OBJECT, "rope_parameters": _OBJECT}
     kinds |= {"tie_word_embeddings": _FLAG, **family.reads}
 
     def check(values: Mapping[str, Any], kinds: Mapping[str, Kind], of: str) -> None:
@@ -283,7 +279,7 @@ def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> No
 
     check(config, kinds, "")
     for name in ("rope_scaling", "rope_parameters"):
-        check(config.get(name) or {}, {"rope_theta": _number, **dict.fromkeys(_YARN_FACTORS, _FACTOR)}, f"{name}.")
+        check(config.get(name) or {}, {"rope_theta": _NUMBER, **dict.fromkeys(_YARN_FACTORS, _FACTOR)}, f"{name}.")
 
 
 def _check_sizes(sizes: Mapping[str, int], names: Mapping[str, str], where: object) -> None:
@@ -368,18 +364,14 @@ def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, floa
 def check_computable(config: Mapping[str, Any], where: object) -> None:
     """Refuse a config whose model Megatron would compute differently. Raises ConfigError, which names the field."""
     family = FAMILIES[family_of(config, where)]
-    for name, allowed in {**_OF_ANY, **family.must}.items():
-        if config.get(name, allowed) != allowed:
-            raise ConfigError(f"{where}: {name}={config[name]!r}: must be {allowed!r} for Megatron")
-    rope = _rope_of(config)
-    kind = rope["rope_type"]
-    kinds = ("default", "yarn") if family.yarn else ("default",)
-    if kind not in kinds:
-        raise ConfigError(f"{where}: rope_type={kind!r}: must be {' or '.join(map(repr, kinds))} for Megatron")
-    for name, needed in {**family.yarn, "attention_factor": None}.items() if kind == "yarn" else ():
-        found = rope.get(name, True if name == "truncate" else needed)
-        if found != needed:
-            raise ConfigError(f"{where}: {name}={found!r}: must be {needed} for Megatron")
+    said, needed = _beside_model(config), {**_OF_ANY, **family.must}
+    if said["rope_type"] == "yarn":
+        needed |= {**family.yarn, "attention_factor": None}
+    rope_types = ("default", "yarn") if family.yarn else ("default",)
+    for name, allowed in {"rope_type": rope_types, **{name: (value,) for name, value in needed.items()}}.items():
+        if said.get(name) not in allowed:
+            rule = f"must be {' or '.join(map(repr, allowed))} for Megatron"
+            raise ConfigError(f"{where}: {name}={said.get(name)!r}: {rule}")
 
 
 def family_for(model: Model) -> str:

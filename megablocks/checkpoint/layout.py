@@ -83,11 +83,9 @@ class Model:
                 "post_attention_layernorm": (hidden,),
                 **{f"mlp.{name}": shape for name, shape in self._mlp(number).items()},
             }
-            names = {
-                name if re.search(r"\.[wvbc]\d$|bias$|sinks$", name) else f"{name}.weight": layer[name]
-                for name in layer
-            }
-            units |= {f"model.layers.{number}.{name}": shape for name, shape in names.items()}
+            for name, shape in layer.items():
+                ending = "" if re.search(r"\.[wvbc]\d$|bias$|sinks$", name) else ".weight"
+                units[f"model.layers.{number}.{name}{ending}"] = shape
         units["model.norm.weight"] = (hidden,)
         if not self.tied:
             units["lm_head.weight"] = (self.vocab_size, hidden)

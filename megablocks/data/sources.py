@@ -37,13 +37,17 @@ class Entry:
 
 
 class Source:
-    """Base of the sources. `_walk` gives each document's key, its size, and the function that reads it meanwhile."""
+    """One text file, which is one document.
+
+    The other sources replace `_walk`, which gives each document's key, its size, and the function that reads it
+    meanwhile.
+    """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, path.name if name is None else name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
-        raise NotImplementedError
+        yield self.name, self.path.stat().st_size, self.path.read_bytes
 
     def entries(self) -> Iterator[Entry]:
         for key, size, _ in self._walk():
@@ -123,13 +127,6 @@ class JsonlSource(Source):
         return value
 
 
-class FileSource(Source):
-    """One text file, which is one document."""
-
-    def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
-        yield self.name, self.path.stat().st_size, self.path.read_bytes
-
-
 def open_source(text: str, jsonl_field: str) -> Source:
     """The source for an `--input`: the word stdlib, a folder, a .jsonl file, a tar archive or a text file."""
     if text == STDLIB:
@@ -143,7 +140,7 @@ def open_source(text: str, jsonl_field: str) -> Source:
         return TarSource(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlSource(path, jsonl_field)
-    return FileSource(path)
+    return Source(path)
 
 
 def is_text(raw: bytes) -> bool:

@@ -368,37 +368,13 @@ class Checkpoint:
         items = create_read_items_for_chunk_list(name, self._tensors[name], [chunk])
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise atomic.CheckpointError(f"{self.folder}: {name}: the files hold only a part of it")
+        planner = DefaultLoadPlanner()
+        planner.lookup_tensor = lambda index: target  # type: ignore[method-assign]
         try:
-            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
+            self._reader.read_data(LoadPlan(items), planner).wait()
         except Exception as error:  # of torch.load, of many kinds
             raise atomic.CheckpointError(f"{self.folder}: {name} cannot be read: {line_of(error)}") from error
         return target if layer is None else target[0]
-
-
-class _Into(DefaultLoadPlanner):
-    """Lets the reader write into a tensor."""
-
-    def __init__(self, target: Tensor) -> None:
-        super().__init__()
-        self.target = target
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.target
-
-
-class _FromUnits(DefaultSavePlanner):
-    """Lets the writer ask for one block after the other."""
-
-    def __init__(self, read: Callable[[MetadataIndex], Tensor], objects: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.read, self.objects = read, objects
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        if write_item.type is not WriteItemType.BYTE_IO:
-            return self.read(write_item.index)
-        data = io.BytesIO()
-        torch.save([self.objects[write_item.index.fqn]], data)
-        return data
 
 
 def write(
@@ -427,13 +403,19 @@ def write(
     plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]))
     plans, metadata = create_default_global_save_plan(plans)
 
-    def read(index: MetadataIndex) -> Tensor:
-        stored, block = where[index.fqn, tuple(index.offset or ())]
+    def resolve(write_item: WriteItem) -> Tensor | io.BytesIO:
+        """What the writer asks for, one item after the other: a block, or an object in bytes."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            data = io.BytesIO()
+            torch.save([objects[write_item.index.fqn]], data)
+            return data
+        stored, block = where[write_item.index.fqn, tuple(write_item.index.offset or ())]
         tensor = units.block(stored, block).contiguous()
         said(tensor.nbytes)
         return tensor.view((1,) * len(block.at) + tuple(tensor.shape))
 
-    planner = _FromUnits(read, objects)
+    planner = DefaultSavePlanner()
+    planner.resolve_data = resolve  # type: ignore[method-assign]
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(True)
 
@@ -442,7 +424,10 @@ def write(
         name = f"release/{plan.storage_data.prefix}0.distcp"
         if (notes := journal.finished(name)) is not None:
             skipped(sum(note[-1] for note in notes))
-            return [_result(Path(name).name, *note) for note in notes]
+            return [
+                WriteResult(MetadataIndex(fqn, offset), size, _StorageInfo(Path(name).name, start, length))
+                for fqn, offset, start, length, size in notes
+            ]
         # The writer keeps the last block of each of a file's tensors until the file is complete.
         found: list[WriteResult] = writer.write_data(plan, planner).value()
         places = [(one.index, one.storage_data, one.size_in_bytes) for one in found]
@@ -454,11 +439,6 @@ def write(
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
     (folder / atomic.POINTER).write_text("release")
     (folder / "flags.txt").write_text("\n".join(lines) + "\n")
-
-
-def _result(file: str, name: str, offset: list[int] | None, start: int, length: int, size: int) -> WriteResult:
-    index = MetadataIndex(name, None if offset is None else torch.Size(offset))
-    return WriteResult(index, size, _StorageInfo(file, start, length))
 
 
 def _object_key(name: str, number: tuple[int, ...] = (0,), numbers: tuple[int, ...] = (1,)) -> str:

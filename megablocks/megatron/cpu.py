@@ -95,11 +95,6 @@ class _CudaMeansCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _current_device() -> None:
-    """`torch.cuda.current_device`, which Megatron passes as device= to almost every tensor that it makes."""
-    _cuda.current_device = lambda: torch.device("cpu")
-
-
 def _literals() -> None:
     """The literal "cuda" in schedules, optimizers, gradient clipping and the training loop. Also `Tensor.type()`, by
     whose result Megatron's mixed-precision and distributed optimizers sort parameters."""
@@ -123,37 +118,6 @@ def _random_state() -> None:
     tp_random._get_cuda_rng_state = get_state
     tp_random._set_cuda_rng_state = set_state
     logging.getLogger(tp_random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
-
-
-def _streams() -> None:
-    """Streams and events, which data parallelism, Megatron's token dispatchers and its timers make."""
-    _cuda.Stream = _cuda.Event = _NoStream
-    _cuda.current_stream = _cuda.default_stream = lambda device=None: _NoStream()
-    _cuda.stream = lambda stream: contextlib.nullcontext()
-    _cuda.set_stream = lambda stream: None
-
-
-def _synchronize() -> None:
-    """`torch.cuda.synchronize`, called after point-to-point communication and in timers; a CPU does not run ahead."""
-    _cuda.synchronize = lambda device=None: None
-
-
-def _device_count() -> None:
-    """Megatron makes process groups and seeds its generators only if there is a device for each local rank."""
-    _cuda.device_count = lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    _cuda.set_device = lambda device: None
-
-
-def _device_properties() -> None:
-    """`get_device_properties`: with tensor parallelism Megatron's validation asks for the compute capability. At 0.0 it
-    uses nothing special."""
-    sizes = {"major": 0, "minor": 0, "total_memory": 0, "multi_processor_count": os.cpu_count() or 1}
-    _cuda.get_device_properties = lambda device=None: types.SimpleNamespace(name="cpu", **sizes)
-
-
-def _memory_statistics() -> None:
-    """`--log-memory-to-tensorboard` reads fields of `torch.cuda.memory_stats`, which is empty without CUDA: now 0."""
-    _cuda.memory_stats = lambda device=None: defaultdict(int)
 
 
 def _no_compiler() -> None:
@@ -199,9 +163,38 @@ def skip_compile_helpers() -> None:
         utils.compile_helpers = lambda: None
 
 
-_ALL = (_current_device, _literals, _random_state, _streams, _synchronize, _device_count, _device_properties,
-        _memory_statistics, _no_compiler, _dispatcher_splits, _initialize)  # fmt: skip
-PATCHES: dict[str, Callable[[], None]] = {patch.__name__.removeprefix("_"): patch for patch in _ALL}
+_ATTRIBUTES: dict[str, dict[str, Any]] = {
+    # Megatron passes it as device= to almost every tensor that it makes.
+    "current_device": {"current_device": lambda: torch.device("cpu")},
+    # Data parallelism, Megatron's token dispatchers and its timers make streams and events.
+    "streams": {
+        **dict.fromkeys(("Stream", "Event"), _NoStream),
+        **dict.fromkeys(("current_stream", "default_stream"), lambda device=None: _NoStream()),
+        "stream": lambda stream: contextlib.nullcontext(),
+        "set_stream": lambda stream: None,
+    },
+    # It is called after point-to-point communication and in timers; a CPU does not run ahead.
+    "synchronize": {"synchronize": lambda device=None: None},
+    # Megatron makes process groups and seeds its generators only if there is a device for each local rank.
+    "device_count": {
+        "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "set_device": lambda device: None,
+    },
+    # With tensor parallelism Megatron's validation asks for the compute capability. At 0.0 it uses nothing special.
+    "device_properties": {
+        "get_device_properties": lambda device=None: types.SimpleNamespace(
+            name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count() or 1
+        )
+    },
+    # --log-memory-to-tensorboard reads fields of it, which is empty without CUDA: now 0.
+    "memory_statistics": {"memory_stats": lambda device=None: defaultdict(int)},
+}
+"""What stands in torch.cuda, by patch."""
+_FUNCTIONS = (_literals, _random_state, _no_compiler, _dispatcher_splits, _initialize)
+PATCHES: dict[str, Callable[[], None]] = {
+    **{name: functools.partial(vars(torch.cuda).update, new) for name, new in _ATTRIBUTES.items()},
+    **{patch.__name__.removeprefix("_"): patch for patch in _FUNCTIONS},
+}
 
 
 def hide_engine() -> None:

@@ -19,7 +19,7 @@ import math
 import os
 import socket
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,18 +46,6 @@ STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
 
 
-class _Step(NamedTuple):
-    """A step that the host has not read.
-
-    sums: (3,) float64 of this rank: loss, tokens, and how many micro-batches and gradient buffers were bad.
-    loss_is_bad: () float64, the micro-batches of these.
-    """
-
-    number: int
-    sums: Tensor
-    loss_is_bad: Tensor
-
-
 class Guards:
     """One run's guards.
 
@@ -74,8 +62,9 @@ class Guards:
         self.window = LossWindow(settings.loss_spike_window, settings.loss_spike_factor)
         self.is_training = False
         self.heartbeat: Heartbeat | None = None
-        self._sums: Tensor | None = None
-        self._unread: list[_Step] = []
+        # (4,) of this rank since the last step: loss, tokens, micro-batches whose loss was bad, bad gradient buffers
+        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._unread: list[tuple[int, Tensor]] = []  # the numbers and sums of steps that the host has not read
         self._bad = torch.zeros((), dtype=torch.bool)  # whether a step of this rank was bad, on its device
         self._defers = False
         self._sentinels: LayerSentinels | None = None
@@ -102,8 +91,6 @@ class Guards:
 
     def observe(self, loss: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch's summed loss () and token count (), without a synchronization."""
-        if self._sums is None:
-            self._sums = torch.zeros(3, dtype=torch.float64, device=loss.device)
         self._sums[0] += torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
         self._sums[1] += tokens
         self._sums[2] += ~torch.isfinite(loss)
@@ -114,9 +101,9 @@ class Guards:
         _check_same_checkpoint(self.args)
         _check_memory(self.args)
         model, optimizer, scheduler = original(*args, **kwargs)
+        device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+        self._model, self._sums, self._bad = model, self._sums.to(device), self._bad.to(device)
         if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
-            device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
-            self._model, self._bad = model, self._bad.to(device)
             parts = getattr(optimizer, "chained_optimizers", [optimizer])
             skips = all(getattr(part, "skips_nonfinite", False) for part in parts)
             self._defers = skips and not self.settings.loss_spike_factor
@@ -129,28 +116,24 @@ class Guards:
 
     def _step(self, original: Any) -> Any:
         """Stands for `optimizer.step`. Costs no synchronization and no collective in a step that is not read."""
-        if self._sums is None:  # a pipeline stage without the loss
-            sums = torch.zeros(3, dtype=torch.float64, device=self._bad.device)
-        else:
-            sums = self._sums.clone()
-            self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
-        step = _Step(self.args.curr_iteration + 1, sums, sums[2].clone())
-        reads = self._reads_in(step.number)
+        number, sums = self.args.curr_iteration + 1, self._sums.clone()
+        self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
+        reads = self._reads_in(number)
         guards = self.settings.nonfinite_guard and not self.args.fp16  # with fp16 the loss scaler expects overflows
         if guards and (reads or not self.args.clip_grad > 0):  # else the gradient norm, read later, says the same
             for buffer in self._gradient_buffers():
-                sums[2] += is_bad(buffer)
+                sums[3] += is_bad(buffer)
         if self._sentinels is not None:
             self._sentinels.end_step(self._bad)
-        self._bad.logical_or_(sums[2] > 0)
-        self._unread.append(step)
+        self._bad.logical_or_(sums[2:].any())
+        self._unread.append((number, sums))
         if reads:
             return (False, None, None) if self.read(before_update=True) else original()
         result = original()
         norm = result[1]
         if guards and norm is not None:
-            sums[2] += ~torch.isfinite(norm.squeeze()) if isinstance(norm, Tensor) else not math.isfinite(norm)
-            self._bad.logical_or_(sums[2] > 0)
+            sums[3] += ~torch.isfinite(norm.squeeze()) if isinstance(norm, Tensor) else not math.isfinite(norm)
+            self._bad.logical_or_(sums[2:].any())
         return result
 
     def _reads_in(self, step: int) -> bool:
@@ -171,19 +154,19 @@ class Guards:
         steps, self._unread = self._unread, []
         if not steps:
             return False
-        table = torch.stack([step.sums for step in steps])
-        bad_here = table[:, 2].tolist()
+        table = torch.stack([sums for _, sums in steps])
+        here = table[:, 2:].tolist()
         dist.all_reduce(table)
-        last, is_spike = steps[-1].number, False
-        for step, here, (loss, tokens, bad) in zip(steps, bad_here, table.tolist(), strict=True):
-            if bad and self.settings.nonfinite_guard:
-                raise NonFiniteError(self._describe(step, bool(here), last, before_update and step.number == last))
-            mean = loss / tokens if tokens and not bad else math.nan
+        last, is_spike = steps[-1][0], False
+        for (step, _), bad_here, (loss, tokens, *bad) in zip(steps, here, table.tolist(), strict=True):
+            if any(bad) and self.settings.nonfinite_guard:
+                raise NonFiniteError(self._describe(step, bad_here, last, before_update and step == last))
+            mean = loss / tokens if tokens and not any(bad) else math.nan
             median = self.window.median()
             is_spike = self.window.is_spike(mean)
             if is_spike:
                 print_rank_0(
-                    f"step {step.number}: loss {mean:.4f} exceeds {self.settings.loss_spike_factor:g} times "
+                    f"step {step}: loss {mean:.4f} exceeds {self.settings.loss_spike_factor:g} times "
                     f"{median:.4f}, the median of the last {self.settings.loss_spike_window}: update skipped"
                 )
         return is_spike
@@ -192,12 +175,16 @@ class Guards:
         chunks: list[Any] = [chunk for chunk in self._model if hasattr(chunk, "expert_parallel_buffers")]
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
-    def _describe(self, step: _Step, is_bad_here: bool, last: int, before_update: bool) -> str:
-        """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it and gets the same."""
+    def _describe(self, step: int, here: list[float], last: int, before_update: bool) -> str:
+        """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it and gets the same.
+
+        here: how many losses and gradient buffers of this rank were bad.
+        """
+        bad_losses, bad_buffers = here
         born, where = self._sentinels.first_bad() if self._sentinels is not None else (None, None)
-        if born != "forward" and bool(step.loss_is_bad):
+        if born != "forward" and bad_losses:
             born, where = "loss", "the loss"
-        if born is None and is_bad_here:
+        if born is None and bad_buffers:
             named = (
                 (name, getattr(parameter, "main_grad", parameter.grad))
                 for chunk in self._model
@@ -210,7 +197,7 @@ class Guards:
         _, rank, where = min(report for report in reports if report[2] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         when = "before the update" if before_update else f"at step {last}, where the guard was read"
-        return f"step {step.number}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
+        return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
 
     # Checkpoints.
 

@@ -44,21 +44,12 @@ def moe_layers(args: argparse.Namespace) -> list[int]:
 
 def shape_of(args: argparse.Namespace) -> GPTShape:
     """The sizes that decide the model's FLOPs, from Megatron's validated arguments."""
-    return GPTShape(
-        num_layers=args.num_layers,
-        hidden_size=args.hidden_size,
-        seq_length=args.seq_length,
+    return GPTShape.of(
+        args,
         vocab_size=args.padded_vocab_size,
-        num_attention_heads=args.num_attention_heads,
-        head_dim=args.kv_channels,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
-        ffn_hidden_size=args.ffn_hidden_size,
         gated=args.swiglu or args.quick_geglu,
         num_moe_layers=len(moe_layers(args)),
-        num_experts=args.num_experts or 0,
-        top_k=args.moe_router_topk,
-        moe_ffn_hidden_size=args.moe_ffn_hidden_size or 0,
-        shared_expert_hidden_size=args.moe_shared_expert_intermediate_size or 0,
     )
 
 

@@ -26,9 +26,10 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
     Returns:
         (the routing without the dropped pairs, with the metric `dropped`; places that an expert computes on its rank).
     """
-    factor, rule, load, tokens = config.capacity_factor, config.capacity_rule, _load(routing), routing.num_tokens
+    factor, rule, tokens = config.capacity_factor, config.capacity_rule, routing.num_tokens
     assert factor is not None, "the caller asks only where there is one"
     experts, top_k, ranks = config.num_experts, config.top_k, group_size(group)
+    load = routing.metrics["tokens_per_expert"]
     if ranks == 1:
         capacity = int(capacity_of(rule, factor, top_k, tokens, experts, load))
         return apply_capacity(routing, capacity), capacity
@@ -52,17 +53,13 @@ def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGrou
     """
     if not config.capacity_factor:
         return routing
-    load, before, ranks = _load(routing), None, 1
+    load, before, ranks = routing.metrics["tokens_per_expert"], None, 1
     if config.capacity_rule == "megablocks" and group_size(group) > 1:
         ranks = group_size(group)
         before = _taken_before(_gather(load, group), group)
     factor, sizes = abs(config.capacity_factor), (config.top_k, routing.num_tokens, config.num_experts)
     capacity = capacity_of(config.capacity_rule, factor, *sizes, load, num_ranks=ranks)
     return apply_capacity(routing, capacity, before=before)
-
-
-def _load(routing: Routing) -> Tensor:
-    return routing.metrics["tokens_per_expert"]
 
 
 def _gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:

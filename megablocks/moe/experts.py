@@ -21,14 +21,15 @@ from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.device_mesh import copy_rows
 from megablocks.moe.groups import ExpertShard
-from megablocks.moe.impls import ExpertCall, PaddedExperts, batched, fused_remote, impl_for, sorted_dispatch
+from megablocks.moe.impls import ExpertCall, batched, fused_remote, impl_for, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
 from megablocks.ops.fused.remote import Remote
 from megablocks.ops.hopper import why_off
 from megablocks.ops.library import under_autocast
+from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
-from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch
 
 logger = logging.getLogger(__name__)
 
@@ -136,8 +137,10 @@ class Experts(nn.Module):
         """
         if places is not None:
             assert isinstance(dispatch, Dispatch)
-            bits = self.config.quantize_scatter_num_bits
-            return PaddedExperts(self.forward_padded, places, bits)(x, dispatch, weight)
+            bins = bin_dispatch(dispatch, places)
+            rows = gather(x, bins).view(dispatch.num_experts, places, x.shape[1])
+            out = self.forward_padded(rows).flatten(0, 1)
+            return combine(out, weight, bins, num_bits=self.config.quantize_scatter_num_bits)
         return self._compute(x, dispatch, weight, in_order=False)
 
     def takes_remote(self, x: Tensor) -> bool:

@@ -8,7 +8,7 @@ Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C p
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ from megablocks.ops.grouped.grouped_mm import grouped_mm, torch_kernel_on
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
-from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch, pad_dispatch
+from megablocks.ops.routing.dispatch import Dispatch, pad_dispatch
 from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
 from megablocks.ops.sparse.matrix import topology
 from megablocks.ops.sparse.mlp import sparse_mlp
@@ -78,22 +78,9 @@ def choose_impl(
             was not measured.
         num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
     """
-    takes = hopper_takes(
-        on_hopper=on_hopper,
-        dtype=dtype,
-        num_experts=num_experts,
-        hidden_size=hidden_size,
-        ffn_hidden_size=ffn_hidden_size,
-    )
-    return "fused" if takes and not biased and not saves_less else "grouped"
-
-
-def hopper_takes(
-    *, on_hopper: bool, dtype: torch.dtype, num_experts: int, hidden_size: int, ffn_hidden_size: int
-) -> bool:
-    """Whether Hopper's kernels compute all products of the experts; arguments as for `choose_impl`."""
     aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
-    return on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    takes = on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
+    return "fused" if takes and not biased and not saves_less else "grouped"
 
 
 def runs_on_hopper(device: torch.device) -> bool:
@@ -112,19 +99,16 @@ def impl_for(
         ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can take its place.
     """
     quantized = any(getattr(config, name) != OFF for name in QUANTIZED)
-    kernels: dict[str, Any] = {
-        "on_hopper": runs_on_hopper(device),
-        "dtype": dtype,
-        "num_experts": num_experts,
-        "hidden_size": config.hidden_size,
-        "ffn_hidden_size": ffn_hidden_size,
-    }
-    if (
-        config.batch_invariant
-        and device.type == "cuda"
-        and torch_kernel_on(device, dtype)
-        and not hopper_takes(**kernels)
-    ):
+    choose = partial(
+        choose_impl,
+        on_hopper=runs_on_hopper(device),
+        dtype=dtype,
+        num_experts=num_experts,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+    )
+    hopper_takes = choose(biased=False, saves_less=False) == "fused"
+    if config.batch_invariant and device.type == "cuda" and torch_kernel_on(device, dtype) and not hopper_takes:
         if config.mlp_impl != "scatter" and (config.mlp_impl != "auto" or quantized):
             allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: other products are"
             refuse("batch_invariant", True, f"{allowed} torch's, which choose by the number of rows")
@@ -132,7 +116,7 @@ def impl_for(
     if config.mlp_impl != "auto":
         return config.mlp_impl
     saves_less = config.recompute_activation or quantized
-    return choose_impl(**kernels, biased=config.mlp_bias, saves_less=saves_less)
+    return choose(biased=config.mlp_bias, saves_less=saves_less)
 
 
 def fused(call: ExpertCall) -> Tensor:
@@ -257,24 +241,6 @@ def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:
     row = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
     first_slots = torch.arange(num_rows + 1, dtype=torch.int32, device=offsets.device)
     return Dispatch(offsets, torch.minimum(first_slots, offsets[-1]), row, row, row)
-
-
-class PaddedExperts:
-    """The experts of a capacity layer: each computes `places` rows, whether a pair fills them or not.
-
-    Args:
-        compute: (E, C, H) → (E, C, H).
-        places: C.
-        num_bits: as in `combine`.
-    """
-
-    def __init__(self, compute: Callable[[Tensor], Tensor], places: int, num_bits: int) -> None:
-        self.compute, self.places, self.num_bits = compute, places, num_bits
-
-    def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
-        bins = bin_dispatch(dispatch, self.places)
-        rows = gather(x, bins).view(dispatch.num_experts, self.places, x.shape[1])
-        return combine(self.compute(rows).flatten(0, 1), weight, bins, num_bits=self.num_bits)
 
 
 def batched(parameters: ExpertParameters, bins: Tensor, config: MoEConfig) -> Tensor:

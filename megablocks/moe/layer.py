@@ -62,6 +62,7 @@ class MoELayer(nn.Module):
         ValueError: E cannot be spread over the group.
     """
 
+    has_capacity: bool
     router: Router
     experts: Experts
     dispatcher: Dispatcher
@@ -83,7 +84,9 @@ class MoELayer(nn.Module):
         if not isinstance(config, MoEConfig):
             makers = "MoEConfig.from_dict makes one of a dict, Arguments.to_config of Arguments"
             raise ConfigError(f"config is a {type(config).__name__}: must be a MoEConfig; {makers}")
-        self._check_config(config)
+        if (config.capacity_factor is not None) != self.has_capacity:
+            rule = "must be a number for MoE, or use dMoE" if self.has_capacity else "must be None for dMoE, or use MoE"
+            refuse("capacity_factor", config.capacity_factor, rule)
         self.config = config
         if expert_mesh is not None:
             check_expert_mesh(expert_mesh)
@@ -114,9 +117,6 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             self.shared_expert.reset_parameters()
         self._register_load_state_dict_pre_hook(_rename_old_keys)
-
-    def _check_config(self, config: MoEConfig) -> None:
-        raise NotImplementedError
 
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         """x (T, H) → (T, H) through the experts, and metrics that the routing does not have."""
@@ -209,9 +209,7 @@ class dMoE(MoELayer):  # noqa: N801
     Arguments as in `MoELayer`; config.capacity_factor must be None.
     """
 
-    def _check_config(self, config: MoEConfig) -> None:
-        if config.capacity_factor is not None:
-            raise ConfigError(f"capacity_factor={config.capacity_factor!r}: must be None for dMoE, or use MoE")
+    has_capacity = False
 
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         y = self.dispatcher.run(x, routing, self.experts)
@@ -237,9 +235,7 @@ class MoE(MoELayer):
     Arguments as in `MoELayer`; config.capacity_factor is required.
     """
 
-    def _check_config(self, config: MoEConfig) -> None:
-        if config.capacity_factor is None:
-            raise ConfigError("capacity_factor=None: must be a number for MoE, or use dMoE")
+    has_capacity = True
 
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         kept, places = limit_to_capacity(routing, self.config, self.expert_parallel_group)

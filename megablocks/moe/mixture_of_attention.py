@@ -26,21 +26,19 @@ from megablocks.config import ConfigError, MoEConfig
 from megablocks.moe.layer import AuxOutput
 from megablocks.moe.parallel_experts import ParallelExperts
 from megablocks.moe.router import TopKRouter
+from megablocks.ops.rope import rope
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count
 
 
 def rotate(x: Tensor, base: float) -> Tensor:
-    """Rotary embedding over positions 0 to S-1, in float32: pairs (d, d + D/2) turn by position · base^(-2d/D).
+    """Rotary embedding over positions 0 to S-1: pairs (d, d + D/2) turn by position · base^(-2d/D), in float32.
 
     x (B, S, …, D), D even → same shape and dtype.
     """
-    size = x.shape[-1]
+    size, length = x.shape[-1], x.shape[1]
     frequency = base ** (torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / -size)
-    angle = torch.outer(torch.arange(x.shape[1], device=x.device, dtype=torch.float32), frequency)
-    angle = angle.view(x.shape[1], *[1] * (x.dim() - 3), size // 2)
-    first, second = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
-    cos, sin = angle.cos(), angle.sin()
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    angles = torch.outer(torch.arange(length, device=x.device, dtype=torch.float32), frequency).repeat(1, 2)
+    return rope(x.flatten(2, -2).transpose(0, 1), angles).transpose(0, 1).reshape(x.shape)
 
 
 class MixtureOfAttention(nn.Module):

@@ -26,13 +26,7 @@ from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped.rows_linear import rows_linear
 from megablocks.ops.routing.dispatch import Routing, check_padding_mask, count_valid, make_routing
 from megablocks.ops.routing.rounding import route_rounded
-from megablocks.ops.routing.topk import (
-    balance_loss,
-    losses_ref,
-    route_topk,
-    router_scores,
-    wide_logits,
-)
+from megablocks.ops.routing.topk import balance_loss, losses_ref, route_topk, router_scores, wide_logits
 from megablocks.ops.routing.values import RoundedOutput, RouterLosses, RouterOptions, RouterOutput
 
 
@@ -238,10 +232,15 @@ def route(
     nonfinite, count, _ = out.stats.unbind()
     routing.metrics["nonfinite_tokens"] = nonfinite
     if options.balance_weight:
-        loss, group = out.balance, loss_group if config.load_balancing_scope == "global" else None
-        if config.uniform_assignment or (group is not None and dist.get_world_size(group) > 1):
-            load = routing.metrics["tokens_per_expert"]
-            loss = balance_loss_over_ranks(out.sums, load, count, config.top_k, options.balance_weight, group)
+        loss, load = out.balance, routing.metrics["tokens_per_expert"]
+        ranks = loss_group.size() if loss_group is not None and config.load_balancing_scope == "global" else 1
+        if ranks > 1:  # arXiv 2501.11873: loads and tokens of all ranks, scores of this one
+            totals = torch.cat((load, count.view(1)))
+            dist.all_reduce(totals, group=loss_group)
+            load, count = totals[:-1], totals[-1]
+        if ranks > 1 or config.uniform_assignment:
+            # times the ranks: its mean over them is the loss of all tokens, however these are split
+            loss = balance_loss(out.sums, load, count, config.top_k, options.balance_weight * ranks)
         routing.losses["load_balancing_loss"] = loss
     if options.z_weight:
         routing.losses["z_loss"] = out.z
@@ -315,24 +314,3 @@ def _expert_choice(
 
 
 _KINDS = {"topk": _top_k, "rounded": _rounded, "expert_choice": _expert_choice}
-
-
-def balance_loss_over_ranks(
-    sums: Tensor,
-    load: Tensor,
-    num_tokens: Tensor,
-    top_k: int,
-    factor: float,
-    group: dist.ProcessGroup | None,
-) -> Tensor:
-    """`balance_loss` of the ranks whose tokens are balanced together (arXiv 2501.11873), a scalar in sums' dtype.
-
-    load (E,) and num_tokens () are summed over the ranks, and sums (E,), those of the scores, stay local. The result is
-    scaled by the number of ranks, so that its mean over them is the loss of all tokens, however these are split.
-    """
-    num_ranks = 1
-    if group is not None and (num_ranks := dist.get_world_size(group)) > 1:
-        totals = torch.cat((load, num_tokens.view(1)))
-        dist.all_reduce(totals, group=group)
-        load, num_tokens = totals[:-1], totals[-1]
-    return balance_loss(sums, load, num_tokens, top_k, factor * num_ranks)

@@ -79,7 +79,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
     def _exchange(self, x: Tensor, routing: Routing) -> Exchange | None:
         """The exchange for these, None to fall back. All ranks come to the same answer."""
         why = self._refusal(x, routing)
-        opened = why or _open(self, x.device, x.dtype, x.shape[1], routing.top_k or 0)
+        opened = why or self._open(x.device, x.dtype, x.shape[1], routing.top_k or 0)
         if isinstance(opened, Exchange):
             return opened
         if self.strict:
@@ -95,27 +95,23 @@ class SymmetricDispatcher(AllToAllDispatcher):
             return f"it cuts no expert over ranks, ffn_shards={self.ffn_shards}"
         return None
 
+    def _open(self, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> Exchange | str:
+        """Return the exchange of these sizes, or the reason why the ranks cannot exchange rows this way.
+
+        The first call of a size is a collective. Layers of one size share the result.
+        """
+        max_rows = math.ceil(self.rows_factor * self.max_tokens * top_k / _TILE) * _TILE
+        key = (self.group, self.num_experts, self.max_tokens, hidden, top_k, dtype, max_rows)
+        if key not in _opened:
+            layout = Layout(self.size, self.max_tokens, hidden, top_k, dtype)
+            _opened[key] = opened = _rendezvous(self.group, layout, device, self.shard.num_local_experts, max_rows)
+            if isinstance(opened, str):
+                _log.warning("experts exchange rows by all-to-all, not through symmetric memory: %s", opened)
+        return _opened[key]
+
 
 _opened: dict[tuple[Any, ...], Exchange | str] = {}
 _buffers: list[tuple[Tensor, object]] = []  # kept as long as the process: peers address them
-
-
-def _open(
-    dispatcher: SymmetricDispatcher, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int
-) -> Exchange | str:
-    """Return the exchange of these sizes, or the reason why the ranks cannot exchange rows this way.
-
-    The first call of a size is a collective. Layers of one size share the result.
-    """
-    d = dispatcher
-    max_rows = math.ceil(d.rows_factor * d.max_tokens * top_k / _TILE) * _TILE
-    key = (d.group, d.num_experts, d.max_tokens, hidden, top_k, dtype, max_rows)
-    if key not in _opened:
-        layout = Layout(d.size, d.max_tokens, hidden, top_k, dtype)
-        _opened[key] = opened = _rendezvous(d.group, layout, device, d.shard.num_local_experts, max_rows)
-        if isinstance(opened, str):
-            _log.warning("experts exchange rows by all-to-all, not through symmetric memory: %s", opened)
-    return _opened[key]
 
 
 def _rendezvous(

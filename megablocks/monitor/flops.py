@@ -10,10 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeVar
 
 T = TypeVar("T")
+_ARGUMENTS = {
+    "head_dim": "kv_channels",
+    "top_k": "moe_router_topk",
+    "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
+}
+"""Fields of `GPTShape` that Megatron's arguments name otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,13 @@ class GPTShape:
     top_k: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
+
+    @classmethod
+    def of(cls, args: Any, **given: Any) -> GPTShape:
+        """The sizes in Megatron's arguments, None as 0; `given` says those that these do not hold."""
+        names = [field.name for field in fields(cls) if field.name not in given]
+        found: dict[str, Any] = {name: getattr(args, _ARGUMENTS.get(name, name)) or 0 for name in names}
+        return cls(**found, **given)
 
     @property
     def query_width(self) -> int:

@@ -181,22 +181,7 @@ class Model:
     @property
     def shape(self) -> GPTShape:
         """The sizes that decide the model's FLOPs."""
-        return GPTShape(
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            seq_length=self.seq_length,
-            vocab_size=self.vocab_size,
-            num_attention_heads=self.num_attention_heads,
-            head_dim=self.kv_channels,
-            num_query_groups=self.num_query_groups,
-            ffn_hidden_size=self.ffn_hidden_size,
-            gated=self.swiglu,
-            num_moe_layers=self.num_moe_layers,
-            num_experts=self.num_experts,
-            top_k=self.moe_router_topk,
-            moe_ffn_hidden_size=self.moe_ffn_hidden_size,
-            shared_expert_hidden_size=self.moe_shared_expert_intermediate_size,
-        )
+        return GPTShape.of(self, gated=self.swiglu)
 
     @property
     def impl(self) -> str:

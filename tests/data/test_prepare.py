@@ -231,6 +231,14 @@ def test_tar_equals_folder(corpus, prepared, tmp_path, mode):
     assert read_manifest(out).fingerprint == read_manifest(prepared).fingerprint
 
 
+def test_a_text_file_is_one_document(tmp_path):
+    (tmp_path / "poem.txt").write_bytes("déjà\n".encode("latin-1"))
+    source = sources.open_source(str(tmp_path / "poem.txt"), "text")
+    assert list(source.entries()) == [sources.Entry("poem.txt", 5)]
+    ((key, raw),) = source.read({"poem.txt"})
+    assert (key, source.text(key, raw)) == ("poem.txt", "déjà\n")
+
+
 def test_a_truncated_archive_is_refused(tmp_path):
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:

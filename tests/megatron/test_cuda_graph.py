@@ -129,7 +129,7 @@ def test_what_a_step_counts_stays_in_one_place_of_memory() -> None:
         guards.observe(torch.tensor(2.5), torch.tensor(4))
         assert guards._step(lambda: (True, torch.tensor(1.0), None))[0]
         places.append(guards._sums)
-    assert places[0] is places[1] and [step.sums.tolist() for step in guards._unread] == [[2.5, 4, 0]] * 2
+    assert places[0] is places[1] and [sums.tolist() for _, sums in guards._unread] == [[2.5, 4, 0, 0]] * 2
 
 
 def test_a_checkpoint_gets_tensors_for_generators(monkeypatch: pytest.MonkeyPatch) -> None:
