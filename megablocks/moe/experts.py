@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
@@ -93,7 +94,9 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw every parameter anew; see the class for `seed`."""
+        """Draw every parameter anew; see the class for `seed`. A FakeTensor has no values to draw."""
+        if isinstance(local_part(self.w1), FakeTensor):
+            return
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
         device = self.w1.device
