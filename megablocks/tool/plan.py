@@ -24,7 +24,7 @@ from megablocks.monitor.flops import memory_gib
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import Model, check_least, from_driver, from_flags
+from megablocks.tool.model import Model, check_bounds, from_driver, from_flags
 from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
@@ -47,12 +47,12 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     for name in given:
         if name not in _OF_THE_MACHINE:
             raise ConfigError(f"{flag_of(name)}: give it behind --, with the driver's flags")
-    check_least(vars(options))
+    check_bounds(vars(options))
     need_megatron()
     from megablocks.megatron.planned import parse
 
     args = parse(words[cut + 1 :], options.gpus or 1)
-    return from_driver(args, options.gpu or Model.gpu), options
+    return from_driver(args, Model.gpu if options.gpu is None else options.gpu), options
 
 
 def changes(m: Model) -> Iterator[tuple[str, Model]]:
