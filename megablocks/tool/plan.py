@@ -29,6 +29,8 @@ from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
+_MOST_PARTS = 4096
+"""Into which `changes` cuts a micro-batch."""
 
 
 def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
@@ -57,7 +59,8 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
 
 def changes(m: Model) -> Iterator[tuple[str, Model]]:
     """What a user may change to save memory, the cheapest first; each where the changed model is possible."""
-    smaller = [size for size in range(m.micro_batch_size - 1, 0, -1) if m.micro_batch_size % size == 0]
+    parts = range(2, min(m.micro_batch_size, _MOST_PARTS) + 1)
+    smaller = [m.micro_batch_size // n for n in parts if m.micro_batch_size % n == 0]
     found: list[tuple[str, dict[str, Any]]] = []
     if not m.fused_loss:
         found.append(("--megablocks-fused-loss", {"fused_loss": True}))
@@ -69,7 +72,8 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
     if m.num_experts:
         flags = "--megablocks-mlp-impl fused --megablocks-recompute-activation"
         found.append((flags, {"mlp_impl": "fused", "recompute_activation": True}))
-        ranks = [ep for ep in range(m.expert_model_parallel_size + 1, m.gpus + 1) if m.gpus % ep == 0]
+        most = min(m.gpus, m.num_experts)
+        ranks = [ep for ep in range(m.expert_model_parallel_size + 1, most + 1) if m.gpus % ep == 0]
         found += [(f"--expert-model-parallel-size {ep}", {"expert_model_parallel_size": ep}) for ep in ranks]
     found.append(("--recompute-granularity full", {"recompute_granularity": "full"}))
     for gpus in (2 * m.gpus, 4 * m.gpus, 8 * m.gpus):

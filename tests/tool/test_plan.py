@@ -555,6 +555,13 @@ def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     assert parts["communication: pipeline bubble"] == pytest.approx(each / m.micro_batches)
 
 
+def test_absurd_sizes_get_an_answer_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """What to change is looked for among few values: a micro-batch of 10¹² sequences has as many smaller ones."""
+    words = [*FLAGS[:-1], str(10**12), "--gpus", str(10**12), "--num-experts", "4"]
+    assert main(["plan", *words]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
 def test_a_field_is_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="num_layers=0: must be >= 1"):
         _with(num_layers=0)
