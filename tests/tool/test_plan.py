@@ -309,6 +309,7 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
             "multi_latent_attention=True: is not planned, leave it out",
         ),
         (["--", *DRIVER_FLAGS, "--hidden-dropout", "7"], "hidden_dropout=7.0: must be 0 to 1"),
+        (["--", *DRIVER_FLAGS, "--weight-decay", "-1"], "weight_decay=-1.0: must be >= 0"),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
         (
             ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
