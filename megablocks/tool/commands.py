@@ -48,8 +48,21 @@ def unfit(folder: Path, holds: str, wanted: str) -> ConfigError:
     return ConfigError(f"{folder}: {what}; give {inner if atomic.iterations(inner) else wanted}")
 
 
+def named_path(text: str) -> Path:
+    """The path that an argument names. Raises ArgumentTypeError for "", as of an unset variable.
+
+    Python takes "" for the current folder.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: must be a path; . is the current folder")
+    return Path(text)
+
+
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened."""
+    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened.
+
+    An argument of type Path must not be empty.
+    """
 
     def __init__(self, command: str, **options: Any) -> None:
         super().__init__(
@@ -58,6 +71,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+        self.register("type", Path, named_path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)

@@ -45,6 +45,34 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], said: str, caps
     assert out.out == "" and out.err == said + "\n"
 
 
+SHAPE = "--tokens 8 --hidden-size 16 --ffn-hidden-size 16 --num-experts 4 --top-k 2 --rounds 1".split()
+
+
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [
+        (["bench", *SHAPE, "--out", ""], "--out"),
+        (["bench", *SHAPE, "--out="], "--out"),
+        (["convert", "", "there", "--to", "hf"], "FROM"),
+        (["convert", "here", "", "--to", "hf"], "TO"),
+        (["convert", "here", "there", "--to", "hf", "--like", ""], "--like"),
+        (["verify", ""], "folder"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: list[str],
+    argument: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of an unset variable in a script."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = f"megablocks {words[0]}: argument {argument}: '' is empty: must be a path; . is the current folder\n"
+    assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
+
+
 def test_a_package_that_is_missing_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
