@@ -269,7 +269,7 @@ class SharedMLP(SharedExpert):
         self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 
     def add_experts_sharedexpert(self, shared_expert_out: Tensor, expert_out: Tensor) -> Tensor:
-        """The sum of both outputs (..., H); with shared_expert_weighted_sum the mean over a token's K + 1 experts."""
+        """shared_expert_out + expert_out, both (..., H); with shared_expert_weighted_sum the mean of K + 1 experts."""
         if not self.args.shared_expert_weighted_sum:
             return shared_expert_out + expert_out
         top_k = self.args.moe_top_k

@@ -156,6 +156,9 @@ class Experts(nn.Module):
 
         Returns:
             (R, H); rows from expert_offsets[E] on are unspecified.
+
+        Raises:
+            ValueError: rows have another dtype than the parameters, outside autocast.
         """
         return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
 
@@ -187,6 +190,9 @@ class Experts(nn.Module):
 
         One torch.bmm a projection computes them, whichever mlp_impl is named, except "reference". Where inputs or
         pre-activations are saved quantized, grouped GEMMs of equal counts do.
+
+        Raises:
+            ValueError: bins have another dtype than the parameters, outside autocast.
         """
         bins, config = self._checked(bins), self.config
         quantized = (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) != (OFF, OFF)
@@ -288,7 +294,7 @@ class Experts(nn.Module):
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
@@ -347,5 +353,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
-    """`x` itself; its gradient is multiplied by `scale`."""
+    """`x` itself, of any shape; its gradient is multiplied by `scale`."""
     return x if scale == 1.0 or not torch.is_grad_enabled() else _ScaleGradient.apply(x, scale)

@@ -272,6 +272,7 @@ class PaddedExperts:
         self.compute, self.places, self.num_bits = compute, places, num_bits
 
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
+        """x (T, H), dispatch of R pairs, weight (R,) or None for ones → (T, H)."""
         bins = bin_dispatch(dispatch, self.places)
         rows = gather(x, bins).view(dispatch.num_experts, self.places, x.shape[1])
         return combine(self.compute(rows).flatten(0, 1), weight, bins, num_bits=self.num_bits)

@@ -33,8 +33,8 @@ def capacity_of(
         rule: "megablocks" or "tutel".
         factor: >= 0, or any with "tutel".
         num_tokens: T, of one rank.
-        load: (E,) pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read only for
-            factor <= 0.
+        load: (E,) integer, pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read
+            only for factor <= 0.
         num_ranks: n, for "megablocks". Where ranks hold different numbers of tokens, pass their sum as num_tokens.
 
     Returns:
