@@ -158,6 +158,7 @@ def find_latest_complete(root: Path | str) -> Latest:
 
 
 def _read_pointer(root: Path) -> tuple[int | None, str | None]:
+    """The iteration that the pointer names, None if it names none, and its text, None without a pointer."""
     try:
         text = (root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

@@ -168,6 +168,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> TokenizerSpec:
+    """Copy the tokenizer that args name into the folder, or train one on a sample of the training documents."""
     if args.tokenizer == "gpt2":
         return tokenizers.build_gpt2(folder, Path(args.vocab_file), Path(args.merges_file))
     if args.tokenizer == "hf":
@@ -185,6 +186,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
 
 
 def _package_versions(args: argparse.Namespace) -> dict[str, str]:
+    """Versions of what a data set's bytes depend on, for its manifest."""
     names = ["numpy", *(["sentencepiece"] if args.tokenizer == "sentencepiece" else ["tokenizers", "transformers"])]
     return {
         "megablocks": __version__,
@@ -284,6 +286,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
+    """Rename the finished folder to `out`; an older data set makes room, and is removed last."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

@@ -241,6 +241,7 @@ def resolve(args: argparse.Namespace) -> None:
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
+    """Set Megatron's flags from the old fork's names; refuse a flag that is given in both ways with two values."""
     for name, (dest, _) in ALIASES.items():
         value = getattr(args, name)
         if value is None:
@@ -267,6 +268,7 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
 
 
 def _data_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks of WORLD_SIZE that hold the same part of the model."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model < 1 or world % model:
@@ -280,6 +282,7 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _expert_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks over which --moe-expert-model-parallelism spreads the experts."""
     ranks, experts = _data_parallel_size(args), args.num_experts or 0
     size = min(ranks, experts)
     if size < 1 or experts % size or ranks % size:

@@ -197,6 +197,7 @@ class MegaBlocksSettings:
 
 
 def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
+    """The value of a field from the text of its environment variable `name`."""
     kind = _kind(one)
     if text.lower() in ("", "none") and "None" in str(one.type):
         return None

@@ -163,6 +163,7 @@ class Experts(nn.Module):
         return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
 
     def _compute(self, x: Tensor, dispatch: Dispatch | Remote, weight: Tensor | None, *, in_order: bool) -> Tensor:
+        """Run the implementation, which "auto" chooses here; a first call on a GPU compiles its kernels together."""
         x = self._checked(x)
         impl = self.config.mlp_impl
         if impl == "auto" or self.config.batch_invariant:
@@ -252,6 +253,7 @@ class Experts(nn.Module):
         )
 
     def _checked(self, rows: Tensor) -> Tensor:
+        """The rows in autocast's dtype; outside autocast they must be in the parameters'."""
         if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:

@@ -152,6 +152,7 @@ def _host_kernels(hosts: list[_Event], forward: dict[int, _Event]) -> Iterator[t
 
 
 def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[str, ...], str]:
+    """Names of the operations around an event, the innermost first, and the range that they are in, "" for none."""
     names: list[str] = []
     seen: set[int] = set()
     while event is not None:

@@ -117,6 +117,7 @@ class Model:
             refuse("global_batch_size", self.global_batch_size, allowed)
 
     def _fill(self, name: str, value: Any) -> None:
+        """Set a field that is unset."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
@@ -164,19 +165,23 @@ class Model:
 
     @property
     def etp(self) -> int:
+        """Ranks over which each expert's width is cut."""
         return self.expert_tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that hold the same part of the dense layers."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         return self.gpus // model
 
     @property
     def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts."""
         return self.gpus // (self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size)
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property

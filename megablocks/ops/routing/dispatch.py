@@ -321,6 +321,7 @@ def pad_indices_op(
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:
+    """d with its rows at padded places, or in bins of `capacity` places where padded_offsets is None."""
     padded_ends = None if padded_offsets is None else padded_offsets[1:].int()
     gather, scatter, pair = pad_indices_op(d, padded_ends, capacity, num_rows)
     offsets = d.expert_offsets[:0] if padded_offsets is None else padded_offsets

@@ -54,6 +54,7 @@ class _RoundedScatter(torch.autograd.Function):
 
 
 def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -> Tensor:
+    """The weighted sum of each token's rows, rounded where 0.10 rounds."""
     if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
     if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
