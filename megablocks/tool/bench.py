@@ -10,8 +10,10 @@ Exit code 0: all right. 1: one of our implementations failed or is wrong. 2: bad
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -149,6 +151,17 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def _check_folder(out: Path) -> None:
+    """Make the folder. Refuse one that cannot be made, or in which no file can be."""
+    what = "made"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        what = "written to"
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        refuse("out", str(out), f"cannot be {what} ({error.strerror}); choose another folder")
+
+
 def main(argv: Sequence[str]) -> int:
     parser = Parser("bench", description=__doc__)
     sizes = ("tokens", "hidden-size", "ffn-hidden-size", "num-experts", "top-k")
@@ -176,12 +189,14 @@ def main(argv: Sequence[str]) -> int:
         options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
         options.activation, ORDER,
     )  # fmt: skip
-    if options.out:
-        try:  # before minutes of timing
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            refuse("out", str(options.out), f"cannot be made ({error.strerror}); choose another folder")
+    if options.out:  # what can fail there, before minutes of timing
+        importlib.import_module("matplotlib")
+        _check_folder(options.out)
     found = report(shape, options.dtype or ("bfloat16" if on_gpu() else "float32"), only, options.rounds)
+    if not found["candidates"] and not found["failed"]:
+        why = [f"{name}: {said}" for name, said in found["left_out"].items()]
+        why += [f"{name} is not installed" for name in found["not_installed"]]
+        refuse("only", options.only, f"leaves nothing to time; {'; '.join(why)}")
     whole, text = json.dumps(found, indent=1), text_of(found)
     print(whole if options.json else text)
     if options.out:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,8 +108,43 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_timing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for out, why in ((tmp_path / "file", "File exists"), (tmp_path / "file/x", "Not a directory")):
+    for out, why in (
+        (tmp_path / "file", "made (File exists)"),
+        (tmp_path / "file/x", "made (Not a directory)"),
+        (Path("/proc"), "written to (No such file or directory)"),
+    ):
         assert main(["bench", *SHAPE, "--only", "auto", "--out", str(out)]) == 2
         told = capsys.readouterr()
-        assert told.err == f"megablocks bench: out={str(out)!r}: cannot be made ({why}); choose another folder\n"
+        assert told.err == f"megablocks bench: out={str(out)!r}: cannot be {why}; choose another folder\n"
         assert not told.out
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_the_timing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", *SHAPE, "--only", "auto", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err == "megablocks bench: matplotlib is not installed: pip install matplotlib\n" and not told.out
+
+
+@pytest.mark.parametrize(
+    ("width", "only", "why"),
+    [
+        ("40", "sparse", "sparse: ConfigError: ffn_hidden_size=40: must be a multiple of 64"),
+        ("64", "sonicmoe", "sonicmoe is not installed"),
+    ],
+)
+def test_nothing_to_time_is_one_line(
+    width: str,
+    only: str,
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "peers", lambda problem: {})
+    assert main(["bench", *SHAPE, "--ffn-hidden-size", width, "--only", only, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"megablocks bench: only='{only}': leaves nothing to time; {why}") and not told.out
+    assert told.err.count("\n") == 1 and not list(tmp_path.iterdir())
