@@ -88,7 +88,7 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
         if content["format"] != _FORMAT or not files or folder != folder_of(folder.parent, content["iteration"]):
             raise ValueError("not of this folder")
         return {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); remove {folder} to use an older checkpoint") from None
 
 

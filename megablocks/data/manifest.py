@@ -73,7 +73,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise DataError(f"{path}: missing: this is no data set, or its preparation was interrupted")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
         raise DataError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

@@ -119,7 +119,7 @@ class JsonlSource(Source):
     def text(self, key: str, raw: bytes) -> str:
         try:
             record = json.loads(raw)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: not valid JSON ({error})") from None
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):

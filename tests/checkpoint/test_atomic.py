@@ -99,7 +99,14 @@ def test_K5_every_file_is_in_some_rank_s_share(tmp_path: Path) -> None:
         path.write_bytes(good)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}', "[" * 100_000,
+        '{"format": 1, "iteration": 4, "files": {"a": {"bytes": 1e400, "sha256": ""}}}', "1" * 5000,
+    ],
+    ids=range(8),
+)  # fmt: skip
 def test_K5_a_damaged_marker_is_named(tmp_path: Path, text: str) -> None:
     folder = make(tmp_path, 4)
     (folder / atomic.MARKER).write_text(text)
