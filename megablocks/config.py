@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -236,7 +236,7 @@ class MoEConfig:
 
     def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
         value = getattr(self, name)
-        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max
         if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
             bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
             refuse(name, value, f"must be a finite number{bound}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +30,8 @@ _NOT_PLANNED = {
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
 
-_LEAST = {"int": 1, "float": 0}
-"""The smallest value of a number, by its type, unless the field's `least` is another one."""
+_LIMITS = {"int": (1, 2**63 - 1, "below 2**63"), "float": (0, sys.float_info.max, "finite")}
+"""The least and the largest value of a number by its type, the latter also in words; a field may have others."""
 
 
 def _kind(one: dataclasses.Field[Any]) -> str:
@@ -249,13 +250,15 @@ class Model:
 def check_bounds(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number outside of what its field of `Model` allows. None is unset."""
     for one in dataclasses.fields(Model):
-        least, most, value = one.metadata["least"], one.metadata["most"], values.get(one.name)
-        least = _LEAST.get(_kind(one)) if least is None else least
-        if least is None or value is None:
+        value, kind = values.get(one.name), _kind(one)
+        if value is None or kind not in _LIMITS:
             continue
-        if not least <= value < math.inf or (most is not None and value > most):
-            above = f"must be >= {least}" + ("" if math.isfinite(value) else " and finite")
-            refuse(one.name, value, above if most is None else f"must be {least} to {most}")
+        (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
+        least = least if one.metadata["least"] is None else one.metadata["least"]
+        if most is not None and not least <= value <= most:
+            refuse(one.name, value, f"must be {least} to {most}")
+        if not least <= value <= largest:
+            refuse(one.name, value, f"must be >= {least}" + ("" if value < least else f" and {in_words}"))
 
 
 def from_flags(options: argparse.Namespace) -> Model:

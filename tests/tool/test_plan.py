@@ -269,6 +269,8 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--global-batch-size", "3"], "global_batch_size=3: must be a multiple of micro_batch_size=2 times"),
         ([*FLAGS, "--global-batch-size", "0"], "global_batch_size=0: must be >= 1"),
         ([*FLAGS, "--fused-loss-kept-gib", "nan"], "fused_loss_kept_gib=nan: must be >= 0"),
+        ([*FLAGS, "--hidden-size", f"-{10**400}"], f"hidden_size=-{10**400}: must be >= 1\n"),
+        ([*FLAGS, "--seq-length", f"{2**63}"], f"seq_length={2**63}: must be >= 1 and below 2**63\n"),
         ([*FLAGS, "--num-experts", "-2"], "num_experts=-2: must be >= 0"),
         ([*FLAGS, "--fused-loss-kept-gib", "inf"], "fused_loss_kept_gib=inf: must be >= 0 and finite"),
         ([*FLAGS, "--hidden-dropout", "7"], "hidden_dropout=7.0: must be 0 to 1"),
