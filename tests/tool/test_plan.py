@@ -259,6 +259,20 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor_model_parallel_size": 2}),
+        ("--context-parallel-size 2", {"context_parallel_size": 2}),
+        ("--num-experts 4 --moe-grouped-gemm", {"num_experts": 4}),
+    ],
+)
+def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str, sizes: dict[str, int]) -> None:
+    pytest.importorskip("megatron.training")
+    found, _ = plan.model_of(["--gpus", "8", "--", *DRIVER_FLAGS, *flags.split()])
+    assert {name: getattr(found, name) for name in sizes} == sizes and found.gpus == 8
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line behind --"),
