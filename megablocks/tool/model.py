@@ -23,9 +23,20 @@ PREFIX = "megablocks_"
 VOCABULARY = 50257
 """Of GPT-2, if no vocabulary is given."""
 HOST_GPUS = 8  # that NVLink joins
+_UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
     "mtp_num_layers": "the layers of multi-token prediction are not counted",
+    "use_checkpoint_args": "the sizes of a checkpoint are not read; give them as flags",
+    "decoder_first_pipeline_num_layers": _UNEQUAL,
+    "decoder_last_pipeline_num_layers": _UNEQUAL,
+    "account_for_embedding_in_pipeline_split": _UNEQUAL,
+    "account_for_loss_in_pipeline_split": _UNEQUAL,
+    "pipeline_model_parallel_layout": _UNEQUAL,
+    "use_precision_aware_optimizer": "its states have other dtypes than those that are counted",
+    "optimizer_cpu_offload": "states in the host's memory are not counted",
+    "cpu_offloading_num_layers": "activations in the host's memory are not counted",
+    "fine_grained_activation_offloading": "activations in the host's memory are not counted",
 }
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
@@ -281,6 +292,10 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     for name, why in _NOT_PLANNED.items():
         if getattr(args, name):
             refuse(name, getattr(args, name), f"is not planned, leave it out; {why}")
+    if args.optimizer != "adam":
+        refuse("optimizer", args.optimizer, "must be 'adam'; no other optimizer's state is counted")
+    if args.recompute_granularity == "full" and args.recompute_method == "block":
+        refuse("recompute_method", "block", "must be 'uniform'; only a recomputation of all layers is counted")
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name, value = ("layer", layer) if factor is None else ("capacity_factor", factor)

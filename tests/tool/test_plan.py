@@ -326,6 +326,25 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
         ),
         (["--", *DRIVER_FLAGS, "--hidden-dropout", "7"], "hidden_dropout=7.0: must be 0 to 1"),
         (["--", *DRIVER_FLAGS, "--weight-decay", "-1"], "weight_decay=-1.0: must be >= 0"),
+        (
+            ["--gpus", "2", "--", *DRIVER_FLAGS, "--pipeline-model-parallel-size", "2",
+             "--decoder-first-pipeline-num-layers", "1"],
+            "decoder_first_pipeline_num_layers=1: is not planned, leave it out; stages of unequal numbers of layers",
+        ),
+        (
+            ["--", *DRIVER_FLAGS, "--use-checkpoint-args", "--load", "runs/x"],
+            "use_checkpoint_args=True: is not planned, leave it out; the sizes of a checkpoint are not read; give",
+        ),
+        (["--", *DRIVER_FLAGS, "--optimizer", "sgd"], "optimizer='sgd': must be 'adam'; no other optimizer's state is"),
+        (
+            ["--", *DRIVER_FLAGS, *"--recompute-granularity full --recompute-method block".split(),
+             "--recompute-num-layers", "1"],
+            "recompute_method='block': must be 'uniform'; only a recomputation of all layers is counted",
+        ),
+        (
+            ["--", *DRIVER_FLAGS, "--use-distributed-optimizer", "--use-precision-aware-optimizer"],
+            "use_precision_aware_optimizer=True: ",
+        ),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
         (
             ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
