@@ -108,7 +108,8 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
 
 def text_of(found: Mapping[str, Any]) -> str:
     shape, host = Shape(**found["shape"]), any("python_ms" in row for row in found["candidates"].values())
-    columns = ("forward", 9), ("step", 9), ("python" if host else "", 9), ("TFLOP/s", 9), ("speed", 8), ("kept", 10)
+    times = ("forward", 13), ("step", 13), *([("python", 13)] if host else [])
+    columns = *times, ("TFLOP/s", 10), ("speed", 10), ("kept", 12)
     lines = [
         f"{found['device']}, torch {found['torch']}, {found['dtype']}, {shape.activation}; auto is {found['auto']}",
         f"T,H; I/E/K = {shape.label}",
@@ -116,10 +117,10 @@ def text_of(found: Mapping[str, Any]) -> str:
         " " * 18 + "".join(f"{title:>{width}}" for title, width in (*columns, ("error", 9))),
     ]
     for name, row in sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"]):
-        python = f"{row['python_ms']:>6.2f} ms" if "python_ms" in row else " " * 9
-        over = f"{row['speed']:>7.2f}×" if row["speed"] else "–".rjust(8)
-        kept = f"{row['held'] / 2**20:>6.0f} MiB" if "held" in row else "–".rjust(10)
-        lines.append(f"{name:<18}{row['forward_ms']:>6.2f} ms{row['step_ms']:>6.2f} ms{python}{row['tflops']:>9.3g}"
+        python = f"{row['python_ms']:>10.2f} ms" if "python_ms" in row else ""
+        over = f"{row['speed']:>9.2f}×" if row["speed"] else "–".rjust(10)
+        kept = f"{row['held'] / 2**20:>8.0f} MiB" if "held" in row else "–".rjust(12)
+        lines.append(f"{name:<18}{row['forward_ms']:>10.2f} ms{row['step_ms']:>10.2f} ms{python}{row['tflops']:>10.3g}"
                      f"{over}{kept}{row['error']:>9.0e}")  # fmt: skip
     lines += [f"FAILED {name}: {why}" for name, why in found["failed"].items()]
     lines += [f"left out: {name}: {why}" for name, why in found["left_out"].items()]

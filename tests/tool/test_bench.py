@@ -40,6 +40,19 @@ def test_a_cpu_compares_and_times_every_implementation(tmp_path: Path, capsys: p
     assert picture.shape[0] > 200 and picture.std() > 0.05
 
 
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_columns_of_slow_candidates_stay_apart(on_gpu: bool) -> None:
+    row = {"forward_ms": 123456.7, "step_ms": 234567.8, "tflops": 4.05e-07, "speed": 0.01, "error": 1e-3}
+    row |= {"python_ms": 345678.9, "held": 2.0**39} if on_gpu else {}
+    shape = vars(Shape(24, 16, 64, 4, 2, "swiglu", "after_topk"))
+    found = {"device": "cpu", "torch": "2", "dtype": "float32", "shape": shape, "auto": "grouped", "failed": {}}
+    found |= {"left_out": {}, "not_installed": [], "candidates": {"sonicmoe compiled": row, "auto": row}}
+    titles, *rows = text_of(found).splitlines()[3:6]
+    for line in rows:
+        assert len(line) == len(titles) and line.split()[-1] == "1e-03" and line.startswith(("auto ", "sonicmoe"))
+        assert len(line.split()) == line.startswith("sonic") + (12 if on_gpu else 9)
+
+
 def test_the_peer_computes_the_same_function() -> None:
     """torch's own grouped product, which a CPU has too: values and gradients against the float32 loop."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
