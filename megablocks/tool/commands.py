@@ -121,9 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"megablocks {name}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("megablocks"):
+        package, _, inner = (error.name or "").partition(".")
+        if not package or package.startswith("megablocks"):
             raise
-        print(f"megablocks {name}: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
+        problem = f"{package} is not installed: pip install {package}"
+        if inner:  # of a package that is there
+            problem = f"the {package} that is installed has no module {error.name}; install another release"
+        print(f"megablocks {name}: {problem}", file=sys.stderr)
     return 2
 
 

@@ -295,6 +295,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"megablocks convert: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a folder that cannot be written
+        if error.errno is None:  # not the system's
+            raise
         print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1
     print(done)
