@@ -24,7 +24,7 @@ from megablocks.monitor.flops import memory_gib
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import Model, check_bounds, from_driver, from_flags
+from megablocks.tool.model import PREFIX, Model, check_bounds, from_driver, from_flags
 from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
@@ -170,5 +170,7 @@ def text_of(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     m, options = model_of(argv)
     found = report(m)
+    if "--" not in argv:  # plan's own flags lack the prefix of the driver's
+        found["verdict"] = found["verdict"].replace(flag_of(PREFIX), "--")
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 1 if found["fits"] == "no" else 0

@@ -398,6 +398,19 @@ def test_a_model_that_does_not_fit_exits_1_and_says_what_to_change(capsys: pytes
     assert "step time: unknown" in text and text.rstrip().endswith("the memory of Some New GPU is unknown here")
 
 
+@pytest.mark.parametrize("of_driver", [False, True])
+def test_what_to_change_is_a_flag_of_the_same_command_line(of_driver: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-layers 4 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 128"
+    words = [*sizes.split(), "--vocab-size", "100000", "--no-fused-loss"]
+    if of_driver:
+        pytest.importorskip("megatron.training")
+        words = ["--", *words[:-1], "--no-megablocks-fused-loss", "--max-position-embeddings", "1024", "--bf16"]
+    assert main(["plan", *words]) == 1
+    (change,) = re.findall(r"; (--\S+) needs ", capsys.readouterr().out.splitlines()[-1])
+    assert main(["plan", *words, change]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fits: ")
+
+
 def test_the_example_that_does_not_fit_is_told_right(capsys: pytest.CaptureFixture[str]) -> None:
     page = re.sub(r"\\\n\s+", "", (ROOT / "docs/tool.md").read_text())
     (command,) = re.findall(r"(?m)^    python -m megablocks (plan --num-layers .*H100.*)$", page)
