@@ -65,6 +65,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         DataError: the folder or the manifest is missing (the preparation was interrupted, or this is no data set); or
             the manifest is not JSON, has another format, was edited, or names files outside its folder.
     """
+    if not os.fspath(folder):
+        raise DataError("'' is no data folder; give its path, . for the current folder")
     root = Path(folder)
     path = root / NAME
     if not root.is_dir():

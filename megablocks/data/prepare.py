@@ -112,6 +112,9 @@ def check_options(args: argparse.Namespace) -> None:
         args.include = ["*.py"] if args.input == [STDLIB] else []
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for flag, paths in (("--out", [args.out]), ("--input", args.input)):
+        if "" in paths:  # as of an unset variable
+            refuse(flag, "", "must be a path; . is the current folder")
     args.out = Path(os.path.abspath(args.out))
     try:
         str(args.out).encode()

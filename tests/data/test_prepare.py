@@ -217,6 +217,21 @@ def test_jsonl(tmp_path):
         assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--input", "text", "--out", ""], "--out='': must be a path; . is the current folder"),
+        (["--input", "", "--out", "set"], "--input='': must be a path; . is the current folder"),
+        (["verify", ""], "'' is no data folder; give its path, . for the current folder"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(arguments, said, tmp_path, monkeypatch, capsys):
+    """In an empty folder the whole preparation ran, and put a data set in its place."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"prepare_data: error: {said}\n" and not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])
 def test_tar_equals_folder(corpus, prepared, tmp_path, mode):
     path = tmp_path / ("set.tar" + mode[1:].replace(":", "."))
