@@ -197,7 +197,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
             torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
         hidden = self.args.hidden_size
-        if x.shape[-1] != hidden:
+        if not x.dim() or x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
         x = cast_if_autocast_enabled(x)  # before rows are copied
         scores, weights, ids = self.router(x)

@@ -362,6 +362,8 @@ def test_what_the_layer_refuses():
         dMoE({"hidden_size": 12})
     with pytest.raises(ValueError, match=r"x: has shape \(3, 7\), its last dimension must be hidden_size=12"):
         build("grouped", config_of())(torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"x: has shape \(\), its last dimension must be hidden_size=12"):
+        build("grouped", config_of())(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"x: has dtype torch.float64, must be the experts' torch.float32"):
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
