@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -43,7 +43,7 @@ def is_dry_run() -> bool:
 
 
 def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:
-    """Refuse a width, of the name `field`, that mlp_impl cannot compute after it is cut into `shards` equal parts."""
+    """Refuse, with a ConfigError, a width named `field` that mlp_impl cannot compute in `shards` equal parts."""
     multiple = IMPLS[mlp_impl].width_multiple if mlp_impl in IMPLS else 1
     if ffn_hidden_size % (shards * multiple):
         where = "" if shards == 1 else f" on each of {shards} shards"
@@ -52,14 +52,14 @@ def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str
 
 
 def check_flags(config: Any) -> None:
-    """Refuse a field of type bool, of a dataclass, that holds anything else."""
+    """Refuse, with a ConfigError, a field of type bool, of a dataclass, that holds anything else."""
     for field in dataclasses.fields(config):
         if field.type in (bool, "bool") and not isinstance(getattr(config, field.name), bool):
             refuse(field.name, getattr(config, field.name), "must be True or False")
 
 
 def check_integers(config: Any, *names: str) -> None:
-    """Refuse a field of these names that holds no integer of at least 1."""
+    """Refuse, with a ConfigError, a field of these names that holds no integer of at least 1."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -131,6 +131,9 @@ class MoEConfig:
     Initialization
         init_std: std of the normal from which w1, v1 and the router are drawn.
         output_init_std: the same for w2, None for init_std.
+
+    Raises:
+        ConfigError: a value outside of what is said above, or two that exclude each other; one line names the field.
     """
 
     hidden_size: int
@@ -233,7 +236,7 @@ class MoEConfig:
 
     def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
         value = getattr(self, name)
-        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value)
+        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max
         if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
             bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
             refuse(name, value, f"must be a finite number{bound}")

@@ -30,7 +30,7 @@ from megablocks.config import ConfigError, is_dry_run
 from megablocks.kinds import MLP_IMPLS
 from megablocks.monitor.history import History
 from megablocks.monitor.plots import plot_runs
-from megablocks.tool.commands import print_in_any_locale
+from megablocks.tool.commands import named_path, print_in_any_locale
 
 ROOT = Path(__file__).resolve().parent.parent
 EXPERIMENT = ROOT / "exp" / "dmoe" / "dmoe_46m_8gpu.sh"
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: every run is within the noise. 1: a run is not, or a launch failed. 2: --only left runs out."""
     print_in_any_locale()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
-    parser.add_argument("out", type=Path, help="folder for runs.png and for one subfolder per run")
+    parser.add_argument("out", type=named_path, help="folder for runs.png and for one subfolder per run")
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--impls", nargs="+", choices=MLP_IMPLS, default=["sparse", "fused"],
                       help="the others are compared with the first one")  # fmt: skip

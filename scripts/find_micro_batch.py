@@ -33,7 +33,7 @@ from profile_step import EXAMPLE, command_in
 from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import write_durably
 from megablocks.monitor.history import parse_log_line
-from megablocks.tool.commands import print_in_any_locale
+from megablocks.tool.commands import named_path, print_in_any_locale
 
 FLAGS = "--train-iters 3 --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --micro-batch-size"
 _OUT_OF_MEMORY = re.compile(r"^pretrain_gpt: .*(out of memory|ALLOC_FAILED)", re.MULTILINE)
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="find_micro_batch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="folder for micro_batch.json and the logs")
+    parser.add_argument("out", type=named_path, help="folder for micro_batch.json and the logs")
     parser.add_argument("--size", type=int, help="try this size alone")
     options, command = parser.parse_args(words[:cut]), words[cut + 1 :]
     out: Path = options.out

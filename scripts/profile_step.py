@@ -26,7 +26,7 @@ from megablocks.config import ConfigError, is_dry_run
 from megablocks.monitor.bounds import RunSizes
 from megablocks.monitor.profile_step import profile_of, write
 from megablocks.monitor.trace import read_step
-from megablocks.tool.commands import print_in_any_locale
+from megablocks.tool.commands import named_path, print_in_any_locale
 
 FIRST, LAST, STEPS = 6, 9, 16
 """The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("out", type=Path, help="folder for the table and the picture")
+    parser.add_argument("out", type=named_path, help="folder for the table and the picture")
     parser.add_argument("--trace", type=Path, help="read this trace in place of a launch")
     parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json beside the trace)")
     parser.add_argument("--title", help="of table and picture (default: the script's or the trace's name)")

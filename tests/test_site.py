@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,33 +36,6 @@ def test_every_name_of_the_api_exists() -> None:
             importlib.import_module(name.rpartition(".")[0]), name.split(".")[-1]
         ):
             assert find_spec(name), name
-
-
-def _functions(body: list[ast.stmt], named: str) -> Iterator[tuple[str, ast.FunctionDef, str]]:
-    """The public functions and methods, each with its docstring. A class speaks for its __init__ too."""
-    for node in body:
-        if isinstance(node, ast.ClassDef) and node.name[0] != "_":
-            yield from _functions(node.body, f"{named}.{node.name}")
-            made = [method for method in node.body if isinstance(method, ast.FunctionDef) and method.name == "__init__"]
-            yield from ((f"{named}.{node.name}", f, f"{ast.get_docstring(node)}{ast.get_docstring(f)}") for f in made)
-        elif isinstance(node, ast.FunctionDef) and node.name[0] != "_":
-            yield f"{named}.{node.name}", node, ast.get_docstring(node) or ""
-
-
-def test_public_docstrings_say_what_is_raised() -> None:
-    """Those of the layers, and those that docs/api.md names."""
-    listed = re.findall(r"(?m)^::: (\S+)$", (DOCS / "api.md").read_text())
-    files = {file for folder in ("moe", "layers", "hf") for file in (ROOT / "megablocks" / folder).glob("*.py")}
-    files |= {file for name in listed if (file := ROOT / f"{name.rpartition('.')[0].replace('.', '/')}.py").exists()}
-    silent = []
-    for file in sorted(files):
-        module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for name, function, text in _functions(ast.parse(file.read_text()).body, module):
-            is_public = not module.startswith("megablocks.ops") or any(f"{name}.".startswith(f"{n}.") for n in listed)
-            raises = any(isinstance(node, ast.Raise) for node in ast.walk(function))
-            if is_public and raises and not re.search("[Rr]aise|[Rr]efuse|Error", text):
-                silent.append(name)
-    assert not silent
 
 
 def test_every_name_of_the_package_in_a_text_exists() -> None:

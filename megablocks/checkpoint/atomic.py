@@ -82,13 +82,14 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
     path = folder / MARKER
     if not path.is_file():
         return None
+    name = folder.name if folder.name.startswith("iter_") else folder.resolve().name  # of "." or a link
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = content["files"]
-        if content["format"] != _FORMAT or not files or folder != folder_of(folder.parent, content["iteration"]):
+        if content["format"] != _FORMAT or not files or name != folder_of("", content["iteration"]).name:
             raise ValueError("not of this folder")
         return {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise CheckpointError(f"{path}: damaged ({error}); remove {folder} to use an older checkpoint") from None
 
 
@@ -155,6 +156,7 @@ def find_latest_complete(root: Path | str) -> Latest:
 
 
 def _read_pointer(root: Path) -> tuple[int | None, str | None]:
+    """The iteration that the pointer names, None if it names none, and its text, None without a pointer."""
     try:
         text = (root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

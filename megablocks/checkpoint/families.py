@@ -112,6 +112,7 @@ _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 40
 
 
 def _dense_of_qwen(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Which layers have no experts: those listed, and those between the sparse steps."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return {"dense_layers": tuple(layer for layer in layers if layer in listed or (layer + 1) % step)}
@@ -132,6 +133,7 @@ def _of_deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
+    """Fields of config.json that follow from other fields of the model."""
     return {
         "first_k_dense_replace": len(model.dense_layers),
         "n_shared_experts": (model.shared_width or 0) // model.expert_width,
@@ -141,10 +143,12 @@ def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
 
 
 def _windows(layers: int) -> list[str]:
+    """The layer types that alternate, from the first layer on."""
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
 def _of_gpt_oss(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Nothing for the model; refuses a config.json that leaves YaRN to a default, or whose windows do not alternate."""
     if "rope_parameters" not in config and not config.get("rope_scaling"):
         raise ConfigError("rope_parameters is missing: transformers would take YaRN with factor=32; write that out")
     types, allowed = config.get("layer_types"), _windows(config["num_hidden_layers"])
@@ -453,6 +457,7 @@ def config_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> s
 
 
 def _beside_model(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What a config.json says about the computation and `Model` does not hold, defaults filled in, to be compared."""
     must = {**_OF_ANY, **FAMILIES[config["model_type"]].must}
     rope, said = _rope_of(config), {name: config.get(name, default) for name, default in must.items()}
     kind = said["rope_type"] = rope["rope_type"]
@@ -465,5 +470,6 @@ def _beside_model(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """The names whose values differ, each with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return ", ".join(f"{name}={one.get(name)!r}, not {other.get(name)!r}" for name in names)

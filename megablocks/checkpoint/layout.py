@@ -92,6 +92,7 @@ class Model:
         return units
 
     def _attention(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's attention by canonical name: plain, or latent with kv_lora_rank."""
         hidden, heads, latent = self.hidden_size, self.num_heads, self.kv_lora_rank
         if latent is None:
             queries, keys = heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -118,6 +119,8 @@ class Model:
         }
 
     def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of a layer's MLP by canonical name: dense, or router, experts and shared expert."""
+
         def gated(width: int | None, prefix: str = "") -> dict[str, tuple[int, ...]]:
             assert width is not None
             rows, columns = (width, self.hidden_size), (self.hidden_size, width)
@@ -149,11 +152,13 @@ class Packing(NamedTuple):
 
 
 def _pack_qkv(model: Model, units: list[Tensor]) -> Tensor:
+    """q, k and v as Megatron stores them: for each group of queries its q, then its k and v."""
     groups = [unit.unflatten(0, (model.num_kv_heads, -1)) for unit in units]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 def _unpack_qkv(model: Model, block: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
+    """q, k and v of Megatron's matrix, see `_pack_qkv`."""
     rows = [shape[0] // model.num_kv_heads for shape in shapes]
     return [part.flatten(0, 1) for part in block.unflatten(0, (model.num_kv_heads, -1)).split(rows, dim=1)]
 

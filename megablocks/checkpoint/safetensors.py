@@ -100,6 +100,7 @@ def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
+    """The tensors of a file by name. Raises CheckpointError for a header that does not describe the whole file."""
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:
@@ -177,6 +178,7 @@ def write_folder(
 
 
 def _write_file(path: Path, tensors: list[NewTensor]) -> None:
+    """Write a file of these tensors, block by block, and flush it to disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -60,6 +60,7 @@ class IndexedWriter:
         self.lengths.append(int(tokens.size))
 
     def close(self) -> None:
+        """Flush the .bin to disk, then write the .idx, whose existence says that both are whole."""
         self._bin.close()
         sync(bin_path(self.prefix))
         lengths = np.asarray(self.lengths, dtype="<i4")

@@ -65,6 +65,8 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         DataError: the folder or the manifest is missing (the preparation was interrupted, or this is no data set); or
             the manifest is not JSON, has another format, was edited, or names files outside its folder.
     """
+    if not os.fspath(folder):
+        raise DataError("'' is no data folder; give its path, . for the current folder")
     root = Path(folder)
     path = root / NAME
     if not root.is_dir():
@@ -73,7 +75,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise DataError(f"{path}: missing: this is no data set, or its preparation was interrupted")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
         raise DataError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

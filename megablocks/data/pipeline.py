@@ -57,6 +57,7 @@ _encoder: Callable[[list[Raw]], list[Encoded]] | None = None
 
 
 def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
+    """What a process of the pool does first: it makes its encoder, and ends with its parent."""
     global _encoder
     _encoder = _make_encoder(folder, spec, sources)
     # Each worker also holds the writing end of the pipe that it reads, so a killed parent would leave it waiting.
@@ -66,6 +67,7 @@ def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> N
 
 
 def _exit_after(parent: BaseProcess) -> None:
+    """End this process when its parent has ended."""
     parent.join()
     os._exit(1)
 
@@ -76,6 +78,7 @@ def _encode_in_worker(batch: list[Raw]) -> list[Encoded]:
 
 
 def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
+    """Documents in batches of a bounded number and size, which is what a worker gets at once."""
     batch: list[Raw] = []
     size = 0
     for raw in raws:

@@ -112,6 +112,9 @@ def check_options(args: argparse.Namespace) -> None:
         args.include = ["*.py"] if args.input == [STDLIB] else []
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for flag, paths in (("--out", [args.out]), ("--input", args.input)):
+        if "" in paths:  # as of an unset variable
+            refuse(flag, "", "must be a path; . is the current folder")
     args.out = Path(os.path.abspath(args.out))
     try:
         str(args.out).encode()
@@ -168,6 +171,7 @@ def make_plan(args: argparse.Namespace) -> Plan:
 
 
 def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> TokenizerSpec:
+    """Copy the tokenizer that args name into the folder, or train one on a sample of the training documents."""
     if args.tokenizer == "gpt2":
         return tokenizers.build_gpt2(folder, Path(args.vocab_file), Path(args.merges_file))
     if args.tokenizer == "hf":
@@ -185,6 +189,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
 
 
 def _package_versions(args: argparse.Namespace) -> dict[str, str]:
+    """Versions of what a data set's bytes depend on, for its manifest."""
     names = ["numpy", *(["sentencepiece"] if args.tokenizer == "sentencepiece" else ["tokenizers", "transformers"])]
     return {
         "megablocks": __version__,
@@ -284,6 +289,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
+    """Rename the finished folder to `out`; an older data set makes room, and is removed last."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():

@@ -47,18 +47,22 @@ class Source:
         self.path, self.name = path, path.name if name is None else name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+        """Key, bytes and a reader of the contents of each document, always in the same order."""
         yield self.name, self.path.stat().st_size, self.path.read_bytes
 
     def entries(self) -> Iterator[Entry]:
+        """The documents of the source, without their contents."""
         for key, size, _ in self._walk():
             yield Entry(key, size)
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
+        """Key and contents of the wanted documents."""
         for key, _, contents in self._walk():
             if key in wanted:
                 yield key, contents()
 
     def text(self, key: str, raw: bytes) -> str:
+        """The text of a document, from its bytes."""
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:  # old sources have names in Latin-1, in which every byte is a character
@@ -119,7 +123,7 @@ class JsonlSource(Source):
     def text(self, key: str, raw: bytes) -> str:
         try:
             record = json.loads(raw)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: not valid JSON ({error})") from None
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):

@@ -107,6 +107,7 @@ def copy_sentencepiece(folder: Path, model: Path) -> TokenizerSpec:
 
 
 def _sentencepiece_spec(folder: Path) -> TokenizerSpec:
+    """The spec of the SentencePiece model in the folder, which must have an end-of-sentence piece."""
     spm = _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / _SPM_FILE))
     if spm.eos_id() < 0:
         raise ConfigError("--tokenizer-model: must have an end-of-sentence piece, which ends a document")
@@ -148,6 +149,7 @@ def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path) -> TokenizerSp
 
 
 def _load_hf(name: str, trust_remote_code: bool) -> Any:
+    """A Hugging Face tokenizer by folder or name. Whatever its library raises becomes a ConfigError of one line."""
     transformers = _need("transformers")
     try:
         # The library's default, None, asks a question on the terminal.

@@ -78,7 +78,7 @@ def replace_moe(model: Any) -> Replaced:
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: the model holds no experts that can be replaced.
+        ValueError: the model holds no experts that can be replaced, or is no module.
     """
     register()
     from megablocks.hf.replace import replace

@@ -42,6 +42,7 @@ class ExpertParallel(EPImplementation):
         return self._gathered(y, hidden_states)
 
     def _own_slice(self, t: Tensor) -> Tensor:
+        """t (T, ...), equal on the ranks of the tensor-parallel group → this rank's rows of it."""
         if self.tp_mesh.size() == 1:
             return t
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
@@ -49,6 +50,7 @@ class ExpertParallel(EPImplementation):
         return own
 
     def _gathered(self, y: Tensor, like: Tensor) -> Tensor:
+        """The ranks' rows y → all rows, in the shape of `like`: the reverse of `_own_slice`."""
         if self.tp_mesh.size() == 1:
             return y
         shape, stride = like.shape, (like.shape[1], 1)

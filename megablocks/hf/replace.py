@@ -63,8 +63,10 @@ def replace(model: nn.Module) -> Replaced:
     """Like `megablocks.hf.replace_moe`, once `register` was called.
 
     Raises:
-        ValueError: no experts of the model can be replaced.
+        ValueError: no experts of the model can be replaced, or it is no module.
     """
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"model is a {type(model).__name__}: must be a torch.nn.Module, as from_pretrained gives one")
     done, experts = Replaced(), dict[str, Any](_experts(model))
     done.left = {name: why for name, module in experts.items() if (why := _why_not(module)) is not None}
     refused = [(name, experts[name].config) for name in done.left if _is_decorated(experts[name])]

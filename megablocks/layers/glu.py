@@ -86,6 +86,8 @@ class GroupedGLU(_Grouped, SparseGLU):
 def _grouped(
     x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, offsets: Tensor, activation: Activation, recompute: bool
 ) -> Tensor:
+    """The gated MLP by grouped products: x (R, H), w1, v1, w2 (E, I, H), offsets (E+1,) → (R, H)."""
+
     def product(values: Tensor, w2: Tensor) -> Tensor:
         return grouped_mm(values, w2, offsets)
 

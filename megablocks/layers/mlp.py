@@ -88,6 +88,7 @@ class _ArgumentsExperts(Experts):
         return super()._per_expert(self.scale_grad(weight))
 
     def _mark(self) -> None:
+        """Mark the parameters as an expert's, as 0.10 does."""
         for parameter in self.parameters():
             mpu.set_expert_model_parallel_attributes(parameter, self.args.moe_expert_model_parallelism)
 
@@ -104,6 +105,7 @@ class MLP(_ArgumentsExperts):
         self._mark()
 
     def _per_expert(self, weight: Tensor) -> Tensor:
+        """Any of the three matrices as (E, I, H), by a view."""
         if weight.dim() == 2:  # as the base class makes them
             return super()._per_expert(weight)
         local = resolve_dtensor(self.scale_grad(weight))
@@ -208,6 +210,7 @@ class GroupedMLP(_Grouped, SparseMLP):
 
 
 def _pattern(topo: Any) -> Matrix:
+    """The hidden blocks without values, of our Matrix or stanford-stk's."""
     return (topo if isinstance(topo, Matrix) else Matrix.from_stk(topo)).with_data(None)
 
 
@@ -269,7 +272,7 @@ class SharedMLP(SharedExpert):
         self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 
     def add_experts_sharedexpert(self, shared_expert_out: Tensor, expert_out: Tensor) -> Tensor:
-        """The sum of both outputs (..., H); with shared_expert_weighted_sum the mean over a token's K + 1 experts."""
+        """shared_expert_out + expert_out, both (..., H); with shared_expert_weighted_sum the mean of K + 1 experts."""
         if not self.args.shared_expert_weighted_sum:
             return shared_expert_out + expert_out
         top_k = self.args.moe_top_k

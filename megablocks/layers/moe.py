@@ -90,7 +90,7 @@ class ParallelMLP(nn.Module):
         """x (..., H) of T tokens → (T, H) by the first expert_capacity pairs of each expert in the order of indices.
 
         Args:
-            tokens_per_expert, indices, bin_ids, bins: what `indices_and_bins` gives, for R = T·top_k pairs.
+            tokens_per_expert, indices, bin_ids, bins: (E,), (R,), (R,), (E,) of `indices_and_bins`, R = T·top_k pairs.
             expert_weights: (R,), the factor on a pair's output; None for ones.
             expert_capacity: places of an expert.
         """
@@ -193,10 +193,11 @@ class MoE(nn.Module, metaclass=ABCMeta):
         In training it records what `batched_load_balancing_loss` and `batched_router_zloss` need.
 
         Raises:
+            ValueError: the last dimension of x is not hidden_size.
             torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
         hidden = self.args.hidden_size
-        if x.shape[-1] != hidden:
+        if not x.dim() or x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
         x = cast_if_autocast_enabled(x)  # before rows are copied
         scores, weights, ids = self.router(x)

@@ -118,9 +118,16 @@ POSITIVE = {
     "train_iters", "train_samples", "log_interval", "log_memory_interval", "tensorboard_log_interval", "eval_interval",
     "save_interval", "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    "expert_tensor_parallel_size", "vocab_size", "padded_vocab_size", "max_position_embeddings",
+    "eval_micro_batch_size", "rotary_base",
 }  # fmt: skip
 """Flags whose value must be > 0."""
+NOT_NEGATIVE = {
+    "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad", "min_lr", "decoupled_lr", "decoupled_min_lr",
+    "lr_warmup_init", "lr_warmup_iters", "layernorm_epsilon", "init_method_std", "embedding_init_method_std",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
+}  # fmt: skip
+"""Flags whose value, or each of several, must be >= 0."""
 FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
 
 
@@ -234,6 +241,7 @@ def resolve(args: argparse.Namespace) -> None:
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
+    """Set Megatron's flags from the old fork's names; refuse a flag that is given in both ways with two values."""
     for name, (dest, _) in ALIASES.items():
         value = getattr(args, name)
         if value is None:
@@ -260,6 +268,7 @@ def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
 
 
 def _data_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks of WORLD_SIZE that hold the same part of the model."""
     world = int(os.environ.get("WORLD_SIZE", 1))
     model = args.tensor_model_parallel_size * args.pipeline_model_parallel_size * args.context_parallel_size
     if model < 1 or world % model:
@@ -273,6 +282,7 @@ def _data_parallel_size(args: argparse.Namespace) -> int:
 
 
 def _expert_parallel_size(args: argparse.Namespace) -> int:
+    """Ranks over which --moe-expert-model-parallelism spreads the experts."""
     ranks, experts = _data_parallel_size(args), args.num_experts or 0
     size = min(ranks, experts)
     if size < 1 or experts % size or ranks % size:
@@ -346,11 +356,17 @@ def check(args: argparse.Namespace) -> None:
     for dest, value in vars(args).items():
         if dest in POSITIVE and value is not None and not value > 0:
             refuse(dest, value, "must be > 0")
-        numbers = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, float)]
+        values = value if isinstance(value, list) else [value]
+        numbers = [one for one in values if isinstance(one, float)]
         if dest in args.megablocks_explicit and not all(map(math.isfinite, numbers)):
             refuse(dest, value, "must be a finite number")
+        if dest in NOT_NEGATIVE and any(one is not None and one < 0 for one in values):
+            refuse(dest, value, "must be >= 0")
         if dest in FRACTIONS and not 0 <= value <= 1:
             refuse(dest, value, "must be 0 to 1")
+    jitter = args.moe_input_jitter_eps
+    if jitter is not None and not 0 <= jitter < 1:
+        refuse("moe_input_jitter_eps", jitter, "must be >= 0 and < 1, or the router's input may change sign")
     if args.full_validation and args.megablocks_fixed_validation:
         refuse("megablocks_fixed_validation", True, "must be left out with --full-validation, which reads all")
     _check_sizes(args)

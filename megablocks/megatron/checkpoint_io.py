@@ -120,6 +120,7 @@ def restrict_unpickling() -> None:
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        """Only dataclasses and enums of the modules that a checkpoint's metadata need, and a few named classes."""
         if name in _OTHERS.get(module, ()):
             return super().find_class(module, name)
         found = super().find_class(module, name) if module in _OF_DATACLASSES else None
@@ -130,6 +131,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(file: IO[bytes]) -> Any:
+    """Stands for the unpickling of a checkpoint's `.metadata`; it runs no code of the file."""
     try:
         return _MetadataUnpickler(file).load()
     except pickle.UnpicklingError as error:
@@ -137,6 +139,7 @@ def _load_metadata(file: IO[bytes]) -> Any:
 
 
 def _load_bytes(original: Any, planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
+    """Stands for torch's unpickling of an object in a checkpoint; it runs no code of the file."""
     copy = io.BytesIO()
     torch.save(torch.load(value), copy)  # this load is restricted; the original's, of our copy, is not
     copy.seek(0)
@@ -144,6 +147,7 @@ def _load_bytes(original: Any, planner: DefaultLoadPlanner, read_item: Any, valu
 
 
 def _read_data(original: Any, reader: FileSystemReader, plan: Any, planner: Any) -> Any:
+    """Stands for torch's reader: file by file, so that an error names the file that it is in."""
     files = defaultdict(list)
     for item in plan.items:
         files[reader.storage_data[item.storage_index].relative_path].append(item)
@@ -157,6 +161,7 @@ def _read_data(original: Any, reader: FileSystemReader, plan: Any, planner: Any)
 
 
 def _refusal(file: str, error: pickle.UnpicklingError, advice: str = "") -> CheckpointError:
+    """The error of a file that is damaged, or that holds a class which may run code."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
         return CheckpointError(f"{file}: damaged: {line_of(error)[:200]}")

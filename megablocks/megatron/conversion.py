@@ -293,6 +293,7 @@ def flags_of(model: Model) -> dict[str, Any]:
 
 
 def _values(model: Model, names: Mapping[str, str]) -> dict[str, Any]:
+    """The model's fields as flags: `names` gives the flag of each field."""
     return {flag_of(name): getattr(model, field) for field, name in names.items()}
 
 
@@ -360,6 +361,7 @@ class Checkpoint:
         return self._last[1][block.at if layer is None else block.at[1:]]
 
     def _read(self, name: str, layer: int | None) -> Tensor:
+        """A tensor of the checkpoint; with `layer`, that layer's part of one that holds all layers."""
         size = tuple(self._tensors[name].size)
         first = (0,) * len(size) if layer is None else (layer, *(0,) * (len(size) - 1))
         lengths = size if layer is None else (1, *size[1:])

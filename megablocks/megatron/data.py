@@ -165,6 +165,7 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, vp_stage: int | None) -> Any:
+    """The data sets of these sizes, in samples: those of --data-path, or mock data."""
     kind = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(kind, list(sizes), partial(_is_read_here, vp_stage=vp_stage), config).build()
 
@@ -179,6 +180,7 @@ def _only(config: Any, *splits: str) -> Any:
 
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
+    """Megatron's description of the data sets of a run, from its flags."""
     blend, per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
     fields = dataclasses.fields(GPTDatasetConfig)
@@ -210,6 +212,7 @@ def cache_folder(args: argparse.Namespace) -> str | None:
 
 
 def _is_read_here(vp_stage: int | None = None) -> bool:
+    """Whether this rank's pipeline stage reads samples; the other tensor-parallel ranks get them from rank 0."""
     if parallel_state.get_tensor_model_parallel_rank() != 0:
         return False
     return is_first_or_last_pipeline_stage(vp_stage) or predicts_ahead(vp_stage)

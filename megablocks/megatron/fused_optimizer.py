@@ -62,6 +62,7 @@ def install(args: argparse.Namespace) -> None:
 
 
 def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: bool, **options: Any) -> Any:
+    """Stands for Megatron's `get_megatron_optimizer`: fuses the optimizer's step, or says why it cannot."""
     why = why_not(config, model) if wanted else "--no-megablocks-fused-optimizer"
     if why is None:  # build torch's Adam, and treat its state so, also where Transformer Engine or apex is installed
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True

@@ -82,6 +82,7 @@ class Guards:
         wrap(DistributedSignalHandler, signals_received=_signals)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stands for Megatron's `train_step`: announces the first step, which compiles."""
         if not self.is_training and torch.cuda.is_available():
             print_rank_0("first step: compiling kernels, 10 to 20 s unless Triton's and torch's caches hold them")
         self.is_training = True
@@ -96,6 +97,7 @@ class Guards:
         self._sums[2] += ~torch.isfinite(loss)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stands for `setup_model_and_optimizer`: checks what can fail before it, and watches the optimizer's step."""
         if self.heartbeat is not None:
             self.heartbeat.wait_until_known()
         _check_same_checkpoint(self.args)
@@ -202,6 +204,7 @@ class Guards:
     # Checkpoints.
 
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stands for Megatron's `load_checkpoint`: verifies it first, and gives each failure one line."""
         folder, saved = Path(self.args.load or self.args.pretrained_checkpoint), None
         if self.args.load and self.args.ckpt_step:
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
@@ -225,6 +228,7 @@ class Guards:
             raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
 
     def _open(self, folder: Path) -> None:
+        """Verify a checkpoint, and take over its loss window and the fingerprint of its data."""
         if self.verifiable and self.settings.verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
@@ -281,6 +285,7 @@ class Guards:
             raise SaveError(self._save_failure(root, folder, error)) from error
 
     def _prune(self, root: Path, saved: int) -> None:
+        """Remove older checkpoints, as many as the settings say."""
         try:
             if self.settings.keep_checkpoints:
                 atomic.prune(root, saved, self.settings.keep_checkpoints)
@@ -288,6 +293,7 @@ class Guards:
             print_rank_0(f"WARNING: an older checkpoint could not be removed: {error}")
 
     def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
+        """The line of a save that failed: the reason, and what is left to resume from."""
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
         survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
         lines = str(error).strip().splitlines() or [type(error).__name__]  # torch puts the cause last
@@ -342,6 +348,7 @@ def choose_before_reading_args() -> None:
 
 
 def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
+    """Stands for Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
     choose_checkpoint(args)
     if args.load and args.ckpt_step:
         checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line

@@ -102,6 +102,7 @@ def _obstacle(layer: Any, weight: Tensor | None, gather_output: bool | None, con
 
 
 def _project(layer: Any, hidden: Tensor, weight: Tensor | None, labels: Tensor, kept_gib: float) -> Tensor:
+    """hidden (S, B, H), labels (B, S) → the loss of each token (B, S), under tensor parallelism too."""
     weight, group = layer.weight if weight is None else weight, layer.tp_group
     if layer.sequence_parallel:  # backward adds the ranks' parts of the gradient
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True, group=group)

@@ -85,6 +85,7 @@ class MegaBlocksMoELayer(MoELayer):
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """hidden_states (S, B, H) → (S, B, H); with recomputation backward calls it again."""
         shared = self.shared_experts_compute(hidden_states)
         core = self.experts.core
         routing, experts = self.router(hidden_states, padding_mask), core

@@ -40,6 +40,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _with_state(original: Any, optimizer: Any) -> Any:
+    """Stands for `state_dict`: the first fix."""
     if _is_torch_adam(optimizer):
         for group in optimizer.optimizer.param_groups:
             for parameter in group["params"]:
@@ -52,6 +53,7 @@ def _with_state(original: Any, optimizer: Any) -> Any:
 
 
 def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
+    """Stands for `load_state_dict`: the third fix."""
     original(optimizer, state_dict)
     if _is_torch_adam(optimizer):
         for state in optimizer.optimizer.state.values():
@@ -60,6 +62,7 @@ def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
+    """Stands for `_set_main_param_and_optimizer_states`: the second and the fourth fix."""
     if _is_torch_adam(optimizer):
         tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
     with torch.no_grad():

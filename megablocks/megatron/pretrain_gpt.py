@@ -266,6 +266,7 @@ def end_data_workers() -> None:
 
 
 def _announce(args: Namespace, run_dir: str | None) -> None:
+    """Write env.txt into the run folder and print what was set automatically, on rank 0."""
     from megablocks.files import write_durably
     from megablocks.monitor.env_report import env_report
 
@@ -278,6 +279,7 @@ def _announce(args: Namespace, run_dir: str | None) -> None:
 
 
 def _fail(message: str, code: int, speak: bool) -> int:
+    """Print the message of a failed run once for all ranks. Returns the exit code."""
     if not speak and "TORCHELASTIC_RUN_ID" in os.environ:
         # The first rank speaks for all, and torchrun ends the others once it exits. A rank that still runs after the
         # wait is the only one with this error.

@@ -53,6 +53,7 @@ def part_of(name: str, module: torch.nn.Module) -> str | None:
 
 
 def _ranged(call: Callable[..., Any], part: str) -> Any:
+    """`call` inside a range of this part, which the trace then has."""
     return record_function(RANGE_PREFIX + part)(call)
 
 

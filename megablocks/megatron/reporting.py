@@ -92,6 +92,7 @@ class Reporter:
         )
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stands for `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
         model, optimizer, scheduler = original(*args, **kwargs)
         self._model = model
         if self._is_writer:
@@ -110,6 +111,7 @@ class Reporter:
         self, original: Any, losses: dict[str, Any], totals: dict[str, Any], rate: Any, iteration: int, scale: Any,
         memory: bool, skipped: int, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
+        """Stands for `training_log`: reads the loads, and waits for no kernel where nothing is printed."""
         first = kwargs.get("is_first_iteration", False)
         ends, resumed = iteration % self.args.log_interval == 0, first and iteration > 1
         # Megatron also logs the first step of each process, and counts it into the next line. A run that resumes keeps
@@ -150,6 +152,7 @@ class Reporter:
         return self._load
 
     def _print(self, original: Any, message: str) -> None:
+        """Stands for `print_rank_last`: adds our fields to a training line, and keeps the validation loss."""
         if is_last_rank():
             if "elapsed time per iteration" in message:
                 message += self._train_fields(message)
@@ -161,6 +164,7 @@ class Reporter:
         original(message)
 
     def _train_fields(self, line: str) -> str:
+        """Our fields of a training line, after they went into the history and to the boards."""
         values = parse_log_line(line)
         iteration = int(values["iteration"])
         seconds = values["elapsed time per iteration (ms)"] / 1000
@@ -202,6 +206,7 @@ class Reporter:
         return self._retries - before
 
     def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
+        """Send the row to TensorBoard and Weights & Biases, where Megatron writes to them."""
         names = ("tokens_per_second", "mfu", "expert_load_max_over_mean", "empty_experts", "tokens_dropped")
         chosen = {name: row[name] for name in names if name in row}
         if writer := get_tensorboard_writer():
@@ -235,6 +240,7 @@ class Reporter:
         print(self.summary_line(), flush=True)
 
     def _expert_load_files(self, run_dir: Path, summary: LoadSummary) -> None:
+        """Write expert_load.csv and expert_load.png of the last interval."""
         lines = ["layer,expert,tokens,tokens_over_mean"]
         rows = summary.tokens.tolist()
         for number, row in zip(self.layers, rows, strict=True):

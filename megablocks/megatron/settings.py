@@ -35,10 +35,12 @@ _NOT_READ = {
 }
 
 
-def option(default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None) -> Any:
-    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given. least: for `tool.model`."""
+def option(
+    default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None, most: int | None = None
+) -> Any:
+    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given. `tool.model` has bounds."""
     given = {} if default is ... else {"default": default}
-    return field(**given, metadata={"help": text, "choices": choices, "least": least})
+    return field(**given, metadata={"help": text, "choices": choices, "least": least, "most": most})
 
 
 def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
@@ -195,6 +197,7 @@ class MegaBlocksSettings:
 
 
 def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
+    """The value of a field from the text of its environment variable `name`."""
     kind = _kind(one)
     if text.lower() in ("", "none") and "None" in str(one.type):
         return None

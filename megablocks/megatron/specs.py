@@ -95,6 +95,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
 
 
 def _ready_layer(num_experts: int | None) -> ModuleSpec:
+    """The spec of a layer with our parts at their default settings."""
     layer = get_gpt_layer_local_spec(num_experts=num_experts)
     parts = layer.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = Norm
@@ -106,6 +107,7 @@ def _ready_layer(num_experts: int | None) -> ModuleSpec:
 
 
 def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
+    """A copy of Megatron's spec of a layer with our parts in place of its own, where they can stand."""
     layer = copy.copy(layer)
     layer.submodules = parts = copy.copy(layer.submodules)
     parts.self_attention = copy.copy(parts.self_attention)
@@ -159,6 +161,7 @@ _LATENT_NAMES = {
 
 
 def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
+    """Add the bias of q, k and v inside their product, on a GPU without Transformer Engine."""
     if settings.qkv_bias == "fused" and torch.cuda.is_available():
         if getattr(heads, "linear_qkv", None) is ColumnParallelLinear:
             heads.linear_qkv = BiasInProduct

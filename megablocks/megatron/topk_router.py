@@ -91,6 +91,7 @@ class MegaBlocksRouter(TopKRouter):
         return self._our_routing(logits, padding_mask)
 
     def _our_routing(self, logits: Tensor, padding_mask: Tensor | None) -> Routing:
+        """logits (S, B, E) → the Routing of S·B tokens, whose weights carry the auxiliary losses."""
         seq, batch = logits.shape[:2]
         logits = logits.view(-1, self.num_experts)
         if padding_mask is not None:

@@ -121,6 +121,7 @@ class TutelMoELayer(MoELayer):
 
     @torch.no_grad()
     def _count(self, num_tokens: int) -> None:
+        """Add this step's loads, and the pairs that Tutel dropped, to the log's."""
         config, load = self.config, self.moe.dispatch_count.long()
         factor = self.settings.capacity_factor
         if not factor:  # the fullest expert's load
@@ -130,6 +131,7 @@ class TutelMoELayer(MoELayer):
         self.expert_load.add(load, (load - room).clamp_min(0).sum())
 
     def _attach_loss(self, out: Tensor, loss: Tensor) -> Tensor:
+        """`out`, whose gradient carries that of Tutel's load-balancing loss; Megatron's log gets the loss."""
         config, coeff = self.config, self.config.moe_aux_loss_coeff
         if not coeff or self.layer_number is None:
             return out

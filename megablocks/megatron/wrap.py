@@ -25,6 +25,8 @@ def wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _in_front(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """`original` with `wrapper` in front, which gets the original as its first argument."""
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
@@ -94,7 +95,9 @@ class Experts(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw every parameter anew; see the class for `seed`."""
+        """Draw every parameter anew; see the class for `seed`. A FakeTensor has no values to draw."""
+        if isinstance(local_part(self.w1), FakeTensor):
+            return
         if seed is None:
             seed = int(torch.randint(2**62, (), device="cpu"))
         device = self.w1.device
@@ -156,10 +159,14 @@ class Experts(nn.Module):
 
         Returns:
             (R, H); rows from expert_offsets[E] on are unspecified.
+
+        Raises:
+            ValueError: rows have another dtype than the parameters, outside autocast.
         """
         return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
 
     def _compute(self, x: Tensor, dispatch: Dispatch | Remote, weight: Tensor | None, *, in_order: bool) -> Tensor:
+        """Run the implementation, which "auto" chooses here; a first call on a GPU compiles its kernels together."""
         x = self._checked(x)
         impl = self.config.mlp_impl
         if impl == "auto" or self.config.batch_invariant:
@@ -187,6 +194,9 @@ class Experts(nn.Module):
 
         One torch.bmm a projection computes them, whichever mlp_impl is named, except "reference". Where inputs or
         pre-activations are saved quantized, grouped GEMMs of equal counts do.
+
+        Raises:
+            ValueError: bins have another dtype than the parameters, outside autocast.
         """
         bins, config = self._checked(bins), self.config
         quantized = (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) != (OFF, OFF)
@@ -246,6 +256,7 @@ class Experts(nn.Module):
         )
 
     def _checked(self, rows: Tensor) -> Tensor:
+        """The rows in autocast's dtype; outside autocast they must be in the parameters'."""
         if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:
@@ -288,7 +299,7 @@ class Experts(nn.Module):
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor itself."""
+    """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
     return weight.to_local() if hasattr(weight, "to_local") else weight
 
 
@@ -347,5 +358,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
-    """`x` itself; its gradient is multiplied by `scale`."""
+    """`x` itself, of any shape; its gradient is multiplied by `scale`."""
     return x if scale == 1.0 or not torch.is_grad_enabled() else _ScaleGradient.apply(x, scale)

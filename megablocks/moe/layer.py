@@ -137,7 +137,7 @@ class MoELayer(nn.Module):
                 autocast.
             torch.OutOfMemoryError: torch's own, with the sizes and what to change.
         """
-        if x.shape[-1] != self.config.hidden_size:
+        if not x.dim() or x.shape[-1] != self.config.hidden_size:
             shape, hidden = tuple(x.shape), self.config.hidden_size
             raise ValueError(f"x: has shape {shape}, its last dimension must be hidden_size={hidden}")
         tokens = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])  # a view costs the host 14 µs, backward included

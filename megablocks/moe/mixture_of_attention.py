@@ -14,6 +14,7 @@ Legend: B sequences of S tokens, T = B·S, H hidden, E experts, K top-k, D head 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -165,6 +166,8 @@ def _check(config: MoEConfig, heads: int, kv_heads: int, rope_base: float | None
         raise ConfigError(f"num_heads={heads}: must divide ffn_hidden_size={width}, the width of an expert's queries")
     if kv_heads < 1 or heads % kv_heads:
         raise ConfigError(f"num_kv_heads={kv_heads}: must divide num_heads={heads}")
+    if rope_base is not None and not math.isfinite(rope_base):
+        raise ConfigError(f"rope_base={rope_base!r}: must be a finite number > 0, or None")
     if rope_base is not None and (rope_base <= 0 or width // heads % 2):
         raise ConfigError(f"rope_base={rope_base!r}: must be > 0 and the head size {width // heads} even, or None")
     if not 0 <= dropout < 1:

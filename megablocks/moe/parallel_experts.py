@@ -48,7 +48,7 @@ class ParallelExperts(nn.Module):
         grouped_in: bool = False,
         grouped_out: bool = False,
     ) -> Tensor:
-        """`parallel_linear` with this module's weight and bias; its docstring has shapes and errors.
+        """`parallel_linear` with this module's weight and bias: shapes and errors are those of `parallel_linear`.
 
         inputs (T, input_size) of T tokens, or with grouped_in (T·k, input_size), → (T·k, output_size), or with gates
         (T, k) their weighted sums (T, output_size).

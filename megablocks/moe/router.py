@@ -159,6 +159,7 @@ class TopKRouter(Router):
         counts.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
+        """What `module.to` and its like call; the score bias stays float32."""
         bias = self.expert_score_bias
         super()._apply(fn, recurse)
         moved = self.expert_score_bias

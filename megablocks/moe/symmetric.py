@@ -87,6 +87,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         return None
 
     def _refusal(self, x: Tensor, routing: Routing) -> str | None:
+        """Why these tokens cannot be exchanged; None if they can. All ranks come to the same answer."""
         if not runs_triton(x) or x.dtype not in DTYPES or routing.weight.dtype != torch.float32:
             return f"it takes bf16, fp16 or float32 tokens on a GPU, not {x.dtype} on {x.device.type}"
         if routing.top_k is None:
@@ -117,6 +118,7 @@ _buffers: list[tuple[Tensor, object]] = []  # kept as long as the process: peers
 def _rendezvous(
     group: ProcessGroup, layout: Layout, device: torch.device, experts: int, max_rows: int
 ) -> Exchange | str:
+    """Allocate this rank's buffer and learn the addresses of the others', or say why that is impossible."""
     boot = Path("/proc/sys/kernel/random/boot_id")  # one for each running system, unlike a name
     hosts = _gather(boot.read_text() if boot.exists() else "unknown", group)
     if len(set(hosts)) > 1 or "unknown" in hosts:

@@ -51,7 +51,7 @@ class RunSizes:
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "shape": GPTShape(**values["shape"])})
-        except (OSError, ValueError, TypeError, KeyError) as error:
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             names = ", ".join(field.name for field in dataclasses.fields(cls))
             raise ConfigError(f"{path}: must be a run.json of the driver, with {names} ({error})") from None
 

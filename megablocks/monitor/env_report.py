@@ -46,13 +46,19 @@ def commit() -> str:
     """
     if given := os.environ.get("MEGABLOCKS_COMMIT"):
         return given
-    folder = str(Path(__file__).resolve().parent)
-    describe = ["git", "-C", folder, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
+    file = Path(__file__).resolve()
+    git = ["git", "-C", str(file.parent)]
+    # An installed package may lie within the checkout of a user's project, whose commit says nothing about it.
+    is_tracked = [*git, "ls-files", "--error-unmatch", file.name]
+    describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     try:
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=10)
+        for command in (is_tracked, describe):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+            if done.returncode:
+                return "unknown"
     except (OSError, subprocess.TimeoutExpired):
         return "unknown"
-    return done.stdout.strip() or "unknown"
+    return done.stdout.strip()
 
 
 def gpus() -> list[dict[str, Any]]:

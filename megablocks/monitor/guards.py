@@ -76,6 +76,8 @@ class LayerSentinels:
             layer.register_forward_hook(self._hook(index))
 
     def _hook(self, index: int) -> Any:
+        """The forward hook of layer `index`: it notes a bad output, and a bad gradient of it."""
+
         def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
             out = output[0] if isinstance(output, tuple) else output
             if not module.training or not isinstance(out, Tensor):

@@ -96,6 +96,7 @@ class Heartbeat:
             signal.set_wakeup_fd(self._old_wakeup)
 
     def _run(self) -> None:
+        """The thread: tell the store that this rank lives, and look whether the watched ranks do."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, port = self._address
@@ -137,6 +138,7 @@ class Heartbeat:
                 self._end(f"{where}: the launcher or rank 0 is stopped or cut off")
 
     def _look(self, store: Any, seen: dict[int, tuple[int, float]]) -> None:
+        """End the process if a watched rank failed or is silent. seen: rank → its last beat, and when it came."""
         if store.check(["heartbeat/dead"]):
             self._end(store.get("heartbeat/dead").decode())
         for rank in list(seen):
@@ -167,6 +169,7 @@ class Heartbeat:
             os._exit(EXIT_CODE)
 
     def _sleep(self, seconds: float) -> None:
+        """Wait, unless stopped; a SIGTERM that arrives meanwhile is noted."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stopped.is_set():
             if select.select([self._read_end], [], [], min(left, 0.2))[0]:

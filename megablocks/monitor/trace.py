@@ -71,7 +71,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             events = json.load(file)["traceEvents"]
         return [event for event in events if event.get("ph") == "X" and "cat" in event]
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: must be a Chrome trace of torch's profiler ({error}); {_HOW}") from None
 
 
@@ -152,6 +152,7 @@ def _host_kernels(hosts: list[_Event], forward: dict[int, _Event]) -> Iterator[t
 
 
 def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[str, ...], str]:
+    """Names of the operations around an event, the innermost first, and the range that they are in, "" for none."""
     names: list[str] = []
     seen: set[int] = set()
     while event is not None:

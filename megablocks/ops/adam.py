@@ -137,6 +137,7 @@ class FusedAdam(torch.optim.Adam):
         return made
 
     def _reset(self) -> None:
+        """Forget what is prepared for a step: addresses, scalars, copies."""
         self.grad_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
         self._tables: Tables | None = None
@@ -160,6 +161,7 @@ class FusedAdam(torch.optim.Adam):
             one["step"] = one["step"].to("cpu", torch.float32)
 
     def _init_state(self, p: Tensor) -> dict[str, Any]:
+        """The state of a parameter, made at its first step."""
         state: dict[str, Any] = self.state[p]
         if "exp_avg" not in state:
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(p), torch.zeros_like(p)
@@ -200,6 +202,7 @@ class FusedAdam(torch.optim.Adam):
             self._to_device(items, scalars, device)
 
     def _to_device(self, items: list[Any], scalars: list[Scalars], device: torch.device) -> None:
+        """Bring addresses and scalars of a step to the GPU; the addresses only where they changed."""
         from megablocks.ops.adam_triton import Tables, to_device
 
         if self._tables is None:
@@ -237,6 +240,7 @@ class FusedAdam(torch.optim.Adam):
 
 
 def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
+    """Whether the kernel takes a parameter: float32 on a GPU, all tensors contiguous."""
     return (
         runs_triton(tensors[0])
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
@@ -245,6 +249,7 @@ def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
 
 
 def _item(tensors: tuple[Tensor, ...], copy: Tensor | None, row: int) -> Any:
+    """What the kernel is told of a parameter: sizes and addresses. row: of its scalars."""
     from megablocks.ops.adam_triton import Item
 
     every = tensors if copy is None else (*tensors, copy)

@@ -50,6 +50,7 @@ class Tables:
         self._tables: list[Table] = []
 
     def of(self, items: list[Item], device: torch.device) -> list[Table]:
+        """The tables of these parameters, one for each kind; made anew only where an address changed."""
         if items != self._items:
             kinds: dict[Hashable, list[tuple[int, ...]]] = {}
             for kind, numbers in items:
@@ -61,6 +62,7 @@ class Tables:
 
 
 def _table(kind: Hashable, rows: list[tuple[int, ...]], device: torch.device) -> Table:
+    """rows: sizes and addresses of parameters of one kind → the table, with a line for each chunk of a parameter."""
     table = torch.tensor(rows, dtype=torch.int64)
     count = (table[:, 0] + CHUNK - 1) // CHUNK
     row = torch.repeat_interleave(torch.arange(len(rows)), count)

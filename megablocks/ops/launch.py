@@ -73,6 +73,7 @@ class QuickLaunch:
         return functools.partial(self._launch, grid)
 
     def _places_of(self, types: tuple[type, ...]) -> _Places | None:
+        """Which arguments are tensors, sizes and descriptors; None where one is of another kind."""
         assert len(types) == len(self._specialized), f"{self._kernel.fn.__name__}: pass runtime arguments by position"
         made = _Places([], [], [])
         for i, kind in enumerate(types):
@@ -228,6 +229,7 @@ def compile_ahead(step: Callable[[], object]) -> None:
 
 
 def _compile_ahead(step: Callable[[], object]) -> None:
+    """Run `step` on stand-ins of zeros, so that all of its kernels compile beside each other."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, each of which compiles the same
     threads = min(_MOST_THREADS, max(1, cores // processes))

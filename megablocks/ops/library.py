@@ -212,6 +212,7 @@ def _refuse_tangents(op: CustomOpDef, args: Iterable[Any]) -> None:
 
 
 def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
+    """A block in which the device of the first tensor is the current one."""
     tensor = next((a for a in args if isinstance(a, Tensor)), None)
     if tensor is None or not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
         return contextlib.nullcontext()

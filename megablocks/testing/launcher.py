@@ -58,6 +58,7 @@ def _rank_main(
     store: str,
     timeout: float,
 ) -> None:
+    """What a rank's process does: it joins the group, calls the function, and sends the result or the error."""
     if backend == "gloo":  # these ranks use the CPU only
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -133,6 +134,7 @@ def run_distributed_test(
 
 
 def _collect(readers: list[Connection], deadline: float, timeout: float) -> list[Any]:
+    """The results of all ranks. Raises RankFailed for the first that failed, died, or is late."""
     results: list[Any] = [None] * len(readers)
     pending = {reader: rank for rank, reader in enumerate(readers)}
     while pending:

@@ -10,8 +10,10 @@ Exit code 0: all right. 1: one of our implementations failed or is wrong. 2: bad
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -106,7 +108,8 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
 
 def text_of(found: Mapping[str, Any]) -> str:
     shape, host = Shape(**found["shape"]), any("python_ms" in row for row in found["candidates"].values())
-    columns = ("forward", 9), ("step", 9), ("python" if host else "", 9), ("TFLOP/s", 9), ("speed", 8), ("kept", 10)
+    times = ("forward", 13), ("step", 13), *([("python", 13)] if host else [])
+    columns = *times, ("TFLOP/s", 10), ("speed", 10), ("kept", 12)
     lines = [
         f"{found['device']}, torch {found['torch']}, {found['dtype']}, {shape.activation}; auto is {found['auto']}",
         f"T,H; I/E/K = {shape.label}",
@@ -114,10 +117,10 @@ def text_of(found: Mapping[str, Any]) -> str:
         " " * 18 + "".join(f"{title:>{width}}" for title, width in (*columns, ("error", 9))),
     ]
     for name, row in sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"]):
-        python = f"{row['python_ms']:>6.2f} ms" if "python_ms" in row else " " * 9
-        over = f"{row['speed']:>7.2f}×" if row["speed"] else "–".rjust(8)
-        kept = f"{row['held'] / 2**20:>6.0f} MiB" if "held" in row else "–".rjust(10)
-        lines.append(f"{name:<18}{row['forward_ms']:>6.2f} ms{row['step_ms']:>6.2f} ms{python}{row['tflops']:>9.3g}"
+        python = f"{row['python_ms']:>10.2f} ms" if "python_ms" in row else ""
+        over = f"{row['speed']:>9.2f}×" if row["speed"] else "–".rjust(10)
+        kept = f"{row['held'] / 2**20:>8.0f} MiB" if "held" in row else "–".rjust(12)
+        lines.append(f"{name:<18}{row['forward_ms']:>10.2f} ms{row['step_ms']:>10.2f} ms{python}{row['tflops']:>10.3g}"
                      f"{over}{kept}{row['error']:>9.0e}")  # fmt: skip
     lines += [f"FAILED {name}: {why}" for name, why in found["failed"].items()]
     lines += [f"left out: {name}: {why}" for name, why in found["left_out"].items()]
@@ -149,6 +152,17 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
+def _check_folder(out: Path) -> None:
+    """Make the folder. Refuse one that cannot be made, or in which no file can be."""
+    what = "made"
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        what = "written to"
+        tempfile.TemporaryFile(dir=out).close()
+    except OSError as error:
+        refuse("out", str(out), f"cannot be {what} ({error.strerror}); choose another folder")
+
+
 def main(argv: Sequence[str]) -> int:
     parser = Parser("bench", description=__doc__)
     sizes = ("tokens", "hidden-size", "ffn-hidden-size", "num-experts", "top-k")
@@ -176,12 +190,14 @@ def main(argv: Sequence[str]) -> int:
         options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
         options.activation, ORDER,
     )  # fmt: skip
-    if options.out:
-        try:  # before minutes of timing
-            options.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            refuse("out", str(options.out), f"cannot be made ({error.strerror}); choose another folder")
+    if options.out:  # what can fail there, before minutes of timing
+        importlib.import_module("matplotlib")
+        _check_folder(options.out)
     found = report(shape, options.dtype or ("bfloat16" if on_gpu() else "float32"), only, options.rounds)
+    if not found["candidates"] and not found["failed"]:
+        why = [f"{name}: {said}" for name, said in found["left_out"].items()]
+        why += [f"{name} is not installed" for name in found["not_installed"]]
+        refuse("only", options.only, f"leaves nothing to time; {'; '.join(why)}")
     whole, text = json.dumps(found, indent=1), text_of(found)
     print(whole if options.json else text)
     if options.out:

@@ -137,6 +137,7 @@ def _rope_truth(x: Tensor) -> Outputs:
 
 
 def _steps(kind: Callable[..., torch.optim.Optimizer], p: Tensor, grad: Tensor, **options: bool) -> Outputs:
+    """A parameter after two steps of an optimizer."""
     parameter = p.detach().clone()
     optimizer = kind([parameter], lr=1e-1, weight_decay=0.1, **options)
     for sign in (1, -0.5):

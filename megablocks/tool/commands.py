@@ -48,8 +48,21 @@ def unfit(folder: Path, holds: str, wanted: str) -> ConfigError:
     return ConfigError(f"{folder}: {what}; give {inner if atomic.iterations(inner) else wanted}")
 
 
+def named_path(text: str) -> Path:
+    """The path that an argument names. Raises ArgumentTypeError for "", as of an unset variable.
+
+    Python takes "" for the current folder.
+    """
+    if not text:
+        raise argparse.ArgumentTypeError("'' is empty: must be a path; . is the current folder")
+    return Path(text)
+
+
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened."""
+    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened.
+
+    An argument of type Path must not be empty.
+    """
 
     def __init__(self, command: str, **options: Any) -> None:
         super().__init__(
@@ -58,6 +71,7 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             **options,
         )
+        self.register("type", Path, named_path)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message)
@@ -107,9 +121,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"megablocks {name}: {error}", file=sys.stderr)
     except ModuleNotFoundError as error:
-        if (error.name or "").startswith("megablocks"):
+        package, _, inner = (error.name or "").partition(".")
+        if not package or package.startswith("megablocks"):
             raise
-        print(f"megablocks {name}: {error.name} is not installed: pip install {error.name}", file=sys.stderr)
+        problem = f"{package} is not installed: pip install {package}"
+        if inner:  # of a package that is there
+            problem = f"the {package} that is installed has no module {error.name}; install another release"
+        print(f"megablocks {name}: {problem}", file=sys.stderr)
     return 2
 
 

@@ -130,6 +130,7 @@ class Opened:
             self.config["dtype"] = str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch.")
 
     def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
+        """Open a run's checkpoint: its tensors, and where they lie. Sets format, model, family and config."""
         marks = (folder / ".metadata", folder / atomic.POINTER)
         if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
             wanted = "a folder of safetensors files or a run's checkpoints"
@@ -147,6 +148,7 @@ class Opened:
         return checkpoint, conversion.rules_of(self.model, checkpoint.per_layer)
 
     def _take_config(self, like: Path) -> None:
+        """Take config.json and its family from --like, if it describes the same model."""
         config = _read_config(like / CONFIG)
         model = model_of(config, like / CONFIG)
         if changed := differences(model, self.model) or config_differences(config, self.config):
@@ -199,6 +201,7 @@ def _others(folder: Path) -> Iterator[Path]:
 
 
 def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress) -> None:
+    """Write the folder of the formats hf and ours."""
     target = journal.folder
 
     def tensor(stored: Stored) -> NewTensor:
@@ -292,6 +295,8 @@ def main(argv: Sequence[str]) -> int:
         print(f"megablocks convert: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a folder that cannot be written
+        if error.errno is None:  # not the system's
+            raise
         print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1
     print(done)

@@ -8,6 +8,7 @@ Without a GPU the reference code is compared, in float32. Exit code 0: all right
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -38,6 +39,10 @@ PRODUCT = {"tokens": 40960, "hidden": 768, "width": 256, "experts": 128, "top_k"
 """The shape S0 of benchmarks/notes/README.md: 0.9 GB of memory."""
 
 
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+
+
 def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A family's verdict: the worst error and its limit, or the exception, and the seconds that it took."""
     started = time.perf_counter()
@@ -45,13 +50,13 @@ def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> di
     try:
         found = errors(case, device, dtype)
     except Exception as error:  # a kernel that does not compile or launch is a finding, not a crash
-        line = (str(error).strip().splitlines() or [""])[0]
-        return {"ok": False, "problem": f"{type(error).__name__}: {line}", "seconds": time.perf_counter() - started}
+        return {"ok": False, "problem": _line(error), "seconds": time.perf_counter() - started}
     only_exact = set(case.exact) == set(case.inputs)
     limit = case.limit or (EXACT_LIMIT if only_exact else LIMITS[dtype])
     worst = max(found, key=lambda name: found[name])
     ok = found[worst] <= limit
-    verdict: dict[str, Any] = {"ok": ok, "worst": worst, "error": found[worst], "limit": limit}
+    in_json = found[worst] if math.isfinite(found[worst]) else None  # which has no infinity
+    verdict: dict[str, Any] = {"ok": ok, "worst": worst, "error": in_json, "limit": limit}
     if not ok:
         verdict["problem"] = f"{worst}: relative error {found[worst]:.2g}, allowed {limit:.2g}"
     return {**verdict, "seconds": time.perf_counter() - started}
@@ -110,6 +115,14 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _speeds(device: torch.device) -> dict[str, dict[str, Any]]:
+    """Like `speeds`, with what prevents the timing as a finding: memory that is in use, or a kernel that fails."""
+    try:
+        return speeds(device)
+    except Exception as error:
+        return {"products": {"ok": False, "problem": _line(error)}}
+
+
 def report(speed: bool = True) -> dict[str, Any]:
     """Everything that `doctor` prints."""
     on_gpu = torch.cuda.is_available()
@@ -117,7 +130,7 @@ def report(speed: bool = True) -> dict[str, Any]:
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
         "families": families(device),
-        "speeds": speeds(device) if on_gpu and speed else {},
+        "speeds": _speeds(device) if on_gpu and speed else {},
         "needs_a_gpu": [] if on_gpu else ["every Triton and Gluon kernel", "bfloat16", "speed"],
     }
     progress("")
@@ -131,6 +144,9 @@ def text_of(found: dict[str, Any]) -> str:
         said = f"{one['worst']}: {one['error']:.1e} of {one['limit']:.0e}" if one["ok"] else one["problem"]
         lines.append(f"{'ok' if one['ok'] else 'FAILED':<8}{name:<24}{one['seconds']:>6.1f} s  {said}")
     for name, one in found["speeds"].items():
+        if "tflops" not in one:
+            lines.append(f"{'FAILED':<8}{name:<24}{one['problem']}")
+            continue
         share = "" if one["share_of_chip"] is None else f", {one['share_of_chip']:.0%} of the chip"
         expected = "" if one["expected_tflops"] is None else f", expected {one['expected_tflops']:.0f}"
         lines.append(f"{'ok' if one['ok'] else 'SLOW':<8}{name:<24}{one['tflops']:>6.0f} TFLOP/s{share}{expected}")

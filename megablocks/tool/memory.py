@@ -91,6 +91,7 @@ class Rows(NamedTuple):
 
 
 def rows(m: Model) -> Rows:
+    """How many rows each part of a layer has on a GPU."""
     group = m.micro_batch_size * m.seq_length / m.context_parallel_size
     rank = group / m.tensor_model_parallel_size if m.sequence_parallel else group
     tokens, ep, top_k = group / m.tensor_model_parallel_size * m.etp, m.expert_model_parallel_size, m.moe_router_topk
@@ -185,10 +186,12 @@ class Memory(NamedTuple):
 
     @property
     def peak(self) -> float:
+        """Bytes of all tensors."""
         return sum(self.parts.values())
 
     @property
     def needed(self) -> float:
+        """Bytes of all tensors, and of what is outside of them."""
         return self.peak + sum(self.outside.values())
 
 

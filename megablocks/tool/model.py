@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, check_width, refuse
+from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, MoEConfig, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
 from megablocks.megatron.settings import flag_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
@@ -22,15 +23,26 @@ PREFIX = "megablocks_"
 VOCABULARY = 50257
 """Of GPT-2, if no vocabulary is given."""
 HOST_GPUS = 8  # that NVLink joins
+_UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
     "mtp_num_layers": "the layers of multi-token prediction are not counted",
+    "use_checkpoint_args": "the sizes of a checkpoint are not read; give them as flags",
+    "decoder_first_pipeline_num_layers": _UNEQUAL,
+    "decoder_last_pipeline_num_layers": _UNEQUAL,
+    "account_for_embedding_in_pipeline_split": _UNEQUAL,
+    "account_for_loss_in_pipeline_split": _UNEQUAL,
+    "pipeline_model_parallel_layout": _UNEQUAL,
+    "use_precision_aware_optimizer": "its states have other dtypes than those that are counted",
+    "optimizer_cpu_offload": "states in the host's memory are not counted",
+    "cpu_offloading_num_layers": "activations in the host's memory are not counted",
+    "fine_grained_activation_offloading": "activations in the host's memory are not counted",
 }
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
 
-_LEAST = {"int": 1, "float": 0}
-"""The smallest value of a number, by its type, unless the field's `least` is another one."""
+_LIMITS = {"int": (1, 2**63 - 1, "below 2**63"), "float": (0, sys.float_info.max, "finite")}
+"""The least and the largest value of a number by its type, the latter also in words; a field may have others."""
 
 
 def _kind(one: dataclasses.Field[Any]) -> str:
@@ -63,8 +75,8 @@ class Model:
     )
     add_bias_linear: bool = option(False, "biases in dense products")
     untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
-    hidden_dropout: float = option(0.1, "dropout after attention and MLP; its masks take memory")
-    attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time")
+    hidden_dropout: float = option(0.1, "dropout after attention and MLP; its masks take memory", most=1)
+    attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time", most=1)
     bf16: bool = option(True, "16-bit weights and activations (float16 counts the same); off: all float32")
     tensor_model_parallel_size: int = option(1, "TP")
     pipeline_model_parallel_size: int = option(1, "PP")
@@ -87,12 +99,17 @@ class Model:
     gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
 
     def __post_init__(self) -> None:
-        check_least(vars(self))
+        check_bounds(vars(self))
+        if not self.gpu.strip():
+            refuse("gpu", self.gpu, f"must be a GPU's name, such as {Model.gpu!r}")
         if self.num_experts and self.moe_router_topk > self.num_experts:
             refuse("moe_router_topk", self.moe_router_topk, f"must be 1 to num_experts={self.num_experts}")
         if self.mlp_impl == "reference":
             refuse("mlp_impl", "reference", "is for tests; nothing is known about its time")
         width, capacity = 4 * self.hidden_size, memory_gib(self.gpu)
+        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
+            rule = f"must divide hidden_size={self.hidden_size}, or give --kv-channels"
+            refuse("num_attention_heads", self.num_attention_heads, rule)
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
         self._fill("num_query_groups", self.num_attention_heads)
         self._fill("ffn_hidden_size", width * 2 // 3 // 64 * 64 if self.swiglu else width)
@@ -100,10 +117,10 @@ class Model:
         self._fill("num_moe_layers", self.num_layers if self.num_experts else 0)
         self._fill("expert_tensor_parallel_size", self.tensor_model_parallel_size)
         self._fill("fused_loss_kept_gib", None if capacity is None else capacity / 10)
-        check_least(vars(self))  # what was filled in may be a width of 0
+        check_bounds(vars(self))  # what was filled in may be a width of 0
         self._check_layout()
         if self.num_experts:
-            check_width(self.mlp_impl, self.moe_ffn_hidden_size, self.etp, "moe_ffn_hidden_size")
+            self._check_experts()
         share = self.micro_batch_size * self.data_parallel_size
         self._fill("global_batch_size", share)
         if self.global_batch_size % share:
@@ -112,13 +129,32 @@ class Model:
             refuse("global_batch_size", self.global_batch_size, allowed)
 
     def _fill(self, name: str, value: Any) -> None:
+        """Set a field that is unset."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 
+    def _check_experts(self) -> None:
+        """Refuse what the layer refuses."""
+        check_width(self.mlp_impl, self.moe_ffn_hidden_size, self.etp, "moe_ffn_hidden_size")
+        MoEConfig(
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.moe_ffn_hidden_size,
+            num_experts=self.num_experts,
+            top_k=self.moe_router_topk,
+            mlp_impl=self.mlp_impl,
+            recompute_activation=self.recompute_activation,
+            quantize_rematerialize_num_bits=self.quantize_rematerialize_num_bits,
+            dispatch_rows_factor=self.dispatch_rows_factor,
+        )
+
     def _check_layout(self) -> None:
-        heads, groups = self.num_attention_heads, self.num_query_groups
+        heads, groups, shards = self.num_attention_heads, self.num_query_groups, self.tensor_model_parallel_size
         if heads % groups:
             refuse("num_query_groups", groups, f"must divide num_attention_heads={heads}")
+        if heads % shards:
+            refuse("tensor_model_parallel_size", shards, f"must divide num_attention_heads={heads}")
+        if self.position_embedding_type == "rope" and self.kv_channels % 2:
+            refuse("kv_channels", self.kv_channels, "must be even with --position-embedding-type rope")
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
             refuse("gpus", self.gpus, f"must be a multiple of TP · PP · CP = {ranks}")
@@ -141,19 +177,23 @@ class Model:
 
     @property
     def etp(self) -> int:
+        """Ranks over which each expert's width is cut."""
         return self.expert_tensor_parallel_size
 
     @property
     def data_parallel_size(self) -> int:
+        """Ranks that hold the same part of the dense layers."""
         model = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         return self.gpus // model
 
     @property
     def expert_data_parallel_size(self) -> int:
+        """Ranks that hold the same experts."""
         return self.gpus // (self.expert_model_parallel_size * self.etp * self.pipeline_model_parallel_size)
 
     @property
     def micro_batches(self) -> int:
+        """Micro-batches of a rank in a step."""
         return self.global_batch_size // (self.micro_batch_size * self.data_parallel_size)
 
     @property
@@ -203,13 +243,18 @@ class Model:
         )
 
 
-def check_least(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a number that is smaller than its field of `Model` allows. None is unset."""
+def check_bounds(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a number outside of what its field of `Model` allows. None is unset."""
     for one in dataclasses.fields(Model):
-        least, value = one.metadata["least"], values.get(one.name)
-        least = _LEAST.get(_kind(one)) if least is None else least
-        if least is not None and value is not None and not least <= value < math.inf:
-            refuse(one.name, value, f"must be >= {least}")
+        value, kind = values.get(one.name), _kind(one)
+        if value is None or kind not in _LIMITS:
+            continue
+        (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
+        least = least if one.metadata["least"] is None else one.metadata["least"]
+        if most is not None and not least <= value <= most:
+            refuse(one.name, value, f"must be {least} to {most}")
+        if not least <= value <= largest:
+            refuse(one.name, value, f"must be >= {least}" + ("" if value < least else f" and {in_words}"))
 
 
 def from_flags(options: argparse.Namespace) -> Model:
@@ -232,6 +277,10 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     for name, why in _NOT_PLANNED.items():
         if getattr(args, name):
             refuse(name, getattr(args, name), f"is not planned, leave it out; {why}")
+    if args.optimizer != "adam":
+        refuse("optimizer", args.optimizer, "must be 'adam'; no other optimizer's state is counted")
+    if args.recompute_granularity == "full" and args.recompute_method == "block":
+        refuse("recompute_method", "block", "must be 'uniform'; only a recomputation of all layers is counted")
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name, value = ("layer", layer) if factor is None else ("capacity_factor", factor)

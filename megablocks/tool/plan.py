@@ -24,11 +24,13 @@ from megablocks.monitor.flops import memory_gib
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import Model, check_least, from_driver, from_flags
+from megablocks.tool.model import PREFIX, Model, check_bounds, from_driver, from_flags
 from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
+_MOST_PARTS = 4096
+"""Into which `changes` cuts a micro-batch."""
 
 
 def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
@@ -47,17 +49,18 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     for name in given:
         if name not in _OF_THE_MACHINE:
             raise ConfigError(f"{flag_of(name)}: give it behind --, with the driver's flags")
-    check_least(vars(options))
+    check_bounds(vars(options))
     need_megatron()
     from megablocks.megatron.planned import parse
 
     args = parse(words[cut + 1 :], options.gpus or 1)
-    return from_driver(args, options.gpu or Model.gpu), options
+    return from_driver(args, Model.gpu if options.gpu is None else options.gpu), options
 
 
 def changes(m: Model) -> Iterator[tuple[str, Model]]:
     """What a user may change to save memory, the cheapest first; each where the changed model is possible."""
-    smaller = [size for size in range(m.micro_batch_size - 1, 0, -1) if m.micro_batch_size % size == 0]
+    parts = range(2, min(m.micro_batch_size, _MOST_PARTS) + 1)
+    smaller = [m.micro_batch_size // n for n in parts if m.micro_batch_size % n == 0]
     found: list[tuple[str, dict[str, Any]]] = []
     if not m.fused_loss:
         found.append(("--megablocks-fused-loss", {"fused_loss": True}))
@@ -69,7 +72,8 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
     if m.num_experts:
         flags = "--megablocks-mlp-impl fused --megablocks-recompute-activation"
         found.append((flags, {"mlp_impl": "fused", "recompute_activation": True}))
-        ranks = [ep for ep in range(m.expert_model_parallel_size + 1, m.gpus + 1) if m.gpus % ep == 0]
+        most = min(m.gpus, m.num_experts)
+        ranks = [ep for ep in range(m.expert_model_parallel_size + 1, most + 1) if m.gpus % ep == 0]
         found += [(f"--expert-model-parallel-size {ep}", {"expert_model_parallel_size": ep}) for ep in ranks]
     found.append(("--recompute-granularity full", {"recompute_granularity": "full"}))
     for gpus in (2 * m.gpus, 4 * m.gpus, 8 * m.gpus):
@@ -166,5 +170,7 @@ def text_of(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     m, options = model_of(argv)
     found = report(m)
+    if "--" not in argv:  # plan's own flags lack the prefix of the driver's
+        found["verdict"] = found["verdict"].replace(flag_of(PREFIX), "--")
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 1 if found["fits"] == "no" else 0

@@ -124,9 +124,11 @@ class Problem:
         self._truth: dict[str, dict[str, Any]] = {}
 
     def experts(self, weight: Tensor) -> Tensor:
+        """weight (E·I, H) → (E, I, H)."""
         return weight.view(self.shape.experts, self.shape.width, self.shape.hidden)
 
     def config(self, **changes: Any) -> MoEConfig:
+        """The layer of this problem."""
         from megablocks import MoEConfig
 
         s = self.shape

@@ -46,8 +46,11 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
         from megablocks.data.verify import verify_folder
 
         return verify_folder(folder, trust_remote_code)[1]
-    if atomic.iterations(folder) or atomic.iterations(folder.parent) and folder.name.startswith("iter_"):
+    if atomic.iterations(folder):
         return verify_checkpoints(folder)
+    one = folder if folder.name.startswith("iter_") else folder.resolve()  # of "." or a link
+    if one.name.startswith("iter_") and atomic.iterations(one.parent):
+        return verify_checkpoints(one)
     raise unfit(folder, "manifest.json nor iter_* folders", "a data set or a checkpoint folder")
 
 

@@ -99,7 +99,27 @@ def test_K5_every_file_is_in_some_rank_s_share(tmp_path: Path) -> None:
         path.write_bytes(good)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}'])
+def test_K5_a_marker_is_read_from_within_and_by_a_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint that is whole was called damaged, with the advice to remove it."""
+    folder = make(tmp_path, 4)
+    (tmp_path / "link").symlink_to(folder)
+    (tmp_path / "iter_0000005").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for path in (Path("."), tmp_path / "link"):
+        assert atomic.read_marker(path) == atomic.read_marker(folder)
+        atomic.verify(path)
+    with pytest.raises(CheckpointError, match="complete.json: damaged .not of this folder"):
+        atomic.read_marker(tmp_path / "iter_0000005")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"format": 1, "iteration": 5, "files": {"a": {}}}', '{"format": 9}', "[" * 100_000,
+        '{"format": 1, "iteration": 4, "files": {"a": {"bytes": 1e400, "sha256": ""}}}', "1" * 5000,
+    ],
+    ids=range(8),
+)  # fmt: skip
 def test_K5_a_damaged_marker_is_named(tmp_path: Path, text: str) -> None:
     folder = make(tmp_path, 4)
     (folder / atomic.MARKER).write_text(text)

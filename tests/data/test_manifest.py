@@ -110,6 +110,9 @@ def test_an_edited_manifest_is_refused(folder):
     assert "format 'list'" in refusal(folder)
     path.write_text('{"format": 1}')
     assert "'files' is missing" in refusal(folder)
+    for unreadable in ("[" * 100_000, "1" * 5000):
+        path.write_text(unreadable)
+        assert "manifest.json: not valid JSON" in refusal(folder)
 
 
 def test_counts_are_compared(folder):

@@ -211,9 +211,25 @@ def test_jsonl(tmp_path):
     assert main(["--input", str(path), "--jsonl-field", "body", "--out", str(out), "--vocab-size", "390"]) == 0
     assert sorted(decoded(out)) == sorted(texts)
     assert "data.jsonl: line 1: the field 'text' holds no text" in refused("--input", path, "--out", tmp_path / "b")
-    path.write_text(path.read_text() + "{broken\n")
-    out = tmp_path / "c"
-    assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
+    good, out = path.read_text(), tmp_path / "c"
+    for broken in ("{broken", "[" * 100_000, "1" * 5000):
+        path.write_text(f"{good}{broken}\n")
+        assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--input", "text", "--out", ""], "--out='': must be a path; . is the current folder"),
+        (["--input", "", "--out", "set"], "--input='': must be a path; . is the current folder"),
+        (["verify", ""], "'' is no data folder; give its path, . for the current folder"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(arguments, said, tmp_path, monkeypatch, capsys):
+    """In an empty folder the whole preparation ran, and put a data set in its place."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert capsys.readouterr().err == f"prepare_data: error: {said}\n" and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz", "w:xz"])

@@ -40,6 +40,12 @@ def test_it_says_what_it_replaced_and_what_it_left() -> None:
         assert [m.config._experts_implementation for m in (model.first, model.second)] == before
 
 
+def test_what_is_no_module_is_refused_by_name() -> None:
+    """Such as the name of a model, which from_pretrained takes."""
+    with pytest.raises(ValueError, match="^model is a str: must be a torch.nn.Module, as from_pretrained gives one$"):
+        megablocks.hf.replace_moe("mistralai/Mixtral-8x7B-v0.1")
+
+
 def test_nothing_to_replace_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="^Linear: no experts can be replaced: it holds no experts$"):
         megablocks.hf.replace_moe(nn.Linear(2, 2))

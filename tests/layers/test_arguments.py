@@ -234,3 +234,10 @@ def test_no_tokens_mean_no_loss_but_a_graph():
     assert total == 0
     total.backward()
     assert (layer.router.layer.weight.grad == 0).all()
+
+
+@pytest.mark.parametrize("kind", [MoE, dMoE])
+@pytest.mark.parametrize(("shape", "said"), [((3, 7), r"\(3, 7\)"), ((), r"\(\)")])
+def test_rows_of_another_width_are_refused(kind, shape, said):
+    with pytest.raises(ValueError, match=rf"^x: has shape {said}, its last dimension must be hidden_size=12$"):
+        kind(_arguments())(torch.zeros(shape))

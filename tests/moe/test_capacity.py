@@ -98,3 +98,31 @@ def test_N6_every_mlp_impl_multiplies_bins_alike(monkeypatch):
         assert all(torch.equal(a, b) for a, b in zip(results[impl], results["grouped"], strict=True)), impl
     for a, b in zip(results["reference"], results["grouped"], strict=True):
         assert relative_error(a, b) < 1e-6
+
+
+@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
+@pytest.mark.parametrize("marked", [False, True], ids=["dynamic=True", "mark_dynamic"])
+def test_N9_one_graph_for_every_number_of_tokens(rule, marked):
+    """Equal to eager forward and backward; a second number of tokens compiles nothing."""
+    config = config_of(capacity_factor=1.25, capacity_rule=rule, activation="swiglu")
+    plain, layer = build("batched", config), build("batched", config)
+
+    def run(x):
+        y, aux = layer.forward_with_aux(x)
+        return y, sum(aux.losses.values()), aux.metrics
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, dynamic=None if marked else True, backend="aot_eager")
+    for tokens in (9, 14, 40):
+        x, dy = batch(config, tokens)
+        expected, aux = plain.forward_with_aux(x)
+        ((expected * dy).sum() + sum(aux.losses.values())).backward()
+        if marked:
+            torch._dynamo.mark_dynamic(x, 0)
+        with torch._dynamo.config.patch(error_on_recompile=tokens != 9):
+            y, losses, metrics = compiled(x)
+        ((y * dy).sum() + losses).backward()
+        assert torch.equal(y, expected)
+        assert metrics["capacity"] == aux.metrics["capacity"] and metrics["dropped"] == aux.metrics["dropped"]
+        for (name, p), q in zip(plain.named_parameters(), layer.parameters(), strict=True):
+            assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-6), name

@@ -1,9 +1,11 @@
 """The layers against the written-out float64 layer: routing edges, numerics, every activation, autograd's corners."""
 
+import contextlib
 import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from megablocks.config import ConfigError
@@ -360,6 +362,8 @@ def test_what_the_layer_refuses():
         dMoE({"hidden_size": 12})
     with pytest.raises(ValueError, match=r"x: has shape \(3, 7\), its last dimension must be hidden_size=12"):
         build("grouped", config_of())(torch.zeros(3, 7))
+    with pytest.raises(ValueError, match=r"x: has shape \(\), its last dimension must be hidden_size=12"):
+        build("grouped", config_of())(torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"x: has dtype torch.float64, must be the experts' torch.float32"):
         build("grouped", config_of()).experts.forward_padded(torch.zeros(4, 1, 12, dtype=torch.float64))
 
@@ -386,6 +390,28 @@ def test_meta_gives_the_shapes_of_a_step(kind, changes):
         assert all(t.device.type == device for t in found)
         steps.append([(t.shape, t.dtype, t.stride()) for t in found])
     assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize(("kind", "changes"), META)
+def test_fake_tensors_give_the_shapes_of_a_step(kind, changes):
+    """Under FakeTensorMode a layer is built, with and without a seed, and its step has a CPU's shapes and dtypes."""
+    config = config_of(kind, **changes)
+    real = build(kind, config)
+    steps = []
+    for mode in (contextlib.nullcontext, FakeTensorMode):
+        for seed in ({}, {"seed": 3}):
+            with mode():
+                layer = type(real)(real.config, device="cpu", dtype=torch.float32, **seed)
+                x = torch.zeros(2, 7, 12, requires_grad=True)
+                y, aux = layer.forward_with_aux(x)
+                (y.sum() + sum(aux.losses.values())).backward()
+            gradients = [x.grad, *(p.grad for p in layer.parameters())]
+            found = [y, *aux.losses.values(), *aux.metrics.values(), *layer.parameters(), *gradients]
+            assert all(t.device.type == "cpu" for t in found)
+            steps.append([(t.shape, t.dtype, t.stride()) for t in found])
+    assert steps[0] == steps[1] == steps[2] == steps[3]
+    layer.load_state_dict(real.state_dict(), assign=True)
+    assert torch.isfinite(layer.forward_with_aux(torch.zeros(2, 7, 12))[0]).all()
 
 
 def test_meta_has_no_values_to_read():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,6 +244,9 @@ def test_a_small_model_learns_to_look_one_token_back():
         ({}, {"num_heads": 4, "attention_dropout": 1.0}, "attention_dropout=1.0: must be in [0, 1)"),
         ({}, {"num_heads": 0}, "num_heads=0: must divide ffn_hidden_size=24, the width of an expert's queries"),
         ({}, {"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0: must divide num_heads=4"),
+        ({}, {"num_heads": 4, "rope_base": math.nan}, "rope_base=nan: must be a finite number > 0, or None"),
+        ({}, {"num_heads": 4, "rope_base": math.inf}, "rope_base=inf: must be a finite number > 0, or None"),
+        ({}, {"num_heads": 4, "attention_dropout": math.nan}, "attention_dropout=nan: must be in [0, 1)"),
         ({}, {"num_heads": 4, "rope_base": 0.0}, "rope_base=0.0: must be > 0 and the head size 6 even, or None"),
         ({}, {"num_heads": 4, "attention_dropout": -0.1}, "attention_dropout=-0.1: must be in [0, 1)"),
         *(

@@ -87,7 +87,7 @@ def test_run_json_is_read_as_it_was_written(tmp_path: Path) -> None:
     path = tmp_path / "run.json"
     path.write_text(SMALL.to_json())
     assert RunSizes.read(path) == SMALL
-    for text in ("{", "[]", '{"tokens": 3}', SMALL.to_json().replace('"tokens"', '"token"')):
+    for text in ("{", "[]", "[" * 100_000, '{"tokens": 3}', SMALL.to_json().replace('"tokens"', '"token"')):
         path.write_text(text)
         with pytest.raises(ConfigError, match="run.json: must be a run.json of the driver, with shape, tokens, "):
             RunSizes.read(path)

@@ -1,5 +1,9 @@
 """Capacity rules by hand-worked numbers, and the order of dropping against a plain loop."""
 
+import itertools
+import math
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -28,6 +32,61 @@ def test_R9_tutel_rule():
     assert capacity_of("tutel", 1.0, 2, 9, 4, _load(0), num_ranks=8) == 6  # each rank for itself
     assert capacity_of("tutel", -1.0, 2, 9, 4, _load(1, 9, 2, 6)).item() == 6
     assert capacity_of("tutel", -1.0, 2, 9, 4, _load(1, 4, 2, 3)).item() == 4
+
+
+def _places(rule, factor, top_k, tokens, experts, ranks):
+    """The two rules in floats, as megablocks 0.10 and Tutel compute them."""
+    if rule == "megablocks":
+        return int(factor * (top_k * tokens * ranks / experts))
+    return top_k * int(factor * math.ceil(tokens / experts))
+
+
+FACTORS = (0.01, 0.1 + 0.2, 1 / 3, 0.57, 0.7, 1, 1.0, 1.1, 1.25, 1.3, 2.0, 3.7, 64.0)
+"""0.57 of 100 is 56 in floats and 57 in decimals; 0.7 of 10 is 7, but 0.7 of 90 is 62."""
+
+
+@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
+def test_R9_places_for_many_sizes(rule):
+    for factor, experts, top_k, ranks in itertools.product(FACTORS, (1, 3, 4, 7, 64, 128), (1, 2, 8), (1, 3)):
+        for tokens in (*range(0, 400, 3), 1000, 4097, 65536, 10**6 + 3, 2**31 + 7):
+            got = capacity_of(rule, factor, top_k, tokens, experts, _load(0), num_ranks=ranks)
+            sizes = (factor, top_k, tokens, experts, ranks)
+            assert type(got) is int and got == _places(rule, *sizes), sizes
+
+
+@settings(max_examples=2000, deadline=None)
+@given(
+    rule=st.sampled_from(["megablocks", "tutel"]),
+    factor=st.floats(0, 1e6, exclude_min=True),
+    top_k=st.integers(1, 64),
+    tokens=st.integers(0, 2**40),
+    experts=st.integers(1, 4096),
+    ranks=st.integers(1, 1024),
+)
+def test_R9_places_for_any_size(rule, factor, top_k, tokens, experts, ranks):
+    got = capacity_of(rule, factor, top_k, tokens, experts, _load(0), num_ranks=ranks)
+    assert got == _places(rule, factor, top_k, tokens, experts, ranks)
+
+
+@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
+@pytest.mark.parametrize(
+    ("factor", "experts", "top_k"),
+    [(0.57, 1, 1), (0.7, 1, 1), (0.1 + 0.2, 7, 2), (1.1, 3, 1), (1.25, 64, 8), (2, 4, 2)],
+)
+def test_N9_places_for_symbolic_token_counts(rule, factor, experts, top_k):
+    """One graph gives the numbers of eager mode for every number of tokens, also where the factor is no constant."""
+    options = SimpleNamespace(factor=factor)
+
+    def places(x, options):
+        return x.new_ones(capacity_of(rule, options.factor, top_k, x.shape[0], experts, x)).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(places, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(torch.zeros(200, dtype=torch.int64), options)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for tokens in (*range(100, 200, 9), 1000, 4097, 65536):
+            got = compiled(torch.zeros(tokens, dtype=torch.int64), options)
+            assert got == _places(rule, factor, top_k, tokens, experts, 1), tokens
 
 
 @pytest.mark.parametrize("rule", ["megablocks", "tutel"])

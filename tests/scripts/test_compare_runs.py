@@ -150,6 +150,7 @@ def test_L1_dry_run_of_layouts(
     [
         (["{tmp}/new", "--experiment", "nope.sh"], "--experiment nope.sh: must be a script of exp/, such as "),
         (["{tmp}/file"], "/file: is a file; choose another folder\n"),
+        ([""], "argument out: '' is empty: must be a path; . is the current folder\n"),
     ],
 )
 def test_a_wrong_path_is_one_line(

@@ -150,3 +150,10 @@ def test_L1_dry_run_prints_the_trials(tmp_path: Path) -> None:
     assert done.stdout.splitlines() == [
         f"FLAGS='--global-batch-size 32 {find_micro_batch.FLAGS} {size}' {launch}" for size in (4, 2, 1)
     ]
+
+
+def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        find_micro_batch.main(["", "--", "bash", "exp.sh"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("argument out: '' is empty: must be a path; . is the current folder\n")

@@ -76,3 +76,10 @@ def test_L1_dry_run_prints_the_launch(tmp_path: Path) -> None:
     assert done.stdout == (
         f"FLAGS='{profile_step.FLAGS} --seed 7' bash exp/dmoe/dmoe_125m_8gpu.sh {tmp_path}/out/run 20000\n"
     )
+
+
+def test_an_empty_path_is_not_the_current_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        profile_step.main(["", "--", "bash", "exp.sh"])
+    assert stop.value.code == 2
+    assert capsys.readouterr().err.endswith("argument out: '' is empty: must be a path; . is the current folder\n")

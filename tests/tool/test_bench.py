@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,19 @@ def test_a_cpu_compares_and_times_every_implementation(tmp_path: Path, capsys: p
 
     picture = imread(tmp_path / "bench.png")
     assert picture.shape[0] > 200 and picture.std() > 0.05
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_the_columns_of_slow_candidates_stay_apart(on_gpu: bool) -> None:
+    row = {"forward_ms": 123456.7, "step_ms": 234567.8, "tflops": 4.05e-07, "speed": 0.01, "error": 1e-3}
+    row |= {"python_ms": 345678.9, "held": 2.0**39} if on_gpu else {}
+    shape = vars(Shape(24, 16, 64, 4, 2, "swiglu", "after_topk"))
+    found = {"device": "cpu", "torch": "2", "dtype": "float32", "shape": shape, "auto": "grouped", "failed": {}}
+    found |= {"left_out": {}, "not_installed": [], "candidates": {"sonicmoe compiled": row, "auto": row}}
+    titles, *rows = text_of(found).splitlines()[3:6]
+    for line in rows:
+        assert len(line) == len(titles) and line.split()[-1] == "1e-03" and line.startswith(("auto ", "sonicmoe"))
+        assert len(line.split()) == line.startswith("sonic") + (12 if on_gpu else 9)
 
 
 def test_the_peer_computes_the_same_function() -> None:
@@ -107,8 +121,43 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_timing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    for out, why in ((tmp_path / "file", "File exists"), (tmp_path / "file/x", "Not a directory")):
+    for out, why in (
+        (tmp_path / "file", "made (File exists)"),
+        (tmp_path / "file/x", "made (Not a directory)"),
+        (Path("/proc"), "written to (No such file or directory)"),
+    ):
         assert main(["bench", *SHAPE, "--only", "auto", "--out", str(out)]) == 2
         told = capsys.readouterr()
-        assert told.err == f"megablocks bench: out={str(out)!r}: cannot be made ({why}); choose another folder\n"
+        assert told.err == f"megablocks bench: out={str(out)!r}: cannot be {why}; choose another folder\n"
         assert not told.out
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_before_the_timing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["bench", *SHAPE, "--only", "auto", "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err == "megablocks bench: matplotlib is not installed: pip install matplotlib\n" and not told.out
+
+
+@pytest.mark.parametrize(
+    ("width", "only", "why"),
+    [
+        ("40", "sparse", "sparse: ConfigError: ffn_hidden_size=40: must be a multiple of 64"),
+        ("64", "sonicmoe", "sonicmoe is not installed"),
+    ],
+)
+def test_nothing_to_time_is_one_line(
+    width: str,
+    only: str,
+    why: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bench, "peers", lambda problem: {})
+    assert main(["bench", *SHAPE, "--ffn-hidden-size", width, "--only", only, "--out", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"megablocks bench: only='{only}': leaves nothing to time; {why}") and not told.out
+    assert told.err.count("\n") == 1 and not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megablocks.tool import commands
+from megablocks.tool import commands, convert
 from megablocks.tool.commands import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -45,15 +45,59 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], said: str, caps
     assert out.out == "" and out.err == said + "\n"
 
 
+SHAPE = "--tokens 8 --hidden-size 16 --ffn-hidden-size 16 --num-experts 4 --top-k 2 --rounds 1".split()
+
+
+@pytest.mark.parametrize(
+    ("words", "argument"),
+    [
+        (["bench", *SHAPE, "--out", ""], "--out"),
+        (["bench", *SHAPE, "--out="], "--out"),
+        (["convert", "", "there", "--to", "hf"], "FROM"),
+        (["convert", "here", "", "--to", "hf"], "TO"),
+        (["convert", "here", "there", "--to", "hf", "--like", ""], "--like"),
+        (["verify", ""], "folder"),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    words: list[str],
+    argument: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As of an unset variable in a script."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    said = f"megablocks {words[0]}: argument {argument}: '' is empty: must be a path; . is the current folder\n"
+    assert capsys.readouterr().err == said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("torch", "torch is not installed: pip install torch"),
+        ("torch.new", "the torch that is installed has no module torch.new; install another release"),
+    ],
+)
 def test_a_package_that_is_missing_is_one_line(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def lacks(path: str) -> object:
-        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     monkeypatch.setattr(commands, "load", lacks)
     assert main(["doctor"]) == 2
-    assert capsys.readouterr().err == "megablocks doctor: torch is not installed: pip install torch\n"
+    assert capsys.readouterr().err == f"megablocks doctor: {said}\n"
+
+
+def test_an_import_that_names_no_package_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks(path: str) -> object:
+        raise ModuleNotFoundError("what a package says itself")
+
+    monkeypatch.setattr(commands, "load", lacks)
+    with pytest.raises(ModuleNotFoundError, match="^what a package says itself$"):
+        main(["doctor"])
 
 
 def _shell(command: str, **environment: str) -> tuple[int, str, str]:
@@ -104,6 +148,15 @@ def test_an_error_of_no_file_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "dup2", lambda *_: None)
     with pytest.raises(OSError, match="^could not get source code$"):
         commands.program()
+
+
+def test_an_error_of_no_file_in_a_conversion_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistaken(*arguments: object) -> str:
+        raise OSError("could not get source code")
+
+    monkeypatch.setattr(convert, "convert", mistaken)
+    with pytest.raises(OSError, match="^could not get source code$"):
+        main(["convert", "here", "there", "--to", "hf"])
 
 
 def test_it_runs_as_a_module_and_loads_no_torch_before_a_command_needs_it(tmp_path: Path) -> None:

@@ -88,6 +88,34 @@ def test_a_slow_product_fails(capsys: pytest.CaptureFixture[str], monkeypatch: p
     assert out.err == "megablocks doctor: up: slow\n"
 
 
+def test_products_that_cannot_be_timed_are_a_finding(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as on a GPU whose memory another program holds; the families that passed are still told."""
+
+    def full(device: torch.device) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 604 MiB.\nSee the documentation")
+
+    monkeypatch.setattr(doctor, "speeds", full)
+    monkeypatch.setattr(doctor, "families", lambda device: {})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert main(["doctor"]) == 1
+    out, why = capsys.readouterr(), "OutOfMemoryError: CUDA out of memory. Tried to allocate 604 MiB."
+    assert f"FAILED  products                {why}\n" in out.out
+    assert out.err == f"megablocks doctor: products: {why}\n"
+
+
+def test_a_nan_is_a_finding_that_json_can_hold(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _break("norm", lambda *inputs: [t * float("nan") for t in CASES["norm"].truth(*inputs)], monkeypatch)
+    assert main(["doctor", "--no-speed", "--json"]) == 1
+    out = capsys.readouterr()
+    found = json.loads(out.out, parse_constant=pytest.fail)["families"]["norm"]
+    assert not found["ok"] and found["error"] is None and "relative error inf" in out.err
+
+
 def test_the_time_of_a_product_has_no_launch_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 

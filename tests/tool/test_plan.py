@@ -259,6 +259,20 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
+    ("flags", "sizes"),
+    [
+        ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor_model_parallel_size": 2}),
+        ("--context-parallel-size 2", {"context_parallel_size": 2}),
+        ("--num-experts 4 --moe-grouped-gemm", {"num_experts": 4}),
+    ],
+)
+def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str, sizes: dict[str, int]) -> None:
+    pytest.importorskip("megatron.training")
+    found, _ = plan.model_of(["--gpus", "8", "--", *DRIVER_FLAGS, *flags.split()])
+    assert {name: getattr(found, name) for name in sizes} == sizes and found.gpus == 8
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line behind --"),
@@ -269,8 +283,27 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ([*FLAGS, "--global-batch-size", "3"], "global_batch_size=3: must be a multiple of micro_batch_size=2 times"),
         ([*FLAGS, "--global-batch-size", "0"], "global_batch_size=0: must be >= 1"),
         ([*FLAGS, "--fused-loss-kept-gib", "nan"], "fused_loss_kept_gib=nan: must be >= 0"),
+        ([*FLAGS, "--hidden-size", f"-{10**400}"], f"hidden_size=-{10**400}: must be >= 1\n"),
+        ([*FLAGS, "--seq-length", f"{2**63}"], f"seq_length={2**63}: must be >= 1 and below 2**63\n"),
         ([*FLAGS, "--num-experts", "-2"], "num_experts=-2: must be >= 0"),
-        ([*FLAGS, "--num-attention-heads", "65"], "kv_channels=0: must be >= 1"),
+        ([*FLAGS, "--fused-loss-kept-gib", "inf"], "fused_loss_kept_gib=inf: must be >= 0 and finite"),
+        ([*FLAGS, "--hidden-dropout", "7"], "hidden_dropout=7.0: must be 0 to 1"),
+        ([*FLAGS, "--attention-dropout", "1.5"], "attention_dropout=1.5: must be 0 to 1"),
+        ([*FLAGS, "--attention-dropout", "nan"], "attention_dropout=nan: must be 0 to 1"),
+        ([*FLAGS, "--num-attention-heads", "65"],
+         "num_attention_heads=65: must divide hidden_size=64, or give --kv-channels"),
+        ([*FLAGS, "--num-attention-heads", "3"],
+         "num_attention_heads=3: must divide hidden_size=64, or give --kv-channels"),
+        ([*FLAGS, "--kv-channels", "3", "--position-embedding-type", "rope"],
+         "kv_channels=3: must be even with --position-embedding-type rope"),
+        ([*FLAGS, "--gpus", "8", "--tensor-model-parallel-size", "8"],
+         "tensor_model_parallel_size=8: must divide num_attention_heads=4"),
+        ([*FLAGS, "--gpu", ""], "gpu='': must be a GPU's name, such as 'NVIDIA H200'"),
+        (["--gpu", " ", "--", *DRIVER_FLAGS], "gpu=' ': must be a GPU's name, such as 'NVIDIA H200'"),
+        ([*FLAGS, "--num-experts", "4", "--dispatch-rows-factor", "0"],
+         "dispatch_rows_factor=0.0: must be a finite number > 0"),
+        ([*FLAGS, "--num-experts", "4", "--mlp-impl", "scatter", "--quantize-rematerialize-num-bits", "8"],
+         "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='scatter', or use 'auto'"),
         ([*FLAGS, "--num-attention-heads", "4", "--num-query-groups", "3"],
          "num_query_groups=3: must divide num_attention_heads=4"),
         ([*FLAGS, "--num-moe-layers", "3", "--num-experts", "4"], "num_moe_layers=3: must be <= 2, for num_layers=2"),
@@ -290,6 +323,27 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         (
             ["--", *DRIVER_FLAGS, "--multi-latent-attention"],
             "multi_latent_attention=True: is not planned, leave it out",
+        ),
+        (["--", *DRIVER_FLAGS, "--hidden-dropout", "7"], "hidden_dropout=7.0: must be 0 to 1"),
+        (["--", *DRIVER_FLAGS, "--weight-decay", "-1"], "weight_decay=-1.0: must be >= 0"),
+        (
+            ["--gpus", "2", "--", *DRIVER_FLAGS, "--pipeline-model-parallel-size", "2",
+             "--decoder-first-pipeline-num-layers", "1"],
+            "decoder_first_pipeline_num_layers=1: is not planned, leave it out; stages of unequal numbers of layers",
+        ),
+        (
+            ["--", *DRIVER_FLAGS, "--use-checkpoint-args", "--load", "runs/x"],
+            "use_checkpoint_args=True: is not planned, leave it out; the sizes of a checkpoint are not read; give",
+        ),
+        (["--", *DRIVER_FLAGS, "--optimizer", "sgd"], "optimizer='sgd': must be 'adam'; no other optimizer's state is"),
+        (
+            ["--", *DRIVER_FLAGS, *"--recompute-granularity full --recompute-method block".split(),
+             "--recompute-num-layers", "1"],
+            "recompute_method='block': must be 'uniform'; only a recomputation of all layers is counted",
+        ),
+        (
+            ["--", *DRIVER_FLAGS, "--use-distributed-optimizer", "--use-precision-aware-optimizer"],
+            "use_precision_aware_optimizer=True: ",
         ),
         (["--", *DRIVER_FLAGS, "--mtp-num-layers", "1"], "mtp_num_layers=1: is not planned, leave it out; the layers"),
         (
@@ -342,6 +396,19 @@ def test_a_model_that_does_not_fit_exits_1_and_says_what_to_change(capsys: pytes
     assert main(["plan", *words, "--gpu", "Some New GPU"]) == 0
     text = capsys.readouterr().out
     assert "step time: unknown" in text and text.rstrip().endswith("the memory of Some New GPU is unknown here")
+
+
+@pytest.mark.parametrize("of_driver", [False, True])
+def test_what_to_change_is_a_flag_of_the_same_command_line(of_driver: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = "--num-layers 4 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 --micro-batch-size 128"
+    words = [*sizes.split(), "--vocab-size", "100000", "--no-fused-loss"]
+    if of_driver:
+        pytest.importorskip("megatron.training")
+        words = ["--", *words[:-1], "--no-megablocks-fused-loss", "--max-position-embeddings", "1024", "--bf16"]
+    assert main(["plan", *words]) == 1
+    (change,) = re.findall(r"; (--\S+) needs ", capsys.readouterr().out.splitlines()[-1])
+    assert main(["plan", *words, change]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("fits: ")
 
 
 def test_the_example_that_does_not_fit_is_told_right(capsys: pytest.CaptureFixture[str]) -> None:
@@ -535,6 +602,13 @@ def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     )  # fmt: skip
     each = sum(ms for name, ms in parts.items() if name not in (*once, "communication: pipeline bubble"))
     assert parts["communication: pipeline bubble"] == pytest.approx(each / m.micro_batches)
+
+
+def test_absurd_sizes_get_an_answer_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """What to change is looked for among few values: a micro-batch of 10¹² sequences has as many smaller ones."""
+    words = [*FLAGS[:-1], str(10**12), "--gpus", str(10**12), "--num-experts", "4"]
+    assert main(["plan", *words]) == 1
+    assert "does not fit" in capsys.readouterr().out
 
 
 def test_a_field_is_checked_at_once() -> None:

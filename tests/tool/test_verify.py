@@ -29,6 +29,18 @@ def test_checkpoints_pass_one_or_all(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["ok"] and [line[:12] for line in found["checked"]] == ["iter_0000020", "iter_0000040"]
 
 
+def test_a_checkpoint_is_found_from_within_and_by_a_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = _checkpoint(tmp_path, 20)
+    _checkpoint(tmp_path, 40)
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    for words in (".", str(tmp_path / "link")):
+        assert main(["verify", words]) == 0
+        assert capsys.readouterr().out == "ok: iter_0000020: size and SHA-256 of 1 files, 0.00 GiB\n"
+
+
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = _checkpoint(tmp_path, 20)
     (folder / "weights.distcp").write_bytes(bytes(range(1, 21)))

@@ -88,6 +88,7 @@ def twin_kernels(x: Tensor) -> ModuleType | None:
 
 
 def has_torch_kernel(x: Tensor) -> bool:
+    """Whether torch's grouped GEMM takes x."""
     return x.is_cuda and torch_kernel_on(x.device, x.dtype)
 
 
@@ -120,6 +121,7 @@ def _round_up(n: int) -> int:
 
 
 def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_mm` by torch's kernel, which wants widths that are multiples of 16 bytes."""
     rows, (_, k, n) = x.shape[0], w.shape
     wide_k, wide_n = _round_up(k), _round_up(n)
     x, w = _pad_to(x, wide_k, rows), _pad_to(w, wide_n, wide_k)
@@ -127,6 +129,7 @@ def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
+    """`grouped_mm_dw` by torch's kernel, which leaves the matrices of experts without rows unspecified."""
     rows, k, n = x.shape[0], x.shape[1], dy.shape[1]
     x, dy = _pad_to(x, _round_up(k), rows), _pad_to(dy, _round_up(n), rows)
     # the kernel's left operand is (K, R) with contiguous columns: a view of row-major x

@@ -167,7 +167,7 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
     """The values that `quantize` kept, (R, H) in `dtype`.
 
     Args:
-        codes, scales, num_bits: from and of `quantize`.
+        codes, scales: (R, B) uint8 and (R, ⌈H/G⌉) int16, from `quantize` with this num_bits.
         width: H.
         dtype: of the result.
 

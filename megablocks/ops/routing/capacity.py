@@ -14,7 +14,6 @@ Padding and pairs without an expert take no place.
 from __future__ import annotations
 
 import dataclasses
-import math
 from numbers import Integral
 
 import torch
@@ -34,8 +33,8 @@ def capacity_of(
         rule: "megablocks" or "tutel".
         factor: >= 0, or any with "tutel".
         num_tokens: T, of one rank.
-        load: (E,) pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read only for
-            factor <= 0.
+        load: (E,) integer, pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read
+            only for factor <= 0.
         num_ranks: n, for "megablocks". Where ranks hold different numbers of tokens, pass their sum as num_tokens.
 
     Returns:
@@ -46,15 +45,18 @@ def capacity_of(
     """
     if rule not in ("megablocks", "tutel"):
         raise ValueError(f"rule={rule!r}: must be 'megablocks' or 'tutel'")
-    if not math.isfinite(factor):
-        raise ValueError(f"factor={factor!r}: must be finite")
+    try:  # the same number from two integers: torch.compile takes these for constants, and a float for a symbol
+        numerator, denominator = factor.as_integer_ratio()
+        factor = numerator / denominator
+    except (OverflowError, ValueError):
+        raise ValueError(f"factor={factor!r}: must be finite") from None
     if factor < 0 and rule == "megablocks":
         raise ValueError(f"factor={factor!r}: must be >= 0, or use rule='tutel'")
     if factor == 0:
         return load.max()
     if rule == "megablocks":
         return int(factor * (top_k * num_tokens * num_ranks / num_experts))
-    bound = top_k * int(abs(factor) * math.ceil(num_tokens / num_experts))
+    bound = top_k * int(abs(factor) * -(-num_tokens // num_experts))
     return bound if factor > 0 else load.max().clamp(max=bound)
 
 

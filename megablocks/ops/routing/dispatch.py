@@ -72,6 +72,7 @@ class Routing:
 
     @property
     def num_pairs(self) -> int:
+        """R, with the pairs that have no expert."""
         return self.expert.shape[0]
 
 
@@ -99,18 +100,22 @@ class Dispatch(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
+        """T."""
         return self.token_offsets.shape[0] - 1
 
     @property
     def num_pairs(self) -> int:
+        """R, or V where the caller knows it."""
         return self.scatter.shape[0]
 
     @property
     def num_rows(self) -> int:
+        """N."""
         return self.pair.shape[0]
 
     @property
     def num_experts(self) -> int:
+        """E. Not of bins of equal size, which have no offsets."""
         return self.expert_offsets.shape[0] - 1
 
 
@@ -316,6 +321,7 @@ def pad_indices_op(
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:
+    """d with its rows at padded places, or in bins of `capacity` places where padded_offsets is None."""
     padded_ends = None if padded_offsets is None else padded_offsets[1:].int()
     gather, scatter, pair = pad_indices_op(d, padded_ends, capacity, num_rows)
     offsets = d.expert_offsets[:0] if padded_offsets is None else padded_offsets

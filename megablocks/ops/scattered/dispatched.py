@@ -30,10 +30,12 @@ from megablocks.ops.routing.dispatch import Dispatch, Rows
 
 
 def _at(index: Tensor | None, p: slice, fan: int = 1) -> Tensor | slice:
+    """The rows at places p: p itself without an index, else the index's, `fan` places to a row."""
     return p if index is None else index[p].long() // fan
 
 
 def _experts(ends: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each expert with its places. It reads the ends on the host."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         yield expert, slice(start, end)

@@ -106,8 +106,8 @@ def parallel_linear(
         inputs: (T, in), or (L, in) with grouped_in, where k is 1; float32, float16, bfloat16 or float64.
         expert_weights: (E, in, out), same dtype, of any stride.
         k: pairs a token of `inputs`.
-        sorted_expert_idxs, sorted_scattered_idxs, expert_offsets: of `flatten_sort_count`. The first is not read: the
-            offsets say the same.
+        sorted_expert_idxs, sorted_scattered_idxs, expert_offsets: (L,), (L,) and (E,) integer, of `flatten_sort_count`.
+            The first is not read: the offsets say the same.
         expert_biases: (E, out) floating.
         gates: (G, F) floating, G·F = L, over scattered rows: not with grouped_out.
         grouped_in, grouped_out: the order of the rows, see the module.

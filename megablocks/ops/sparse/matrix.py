@@ -288,6 +288,7 @@ def _blocks_at(rows: Tensor, columns: Tensor, grid: tuple[int, int], room: int, 
 
 
 def _work(offsets: Tensor) -> Tensor:
+    """offsets (L+1,) of L block rows or columns → (L, 4) int32: number, first block, end, 0; the longest first."""
     longest_first = torch.sort(offsets.diff(), descending=True, stable=True).indices
     columns = [longest_first.int(), offsets[:-1][longest_first], offsets[1:][longest_first]]
     return torch.stack([*columns, torch.zeros_like(columns[0])], 1).contiguous()

@@ -74,6 +74,7 @@ def spmm_ref(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_
 
 
 def _values(sparse: Matrix) -> Tensor:
+    """The values of a matrix, which must have some."""
     if sparse.data is None:
         raise ValueError("sparse is a pattern without data: give it values with with_data, or make it by sdd")
     return sparse.data

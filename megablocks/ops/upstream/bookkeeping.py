@@ -77,12 +77,16 @@ def histogram(x: Tensor, max_val: int) -> Tensor:
 
 
 def inclusive_cumsum(x: Tensor, dim: int) -> Tensor:
-    """Σ of x up to and with each place along `dim`, in x's shape and dtype."""
+    """Σ of x up to and with each place along `dim`, in x's shape and dtype.
+
+    Raises:
+        ValueError: x has no such dimension.
+    """
     return x.cumsum(_dim_of(x, dim), dtype=x.dtype)
 
 
 def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
-    """Σ of x before each place along `dim`, in x's shape and dtype."""
+    """Σ of x before each place along `dim`, in x's shape and dtype; it raises what `inclusive_cumsum` does."""
     return inclusive_cumsum(x, dim) - x
 
 
@@ -95,7 +99,11 @@ def _dim_of(x: Tensor, dim: int) -> int:
 
 
 def round_up(x: Tensor, value: int) -> Tensor:
-    """The next multiple of `value` at or above each element of x, which is int32 and not negative."""
+    """The next multiple of `value` at or above each element of x, which has any shape, is int32 and not negative.
+
+    Raises:
+        ValueError: x of another dtype, or a value that is no integer of at least 1.
+    """
     if x.dtype != torch.int32:
         raise ValueError(f"x is {x.dtype}: must be torch.int32")
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -104,12 +112,12 @@ def round_up(x: Tensor, value: int) -> Tensor:
 
 
 def repeat(x: Tensor, tiling: Sequence[int]) -> Tensor:
-    """`x.repeat(*tiling)`, or x itself where that changes nothing."""
+    """`x.repeat(*tiling)` of x of any shape and dtype, or x itself where that changes nothing."""
     return x if all(times == 1 for times in tiling) else x.repeat(*tiling)
 
 
 def sum(x: Tensor, dim: int = 0) -> Tensor:
-    """`x.sum(dim)`, without a copy where there is one value to add."""
+    """`x.sum(dim)` of x of any shape and dtype, without a copy where there is one value to add."""
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 

@@ -54,6 +54,7 @@ class _RoundedScatter(torch.autograd.Function):
 
 
 def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -> Tensor:
+    """The weighted sum of each token's rows, rounded where 0.10 rounds."""
     if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
     if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
@@ -62,7 +63,11 @@ def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -
 
 
 def gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, top_k: int) -> Tensor:
-    """out[p] = x[indices[p] // top_k]: x (T, H) → (T·K, H); differentiable in x."""
+    """out[p] = x[indices[p] // top_k]: x (T, H) → (T·K, H); differentiable in x.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
     _check(indices, bin_ids)
     (x,) = under_autocast(x)
     return _gather(x, pad_indices(indices, bins, bins, top_k, indices.shape[0]))
@@ -72,6 +77,9 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
     """out[t] = Σ of weights[r] · x[p] over the pairs r = indices[p] of token t: x (T·K, H) → (T, H).
 
     Differentiable in x and weights.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
@@ -82,6 +90,9 @@ def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, pad
     """`gather` with expert e's rows from padded_bins[e-1] on: x (T, H) → (padded_bins[E-1], H), padding exactly 0.
 
     The number of rows is read from the device; `megablocks.ops.routing.dispatch` takes a bound instead.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     _check(indices, bin_ids)
     (x,) = under_autocast(x)
@@ -101,6 +112,9 @@ def padded_scatter(
     """`scatter` from rows laid out as by `padded_gather`, whose padding is not read: x (padded rows, H) → (T, H).
 
     Differentiable in x and weights; padding's gradient is exactly 0.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
     """
     _check(indices, bin_ids, weights)
     (x,) = under_autocast(x)
@@ -118,7 +132,11 @@ def binned_gather(x: Tensor, indices: Tensor, bins: Tensor, bin_size: int, top_k
 
 
 def binned_scatter(x: Tensor, indices: Tensor, weights: Tensor | None, bins: Tensor, top_k: int) -> Tensor:
-    """`scatter` from bins: x (E, C, H) → (T, H); pairs beyond their bin count as 0. Differentiable in x and weights."""
+    """`scatter` from bins: x (E, C, H) → (T, H); pairs beyond their bin count as 0. Differentiable in x and weights.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
     _check(indices, None, weights)
     if x.dim() != 3 or x.shape[0] != bins.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (E, C, H) with E={bins.shape[0]}, as bins")
