@@ -37,17 +37,13 @@ class Entry:
 
 
 class Source:
-    """One text file, which is one document.
-
-    The other sources replace `_walk`, which gives each document's key, its size, and the function that reads it
-    meanwhile.
-    """
+    """One text file, which is one document. The other sources override `_walk`."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.path, self.name = path, path.name if name is None else name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
-        """Key, bytes and a reader of the contents of each document, always in the same order."""
+        """Of each document: its key, its bytes, and what reads it until the next is asked for. Always in one order."""
         yield self.name, self.path.stat().st_size, self.path.read_bytes
 
     def entries(self) -> Iterator[Entry]:
