@@ -103,9 +103,17 @@ def is_available(device: int = 0) -> bool:
     return torch.cuda.is_available() and is_hopper(device) and has_gluon()
 
 
+def switch(name: str) -> bool:
+    """Whether an environment variable is 1, empty or unset, not 0. Raises ValueError for any other value."""
+    value = os.environ.get(name) or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value}: must be 0 or 1")
+    return value == "1"
+
+
 def switched_on() -> bool:
     """Whether kernels for Hopper may run. MEGABLOCKS_HOPPER=0 in the environment leaves them all out."""
-    return os.environ.get("MEGABLOCKS_HOPPER", "1") != "0"
+    return switch("MEGABLOCKS_HOPPER")
 
 
 def why_off(device: int) -> str | None:

@@ -34,6 +34,8 @@ from torch.overrides import TorchFunctionMode
 from triton import knobs
 from triton.runtime import driver
 
+from megablocks.ops.hopper import switch
+
 _RELEASES = Version("3.6"), Version("3.10")  # whose rules of specialization these are
 _MOST = 1024  # compiled forms kept a kernel
 _MOST_THREADS = 16
@@ -162,7 +164,7 @@ def can_compile_ahead() -> bool:
     """
     return (
         _launches_quickly()
-        and os.environ.get("MEGABLOCKS_COMPILE_AHEAD", "1") != "0"
+        and switch("MEGABLOCKS_COMPILE_AHEAD")
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._are_functorch_transforms_active()
         and not torch.cuda.is_current_stream_capturing()

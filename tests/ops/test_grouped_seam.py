@@ -140,6 +140,21 @@ def test_one_variable_turns_the_hopper_kernels_off(monkeypatch: pytest.MonkeyPat
     assert seam.hopper_ragged_m(x) is None and seam.hopper_ragged_k(x) is None
 
 
+@pytest.mark.parametrize("value, on", [("0", False), ("1", True), ("", True), (None, True)])
+def test_a_switch_is_on_unless_it_is_0(value: str | None, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MEGABLOCKS_HOPPER", raising=False)
+    if value is not None:
+        monkeypatch.setenv("MEGABLOCKS_HOPPER", value)
+    assert hopper.switched_on() is on
+
+
+@pytest.mark.parametrize("value", ["off", "2", "true"])
+def test_a_switch_refuses_other_words(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_HOPPER", value)
+    with pytest.raises(ValueError, match=f"^MEGABLOCKS_HOPPER={value}: must be 0 or 1$"):
+        hopper.switched_on()
+
+
 @pytest.mark.parametrize("version", ["3.5.1", "3.10.0", "4.0.0+git1"])
 def test_hopper_kernels_refuse_other_releases_of_triton(
     version: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
