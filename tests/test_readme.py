@@ -168,7 +168,7 @@ def test_flags_and_variables_exist(page: Path) -> None:
     assert named <= flags, named - flags
     source = "".join(path.read_text() for path in (ROOT / "megablocks").rglob("*.py"))
     variables = {"MEGABLOCKS_" + name.upper() for name in SETTINGS}
-    variables |= set(re.findall(r'environ\.get\(\s*"(MEGABLOCKS_\w+)"', source))
+    variables |= set(re.findall(r'(?:environ\.get|\bswitch)\(\s*"(MEGABLOCKS_\w+)"', source))
     named = set(re.findall(r"\bMEGABLOCKS_[A-Z_]*[A-Z]\b", text))
     assert named <= variables, named - variables
 
