@@ -112,15 +112,17 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_cen
     Args:
         x: floating.
         weight, bias: (H,) floating, of any dtype; bias None for RMSNorm.
-        eps: added to the variance, or to the mean of squares.
+        eps: at least 0, added to the variance, or to the mean of squares.
         zero_centered: the factor is 1 + weight.
 
     Returns:
         As x.
 
     Raises:
-        ValueError: a weight or bias of another length.
+        ValueError: a weight or bias of another length, or a negative eps.
     """
+    if not eps >= 0:
+        raise ValueError(f"eps={eps}: must be >= 0")
     for name, t in (("weight", weight), ("bias", bias)):
         if t is not None and t.shape != x.shape[-1:]:
             raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")

@@ -84,6 +84,13 @@ def test_norms_take_no_rows_and_frozen_parameters() -> None:
         norm(x, weight, weight[:7], eps=EPS)
 
 
+@pytest.mark.parametrize("eps", [-1e-5, float("nan")])
+def test_a_norm_refuses_an_eps_that_can_make_nan(eps: float) -> None:
+    x, weight = torch.ones(2, 8, device=DEVICE), torch.ones(8, device=DEVICE)
+    with pytest.raises(ValueError, match=f"^eps={eps}: must be >= 0$"):
+        norm(x, weight, None, eps=eps)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
