@@ -64,6 +64,18 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def check_heads(args: Any, query_groups: int | None) -> None:
+    """Refuse heads that do not fit the model. query_groups: heads of keys and values; None for one a head."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.kv_channels is None and hidden % heads:
+        refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
+    if query_groups is not None and heads % query_groups:
+        refuse("num_query_groups", query_groups, f"must divide num_attention_heads={heads}")
+    width = args.kv_channels or hidden // heads
+    if args.position_embedding_type == "rope" and width % 2:
+        refuse("kv_channels", width, "must be even with --position-embedding-type rope")
+
+
 @dataclass(frozen=True, kw_only=True)
 class MegaBlocksSettings:
     """What our layers compute and how. A field holds its default, help text and choices; its flag has the same."""
