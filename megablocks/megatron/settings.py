@@ -46,7 +46,7 @@ def option(
 def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
     """A flag for each field of a dataclass of `option`s. unset: every flag is None where it is not given."""
     for one in dataclasses.fields(options):
-        kind = _kind(one)
+        kind = kind_of(one)
         default = None if one.default is dataclasses.MISSING else one.default
         text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
         how: dict[str, Any] = {"type": kind, "choices": one.metadata["choices"]}
@@ -55,7 +55,7 @@ def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = Fal
         parser.add_argument(flag_of(prefix + one.name), default=None if unset else default, help=text, **how)
 
 
-def _kind(one: dataclasses.Field) -> type:
+def kind_of(one: dataclasses.Field) -> type:
     """The type of a field's values but None."""
     return {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
 
@@ -210,7 +210,7 @@ class MegaBlocksSettings:
 
 def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
     """The value of a field from the text of its environment variable `name`."""
-    kind = _kind(one)
+    kind = kind_of(one)
     if text.lower() in ("", "none") and "None" in str(one.type):
         return None
     if kind is bool:

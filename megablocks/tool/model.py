@@ -16,7 +16,7 @@ from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, MoEConfig, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
-from megablocks.megatron.settings import check_heads, flag_of, option
+from megablocks.megatron.settings import check_heads, flag_of, kind_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
 
 PREFIX = "megablocks_"
@@ -41,12 +41,8 @@ _NOT_PLANNED = {
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
 
-_LIMITS = {"int": (1, 2**63 - 1, "below 2**63"), "float": (0, sys.float_info.max, "finite")}
+_LIMITS = {int: (1, 2**63 - 1, "below 2**63"), float: (0, sys.float_info.max, "finite")}
 """The least and the largest value of a number by its type, the latter also in words; a field may have others."""
-
-
-def _kind(one: dataclasses.Field[Any]) -> str:
-    return str(one.type).split(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +236,7 @@ class Model:
 def check_bounds(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number outside of what its field of `Model` allows. None is unset."""
     for one in dataclasses.fields(Model):
-        value, kind = values.get(one.name), _kind(one)
+        value, kind = values.get(one.name), kind_of(one)
         if value is None or kind not in _LIMITS:
             continue
         (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
