@@ -3,32 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megablocks.moe.dispatchers import AllToAll
 from megablocks.moe.dispatchers import all_to_all as _exchange
 from megablocks.ops.upstream import function_class
-
-
-class _Exchange(torch.autograd.Function):
-    """Start an exchange: the rows, and the handle to wait for. Backward exchanges the gradients and waits."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, receive: Sequence[int], send: Sequence[int], group: ProcessGroup
-    ) -> tuple[Tensor, dist.Work]:
-        ctx.receive, ctx.send, ctx.group = receive, send, group
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        work = dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group, async_op=True)
-        return out, work
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchange(grads[0].contiguous(), ctx.receive, ctx.send, ctx.group), None, None, None
 
 
 def all_to_all(
@@ -59,7 +41,7 @@ def all_to_all(
         return _exchange(x, input_split_sizes, output_split_sizes, group), None
     if x.shape[0] != sum(input_split_sizes):
         raise ValueError(f"input_split_sizes={list(input_split_sizes)}: must add up to the {x.shape[0]} rows of x")
-    return _Exchange.apply(x, output_split_sizes, input_split_sizes, group)
+    return AllToAll.apply(x, input_split_sizes, output_split_sizes, group, True)
 
 
 AllToAllOp = function_class("AllToAllOp", all_to_all)

@@ -22,7 +22,7 @@ import torch
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
-from megablocks.megatron.settings import EXPERTS_ONLY, MegaBlocksSettings, add_flags, flag_of, option
+from megablocks.megatron.settings import EXPERTS_ONLY, MegaBlocksSettings, add_flags, check_heads, flag_of, option
 
 PREFIX = "megablocks_"
 
@@ -421,15 +421,8 @@ def _check_engine(args: argparse.Namespace) -> None:
 
 
 def _check_sizes(args: argparse.Namespace) -> None:
-    hidden, heads, groups = args.hidden_size, args.num_attention_heads, args.num_query_groups
-    if hidden and heads:  # both come later with --use-checkpoint-args
-        if args.kv_channels is None and hidden % heads:
-            refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
-        if args.group_query_attention and heads % groups:
-            refuse("num_query_groups", groups, f"must divide num_attention_heads={heads}")
-        size = args.kv_channels or hidden // heads
-        if args.position_embedding_type == "rope" and size % 2:
-            refuse("kv_channels", size, "must be even with --position-embedding-type rope")
+    if args.hidden_size and args.num_attention_heads:  # both come later with --use-checkpoint-args
+        check_heads(args, args.num_query_groups if args.group_query_attention else None)
     frequency = args.moe_layer_freq
     if isinstance(frequency, int) and frequency < 1:
         refuse("moe_layer_freq", frequency, "must be >= 1; 2 puts experts into every second layer")

@@ -46,7 +46,7 @@ def option(
 def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
     """A flag for each field of a dataclass of `option`s. unset: every flag is None where it is not given."""
     for one in dataclasses.fields(options):
-        kind = _kind(one)
+        kind = kind_of(one)
         default = None if one.default is dataclasses.MISSING else one.default
         text = one.metadata["help"] + ("" if default is None else f" (default: {default})")
         how: dict[str, Any] = {"type": kind, "choices": one.metadata["choices"]}
@@ -55,13 +55,25 @@ def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = Fal
         parser.add_argument(flag_of(prefix + one.name), default=None if unset else default, help=text, **how)
 
 
-def _kind(one: dataclasses.Field) -> type:
+def kind_of(one: dataclasses.Field) -> type:
     """The type of a field's values but None."""
     return {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
 
 
 def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
+
+
+def check_heads(args: Any, query_groups: int | None) -> None:
+    """Refuse heads that do not fit the model. query_groups: heads of keys and values; None for one a head."""
+    hidden, heads = args.hidden_size, args.num_attention_heads
+    if args.kv_channels is None and hidden % heads:
+        refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
+    if query_groups is not None and heads % query_groups:
+        refuse("num_query_groups", query_groups, f"must divide num_attention_heads={heads}")
+    width = args.kv_channels or hidden // heads
+    if args.position_embedding_type == "rope" and width % 2:
+        refuse("kv_channels", width, "must be even with --position-embedding-type rope")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +210,7 @@ class MegaBlocksSettings:
 
 def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
     """The value of a field from the text of its environment variable `name`."""
-    kind = _kind(one)
+    kind = kind_of(one)
     if text.lower() in ("", "none") and "None" in str(one.type):
         return None
     if kind is bool:

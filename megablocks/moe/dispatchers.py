@@ -201,17 +201,23 @@ def make_dispatcher(
     return make(group, num_experts, **options)
 
 
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
-        ctx.send, ctx.receive, ctx.group = send, receive, group
-        out = x.new_empty((sum(receive), *x.shape[1:]))
-        dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group)
-        return out
+class AllToAll(torch.autograd.Function):
+    """`all_to_all` over several ranks."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _AllToAll.apply(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None
+    def forward(
+        ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup, async_op: bool = False
+    ) -> Any:
+        """x (sum(send), ...) → (sum(receive), ...). With async_op also the handle to wait for before rows are there."""
+        ctx.send, ctx.receive, ctx.group = send, receive, group
+        out = x.new_empty((sum(receive), *x.shape[1:]))
+        work = dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group, async_op=async_op)
+        return (out, work) if async_op else out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """Exchanges the gradients back, and waits."""
+        return AllToAll.apply(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
@@ -234,4 +240,4 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Pr
         raise ValueError(f"x: has {x.shape[0]} rows, but send={list(send)} adds up to {sum(send)}")
     if group.size() == 1:
         return x
-    return _AllToAll.apply(x, send, receive, group)
+    return AllToAll.apply(x, send, receive, group)

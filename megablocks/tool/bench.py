@@ -23,7 +23,7 @@ from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.files import write_durably
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
-from megablocks.tool.commands import Parser, progress
+from megablocks.tool.commands import Parser, in_one_line, progress
 from megablocks.tool.peers import PEERS, peers
 from megablocks.tool.problem import OURS, Problem, Shape, Step, memory_of, random_ids
 from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interleave, milliseconds, on_gpu, speed
@@ -64,9 +64,8 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
             timers |= timers_of(name, step)
             found[name] = row
         except Exception as error:  # a candidate that raises is a finding; the others are still timed
-            said = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             refused = isinstance(error, (ConfigError, ImportError)) or (name in PEERS and isinstance(error, ValueError))
-            (left_out if refused else failed)[name] = said
+            (left_out if refused else failed)[name] = in_one_line(error)
     progress(f"timing {len(found)} candidates, {rounds} rounds")
     times = interleave(timers, rounds)
     for name, row in found.items():

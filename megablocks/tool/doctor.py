@@ -22,7 +22,7 @@ import torch
 from megablocks.monitor.flops import of_device, peak_flops
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
-from megablocks.tool.commands import Parser, progress
+from megablocks.tool.commands import Parser, in_one_line, progress
 from megablocks.tool.env import WITH_HOPPER
 from megablocks.tool.timing import milliseconds
 
@@ -39,10 +39,6 @@ PRODUCT = {"tokens": 40960, "hidden": 768, "width": 256, "experts": 128, "top_k"
 """The shape S0 of benchmarks/notes/README.md: 0.9 GB of memory."""
 
 
-def _line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
-
-
 def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """A family's verdict: the worst error and its limit, or the exception, and the seconds that it took."""
     started = time.perf_counter()
@@ -50,7 +46,7 @@ def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> di
     try:
         found = errors(case, device, dtype)
     except Exception as error:  # a kernel that does not compile or launch is a finding, not a crash
-        return {"ok": False, "problem": _line(error), "seconds": time.perf_counter() - started}
+        return {"ok": False, "problem": in_one_line(error), "seconds": time.perf_counter() - started}
     only_exact = set(case.exact) == set(case.inputs)
     limit = case.limit or (EXACT_LIMIT if only_exact else LIMITS[dtype])
     worst = max(found, key=lambda name: found[name])
@@ -120,7 +116,7 @@ def _speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     try:
         return speeds(device)
     except Exception as error:
-        return {"products": {"ok": False, "problem": _line(error)}}
+        return {"products": {"ok": False, "problem": in_one_line(error)}}
 
 
 def report(speed: bool = True) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import math
 from typing import NamedTuple
 
 from megablocks.kinds import IMPLS
+from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.tool.model import Model
 
 GIB = 2**30
@@ -45,35 +46,23 @@ class Parameters(NamedTuple):
         return self.dense_per_gpu + self.experts_per_gpu
 
 
-def _layer_parts(m: Model) -> tuple[int, int, int]:
-    """Parameters of a layer's attention and norms, of a dense MLP, and of one expert."""
-    s = m.shape
-    hidden, query, key, products = m.hidden_size, s.query_width, s.key_width, s.up_products + 1
-    attention = hidden * (2 * query + 2 * key)
-    norms = 2 * hidden * (2 if m.normalization == "LayerNorm" else 1)
-    mlp = products * hidden * s.ffn_hidden_size
-    if m.add_bias_linear:
-        attention += query + 2 * key + hidden
-        mlp += (products - 1) * s.ffn_hidden_size + hidden
-    return attention + norms, mlp, products * hidden * s.moe_ffn_hidden_size
-
-
 def parameters(m: Model) -> Parameters:
     """Parameters of the model, and of a rank of its fullest pipeline stage."""
-    attention, mlp, expert = _layer_parts(m)
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
-    moe = s.num_moe_layers
-    shared = (s.up_products + 1) * m.hidden_size * s.shared_expert_hidden_size
-    router = m.hidden_size * s.num_experts
-    words = m.hidden_size * m.vocab_size
+    met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that a token meets
+    dense = sum(met[part] for part in ("attention_projections", "mlp", "router", "shared_experts"))
+    dense += m.num_layers * 2 * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    if m.add_bias_linear:
+        dense += m.num_layers * (s.query_width + 2 * s.key_width + m.hidden_size)
+        dense += (m.num_layers - s.num_moe_layers) * (s.up_products * s.ffn_hidden_size + m.hidden_size)
     places = m.hidden_size * m.seq_length if m.position_embedding_type == "learned_absolute" else 0
-    dense = m.num_layers * attention + (m.num_layers - moe) * mlp + moe * (shared + router)
-    matrices = dense + words * (2 if m.untie_embeddings_and_output_weights else 1)
-    experts = moe * s.num_experts * expert
-    ends = words if pp > 1 or not m.untie_embeddings_and_output_weights else 2 * words
+    words, untied = met["logits"], m.untie_embeddings_and_output_weights
+    everywhere = dense + places + words * (2 if untied else 1)
+    experts = met["experts"] // s.top_k * s.num_experts
+    ends = words if pp > 1 or not untied else 2 * words
     return Parameters(
-        total=matrices + places + experts,
-        active=matrices + places + moe * s.top_k * expert,
+        total=everywhere + experts,
+        active=everywhere + met["experts"],
         dense_per_gpu=math.ceil(dense / pp / tp + ends / tp + places),
         experts_per_gpu=experts // (pp * m.expert_model_parallel_size * m.etp),
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, MoEConfig, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
-from megablocks.megatron.settings import flag_of, option
+from megablocks.megatron.settings import check_heads, flag_of, kind_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
 
 PREFIX = "megablocks_"
@@ -41,12 +41,8 @@ _NOT_PLANNED = {
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
 
 
-_LIMITS = {"int": (1, 2**63 - 1, "below 2**63"), "float": (0, sys.float_info.max, "finite")}
+_LIMITS = {int: (1, 2**63 - 1, "below 2**63"), float: (0, sys.float_info.max, "finite")}
 """The least and the largest value of a number by its type, the latter also in words; a field may have others."""
-
-
-def _kind(one: dataclasses.Field[Any]) -> str:
-    return str(one.type).split(" ")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,9 +103,7 @@ class Model:
         if self.mlp_impl == "reference":
             refuse("mlp_impl", "reference", "is for tests; nothing is known about its time")
         width, capacity = 4 * self.hidden_size, memory_gib(self.gpu)
-        if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
-            rule = f"must divide hidden_size={self.hidden_size}, or give --kv-channels"
-            refuse("num_attention_heads", self.num_attention_heads, rule)
+        check_heads(self, self.num_query_groups)
         self._fill("kv_channels", self.hidden_size // self.num_attention_heads)
         self._fill("num_query_groups", self.num_attention_heads)
         self._fill("ffn_hidden_size", width * 2 // 3 // 64 * 64 if self.swiglu else width)
@@ -148,13 +142,9 @@ class Model:
         )
 
     def _check_layout(self) -> None:
-        heads, groups, shards = self.num_attention_heads, self.num_query_groups, self.tensor_model_parallel_size
-        if heads % groups:
-            refuse("num_query_groups", groups, f"must divide num_attention_heads={heads}")
+        heads, shards = self.num_attention_heads, self.tensor_model_parallel_size
         if heads % shards:
             refuse("tensor_model_parallel_size", shards, f"must divide num_attention_heads={heads}")
-        if self.position_embedding_type == "rope" and self.kv_channels % 2:
-            refuse("kv_channels", self.kv_channels, "must be even with --position-embedding-type rope")
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
             refuse("gpus", self.gpus, f"must be a multiple of TP · PP · CP = {ranks}")
@@ -246,7 +236,7 @@ class Model:
 def check_bounds(values: Mapping[str, Any]) -> None:
     """Raises ConfigError for a number outside of what its field of `Model` allows. None is unset."""
     for one in dataclasses.fields(Model):
-        value, kind = values.get(one.name), _kind(one)
+        value, kind = values.get(one.name), kind_of(one)
         if value is None or kind not in _LIMITS:
             continue
         (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
