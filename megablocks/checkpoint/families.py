@@ -466,7 +466,7 @@ def _beside_model(config: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "yarn":  # `Model` has its factors
         rope = {name: value for name, value in rope.items() if name not in _YARN_FACTORS}
         rope = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
-    return said | rope | {"rope_theta": None, "type": None}
+    return rope | said | {"rope_theta": None, "type": None}
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

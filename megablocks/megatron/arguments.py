@@ -23,6 +23,7 @@ import torch
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
 from megablocks.megatron.settings import EXPERTS_ONLY, MegaBlocksSettings, add_flags, check_heads, flag_of, option
+from megablocks.ops.hopper import SWITCHES, switch
 
 PREFIX = "megablocks_"
 
@@ -345,6 +346,8 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse values that cannot train, in one line. Megatron's own validation follows."""
+    for name in SWITCHES:
+        switch(name)
     for dest, why in UNSUPPORTED.items():
         if getattr(args, dest, None):
             refuse(dest, getattr(args, dest), why)

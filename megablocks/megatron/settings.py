@@ -38,7 +38,10 @@ _NOT_READ = {
 def option(
     default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None, most: int | None = None
 ) -> Any:
-    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given. `tool.model` has bounds."""
+    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given.
+
+    least, most: the bounds that `tool.model` checks.
+    """
     given = {} if default is ... else {"default": default}
     return field(**given, metadata={"help": text, "choices": choices, "least": least, "most": most})
 

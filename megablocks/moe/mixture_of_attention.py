@@ -34,7 +34,7 @@ from megablocks.ops.scattered.parallel_linear import flatten_sort_count
 def rotate(x: Tensor, base: float) -> Tensor:
     """Rotary embedding over positions 0 to S-1: pairs (d, d + D/2) turn by position · base^(-2d/D), in float32.
 
-    x (B, S, …, D), D even → same shape and dtype.
+    x (B, S, …, D) of at least four dimensions, D even → same shape and dtype.
     """
     size, length = x.shape[-1], x.shape[1]
     frequency = base ** (torch.arange(0, size, 2, device=x.device, dtype=torch.float32) / -size)

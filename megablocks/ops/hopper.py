@@ -20,6 +20,8 @@ TRITON_RELEASES = Version("3.6"), Version("3.10")
 
 logger = logging.getLogger(__name__)
 
+SWITCHES = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD")
+"""Variables of the environment that `switch` reads."""
 ROW_BOUND = 2**30
 """Row coordinates of a descriptor by `ragged_rows`, and so row numbers, stay below this."""
 

@@ -23,7 +23,7 @@ from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.files import write_durably
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
-from megablocks.tool.commands import Parser, in_one_line, progress
+from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.peers import PEERS, peers
 from megablocks.tool.problem import OURS, Problem, Shape, Step, memory_of, random_ids
 from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interleave, milliseconds, on_gpu, speed
@@ -189,6 +189,7 @@ def main(argv: Sequence[str]) -> int:
         options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
         options.activation, ORDER,
     )  # fmt: skip
+    check_switches()
     if options.out:  # what can fail there, before minutes of timing
         importlib.import_module("matplotlib")
         _check_folder(options.out)

@@ -86,6 +86,17 @@ def need_megatron() -> None:
     logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
 
 
+def check_switches() -> None:
+    """To call before kernels run. Raises ConfigError for a switch of the environment that is neither 0 nor 1."""
+    from megablocks.ops.hopper import SWITCHES, switch
+
+    try:
+        for name in SWITCHES:
+            switch(name)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
 def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
     """False for what torch logs at Megatron's import where a CUDA toolkit is installed and no GPU is there."""
     return not record.getMessage().startswith("No CUDA runtime is found")

@@ -22,7 +22,7 @@ import torch
 from megablocks.monitor.flops import of_device, peak_flops
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
-from megablocks.tool.commands import Parser, in_one_line, progress
+from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.env import WITH_HOPPER
 from megablocks.tool.timing import milliseconds
 
@@ -156,6 +156,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--no-speed", action="store_true", help="do not time the products")
     options = parser.parse_args(argv)
+    check_switches()
     found = report(speed=not options.no_speed)
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     for name, one in (found["families"] | found["speeds"]).items():

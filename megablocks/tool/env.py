@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from megablocks.monitor.env_report import commit, gpus, version
-from megablocks.tool.commands import Parser
+from megablocks.tool.commands import Parser, check_switches
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +118,7 @@ def report() -> dict[str, Any]:
     switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
     if importlib.util.find_spec("torch") is None:
         return {"versions": versions(), "switches": switches, "gpus": [], "ops": {}}
+    check_switches()
     return {"versions": versions(), "switches": switches, "gpus": gpus(), "ops": paths()}
 
 

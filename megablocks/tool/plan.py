@@ -30,7 +30,7 @@ from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
 _MOST_PARTS = 4096
-"""Into which `changes` cuts a micro-batch."""
+"""Into which `changes` cuts a micro-batch, or over which it spreads the experts."""
 
 
 def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
@@ -72,7 +72,7 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
     if m.num_experts:
         flags = "--megablocks-mlp-impl fused --megablocks-recompute-activation"
         found.append((flags, {"mlp_impl": "fused", "recompute_activation": True}))
-        most = min(m.gpus, m.num_experts)
+        most = min(m.gpus, m.num_experts, _MOST_PARTS)
         ranks = [ep for ep in range(m.expert_model_parallel_size + 1, most + 1) if m.gpus % ep == 0]
         found += [(f"--expert-model-parallel-size {ep}", {"expert_model_parallel_size": ep}) for ep in ranks]
     found.append(("--recompute-granularity full", {"recompute_granularity": "full"}))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,7 +49,7 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
         return verify_folder(folder, trust_remote_code)[1]
     if atomic.iterations(folder):
         return verify_checkpoints(folder)
-    one = folder if folder.name.startswith("iter_") else folder.resolve()  # of "." or a link
+    one = folder if folder.name.startswith("iter_") else Path(os.path.realpath(folder))  # of "." or a link
     if one.name.startswith("iter_") and atomic.iterations(one.parent):
         return verify_checkpoints(one)
     raise unfit(folder, "manifest.json nor iter_* folders", "a data set or a checkpoint folder")

@@ -379,6 +379,15 @@ def test_L2_a_bad_variable_of_torchrun_is_named(
     assert line is None if message is None else line is not None and line.startswith(message)
 
 
+@pytest.mark.parametrize("name", ["MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD"])
+def test_L2_a_bad_switch_is_named_before_training(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "off")
+    with pytest.raises(ValueError, match=f"^{name}=off: must be 0 or 1$"):
+        parse(parser)
+
+
 def test_L2_a_folder_that_cannot_be_written_is_named(
     parser: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

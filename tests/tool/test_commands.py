@@ -45,6 +45,17 @@ def test_bad_input_is_one_line_and_exit_code_2(words: list[str], said: str, caps
     assert out.out == "" and out.err == said + "\n"
 
 
+@pytest.mark.parametrize("words", ["env", "doctor --no-speed", "bench --tokens 8 --hidden-size 16 --ffn-hidden-size 16 "
+                                   "--num-experts 4 --top-k 2 --rounds 1 --only grouped"])  # fmt: skip
+@pytest.mark.parametrize("name", ["MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD"])
+def test_a_bad_switch_is_one_line(
+    name: str, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, "off")
+    assert main(words.split()) == 2
+    assert capsys.readouterr().err == f"megablocks {words.split()[0]}: {name}=off: must be 0 or 1\n"
+
+
 SHAPE = "--tokens 8 --hidden-size 16 --ffn-hidden-size 16 --num-experts 4 --top-k 2 --rounds 1".split()
 
 

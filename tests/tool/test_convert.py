@@ -487,6 +487,13 @@ def test_scaled_positions_of_like_may_be_written_otherwise() -> None:
     assert config_differences(config, other) == "beta_fast=32, not 16"
 
 
+def test_a_field_inside_rope_parameters_stands_for_no_other_field() -> None:
+    rope = {"rope_type": "yarn", "factor": 2.0, "beta_fast": 32, "beta_slow": 1, "attention_bias": False}
+    config = {"model_type": "deepseek_v3", "max_position_embeddings": 4096, "attention_bias": True}
+    with pytest.raises(ConfigError, match=r"attention_bias=True: must be False for Megatron"):
+        check_computable({**config, "rope_parameters": rope}, "config.json")
+
+
 def test_a_layer_that_computes_otherwise_than_config_json_is_refused(source: Path, tmp_path: Path) -> None:
     ours = tmp_path / "ours"
     convert(source, ours, "ours")

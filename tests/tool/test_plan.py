@@ -604,9 +604,10 @@ def test_the_fullest_rank_and_the_last_stage_are_waited_for() -> None:
     assert parts["communication: pipeline bubble"] == pytest.approx(each / m.micro_batches)
 
 
-def test_absurd_sizes_get_an_answer_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("experts", [4, 10**12])
+def test_absurd_sizes_get_an_answer_at_once(experts: int, capsys: pytest.CaptureFixture[str]) -> None:
     """What to change is looked for among few values: a micro-batch of 10¹² sequences has as many smaller ones."""
-    words = [*FLAGS[:-1], str(10**12), "--gpus", str(10**12), "--num-experts", "4"]
+    words = [*FLAGS[:-1], str(10**12), "--gpus", str(10**12), "--num-experts", str(experts)]
     assert main(["plan", *words]) == 1
     assert "does not fit" in capsys.readouterr().out
 

@@ -83,6 +83,9 @@ def test_a_data_set_passes_and_an_edited_one_fails(tmp_path: Path, capsys: pytes
 def test_what_is_neither_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(tmp_path / "nowhere")]) == 2
     assert "no such folder" in capsys.readouterr().err
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    assert main(["verify", str(tmp_path / "circle")]) == 2
+    assert "circle: no such folder" in capsys.readouterr().err
     (tmp_path / "train.log").touch()
     assert main(["verify", str(tmp_path / "train.log")]) == 2
     assert "train.log: is a file; give a data set or a checkpoint folder\n" in capsys.readouterr().err
