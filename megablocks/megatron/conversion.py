@@ -370,13 +370,37 @@ class Checkpoint:
         items = create_read_items_for_chunk_list(name, self._tensors[name], [chunk])
         if sum(item.lengths.numel() for item in items) != target.numel():
             raise atomic.CheckpointError(f"{self.folder}: {name}: the files hold only a part of it")
-        planner = DefaultLoadPlanner()
-        planner.lookup_tensor = lambda index: target  # type: ignore[method-assign]
         try:
-            self._reader.read_data(LoadPlan(items), planner).wait()
+            self._reader.read_data(LoadPlan(items), _Into(target)).wait()
         except Exception as error:  # of torch.load, of many kinds
             raise atomic.CheckpointError(f"{self.folder}: {name} cannot be read: {line_of(error)}") from error
         return target if layer is None else target[0]
+
+
+class _Into(DefaultLoadPlanner):
+    """Lets the reader write into a tensor."""
+
+    def __init__(self, target: Tensor) -> None:
+        super().__init__()
+        self.target = target
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.target
+
+
+class _FromUnits(DefaultSavePlanner):
+    """Lets the writer ask for one block after the other."""
+
+    def __init__(self, read: Callable[[MetadataIndex], Tensor], objects: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.read, self.objects = read, objects
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        if write_item.type is not WriteItemType.BYTE_IO:
+            return self.read(write_item.index)
+        data = io.BytesIO()
+        torch.save([self.objects[write_item.index.fqn]], data)
+        return data
 
 
 def write(
@@ -405,19 +429,13 @@ def write(
     plans.append(SavePlan([WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO) for name in objects]))
     plans, metadata = create_default_global_save_plan(plans)
 
-    def resolve(write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What the writer asks for, one item after the other: a block, or an object in bytes."""
-        if write_item.type is WriteItemType.BYTE_IO:
-            data = io.BytesIO()
-            torch.save([objects[write_item.index.fqn]], data)
-            return data
-        stored, block = where[write_item.index.fqn, tuple(write_item.index.offset or ())]
+    def read(index: MetadataIndex) -> Tensor:
+        stored, block = where[index.fqn, tuple(index.offset or ())]
         tensor = units.block(stored, block).contiguous()
         said(tensor.nbytes)
         return tensor.view((1,) * len(block.at) + tuple(tensor.shape))
 
-    planner = DefaultSavePlanner()
-    planner.resolve_data = resolve  # type: ignore[method-assign]
+    planner = _FromUnits(read, objects)
     writer = FileSystemWriter(release, per_thread_copy_ahead=0)
     writer.set_up_storage_writer(True)
 
