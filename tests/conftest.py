@@ -72,6 +72,8 @@ def _mend_interpreter() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    if "torch" in sys.modules:  # a test draws the same numbers, whichever tests its xdist worker ran before it
+        sys.modules["torch"].manual_seed(0)
     _mend_interpreter()
     launcher = sys.modules.get("megablocks.testing.launcher")
     if launcher is not None and not HAS_GPU:  # with a GPU an import may start CUDA, and then no fork works

@@ -74,7 +74,6 @@ def test_parameters_have_its_names_and_shapes():
 
 
 def test_parallel_experts_scattered_to_scattered():
-    torch.manual_seed(0)
     experts, x, ids = ParallelExperts(E, IN, WIDTH, bias=True), torch.randn(T, IN), torch.randint(E, (T, K))
     with torch.no_grad():
         experts.bias.normal_()

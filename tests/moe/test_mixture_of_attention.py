@@ -214,7 +214,6 @@ def test_N9_attention_compiles_in_one_graph():
 
 def test_a_small_model_learns_to_look_one_token_back():
     """30 steps: each token is to be predicted from the one before the last; only attention can carry it."""
-    torch.manual_seed(0)
     words, width = 8, 16
     config = MoEConfig(
         hidden_size=width, ffn_hidden_size=16, num_experts=4, top_k=2, init_std=0.3, load_balancing_loss_weight=0.01

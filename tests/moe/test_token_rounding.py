@@ -274,7 +274,6 @@ def test_evaluation_is_plain_top_k():
 @pytest.mark.parametrize("rule", ["nearest", "down"])
 def test_R1_layer_computes_the_rounded_pairs(rule):
     """The layer's output and gradients are those of its pairs; a token that rounding left without experts gives 0."""
-    torch.manual_seed(0)
     cfg = config_of(token_rounding=rule, num_experts=7, init_std=0.5)
     layer = dMoE(cfg, dtype=torch.float64, seed=1).train()
     x = torch.randn(T, 8, dtype=torch.float64, requires_grad=True)

@@ -30,7 +30,6 @@ def test_what_overflowed_downwards_is_zero_for_relu(name: str, poison: None) -> 
 @pytest.mark.parametrize("name", [*UNARY, *GATED])
 @pytest.mark.parametrize("approximate", ["tanh", "none"])
 def test_N10_activation_kernels_equal_float64(name: str, approximate: str, dtype: torch.dtype, poison: None) -> None:
-    torch.manual_seed(0)
     pre = (torch.randn(13, 67, device=DEVICE) * 4).to(dtype)
     gate = torch.randn(13, 67, device=DEVICE).to(dtype) if name in GATED else None
     grad = torch.randn(1, 67, device=DEVICE).to(dtype).expand(13, 67)
@@ -54,7 +53,6 @@ def test_N10_activation_kernels_equal_float64(name: str, approximate: str, dtype
 @pytest.mark.parametrize("name", GATED)
 @pytest.mark.parametrize("width", [67, 64, 3000])  # beside, within and beyond a program's elements
 def test_halves_of_one_tensor_are_read_and_written_where_they_lie(name: str, width: int, poison: None) -> None:
-    torch.manual_seed(0)
     h, activation = torch.randn(13, 2 * width, device=DEVICE), Activation(name)
     pre, gate = h.chunk(2, dim=1)
     grad, d_h = torch.randn(13, width, device=DEVICE), torch.empty_like(h)

@@ -44,7 +44,6 @@ def dense(p: Matrix, t: dict[str, Tensor], name: str, approximate: str) -> Tenso
 def test_N10_every_activation_and_its_gradients(
     device: str, with_bias: bool, recompute: bool, name: str, approximate: str, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
     p = pattern(device, 128 if device == "cuda" else 64)
 
     def rand(*shape: int) -> Tensor:
@@ -88,7 +87,6 @@ def test_gradients_take_the_layout_of_the_weights(transposed: bool, name: str) -
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("frozen", ["x", "w1", "v1", "w2", "bias", "x w1 v1 bias", "w1 v1 w2 bias"])
 def test_N5_frozen_operands(name: str, recompute: bool, frozen: str) -> None:
-    torch.manual_seed(0)
     p = pattern("cpu", 64)
     n = p.shape[1]
     shapes = {"x": (p.shape[0], 8), "w1": (8, n), "w2": (n, 8), "bias": (n,)} | (
@@ -124,7 +122,6 @@ PATHS = [
 @pytest.mark.parametrize("name,approximate", UNARY_FORMS)
 def test_N10_epilogues_of_each_kernel(path: str, name: str, approximate: str) -> None:
     """With a long reduction too, where the Hopper path takes another tile."""
-    torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     p = pattern(device, 128 if path == "hopper" else 64)
