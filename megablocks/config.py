@@ -219,6 +219,8 @@ class MoEConfig:
                 refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
         if self.capacity_factor is not None:
             self._check_float("capacity_factor")
+            if abs(self.capacity_factor) > 2**31:  # places are counted in 64 bits
+                refuse("capacity_factor", self.capacity_factor, "must be within ±2**31")
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
                 refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_quantizers()
