@@ -77,7 +77,9 @@ def need_megatron() -> None:
 
     if (problem := missing()) is not None:
         raise ConfigError(problem)
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
+    # torch warns at Megatron's import where a CUDA toolkit is installed and no GPU is there
+    log = logging.getLogger("torch.utils.cpp_extension")
+    log.addFilter(lambda record: not record.getMessage().startswith("No CUDA runtime is found"))
 
 
 def check_switches() -> None:
@@ -89,11 +91,6 @@ def check_switches() -> None:
             switch(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
-    """False for what torch logs at Megatron's import where a CUDA toolkit is installed and no GPU is there."""
-    return not record.getMessage().startswith("No CUDA runtime is found")
 
 
 def progress(text: str) -> None:

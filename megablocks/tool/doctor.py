@@ -111,22 +111,19 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _speeds(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Like `speeds`, with what prevents the timing as a finding: memory that is in use, or a kernel that fails."""
-    try:
-        return speeds(device)
-    except Exception as error:
-        return {"products": {"ok": False, "problem": in_one_line(error)}}
-
-
 def report(speed: bool = True) -> dict[str, Any]:
     """Everything that `doctor` prints."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    compared = families(device)
+    try:
+        timed = speeds(device) if on_gpu and speed else {}
+    except Exception as error:  # memory that is in use, or a kernel that fails, is a finding
+        timed = {"products": {"ok": False, "problem": in_one_line(error)}}
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "families": families(device),
-        "speeds": _speeds(device) if on_gpu and speed else {},
+        "families": compared,
+        "speeds": timed,
         "needs_a_gpu": [] if on_gpu else ["every Triton and Gluon kernel", "bfloat16", "speed"],
     }
     progress("")
