@@ -64,8 +64,6 @@ def _dispatch(weight: Tensor) -> Any:
 
 
 def _experts(impl: str) -> Case:
-    """One implementation of the experts, forward and every gradient."""
-
     def run(x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor, w2: Tensor) -> Outputs:
         config = MoEConfig(hidden_size=H, ffn_hidden_size=I, num_experts=E, top_k=K, activation="swiglu", mlp_impl=impl)
         call = ExpertCall(ExpertParameters(w1, v1, w2), x, _dispatch(weight), weight.flatten(), config)
@@ -137,7 +135,6 @@ def _rope_truth(x: Tensor) -> Outputs:
 
 
 def _steps(kind: Callable[..., torch.optim.Optimizer], p: Tensor, grad: Tensor, **options: bool) -> Outputs:
-    """A parameter after two steps of an optimizer."""
     parameter = p.detach().clone()
     optimizer = kind([parameter], lr=1e-1, weight_decay=0.1, **options)
     for sign in (1, -0.5):
