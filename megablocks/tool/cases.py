@@ -181,9 +181,9 @@ row of 201 makes 7 %."""
 EXACT_LIMIT = 2e-5
 
 
-def errors(case: Case, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, float]:
+def errors(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     """The relative error of each output and gradient, by name. A wrong shape, or a NaN, is infinite."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator) / max(1, shape[-1]) ** 0.25
              for name, shape in case.inputs.items()}  # fmt: skip
     given = {name: t.to(torch.float32 if name in case.exact else dtype) for name, t in drawn.items()}

@@ -20,7 +20,10 @@ from unittest import mock
 import torch
 
 from megablocks.monitor.flops import of_device, peak_flops
+from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
+from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.hopper import is_available, switched_on
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.env import WITH_HOPPER
@@ -75,10 +78,6 @@ def gpu_milliseconds(run: Callable[[], Any]) -> float:
 
 def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     """TFLOP/s of the grouped products, their share of the chip, and what was expected."""
-    from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
-    from megablocks.ops.grouped.grouped_mm import grouped_mm
-    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
     tokens, hidden, width, experts, top_k = PRODUCT.values()
     ids = torch.arange(tokens * top_k, device=device).remainder(experts).view(tokens, top_k)
     dispatch = build_dispatch(make_routing(ids, torch.ones(tokens, top_k, device=device), experts))
