@@ -203,22 +203,17 @@ class MoEConfig:
             if getattr(self, name) not in choices:
                 refuse(name, getattr(self, name), f"must be one of {', '.join(choices)}")
         check_flags(self)
-        for name in ("load_balancing_loss_weight", "z_loss_weight", "expert_score_bias_rate", "init_std"):
-            self._check_float(name, minimum=0.0)
-        if self.output_init_std is not None:
-            self._check_float("output_init_std", minimum=0.0)
-        self._check_float("top_k_scaling", minimum=0.0, exclusive=True)
-        self._check_float("dispatch_rows_factor", minimum=0.0, exclusive=True)
+        weights = "load_balancing_loss_weight", "z_loss_weight", "expert_score_bias_rate"
+        self._check_floats(">= 0", *weights, "init_std", "output_init_std", "jitter_eps")
+        self._check_floats("> 0", "top_k_scaling", "dispatch_rows_factor", "normalize_top_k")
+        self._check_floats("", "capacity_factor")
         if self.dispatcher == "symmetric" and self.max_tokens is None:
             refuse("max_tokens", None, "must be given with dispatcher='symmetric', which sizes its buffers by it")
-        if self.normalize_top_k is not None:
-            self._check_float("normalize_top_k", minimum=0.0, exclusive=True)
-        if self.jitter_eps is not None:
-            self._check_float("jitter_eps", minimum=0.0)
-            if self.jitter_eps >= 1:
-                refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
+        if self.jitter_eps is not None and self.jitter_eps >= 1:
+            refuse("jitter_eps", self.jitter_eps, "must be below 1, or the router's input may change sign")
         if self.capacity_factor is not None:
-            self._check_float("capacity_factor")
+            if abs(self.capacity_factor) > 2**31:  # places are counted in 64 bits
+                refuse("capacity_factor", self.capacity_factor, "must be within ±2**31")
             if self.capacity_factor < 0 and self.capacity_rule != "tutel":
                 refuse("capacity_factor", self.capacity_factor, "must be >= 0, or use capacity_rule='tutel'")
         self._check_quantizers()
@@ -234,12 +229,15 @@ class MoEConfig:
             refuse("shared_expert_gate", True, "needs shared_expert_hidden_size")
         check_width(self.mlp_impl, self.ffn_hidden_size)
 
-    def _check_float(self, name: str, minimum: float | None = None, exclusive: bool = False) -> None:
-        value = getattr(self, name)
-        bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max
-        if bad or (minimum is not None and (value < minimum or (exclusive and value == minimum))):
-            bound = "" if minimum is None else f" {'>' if exclusive else '>='} {minimum:g}"
-            refuse(name, value, f"must be a finite number{bound}")
+    def _check_floats(self, bound: str, *names: str) -> None:
+        """Refuse fields that are no finite number within the bound, ">= 0", "> 0" or "". None passes as a default."""
+        for name in names:
+            value = getattr(self, name)
+            if value is None and getattr(type(self), name) is None:
+                continue
+            bad = isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max
+            if bad or (bound and value < 0) or (bound == "> 0" and value == 0):
+                refuse(name, value, f"must be a finite number {bound}".rstrip())
 
     def _check_quantizers(self) -> None:
         impl = IMPLS.get(self.mlp_impl)

@@ -83,6 +83,8 @@ BAD = [
     ({"jitter_eps": -0.1}, "jitter_eps=-0.1: must be a finite number >= 0"),
     ({"capacity_factor": -1.0}, "capacity_factor=-1.0: must be >= 0, or use capacity_rule='tutel'"),
     ({"capacity_factor": 10**400}, f"capacity_factor={10**400}: must be a finite number"),
+    ({"capacity_factor": 1e308}, "capacity_factor=1e+308: must be within ±2**31"),
+    ({"capacity_factor": -1e308, "capacity_rule": "tutel"}, "capacity_factor=-1e+308: must be within ±2**31"),
     ({"capacity_factor": "1"}, "capacity_factor='1': must be a finite number"),
     ({"num_groups": 4}, "group_top_k=None: num_groups and group_top_k are given together or not at all"),
     ({"group_top_k": 1}, "num_groups=None: num_groups and group_top_k are given together or not at all"),

@@ -178,7 +178,6 @@ def write_folder(
 
 
 def _write_file(path: Path, tensors: list[NewTensor]) -> None:
-    """Write a file of these tensors, block by block, and flush it to disk."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for tensor in tensors:

@@ -67,7 +67,6 @@ def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> N
 
 
 def _exit_after(parent: BaseProcess) -> None:
-    """End this process when its parent has ended."""
     parent.join()
     os._exit(1)
 

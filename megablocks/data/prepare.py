@@ -13,11 +13,12 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
     writers = {split: IndexedWriter(folder / split, dtype) for split in ("train", "valid")}
     occurrences = {split: np.zeros(spec.vocab_size, dtype=np.int64) for split in writers}
     digest, skipped = hashlib.sha256(), 0
-    with _progress(sum(entry.size for entry in plan.entries)) as advance:
+    with _progress(sum(entry.size for entry in plan.entries)) as bar:
         sizes = {entry.key: entry.size for entry in plan.entries}
         for document in encode_all(plan.read(), folder, spec, plan.sources, args.workers):
             digest.update(document.key.encode("utf-8", "surrogateescape") + b"\0" + document.digest)
@@ -216,7 +217,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
                 split = "valid" if document.key in plan.valid else "train"
                 writers[split].add(document.tokens)
                 occurrences[split] += np.bincount(document.tokens, minlength=spec.vocab_size)
-            advance(sizes[document.key])
+            bar.update(sizes[document.key])
     for writer in writers.values():
         writer.close()
     splits = {name: {"documents": len(w.lengths), "tokens": sum(w.lengths)} for name, w in writers.items()}
@@ -299,20 +300,13 @@ def _put_in_place(partial: Path, out: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], object]]:
-    """Gives the function that advances a tqdm bar. It does nothing without a terminal or without tqdm."""
-    bar = None
-    if sys.stderr.isatty():
-        with suppress(ModuleNotFoundError):
-            from tqdm import tqdm
-
-            bar = tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing")
+def _progress(total: int) -> Any:
+    """A tqdm bar of so many bytes, for a with statement. It shows nothing without a terminal or without tqdm."""
     try:
-        yield bar.update if bar is not None else lambda size: None
-    finally:
-        if bar is not None:
-            bar.close()
+        from tqdm import tqdm
+    except ModuleNotFoundError:
+        return nullcontext(SimpleNamespace(update=lambda size: None))
+    return tqdm(total=total, unit="B", unit_scale=True, desc="tokenizing", disable=None)  # None: without a terminal
 
 
 def _say(line: str) -> None:

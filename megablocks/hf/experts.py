@@ -23,7 +23,7 @@ Weights are read where they lie; nothing is copied. Ids outside [0, E) are skipp
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -133,14 +133,11 @@ def _without_unused(rows: Tensor, dispatch: Dispatch, compute: Callable[[Tensor]
     return torch.where(used, compute(torch.where(used, rows, 0)), 0)
 
 
-def _own_parameters(module: nn.Module) -> Iterator[str]:
-    """Names of parameters which the model's own gate or activation may use."""
+def _has_own_parameters(module: nn.Module) -> bool:
+    """Whether there are parameters which the model's own gate or activation may use."""
     known = {f"{name}{end}" for name in _PARAMETERS for end in ("", "_bias")}
-    return (
-        name
-        for name, _ in module.named_parameters()
-        if name not in known and name.split(".")[0] not in ("parametrizations", "post_expert_norm")
-    )
+    others = (name.split(".")[0] for name, _ in module.named_parameters() if name not in known)
+    return any(name not in ("parametrizations", "post_expert_norm") for name in others)
 
 
 def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
@@ -161,7 +158,7 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     if call.up_bias is not None:
         h = add_expert_bias(h, call.up_bias, offsets)
     between = functools.partial(_between, call)
-    masked = call.activation is None and any(_own_parameters(module))
+    masked = call.activation is None and _has_own_parameters(module)
     act = _without_unused(h, dispatch, between) if masked else between(h)
     rows = call.down.sorted(act.to(call.x.dtype), dispatch)
     if call.down_bias is not None:

@@ -88,7 +88,6 @@ class _ArgumentsExperts(Experts):
         return super()._per_expert(self.scale_grad(weight))
 
     def _mark(self) -> None:
-        """Mark the parameters as an expert's, as 0.10 does."""
         for parameter in self.parameters():
             mpu.set_expert_model_parallel_attributes(parameter, self.args.moe_expert_model_parallelism)
 

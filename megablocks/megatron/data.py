@@ -180,7 +180,6 @@ def _only(config: Any, *splits: str) -> Any:
 
 
 def _config(args: argparse.Namespace, seed: int) -> Any:
-    """Megatron's description of the data sets of a run, from its flags."""
     blend, per_split = get_blend_and_blend_per_split(args)
     counts = args.per_dataset_sequences_path
     fields = dataclasses.fields(GPTDatasetConfig)

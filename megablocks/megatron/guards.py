@@ -285,7 +285,6 @@ class Guards:
             raise SaveError(self._save_failure(root, folder, error)) from error
 
     def _prune(self, root: Path, saved: int) -> None:
-        """Remove older checkpoints, as many as the settings say."""
         try:
             if self.settings.keep_checkpoints:
                 atomic.prune(root, saved, self.settings.keep_checkpoints)

@@ -35,14 +35,6 @@ def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
         return _parsed(argv, gpus)
 
 
-def _asked_of_a_hopper() -> contextlib.AbstractContextManager[object]:
-    """A block in which Megatron's validation, which asks for the GPU's generation, hears Hopper's."""
-    asked = contextlib.ExitStack()
-    asked.enter_context(mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9))
-    asked.enter_context(mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)))
-    return asked
-
-
 def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     from megatron.training.arguments import add_megatron_arguments, validate_args
 
@@ -58,7 +50,10 @@ def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
         args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
         if "(no GPU)" in str(args.megablocks_automatic.get(arguments.PREFIX + "fused_loss")):
             args.megablocks_fused_loss = True  # off on this machine only
-        with _asked_of_a_hopper():
+        with (  # the validation asks for the GPU's generation, and hears Hopper's
+            mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
+            mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
+        ):
             validate_args(args, {})
     except DataError as error:
         raise ConfigError(f"{error}, or give --vocab-size in place of --data-prefix") from error

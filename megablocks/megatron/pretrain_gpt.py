@@ -7,7 +7,7 @@ can mend is one line. Exit codes: 0 done, or saved and stopped by SIGTERM or SIG
 checkpoint that cannot be read or written, or by a full memory; 2 bad arguments or data; 75 another rank died; 130
 interrupted before training.
 
-The imports are late, so that a package that is not installed is one line too.
+What needs another package is imported late, so that one that is not installed is one line too.
 """
 
 from __future__ import annotations
@@ -24,9 +24,15 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from megablocks.checkpoint.atomic import CheckpointError, SaveError
+from megablocks.files import write_durably
+from megablocks.monitor.env_report import env_report
+from megablocks.monitor.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from megablocks.megatron.arguments import DriverSettings
@@ -108,7 +114,6 @@ def main() -> int:
     first = int(os.environ["RANK"]) == 0
     if (problem := missing()) is not None:
         return _fail(problem, 2, first)
-    from megablocks.checkpoint.atomic import CheckpointError, SaveError
     from megablocks.monitor.guards import NonFiniteError
 
     try:
@@ -134,14 +139,11 @@ class OutOfMemory(Exception):
 
 def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     """Parse, validate and verify. Returns what `train` takes. Raises ArgumentError or CheckpointError."""
-    import warnings
-
     if int(os.environ["RANK"]) != 0:
         warnings.filterwarnings("ignore")
     # The lines "set automatically" say the same as these warnings.
     for text in ("Transformer Engine and Apex are not", "Apex is not installed", "Only transformer-engine"):
         warnings.filterwarnings("ignore", message=text)
-    from megablocks.checkpoint.atomic import CheckpointError
     from megablocks.megatron import cpu
 
     cpu.install()
@@ -177,10 +179,8 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     from megatron.training import inprocess_restart, pretrain, set_startup_timestamps
     from megatron.training.utils import print_rank_0
 
-    from megablocks.checkpoint.atomic import CheckpointError
     from megablocks.megatron import checkpoint_io, cuda_graph, data, failures, fused_optimizer, gpt, profiling
     from megablocks.megatron.reporting import Reporter
-    from megablocks.monitor.heartbeat import Heartbeat
 
     run_dir = settings.run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
@@ -267,9 +267,6 @@ def end_data_workers() -> None:
 
 def _announce(args: Namespace, run_dir: str | None) -> None:
     """Write env.txt into the run folder and print what was set automatically, on rank 0."""
-    from megablocks.files import write_durably
-    from megablocks.monitor.env_report import env_report
-
     if args.rank != 0:
         return
     if run_dir:

@@ -206,7 +206,6 @@ class Reporter:
         return self._retries - before
 
     def _to_boards(self, iteration: int, row: dict[str, float]) -> None:
-        """Send the row to TensorBoard and Weights & Biases, where Megatron writes to them."""
         names = ("tokens_per_second", "mfu", "expert_load_max_over_mean", "empty_experts", "tokens_dropped")
         chosen = {name: row[name] for name in names if name in row}
         if writer := get_tensorboard_writer():
@@ -240,7 +239,6 @@ class Reporter:
         print(self.summary_line(), flush=True)
 
     def _expert_load_files(self, run_dir: Path, summary: LoadSummary) -> None:
-        """Write expert_load.csv and expert_load.png of the last interval."""
         lines = ["layer,expert,tokens,tokens_over_mean"]
         rows = summary.tokens.tolist()
         for number, row in zip(self.layers, rows, strict=True):

@@ -8,6 +8,7 @@ the layer. `megablocks.ops.exchange` has the exchanges. The price is static size
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megablocks.config import refuse
 from megablocks.moe.dispatchers import AllToAllDispatcher, ExpertCompute
 from megablocks.moe.experts import Experts
 from megablocks.ops.exchange import DTYPES, Exchange, Layout, to_experts, to_home
@@ -26,10 +28,21 @@ from megablocks.ops.fused.remote import Remote
 from megablocks.ops.library import runs_triton, under_autocast
 from megablocks.ops.routing.dispatch import Routing
 
-LIMIT_S = float(os.environ.get("MEGABLOCKS_EXCHANGE_TIMEOUT", 600))
-"""Seconds for which a GPU waits for another rank's rows."""
 _TILE = 128
 _log = logging.getLogger(__name__)
+
+
+def limit_s() -> float:
+    """Seconds for which a GPU waits for another rank's rows: MEGABLOCKS_EXCHANGE_TIMEOUT, 600 where it is unset.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    text = os.environ.get("MEGABLOCKS_EXCHANGE_TIMEOUT") or "600"
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) <= 1e9:  # the kernels count nanoseconds in 64 bits
+            return float(text)
+    refuse("MEGABLOCKS_EXCHANGE_TIMEOUT", text, "must be a number of seconds, > 0 and <= 1e9, such as 600")
 
 
 class SymmetricDispatcher(AllToAllDispatcher):
@@ -50,6 +63,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         self, group: ProcessGroup, num_experts: int, *, max_tokens: int, rows_factor: float = 2.0, strict: bool = False,
         **others: Any,
     ) -> None:  # fmt: skip
+        limit_s()  # refuses a bad one before the ranks wait for one another
         super().__init__(group, num_experts, **others)
         self.max_tokens, self.rows_factor, self.strict = max_tokens, rows_factor, strict
 
@@ -138,7 +152,7 @@ def _rendezvous(
         return next(p for p in problems if p)
     torch.cuda.synchronize(device)
     dist.barrier(group)
-    return Exchange(layout, group.rank(), handle.buffer_ptrs, device, experts, max_rows=max_rows, limit_s=LIMIT_S)
+    return Exchange(layout, group.rank(), handle.buffer_ptrs, device, experts, max_rows=max_rows, limit_s=limit_s())
 
 
 def _gather(value: str, group: ProcessGroup) -> list[str]:

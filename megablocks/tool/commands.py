@@ -15,7 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from megablocks.checkpoint import atomic
 from megablocks.config import ConfigError
@@ -24,21 +24,15 @@ from megablocks.kinds import load
 PROGRAM = "python -m megablocks"
 
 
-class Command(NamedTuple):
-    """run: "module:function", called with the arguments after the command's name; returns the exit code."""
-
-    run: str
-    summary: str
-
-
 COMMANDS = {
-    "env": Command("megablocks.tool.env:main", "versions, GPUs, and which kernel each op takes here and why"),
-    "doctor": Command("megablocks.tool.doctor:main", "run every kernel family and compare it with float64"),
-    "bench": Command("megablocks.tool.bench:main", "time every implementation, and other packages, at your shape"),
-    "plan": Command("megablocks.tool.plan:main", "memory and step time of a model before you rent GPUs"),
-    "convert": Command("megablocks.tool.convert:main", "a model between Hugging Face, our layers and Megatron"),
-    "verify": Command("megablocks.tool.verify:main", "check a prepared data set or a checkpoint, byte by byte"),
+    "env": "versions, GPUs, and which kernel each op takes here and why",
+    "doctor": "run every kernel family and compare it with float64",
+    "bench": "time every implementation, and other packages, at your shape",
+    "plan": "memory and step time of a model before you rent GPUs",
+    "convert": "a model between Hugging Face, our layers and Megatron",
+    "verify": "check a prepared data set or a checkpoint, byte by byte",
 }
+"""Modules of megablocks.tool. The function `main` of each takes the command's arguments and returns the exit code."""
 
 
 def unfit(folder: Path, holds: str, wanted: str) -> ConfigError:
@@ -83,7 +77,9 @@ def need_megatron() -> None:
 
     if (problem := missing()) is not None:
         raise ConfigError(problem)
-    logging.getLogger("torch.utils.cpp_extension").addFilter(_is_no_missing_gpu)
+    # torch warns at Megatron's import where a CUDA toolkit is installed and no GPU is there
+    log = logging.getLogger("torch.utils.cpp_extension")
+    log.addFilter(lambda record: not record.getMessage().startswith("No CUDA runtime is found"))
 
 
 def check_switches() -> None:
@@ -95,11 +91,6 @@ def check_switches() -> None:
             switch(name)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-
-
-def _is_no_missing_gpu(record: logging.LogRecord) -> bool:
-    """False for what torch logs at Megatron's import where a CUDA toolkit is installed and no GPU is there."""
-    return not record.getMessage().startswith("No CUDA runtime is found")
 
 
 def progress(text: str) -> None:
@@ -115,7 +106,7 @@ def in_one_line(error: Exception) -> str:
 
 def usage() -> str:
     width = max(map(len, COMMANDS))
-    lines = [f"  {name:<{width}}  {command.summary}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<{width}}  {summary}" for name, summary in COMMANDS.items()]
     return "\n".join([f"usage: {PROGRAM} COMMAND [--help | ARGUMENTS]", "", *lines])
 
 
@@ -132,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"megablocks: {name}: no such command{meant}; one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
-        run: Callable[[list[str]], int] = load(COMMANDS[name].run)
+        run: Callable[[list[str]], int] = load(f"megablocks.tool.{name}:main")
         return run(arguments)
     except ConfigError as error:
         print(f"megablocks {name}: {error}", file=sys.stderr)

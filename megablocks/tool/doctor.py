@@ -20,7 +20,10 @@ from unittest import mock
 import torch
 
 from megablocks.monitor.flops import of_device, peak_flops
+from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
+from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.hopper import is_available, switched_on
+from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.env import WITH_HOPPER
@@ -75,10 +78,6 @@ def gpu_milliseconds(run: Callable[[], Any]) -> float:
 
 def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     """TFLOP/s of the grouped products, their share of the chip, and what was expected."""
-    from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
-    from megablocks.ops.grouped.grouped_mm import grouped_mm
-    from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-
     tokens, hidden, width, experts, top_k = PRODUCT.values()
     ids = torch.arange(tokens * top_k, device=device).remainder(experts).view(tokens, top_k)
     dispatch = build_dispatch(make_routing(ids, torch.ones(tokens, top_k, device=device), experts))
@@ -111,22 +110,19 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _speeds(device: torch.device) -> dict[str, dict[str, Any]]:
-    """Like `speeds`, with what prevents the timing as a finding: memory that is in use, or a kernel that fails."""
-    try:
-        return speeds(device)
-    except Exception as error:
-        return {"products": {"ok": False, "problem": in_one_line(error)}}
-
-
 def report(speed: bool = True) -> dict[str, Any]:
     """Everything that `doctor` prints."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+    compared = families(device)
+    try:
+        timed = speeds(device) if on_gpu and speed else {}
+    except Exception as error:  # memory that is in use, or a kernel that fails, is a finding
+        timed = {"products": {"ok": False, "problem": in_one_line(error)}}
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "families": families(device),
-        "speeds": _speeds(device) if on_gpu and speed else {},
+        "families": compared,
+        "speeds": timed,
         "needs_a_gpu": [] if on_gpu else ["every Triton and Gluon kernel", "bfloat16", "speed"],
     }
     progress("")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("megablocks", "torch", "triton", "megatron-core", "transformers", "transformer-engine")
-SWITCHES = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+PRINTED = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
+"""Variables of the environment, where they are set."""
 HOPPER, TRITON, TORCH, REFERENCE = "Hopper (Gluon)", "Triton", "torch", "reference"
 _WIDTH = 64  # of the tensors that the ops are asked about: every kernel takes it
 
@@ -115,7 +116,7 @@ def paths() -> dict[str, dict[str, str]]:
 
 def report() -> dict[str, Any]:
     """Everything that `env` prints. Without torch, only the versions."""
-    switches = {name: os.environ[name] for name in SWITCHES if name in os.environ}
+    switches = {name: os.environ[name] for name in PRINTED if name in os.environ}
     if importlib.util.find_spec("torch") is None:
         return {"versions": versions(), "switches": switches, "gpus": [], "ops": {}}
     check_switches()

@@ -79,6 +79,18 @@ class Rows(NamedTuple):
     padded: float  # R and the padding of implementations that pad
 
 
+def reached(experts: int, ranks: int, top_k: int) -> float:
+    """The share of the ranks that hold an expert of a token: 1 - C(E - E/ranks, K) / C(E, K)."""
+    few, many = sorted((experts // ranks, top_k))  # the ratio of both numbers is the same with these two exchanged
+    if few + many > experts:
+        return 1.0
+    # A product of `few` factors. Of very many each of 1024 stands for its neighbors.
+    factors = min(few, 1024)
+    each = few / factors
+    logs = (math.log1p(-many / (experts - each * (i + 0.5) + 0.5)) for i in range(factors))
+    return -math.expm1(each * sum(logs))
+
+
 def rows(m: Model) -> Rows:
     """How many rows each part of a layer has on a GPU."""
     group = m.micro_batch_size * m.seq_length / m.context_parallel_size
@@ -86,8 +98,7 @@ def rows(m: Model) -> Rows:
     tokens, ep, top_k = group / m.tensor_model_parallel_size * m.etp, m.expert_model_parallel_size, m.moe_router_topk
     expert, sent, received = tokens * top_k, 0.0, 0.0
     if m.num_experts and ep * m.etp > 1:
-        missed = math.comb(m.num_experts - m.num_experts // ep, top_k) / math.comb(m.num_experts, top_k)
-        sent = received = tokens * ep * (1 - missed)
+        sent = received = tokens * ep * reached(m.num_experts, ep, top_k)
         if m.symmetric:  # a place for every token of every rank
             received = tokens * ep
             expert *= min(m.dispatch_rows_factor, ep)

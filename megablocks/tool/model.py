@@ -123,7 +123,6 @@ class Model:
             refuse("global_batch_size", self.global_batch_size, allowed)
 
     def _fill(self, name: str, value: Any) -> None:
-        """Set a field that is unset."""
         if getattr(self, name) is None:
             object.__setattr__(self, name, value)
 

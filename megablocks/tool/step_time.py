@@ -182,19 +182,16 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
     beside = ATTENTION * EXPONENTIAL_FLOPS + (ATTENTION_DROPOUT_FLOPS if m.attention_dropout else 0)
     parts["attention"] = least["attention"].arithmetic * (ATTENTION + 2 * beside / 14 / s.head_dim)
     parts["copies"] = moved(COPIES * hidden)
-    if (
-        s.key_width != s.query_width
-    ):  # keys and values are copied to every head of a group, and their gradients added up
+    # Keys and values are copied to every head of a group, and their gradients added up.
+    if s.key_width != s.query_width:
         parts["copies"] += moved(4 * (s.query_width + s.key_width) * tokens * s.num_layers * m.element_bytes)
     if "experts" in parts:
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             parts["experts"] *= 1 + s.up_products / (s.up_products + 1) / 3
     if m.fused_loss:  # backward computes the logits that were not kept again: a fourth product
-        again = max(0.0, 1 - m.kept_logits / logits) / 3
-        parts["embedding and loss"] += (
-            TIMES["embedding and loss"] * again * least["embedding and loss"].arithmetic / PRODUCTS_RATE
-        )
+        again = max(0.0, 1 - m.kept_logits / logits) / 3 * least["embedding and loss"].arithmetic / PRODUCTS_RATE
+        parts["embedding and loss"] += TIMES["embedding and loss"] * again
     if m.recompute_granularity == "full":
         for part in {"experts", "routing", "attention", "dense products", "norms", "elementwise"} & parts.keys():
             parts[part] *= 4 / 3

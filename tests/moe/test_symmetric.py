@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks.config import MoEConfig
+from megablocks.config import ConfigError, MoEConfig
 from megablocks.moe import dMoE
 from megablocks.moe.dispatchers import AllToAllDispatcher, make_dispatcher
 from megablocks.moe.experts import Experts
-from megablocks.moe.symmetric import SymmetricDispatcher
+from megablocks.moe.symmetric import SymmetricDispatcher, limit_s
 from megablocks.ops.exchange import Exchange, Layout, to_experts, to_home
 from megablocks.ops.routing.dispatch import make_routing
 from megablocks.testing.launcher import run_distributed_test
@@ -264,6 +265,19 @@ def test_auto_falls_back_to_all_to_all_and_symmetric_says_why():
         ]
         symmetric, plain = SymmetricDispatcher, AllToAllDispatcher
         assert kinds == (plain, plain, symmetric, symmetric, plain)
+
+
+def test_timeout_of_the_environment(monkeypatch):
+    group, name = SimpleNamespace(size=lambda: 2, rank=lambda: 0), "MEGABLOCKS_EXCHANGE_TIMEOUT"
+    for text, seconds in (("", 600), ("1.5", 1.5)):
+        monkeypatch.setenv(name, text)
+        SymmetricDispatcher(group, E, max_tokens=4)
+        assert limit_s() == seconds
+    for text in ("abc", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(name, text)
+        said = f"^{name}='{text}': must be a number of seconds, > 0 and <= 1e9, such as 600$"
+        with pytest.raises(ConfigError, match=said):
+            SymmetricDispatcher(group, E, max_tokens=4)
 
 
 def test_exchange_says_what_went_wrong():

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -52,6 +53,13 @@ def test_R9_places_for_many_sizes(rule):
             got = capacity_of(rule, factor, top_k, tokens, experts, _load(0), num_ranks=ranks)
             sizes = (factor, top_k, tokens, experts, ranks)
             assert type(got) is int and got == _places(rule, *sizes), sizes
+
+
+@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.float32, np.float64])
+def test_capacity_of_a_factor_of_numpy(rule, kind):
+    assert capacity_of(rule, kind(2), 2, 10, 4, _load(0)) == _places(rule, 2, 2, 10, 4, 1)
+    assert capacity_of(rule, kind(0), 2, 10, 4, _load(1, 9)).item() == 9
 
 
 @settings(max_examples=2000, deadline=None)
@@ -106,6 +114,9 @@ def test_capacity_refuses_what_it_does_not_know():
     for factor in (float("nan"), float("inf")):
         with pytest.raises(ValueError, match=f"^factor={factor}: must be finite"):
             capacity_of("tutel", factor, 1, 4, 2, torch.tensor([1, 3]))
+    for rule, factor in (("megablocks", 1e308), ("tutel", 1e300), ("tutel", -(2.0**32))):  # 1e308 · 5 is infinite
+        with pytest.raises(ValueError, match=re.escape(f"factor={factor}: must be within ±2**31")):
+            capacity_of(rule, factor, 2, 10, 4, _load(1, 3))
     with pytest.raises(ValueError, match="^factor=-1.0: must be >= 0, or use rule='tutel'"):
         capacity_of("megablocks", -1.0, 1, 1, 1, _load(0))
 

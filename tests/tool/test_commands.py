@@ -26,7 +26,7 @@ def _python(*words: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_command_it_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(f"  {name} " in text and command.summary in text for name, command in COMMANDS.items())
+    assert all(f"  {name} " in text and summary in text for name, summary in COMMANDS.items())
     assert main([]) == 2 and capsys.readouterr().out == text
 
 

@@ -612,6 +612,19 @@ def test_absurd_sizes_get_an_answer_at_once(experts: int, capsys: pytest.Capture
     assert "does not fit" in capsys.readouterr().out
 
 
+def test_many_choices_among_many_experts_get_an_answer_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "--gpus 8 --expert-model-parallel-size 8 --num-experts 1000000 --moe-router-topk 400000".split()
+    assert main(["plan", *FLAGS, *words]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sizes", [(2, 2, 1), (64, 8, 6), (128, 128, 8), (16384, 8, 4000), (8, 1, 2)])
+def test_ranks_of_a_token_by_counting_choices(sizes: tuple[int, int, int]) -> None:
+    experts, ranks, top_k = sizes
+    every, missing = math.comb(experts, top_k), math.comb(experts - experts // ranks, top_k)
+    assert memory.reached(*sizes) == pytest.approx((every - missing) / every, rel=1e-9)
+
+
 def test_a_field_is_checked_at_once() -> None:
     with pytest.raises(ConfigError, match="num_layers=0: must be >= 1"):
         _with(num_layers=0)

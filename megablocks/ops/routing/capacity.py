@@ -41,15 +41,17 @@ def capacity_of(
         an int, or for factor <= 0 a () tensor on load's device, so that nothing waits for it.
 
     Raises:
-        ValueError: an unknown rule, a factor that is not finite, or a negative one with "megablocks".
+        ValueError: an unknown rule, a factor that is not finite or beyond ±2³¹, or a negative one with "megablocks".
     """
     if rule not in ("megablocks", "tutel"):
         raise ValueError(f"rule={rule!r}: must be 'megablocks' or 'tutel'")
     try:  # the same number from two integers: torch.compile takes these for constants, and a float for a symbol
-        numerator, denominator = factor.as_integer_ratio()
+        numerator, denominator = float(factor).as_integer_ratio()
         factor = numerator / denominator
     except (OverflowError, ValueError):
         raise ValueError(f"factor={factor!r}: must be finite") from None
+    if abs(factor) > 2**31:  # places are counted in 64 bits
+        raise ValueError(f"factor={factor!r}: must be within ±2**31")
     if factor < 0 and rule == "megablocks":
         raise ValueError(f"factor={factor!r}: must be >= 0, or use rule='tutel'")
     if factor == 0:
