@@ -57,15 +57,6 @@ class Blocks(NamedTuple):
     block_size: int = 128
     run: int = 1
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What an op saves for backward by `save_for_backward`; `sizes` is the rest."""
-        return self[:-2]
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self[-2:]
-
     def lines(self, by_column: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """(work, index, places) of the block rows or columns: `index` is where their blocks meet a dense operand.
 
@@ -76,7 +67,7 @@ class Blocks(NamedTuple):
         return self.row_work, self.column_indices, None
 
 
-_INDICES = Blocks._fields[:-2]
+_INDICES = Blocks._fields[:-2]  # the tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -329,7 +320,7 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
     first_column = torch.searchsorted(ends, used, right=True) * f
     columns = (first_column[:, None] + torch.arange(f, device=ends.device)).flatten()
     blocks = _blocks_at(used.repeat_interleave(f), columns, (block_rows, experts * f), block_rows * f, block_size)
-    return F.pad(ends * block_size, (1, 0)).int(), *blocks.tensors
+    return F.pad(ends * block_size, (1, 0)).int(), *blocks[:-2]
 
 
 def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:

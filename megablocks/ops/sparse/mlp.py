@@ -76,7 +76,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, pre, gate, act = output
     need_x, need_w1, need_v1, need_w2, need_bias, need_gate_bias = ctx.needs_input_grad[:6]
     ctx.bias_dtype, ctx.gate_bias_dtype = (None if b is None else b.dtype for b in (bias, gate_bias))
-    ctx.transposed, ctx.rows, ctx.sizes = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0], blocks.sizes
+    ctx.transposed, ctx.rows = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0]
+    *indices, ctx.block_size, ctx.run = blocks
     ctx.mark_non_differentiable(pre, gate, act)
     ctx.set_materialize_grads(False)
     need_hidden = need_x or need_w1 or need_v1 or need_bias or need_gate_bias
@@ -89,7 +90,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.packed_pre, *kept_pre = keep(pre if need_pre else None, pre_bits)
     ctx.packed_gate, *kept_gate = keep(gate if need_pre and v1 is not None else None, pre_bits)
     weights = (w1 if need_x else None, v1 if need_x else None, w2 if need_hidden else None)
-    ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *blocks.tensors)
+    ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *indices)
 
 
 @once_differentiable
@@ -102,7 +103,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, pre, gate = (
         unpack(how, *saved[i : i + 2]) for i, how in ((0, ctx.packed_x), (2, ctx.packed_pre), (4, ctx.packed_gate))
     )
-    blocks = Blocks(*indices, *ctx.sizes)
+    blocks = Blocks._make((*indices, ctx.block_size, ctx.run))
     dx = dw1 = dv1 = dw2 = dbias = dgate_bias = None
 
     def weight_gradient(d_values: Tensor) -> Tensor:

@@ -144,13 +144,13 @@ def _spmm_shape(dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: boo
 
 def _save_sdd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, blocks = inputs
-    ctx.sizes = blocks.sizes
-    ctx.save_for_backward(a, b, *blocks.tensors)
+    *indices, ctx.block_size, ctx.run = blocks
+    ctx.save_for_backward(a, b, *indices)
 
 
 def _sdd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    a, b, *tensors = ctx.saved_tensors
-    blocks = Blocks(*tensors, *ctx.sizes)
+    a, b, *indices = ctx.saved_tensors
+    blocks = Blocks._make((*indices, ctx.block_size, ctx.run))
     # dA = dS·Bᵀ, dB = Aᵀ·dS
     d_a = spmm_op(grad, b.t(), blocks, True, False) if ctx.needs_input_grad[0] else None
     d_b = spmm_op(grad, a.t(), blocks, False, True) if ctx.needs_input_grad[1] else None
@@ -162,13 +162,13 @@ sdd_op.register_autograd(_sdd_backward, setup_context=_save_sdd)
 
 def _save_spmm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     data, dense, blocks, ctx.sparse_left, ctx.by_column = inputs
-    ctx.sizes = blocks.sizes
-    ctx.save_for_backward(data, dense, *blocks.tensors)
+    *indices, ctx.block_size, ctx.run = blocks
+    ctx.save_for_backward(data, dense, *indices)
 
 
 def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    data, dense, *tensors = ctx.saved_tensors
-    blocks, d_data, d_dense = Blocks(*tensors, *ctx.sizes), None, None
+    data, dense, *indices = ctx.saved_tensors
+    blocks, d_data, d_dense = Blocks._make((*indices, ctx.block_size, ctx.run)), None, None
     if ctx.needs_input_grad[0]:
         # O = S·D: dO·Dᵀ;  O = Sᵀ·D: D·dOᵀ;  O = D·S: Dᵀ·dO;  O = D·Sᵀ: dOᵀ·D
         if ctx.sparse_left:
