@@ -104,8 +104,12 @@ class Matrix:
                 )
         if run < 1 or n % run:
             raise ValueError(f"run={run}: must divide the {n} blocks")
-        if self.data is not None:
-            _check_data(self.data, (n, size, size), self.device)
+        data, wanted = self.data, (n, size, size)
+        if data is None:
+            return
+        if tuple(data.shape) != wanted or data.device != self.device or not data.dtype.is_floating_point:
+            given = f"{tuple(data.shape)} {data.dtype} on {data.device}"
+            raise ValueError(f"data is {given}, must be {wanted} floating on {self.device}")
 
     @property
     def block_size(self) -> int:
@@ -193,7 +197,11 @@ class Matrix:
         Raises:
             ValueError: stanford-stk is not installed or does not import.
         """
-        stk, b, size = _stk(), self.blocks, self.block_size
+        try:
+            import stk  # type: ignore[import-not-found, unused-ignore]
+        except Exception as error:  # its kernels do not import with every Triton
+            raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
+        b, size = self.blocks, self.block_size
         used = int(b.offsets[-1])
         narrow = torch.int16 if max(self.stored_grid) < 2**15 else torch.int32
         data = torch.empty(used, size, size, device="meta") if self.data is None else self.data[:used]
@@ -283,21 +291,6 @@ def _work(offsets: Tensor) -> Tensor:
     longest_first = torch.sort(offsets.diff(), descending=True, stable=True).indices
     columns = [longest_first.int(), offsets[:-1][longest_first], offsets[1:][longest_first]]
     return torch.stack([*columns, torch.zeros_like(columns[0])], 1).contiguous()
-
-
-def _check_data(data: Tensor, shape: tuple[int, int, int], device: torch.device) -> None:
-    if tuple(data.shape) != shape or data.device != device or not data.dtype.is_floating_point:
-        raise ValueError(
-            f"data is {tuple(data.shape)} {data.dtype} on {data.device}, must be {shape} floating on {device}"
-        )
-
-
-def _stk() -> Any:
-    try:
-        import stk  # type: ignore[import-not-found, unused-ignore]
-    except Exception as error:  # its kernels do not import with every Triton
-        raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
-    return stk
 
 
 class Topology(NamedTuple):
