@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, largest_scale
+from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, empty_quantized, largest_scale
 
 
 @triton.jit
@@ -131,16 +131,14 @@ def _dequantize_kernel(
 ):  # fmt: skip
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     GROUPS: tl.constexpr = BLOCK // GROUP
+    CODES: tl.constexpr = BLOCK * BITS // 8
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < num_rows)[:, None]
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = row[:, None] * num_groups + g[None, :]
     code = tl.load(scales_ptr + at, mask=live & (g < num_groups)[None, :], other=0).to(tl.int32)
     s_positive, s_other = _scales(code)
-    if BITS == 4:
-        b = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    else:
-        b = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1) * CODES + tl.arange(0, CODES)
     at = row[:, None] * codes_width + b[None, :]
     codes = tl.load(codes_ptr + at, mask=live & (b < codes_width)[None, :], other=0).to(tl.int32)
     if BITS == 4:
@@ -162,9 +160,7 @@ def _blocks(num_bits: int, width: int) -> dict[str, Any]:
 def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """x (R, H) → codes, scales; one launch."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, width), groups = x.shape, cdiv(x.shape[1], GROUP[num_bits])
-    codes = x.new_empty(rows, width if num_bits == 8 else cdiv(width, 2), dtype=torch.uint8)
-    scales = x.new_empty(rows, groups, dtype=torch.int16)
+    (rows, width), (codes, scales) = x.shape, empty_quantized(x, num_bits)
     blocks = _blocks(num_bits, max(width, 1))
     if codes.numel():
         _quantize_kernel[(cdiv(rows, blocks["ROWS"]), cdiv(width, blocks["BLOCK"]))](
@@ -175,7 +171,7 @@ def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
             width,
             x.stride(0),
             codes.shape[1],
-            groups,
+            scales.shape[1],
             TINY=TINY,
             SLACK=SLACK,
             LARGEST=largest_scale(x.dtype),
