@@ -180,9 +180,8 @@ def _route_kernel(
             tl.store(keys_ptr + at, order_keys(value, taken, alive), mask=stored)
         else:
             live = (t < num_tokens)[:, None] & (k < K)[None, :]
-            chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
-                tl.float32
-            )
+            at = logits_ptr + t[:, None].to(tl.int64) * E + ids
+            chosen = tl.load(at, mask=live & alive[:, None], other=0).to(tl.float32)
             weight, _, _ = chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
             if NORM == 1:
                 weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
@@ -281,32 +280,24 @@ def _route_backward_kernel(
         weight = tl.where(live, weight, 0.0)
         # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
         factor = tl.full((TOKENS,), 1.0, tl.float32)
-        pull = tl.zeros((TOKENS,), tl.float32)
-        if NORM == 1:
-            norm = tl.sum(weight, 1)
+        if NORM > 0:
+            norm = tl.sum(weight, 1) if NORM == 1 else tl.sqrt(sum_products(weight, weight, live))
             factor = 1.0 / (norm + _TINY)
             pull = sum_products(grad, weight, live) * factor * factor
-        elif NORM == 2:
-            norm = tl.sqrt(sum_products(weight, weight, live))
-            factor = 1.0 / (norm + _TINY)
-            pull = sum_products(grad, weight, live) * factor * factor
+        if NORM == 2:
             pull = tl.where(norm == 0.0, 0.0, pull / norm)
         d_weight = grad * factor[:, None]
         if NORM == 1:
             d_weight -= tl.where(weight > 0, pull[:, None], 0.0)
         elif NORM == 2:
             d_weight -= weight * pull[:, None]
-        mean = tl.zeros((TOKENS,), tl.float32)
         if AFTER:
             mean = sum_products(d_weight, weight, live)
         for i in range(K):
             expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)
             g = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32) * (scaling * factor)
             hit = e[None, :] == expert[:, None]
-            if AFTER:
-                w = tl.exp(logits - top_k[:, None]) / total_k[:, None]
-            else:
-                w = scores
+            w = tl.exp(logits - top_k[:, None]) / total_k[:, None] if AFTER else scores
             d = g[:, None]
             if NORM == 1:
                 d = d - tl.where(w > 0, pull[:, None], 0.0)
