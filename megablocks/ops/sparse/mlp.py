@@ -25,22 +25,17 @@ from megablocks.ops.quant.quant import OFF, pack, unpack
 
 from .epilogue import Epilogue
 from .matrix import Blocks, Matrix
-from .products import check_dense, check_device, sdd_op, sdd_values, spmm_op
+from .products import check_dense, check_device, empty_values, sdd_op, sdd_values, spmm_op
 
 
-def _room(blocks: Blocks, like: Tensor) -> Tensor:
-    size = blocks.block_size
-    return torch.empty(blocks.row_indices.shape[0], size, size, dtype=like.dtype, device=like.device)
-
-
-@custom_op("megablocks::sparse_sdd_slope", fake=lambda a: _room(a.blocks, a.a))
+@custom_op("megablocks::sparse_sdd_slope", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
     return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
 
 
 def _fake_sparse_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pre = _room(a.blocks, a.x)
+    pre = empty_values(a.blocks, a.x)
     gate = a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre)
     act = a.x.new_empty(0) if a.recompute else torch.empty_like(pre)
     return a.x.new_empty(a.x.shape[0], a.w2.shape[1]), pre, gate, act
@@ -53,7 +48,7 @@ def sparse_mlp_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
-        act, gate = _room(blocks, x), x.new_empty(0)
+        act, gate = empty_values(blocks, x), x.new_empty(0)
         pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)

@@ -108,10 +108,12 @@ def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) 
     return kernels.sdd(a, b, *where, blocks.block_size, epilogue)
 
 
-@custom_op(
-    "megablocks::sparse_sdd",
-    fake=lambda a: a.a.new_empty(a.blocks.row_indices.shape[0], a.blocks.block_size, a.blocks.block_size),
-)
+def empty_values(blocks: Blocks, like: Tensor) -> Tensor:
+    """Unset values (n, B, B) in the dtype of `like`."""
+    return like.new_empty(blocks.row_indices.shape[0], blocks.block_size, blocks.block_size)
+
+
+@custom_op("megablocks::sparse_sdd", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
     return sdd_values(a, b, blocks)
 
