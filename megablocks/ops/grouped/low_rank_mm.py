@@ -25,12 +25,10 @@ from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
 
-def _fake(a: Any) -> tuple[Tensor, Tensor]:
-    rows = a.dispatch.num_rows
-    return a.x.new_empty(rows, a.w.shape[2]), a.x.new_empty(rows, a.a.shape[2])
-
-
-@custom_op("megablocks::low_rank_mm", fake=_fake)
+@custom_op(
+    "megablocks::low_rank_mm",
+    fake=lambda a: tuple(a.x.new_empty(a.dispatch.num_rows, matrix.shape[2]) for matrix in (a.w, a.a)),
+)
 def low_rank_mm_op(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, gathered: bool
 ) -> tuple[Tensor, Tensor]:
