@@ -156,9 +156,8 @@ def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -
 
 
 @gluon.jit
-def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts = common
     PARTS: gl.constexpr = c.out_parts
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
@@ -250,16 +249,11 @@ def ragged_m_kernel(
     x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
+    common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts)
     gl.warp_specialize(
         [
-            (
-                _m_consumer,
-                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c),
-            ),
-            (
-                _m_consumer,
-                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c),
-            ),
+            (_m_consumer, (common, 0, c)),
+            (_m_consumer, (common, 1, c)),
             (
                 m_producer,
                 (

@@ -133,10 +133,8 @@ def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def _sdd_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
-    WG: gl.constexpr, c: gl.constexpr,
-):  # fmt: skip
+def _sdd_consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps = common
     count = rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
@@ -313,16 +311,11 @@ def sdd_kernel(
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     outs = (o_desc, act_desc, extra_ptr)
+    common = (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps)
     gl.warp_specialize(
         [
-            (
-                _sdd_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 0, c),
-            ),
-            (
-                _sdd_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 1, c),
-            ),
+            (_sdd_consumer, (common, 0, c)),
+            (_sdd_consumer, (common, 1, c)),
             (
                 _sdd_producer,
                 (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),
