@@ -36,15 +36,13 @@ def _level(k, BITS: tl.constexpr, CURVE: tl.constexpr):
 
 
 @triton.jit
-def _encode(
-    bits, larger, inverse, ratio_of_maxima, others_larger, share, is_other,
-    BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+def _encode(bits, groups, BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr):
     """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, the square that each value loses.
 
     All in units of the larger maximum: shares are magnitudes, and so are the two scales `own`. Groups are 8 values a
     thread at 4 bits, so what is done once a group counts: two divisions.
     """
+    larger, inverse, ratio_of_maxima, others_larger, share, is_other = groups
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     bits = tl.minimum(tl.maximum(bits & -0x100000, 0), LARGEST)  # -0x100000 is ~0xFFFFF
     own_larger = bits.to(tl.float32, bitcast=True) * inverse
@@ -92,18 +90,14 @@ def _quantize_kernel(
     usable = (larger > 0) & (larger < float("inf"))
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, larger, 1.0)), 0.0)  # plain / gives 0 beyond 2^126
     share = tl.where(usable[:, :, None], magnitude * inverse[:, :, None], 0.0)  # infinity times 0 would be NaN
-    among = smaller * inverse
-    others_larger = other > positive
+    groups = (larger, inverse, smaller * inverse, other > positive, share, is_other)
     if BITS == 8:
         bits = larger.to(tl.int32, bitcast=True) + 0xFFFFF
-        code, k, _ = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
+        code, k, _ = _encode(bits, groups, BITS, CURVE, LARGEST)
     else:
         bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
-        code, k, lost = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
-        bits -= 0x100000
-        code_b, k_b, lost_b = _encode(
-            bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST
-        )
+        code, k, lost = _encode(bits, groups, BITS, CURVE, LARGEST)
+        code_b, k_b, lost_b = _encode(bits - 0x100000, groups, BITS, CURVE, LARGEST)
         # Of differences: a sum of products may have each lane's own fused into its first addition, and lanes of a group
         # that hold different last bits could choose differently.
         less = tl.sum(lost - lost_b, 2) > 0
