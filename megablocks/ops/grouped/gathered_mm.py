@@ -178,8 +178,7 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Raises:
         ValueError: shapes or dtypes that do not fit, or num_bits other than 4, 8 and -1.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w = under_autocast(x, w)
+    x, w = under_autocast(x, w)
     _check(x, w, dispatch, num_bits)
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
@@ -199,8 +198,7 @@ def gathered_mm_gated(
     Raises:
         ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w1, v1 = under_autocast(x, w1, v1)
+    x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, dispatch, num_bits)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")

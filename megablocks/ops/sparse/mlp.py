@@ -157,8 +157,7 @@ def sparse_mlp(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a gate missing or unwanted, a transposed pattern.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
+    x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     rows, columns = pattern.shape
     check_activation(x, None if v1 is None else x, activation, "v1")
     if pattern.transposed:
