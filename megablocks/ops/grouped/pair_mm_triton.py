@@ -13,7 +13,6 @@ Bytes: the weights of the experts that have a pair, once. They bound it up to ab
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 
