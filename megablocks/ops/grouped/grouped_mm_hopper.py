@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.hopper import ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
+from megablocks.ops.hopper import MAX_EXPERTS, ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     barriers,
     consumer_walk,
@@ -39,8 +39,6 @@ from megablocks.ops.hopper_gluon import (
     walk,
 )
 from megablocks.ops.launch import next_power_of_2, quick
-
-MAX_EXPERTS = 512  # the prefix sum over the experts lies in registers, E / 32 a lane
 
 
 @dataclass(frozen=True)
