@@ -78,13 +78,11 @@ def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.c
     keys_ptr += expert.to(tl.int64) * num_tokens
     load = tl.load(load_ptr + expert).to(tl.int32)
     first = load // tile * tile
-    upper, before = _nth_key(keys_ptr, first, num_tokens, BLOCK)
-    lower, beyond = _nth_key(keys_ptr, first + tile, num_tokens, BLOCK)
+    upper, place_upper = _nth_key(keys_ptr, first, num_tokens, BLOCK)
+    lower, place_lower = _nth_key(keys_ptr, first + tile, num_tokens, BLOCK)
     lane = tl.arange(0, BLOCK)
     a = tl.zeros((BLOCK,), tl.float32)
     b = tl.zeros((BLOCK,), tl.float32)
-    place_upper = before
-    place_lower = beyond
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
         key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
