@@ -65,10 +65,7 @@ def issue(it, acc, a_bufs, b_bufs, full, use_acc, WG: gl.constexpr, c: gl.conste
     mbarrier.wait(full.index(s), (it // c.stages) & 1)
     if c.gather:  # rows came by cp.async
         fence_async_shared()
-    if c.pingpong:
-        a = a_bufs.index(s)
-    else:
-        a = a_bufs.index(s * 2 + WG)
+    a = a_bufs.index(s if c.pingpong else s * 2 + WG)
     b = b_bufs.index(s)
     if not c.a_k_major:
         a = a.permute((1, 0))

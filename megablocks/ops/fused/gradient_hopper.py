@@ -222,10 +222,7 @@ def down_gradient_kernel(
     RING: gl.constexpr = c.ring
     dy_bufs, w_bufs = operand_buffers(dtype, c)
     pre_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout)
-    if c.gated:
-        gate_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout)
-    else:
-        gate_bufs = pre_bufs
+    gate_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout) if c.gated else pre_bufs
     o_bufs = gl.allocate_shared_memory(dtype, [2, c.rows, c.out_cols], pre_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [c.ring, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [c.ring, 1], mbarrier.MBarrierLayout())

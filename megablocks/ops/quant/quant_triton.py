@@ -48,10 +48,7 @@ def _encode(bits, groups, BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.c
     own_larger = bits.to(tl.float32, bitcast=True) * inverse
     inv_larger = tl.where(own_larger > 0, 1 / tl.where(own_larger > 0, own_larger, 1.0), 0.0)
     fifteenths = ratio_of_maxima * inv_larger * 15
-    if BITS == 8:
-        rounded = tl.ceil(fifteenths)
-    else:
-        rounded = tl.floor(fifteenths + 0.5)
+    rounded = tl.ceil(fifteenths) if BITS == 8 else tl.floor(fifteenths + 0.5)
     rounded = tl.where(fifteenths > 0, tl.minimum(tl.maximum(rounded, 1.0), 15.0), 0.0)
     code = (bits >> 16) | rounded.to(tl.int32)
     code = tl.where(larger < float("inf"), code, 0x7F80) | tl.where(others_larger, 0x8000, 0)

@@ -161,15 +161,9 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
     mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
     mbarrier.expect(bar, c.stage_bytes)
     for p in gl.static_range(PARTS):
-        buf = a_bufs.index(s * c.row_parts + p)
-        if c.a_k_major:
-            tma_load(a_desc, [a_m + p * c.rows, a_k], bar, buf)
-        else:
-            tma_load(a_desc, [a_k, a_m + p * c.rows], bar, buf)
-    if c.b_k_major:
-        tma_load(b_desc, [b_n, b_k], bar, b_bufs.index(s))
-    else:
-        tma_load(b_desc, [b_k, b_n], bar, b_bufs.index(s))
+        row = a_m + p * c.rows
+        tma_load(a_desc, [row, a_k] if c.a_k_major else [a_k, row], bar, a_bufs.index(s * c.row_parts + p))
+    tma_load(b_desc, [b_n, b_k] if c.b_k_major else [b_k, b_n], bar, b_bufs.index(s))
 
 
 @gluon.jit
