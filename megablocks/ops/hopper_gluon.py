@@ -226,10 +226,7 @@ def _ids(gather_ptr, row, end, lanes):
 def row_ids(gather_ptr, row, end, lanes, c: gl.constexpr):
     """Which rows of x a tile gathers, for each of its row parts. row: the tile's first; end: of the expert's rows."""
     ids = _ids(gather_ptr, row, end, lanes)
-    if c.row_parts == 1:
-        return (ids,)
-    else:
-        return ids, _ids(gather_ptr, row + c.rows, end, lanes)
+    return (ids,) if c.row_parts == 1 else (ids, _ids(gather_ptr, row + c.rows, end, lanes))
 
 
 @gluon.jit
@@ -243,10 +240,7 @@ def _source(x_ptr, x_row, ids, row, end, lanes):
 def row_sources(x_ptr, x_row, ids, row, end, lanes, c: gl.constexpr):
     """For each row part the addresses of its rows at a stage's columns, and which rows are the expert's."""
     first = _source(x_ptr, x_row, ids[0], row, end, lanes)
-    if c.row_parts == 1:
-        return (first,)
-    else:
-        return first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes)
+    return (first,) if c.row_parts == 1 else (first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes))
 
 
 @gluon.jit

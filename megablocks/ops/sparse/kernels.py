@@ -104,18 +104,14 @@ def _spmm_kernel(
     acc = tl.zeros((T, D) if LEFT else (D, T), tl.float32)
     # What a block meets is looked up one step ahead: a load whose address is itself loaded gets a shorter pipeline.
     next_other = tl.load(index_ptr + first, mask=first < end, other=0)
-    next_block = first
-    if BY_COLUMN:
-        next_block = tl.load(block_ptr + first, mask=first < end, other=0)
+    next_block = tl.load(block_ptr + first, mask=first < end, other=0) if BY_COLUMN else first
     for i in range(first * STEPS, end * STEPS):
         inner = i % STEPS * K + k
         other = (next_other * B + inner).to(tl.int64) * dense_k
         values = data_ptr + next_block.to(tl.int64) * (B * B)
         following = (i + 1) // STEPS
         next_other = tl.load(index_ptr + following, mask=following < end, other=0)
-        next_block = following
-        if BY_COLUMN:
-            next_block = tl.load(block_ptr + following, mask=following < end, other=0)
+        next_block = tl.load(block_ptr + following, mask=following < end, other=0) if BY_COLUMN else following
         if LEFT:
             s = tl.load(values + along[:, None] * ALONG + inner[None, :] * INNER)
             x = tl.load(dense_at[None, :] + other[:, None], mask=in_dense[None, :], other=0.0)

@@ -220,10 +220,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
 def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
     """Which block is the i-th of its line, and where the dense operand's matching 128 begin."""
     other = gl.load(index_ptr + i)
-    if c.by_column:
-        return gl.load(block_ptr + i), other
-    else:
-        return i, other
+    return (gl.load(block_ptr + i) if c.by_column else i), other
 
 
 @gluon.jit
