@@ -199,12 +199,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
         i += 1
         line, steps, dense = announced(i, board)
     while steps >= 0:
-        if c.sparse_left:
-            row = line * 128
-            col = dense * c.BN
-        else:
-            row = dense * c.BM
-            col = line * 128
+        row, col = (line * 128, dense * c.BN) if c.sparse_left else (dense * c.BM, line * 128)
         acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
