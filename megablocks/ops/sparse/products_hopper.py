@@ -259,16 +259,8 @@ def _spmm_producer(
                     b_n = outer if c.b_k_major else 0
                 _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, b_n, c)
                 it += 1
-        tile = tile1
-        line = line1
-        first = first1
-        end = end1
-        dense = dense1
-        tile1 = tile2
-        line1 = line2
-        first1 = first2
-        end1 = end2
-        dense1 = dense2
+        tile, line, first, end, dense = tile1, line1, first1, end1, dense1
+        tile1, line1, first1, end1, dense1 = tile2, line2, first2, end2, dense2
         i += 1
     announce(i, 0, -1, 0, board)  # one for each consumer
     announce(i + 1, 0, -1, 0, board)
