@@ -111,13 +111,10 @@ def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 def parts_of(acc, c: gl.constexpr):
     """acc (rows, BN) in out_parts pieces of its columns, 2 or 4, from left to right."""
     if c.out_parts == 2:
-        p0, p1 = _halves(acc, c.rows, c.BN)
-        return p0, p1
+        return _halves(acc, c.rows, c.BN)
     else:
-        h0, h1 = _halves(acc, c.rows, c.BN)
-        p0, p1 = _halves(h0, c.rows, c.BN // 2)
-        p2, p3 = _halves(h1, c.rows, c.BN // 2)
-        return p0, p1, p2, p3
+        left, right = _halves(acc, c.rows, c.BN)
+        return _halves(left, c.rows, c.BN // 2) + _halves(right, c.rows, c.BN // 2)
 
 
 @gluon.jit
