@@ -54,7 +54,7 @@ def indices(tokens: int, experts: int, top_k: int) -> dict[str, tuple[Callable[[
         d = build_dispatch(routing)
         built = topology(d.expert_offsets, WIDTH, max_rows=pairs)
         rows = pad_dispatch(d, built.padded_offsets, 128 * block_rows)
-        return *d[:5], built.padded_offsets, *built.pattern.blocks.tensors, *rows[1:5]
+        return *d[:5], built.padded_offsets, *built.pattern.blocks[:-2], *rows[1:5]
 
     def plain_ref() -> tuple[Any, ...]:
         return build_dispatch_ref(routing.token, routing.expert, tokens, experts)

@@ -116,13 +116,15 @@ class AllToAllDispatcher:
         wanted = torch.full((tokens * (size + 1),), size, dtype=torch.int32, device=rank.device)
         wanted.scatter_(0, place, rank)
         owner = torch.arange(wanted.shape[0], dtype=torch.int32, device=rank.device) // (size + 1)
-        to_ranks = Dispatch(*build_dispatch_op(owner, wanted, tokens, size))
+        rank_offsets, token_offsets, *rows = build_dispatch_op(owner, wanted, tokens, size)
 
-        counts = torch.stack([to_ranks.expert_offsets.diff(), by_rank[0].diff()], 1)
+        counts = torch.stack([rank_offsets.diff(), by_rank[0].diff()], 1)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         on_host = torch.stack([counts, received]).tolist()
         (send, send_pairs), (receive, receive_pairs) = (zip(*side, strict=True) for side in on_host)
+        # without unused rows, as the host knows how many are in use
+        to_ranks = Dispatch(rank_offsets, token_offsets, *(t[: sum(send)] for t in rows))
 
         pair = by_rank[-1][: sum(send_pairs)]
         place = place.index_select(0, pair)
@@ -135,7 +137,7 @@ class AllToAllDispatcher:
         code = code.detach().int()
         row = (code & 1).cumsum(0, dtype=torch.int32).sub_(1)
         local = Dispatch(*build_dispatch_op(row, code >> 1, sum(receive), self.shard.num_local_experts))
-        return _used(to_ranks, sum(send)), local, weight.contiguous(), send, receive
+        return to_ranks, local, weight.contiguous(), send, receive
 
     def _pairs(self, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Token, expert, weight and rank of each pair and shard of its expert; rank `size` for no expert."""
@@ -151,13 +153,6 @@ class AllToAllDispatcher:
         rank = torch.where(block < blocks, rank, self.size).flatten()
         token, expert, weight = (t.repeat_interleave(shards) for t in (token, expert, weight))
         return token, expert, weight, rank
-
-
-def _used(dispatch: Dispatch, num_rows: int) -> Dispatch:
-    """The same Dispatch without unused rows; the host knows that `num_rows` are in use."""
-    expert_offsets, token_offsets, *rows, padded = dispatch
-    gather, scatter, pair = (t[:num_rows] for t in rows)
-    return Dispatch(expert_offsets, token_offsets, gather, scatter, pair, padded)
 
 
 def make_dispatcher(

@@ -109,7 +109,7 @@ class Experts(nn.Module):
         drawn = [(self.w1, self._init_method), (self.v1, self._init_method), (self.w2, self._output_init_method)]
         full = torch.empty(self.config.ffn_hidden_size, self.config.hidden_size, device=device, dtype=torch.float32)
         for local in range(self.num_local_experts):
-            with _seeded(device, _seed_of(seed, self.shard.expert_offset + local)):
+            with _seeded(device, seed, self.shard.expert_offset + local):
                 for weight, init in drawn:
                     if weight is not None:
                         init(full)
@@ -330,8 +330,10 @@ def _log_once(message: str) -> None:
 
 
 @contextlib.contextmanager
-def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Draw under `seed` on `device` and leave every generator as it was."""
+def _seeded(device: torch.device, seed: int, expert: int) -> Iterator[None]:
+    """Draw an expert under a seed of its own on `device`, and leave every generator as it was."""
+    digest = hashlib.blake2b(f"{seed}:{expert}".encode(), digest_size=8).digest()
+    seed = int.from_bytes(digest, "little") >> 1
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         if on_cuda:
@@ -340,10 +342,6 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
         else:
             torch.default_generator.manual_seed(seed)
         yield
-
-
-def _seed_of(seed: int, expert: int) -> int:
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{expert}".encode(), digest_size=8).digest(), "little") >> 1
 
 
 class _ScaleGradient(torch.autograd.Function):

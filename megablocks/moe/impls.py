@@ -25,7 +25,7 @@ from megablocks.ops.fused.remote import Remote, remote_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
 from megablocks.ops.grouped.grouped_mm import grouped_mm, torch_kernel_on
-from megablocks.ops.hopper import is_available, switched_on
+from megablocks.ops.hopper import MAX_EXPERTS, is_available, switched_on
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch, pad_dispatch
@@ -35,8 +35,6 @@ from megablocks.ops.sparse.mlp import sparse_mlp
 
 BLOCKS = (128, 64)
 """Block sizes of the block-sparse products, the fastest first."""
-MAX_EXPERTS = 512
-"""Of Hopper's kernels, by which "fused" is the fastest."""
 
 
 class ExpertCall(NamedTuple):

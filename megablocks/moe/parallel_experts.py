@@ -26,8 +26,7 @@ class ParallelExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, output_size, input_size, device=device, dtype=dtype))
-        empty_bias = torch.empty(num_experts, output_size, device=device, dtype=dtype) if bias else None
-        self.bias = None if empty_bias is None else nn.Parameter(empty_bias)
+        self.bias = nn.Parameter(torch.empty(num_experts, output_size, device=device, dtype=dtype)) if bias else None
         self.num_experts, self.input_size, self.output_size = num_experts, input_size, output_size
         self.reset_parameters()
 

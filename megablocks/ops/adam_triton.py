@@ -5,7 +5,6 @@ tensor; `chunks` (programs, 2) int32 names the row and the chunk.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

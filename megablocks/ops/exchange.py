@@ -192,10 +192,13 @@ class Exchange:
         built = Dispatch(*build_dispatch_op(self._token, local_ids.flatten(), local_ids.shape[0], self.experts))
         if self.max_rows == self.num_pairs:
             return built
-        from megablocks.ops.exchange_triton import limit_launch
+        from megablocks.ops.exchange_triton import limit_kernel
 
-        offsets, scatter = limit_launch(built, self.max_rows, self._peers, self._state, self.layout.ranks)
-        n = self.max_rows
+        offsets, scatter, n = torch.empty_like(built.expert_offsets), torch.empty_like(built.scatter), self.max_rows
+        limit_kernel[(cdiv(self.num_pairs, 1024),)](
+            built.expert_offsets, built.scatter, offsets, scatter, self._peers, self._state, self.experts, n,
+            self.num_pairs, WORLD=self.layout.ranks, BLOCK=1024, EXPERTS=next_power_of_2(self.experts + 1),
+        )  # fmt: skip
         return Dispatch(offsets, built.token_offsets, built.gather[:n], scatter, built.pair[:n])
 
 

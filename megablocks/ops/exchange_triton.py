@@ -30,13 +30,10 @@ at once, and all rows that go home and all totals are NaN, on other ranks too, s
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
-from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.dispatch import Dispatch
+from megablocks.ops.launch import quick
 
 CHUNK = 8
 """Tokens of a flag."""
@@ -327,15 +324,3 @@ def limit_kernel(
             alarm = tl.load(peers_ptr + WORLD).to(tl.pointer_type(tl.int32))
             tl.store(alarm + 1, arrived)
             tl.store(alarm, WORLD + 1)
-
-
-def limit_launch(
-    dispatch: Dispatch, num_rows: int, peers: Tensor, state: Tensor, ranks: int
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """expert_offsets and scatter of a Dispatch whose rows end at `num_rows`."""
-    offsets, scatter = torch.empty_like(dispatch.expert_offsets), torch.empty_like(dispatch.scatter)
-    limit_kernel[(cdiv(scatter.shape[0], 1024),)](
-        dispatch.expert_offsets, dispatch.scatter, offsets, scatter, peers, state, dispatch.num_experts, num_rows,
-        scatter.shape[0], WORLD=ranks, BLOCK=1024, EXPERTS=next_power_of_2(dispatch.num_experts + 1),
-    )  # fmt: skip
-    return offsets, scatter

@@ -24,6 +24,8 @@ SWITCHES = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD")
 """Variables of the environment that `switch` reads."""
 ROW_BOUND = 2**30
 """Row coordinates of a descriptor by `ragged_rows`, and so row numbers, stay below this."""
+MAX_EXPERTS = 512
+"""Most experts of the ragged kernels, whose prefix sum over them lies in registers, E / 32 a lane."""
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,7 @@ def issue(it, acc, a_bufs, b_bufs, full, use_acc, WG: gl.constexpr, c: gl.conste
     mbarrier.wait(full.index(s), (it // c.stages) & 1)
     if c.gather:  # rows came by cp.async
         fence_async_shared()
-    if c.pingpong:
-        a = a_bufs.index(s)
-    else:
-        a = a_bufs.index(s * 2 + WG)
+    a = a_bufs.index(s if c.pingpong else s * 2 + WG)
     b = b_bufs.index(s)
     if not c.a_k_major:
         a = a.permute((1, 0))
@@ -114,13 +111,10 @@ def _halves(x, ROWS: gl.constexpr, COLS: gl.constexpr):
 def parts_of(acc, c: gl.constexpr):
     """acc (rows, BN) in out_parts pieces of its columns, 2 or 4, from left to right."""
     if c.out_parts == 2:
-        p0, p1 = _halves(acc, c.rows, c.BN)
-        return p0, p1
+        return _halves(acc, c.rows, c.BN)
     else:
-        h0, h1 = _halves(acc, c.rows, c.BN)
-        p0, p1 = _halves(h0, c.rows, c.BN // 2)
-        p2, p3 = _halves(h1, c.rows, c.BN // 2)
-        return p0, p1, p2, p3
+        left, right = _halves(acc, c.rows, c.BN)
+        return _halves(left, c.rows, c.BN // 2) + _halves(right, c.rows, c.BN // 2)
 
 
 @gluon.jit
@@ -229,10 +223,7 @@ def _ids(gather_ptr, row, end, lanes):
 def row_ids(gather_ptr, row, end, lanes, c: gl.constexpr):
     """Which rows of x a tile gathers, for each of its row parts. row: the tile's first; end: of the expert's rows."""
     ids = _ids(gather_ptr, row, end, lanes)
-    if c.row_parts == 1:
-        return (ids,)
-    else:
-        return ids, _ids(gather_ptr, row + c.rows, end, lanes)
+    return (ids,) if c.row_parts == 1 else (ids, _ids(gather_ptr, row + c.rows, end, lanes))
 
 
 @gluon.jit
@@ -246,10 +237,7 @@ def _source(x_ptr, x_row, ids, row, end, lanes):
 def row_sources(x_ptr, x_row, ids, row, end, lanes, c: gl.constexpr):
     """For each row part the addresses of its rows at a stage's columns, and which rows are the expert's."""
     first = _source(x_ptr, x_row, ids[0], row, end, lanes)
-    if c.row_parts == 1:
-        return (first,)
-    else:
-        return first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes)
+    return (first,) if c.row_parts == 1 else (first, _source(x_ptr, x_row, ids[1], row + c.rows, end, lanes))
 
 
 @gluon.jit

@@ -214,7 +214,8 @@ def compile_first_call(
             torch.cuda.device(device),
             _stand_ins(module),
         ):
-            compile_ahead(lambda: _backward_ahead(step(*map(_leaf, inputs))))
+            leaves = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in inputs]
+            compile_ahead(lambda: _backward_ahead(step(*leaves)))
     except Exception as error:
         logger.debug("compiling ahead ended early: %s", error)
 
@@ -226,19 +227,18 @@ def compile_ahead(step: Callable[[], object]) -> None:
     compile, its first launch raises the error. A backward must run in this thread, see
     `torch.autograd.set_multithreading_enabled`, and by `_backward_ahead`.
     """
-    # in a context of its own: AsyncCompileMode stays on where waiting for the compilations was broken off
-    contextvars.copy_context().run(_compile_ahead, step)
 
+    def run() -> None:
+        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _ZerosForEmpty():
+            step()
 
-def _compile_ahead(step: Callable[[], object]) -> None:
-    """Run `step` on stand-ins of zeros, so that all of its kernels compile beside each other."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
     processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, each of which compiles the same
     threads = min(_MOST_THREADS, max(1, cores // processes))
     _here.ahead = True
     try:
-        with ThreadPoolExecutor(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=True), _ZerosForEmpty():
-            step()
+        # in a context of its own: AsyncCompileMode stays on where waiting for the compilations was broken off
+        contextvars.copy_context().run(run)
     finally:
         _here.ahead = False
 
@@ -273,11 +273,6 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
         for m, parameters, buffers in kept:
             m._parameters.update(parameters)
             m._buffers.update(buffers)
-
-
-def _leaf(t: Tensor | None) -> Tensor | None:
-    """The tensor without its history; it needs a gradient if it did."""
-    return None if t is None else t.detach().requires_grad_(t.requires_grad)
 
 
 def _same(t: Tensor) -> Tensor:

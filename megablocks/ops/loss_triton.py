@@ -6,7 +6,6 @@ compute in float32 and move 2·V bytes a row in bf16, the gradient twice.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ Bytes a row: forward 2·H elements, backward 3·H, which bound both.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

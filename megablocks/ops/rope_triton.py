@@ -8,7 +8,6 @@ Bytes: each entry of x is read and written once, which bounds it.
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 

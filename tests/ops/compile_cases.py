@@ -122,12 +122,12 @@ def router_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Route
 @family("routing.topk_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel", "_weight_backward_kernel")
 def router() -> None:
     from megablocks.ops.routing import topk_triton
-    from megablocks.ops.routing.topk import RouterGradients, RouterSaved
+    from megablocks.ops.routing.topk import RouterGradients, RouterSaved, empty_output
 
     for logits, bias, mask, options in router_cases():
         topk_triton.route_launch(logits, bias, mask, options)
         every = (torch.zeros(logits.shape), ints(*logits.t().shape))
-        topk_triton.score_launch(logits, bias, mask, None, every, options)
+        topk_triton.score_launch(logits, bias, mask, empty_output(logits, 0), every, options)
         (tokens, experts), one = logits.shape, torch.ones(())
         pairs, counts = tokens * options.top_k, (ints(experts).long(), ints(3).long())
         grads = RouterGradients(torch.zeros(pairs), one, one, torch.ones(experts))

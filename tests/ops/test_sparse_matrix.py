@@ -195,6 +195,7 @@ def test_an_empty_matrix() -> None:
 
 def test_blocks_are_their_tensors_and_sizes() -> None:
     p = made()
-    again = Blocks(*p.blocks.tensors, *p.blocks.sizes)
+    *indices, block_size, run = p.blocks  # as the ops save and restore them
+    again = Blocks(*indices, block_size, run)
     assert all(a is b for a, b in zip(p.blocks, again, strict=True))
     Matrix(p.shape, None, again).validate()

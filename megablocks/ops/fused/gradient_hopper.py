@@ -141,10 +141,9 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
 
 
 @gluon.jit
-def _consumer(
-    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr, dots_ptr,
-    offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr,
-):  # fmt: skip
+def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, pointers, experts = common
+    weight_ptr, pair_ptr, dots_ptr, offsets_ptr = pointers
     rows: gl.constexpr = [c.rows]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     free = kept[3]
@@ -223,10 +222,7 @@ def down_gradient_kernel(
     RING: gl.constexpr = c.ring
     dy_bufs, w_bufs = operand_buffers(dtype, c)
     pre_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout)
-    if c.gated:
-        gate_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout)
-    else:
-        gate_bufs = pre_bufs
+    gate_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout) if c.gated else pre_bufs
     o_bufs = gl.allocate_shared_memory(dtype, [2, c.rows, c.out_cols], pre_desc.layout)
     loaded = gl.allocate_shared_memory(gl.int64, [c.ring, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [c.ring, 1], mbarrier.MBarrierLayout())
@@ -239,22 +235,12 @@ def down_gradient_kernel(
     full, empty, turn = barriers(c)
     kept = (pre_bufs, gate_bufs, loaded, free)
     outs = (d_pre_desc, d_pre_tail, d_gate_desc, d_gate_tail, scaled_desc, scaled_tail)
+    pointers = (weight_ptr, pair_ptr, dots_ptr, offsets_ptr)
+    common = (dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, pointers, experts)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr,
-                    dots_ptr, offsets_ptr, experts, 0, c,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, weight_ptr, pair_ptr,
-                    dots_ptr, offsets_ptr, experts, 1, c,
-                ),
-            ),
+            (_consumer, (common, 0, c)),
+            (_consumer, (common, 1, c)),
             (
                 m_producer,
                 (

@@ -386,8 +386,7 @@ def fused_mlp(
             in_order with a weight, or main_grads that are no place for these gradients.
     """
     w1, v1, w2, b1, c1, b2 = parameters
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
+    x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     num_tokens, num_pairs = dispatch.token_offsets.shape[0] - 1, dispatch.scatter.shape[0]
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")

@@ -95,9 +95,7 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
         gate = gate.to(bufs.dtype)
         store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
         act *= gate.to(gl.float32)
-        store_rows(act.to(bufs.dtype), slot + 2, bufs, act_desc, act_tail, row, end, col, WG, c)
-    else:
-        store_rows(act.to(bufs.dtype), slot + 1, bufs, act_desc, act_tail, row, end, col, WG, c)
+    store_rows(act.to(bufs.dtype), slot + (2 if c.gated else 1), bufs, act_desc, act_tail, row, end, col, WG, c)
 
 
 @gluon.jit

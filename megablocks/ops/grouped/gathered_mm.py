@@ -154,11 +154,13 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
 gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check(x: Tensor, w: Tensor, dispatch: Dispatch) -> None:
+def _check(x: Tensor, w: Tensor, dispatch: Dispatch, num_bits: int) -> None:
     num_tokens = dispatch.token_offsets.shape[0] - 1
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
     check_grouped(x, w, dispatch.expert_offsets)
+    if num_bits != OFF:
+        check_bits(num_bits, "4, 8, or -1 for off")
 
 
 def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF) -> Tensor:
@@ -176,11 +178,8 @@ def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
     Raises:
         ValueError: shapes or dtypes that do not fit, or num_bits other than 4, 8 and -1.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w = under_autocast(x, w)
-    _check(x, w, dispatch)
-    if num_bits != OFF:
-        check_bits(num_bits, "4, 8, or -1 for off")
+    x, w = under_autocast(x, w)
+    _check(x, w, dispatch, num_bits)
     return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
 
 
@@ -199,11 +198,8 @@ def gathered_mm_gated(
     Raises:
         ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w1, v1 = under_autocast(x, w1, v1)
-    _check(x, w1, dispatch)
-    if num_bits != OFF:
-        check_bits(num_bits, "4, 8, or -1 for off")
+    x, w1, v1 = under_autocast(x, w1, v1)
+    _check(x, w1, dispatch, num_bits)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")
     return gathered_mm_op(x, w1, v1, dispatch, num_bits)

@@ -219,7 +219,6 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w = under_autocast(x, w)
+    x, w = under_autocast(x, w)
     check_grouped(x, w, offsets)
     return grouped_mm_op(x, w, offsets)

@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.hopper import ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
+from megablocks.ops.hopper import MAX_EXPERTS, ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     barriers,
     consumer_walk,
@@ -39,8 +39,6 @@ from megablocks.ops.hopper_gluon import (
     walk,
 )
 from megablocks.ops.launch import next_power_of_2, quick
-
-MAX_EXPERTS = 512  # the prefix sum over the experts lies in registers, E / 32 a lane
 
 
 @dataclass(frozen=True)
@@ -156,9 +154,8 @@ def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -
 
 
 @gluon.jit
-def _m_consumer(
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts = common
     PARTS: gl.constexpr = c.out_parts
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
@@ -250,16 +247,11 @@ def ragged_m_kernel(
     x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
+    common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts)
     gl.warp_specialize(
         [
-            (
-                _m_consumer,
-                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 0, c),
-            ),
-            (
-                _m_consumer,
-                (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts, 1, c),
-            ),
+            (_m_consumer, (common, 0, c)),
+            (_m_consumer, (common, 1, c)),
             (
                 m_producer,
                 (

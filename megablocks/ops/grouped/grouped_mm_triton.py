@@ -194,9 +194,8 @@ def _weights_kernel(
             for p0 in range(start, end, BK):
                 p = p0 + tl.arange(0, BK)
                 live = p < end
-                b_ptrs = (
-                    b_ptr + _at(b_in_ptr, p, live, B_FAN)[:, None] * stride_br + n.to(tl.int64)[None, :] * stride_bn
-                )
+                row = _at(b_in_ptr, p, live, B_FAN)[:, None]
+                b_ptrs = b_ptr + row * stride_br + n.to(tl.int64)[None, :] * stride_bn
                 b = tl.load(b_ptrs, mask=live[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
                 if weight_ptr is not None:
                     weight = tl.load(weight_ptr + _at(pair_ptr, p, live, 1), mask=live, other=0.0).to(tl.float32)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from megablocks.ops.grouped.gathered_mm import gathered_mm_dw_op, gathered_mm_op, grouped_mm_sum_op
@@ -25,12 +24,10 @@ from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch
 
 
-def _fake(a: Any) -> tuple[Tensor, Tensor]:
-    rows = a.dispatch.num_rows
-    return a.x.new_empty(rows, a.w.shape[2]), a.x.new_empty(rows, a.a.shape[2])
-
-
-@custom_op("megablocks::low_rank_mm", fake=_fake)
+@custom_op(
+    "megablocks::low_rank_mm",
+    fake=lambda a: tuple(a.x.new_empty(a.dispatch.num_rows, matrix.shape[2]) for matrix in (a.w, a.a)),
+)
 def low_rank_mm_op(
     x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, gathered: bool
 ) -> tuple[Tensor, Tensor]:
@@ -105,8 +102,7 @@ def low_rank_mm(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w, a, b = under_autocast(x, w, a, b)
+    x, w, a, b = under_autocast(x, w, a, b)
     count = dispatch.num_tokens if gathered else dispatch.num_rows
     if x.dim() != 2 or x.shape[0] != count:
         raise ValueError(f"x is {tuple(x.shape)}: must be ({count}, K), as in the dispatch")

@@ -9,8 +9,6 @@ Each expert's weights are read once where they lie. A row's result has the same 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,11 +38,10 @@ def pair_mm_ref(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: T
     return y.masked_fill((ids != known).unsqueeze(1), 0)
 
 
-def _fake(a: Any) -> Tensor:
-    return a.x.new_empty((a.ids.shape[0], a.w.shape[2]), dtype=_out_dtype(a.x, a.scale))
-
-
-@custom_op("megablocks::pair_mm", fake=_fake)
+@custom_op(
+    "megablocks::pair_mm",
+    fake=lambda a: a.x.new_empty((a.ids.shape[0], a.w.shape[2]), dtype=_out_dtype(a.x, a.scale)),
+)
 def pair_mm_op(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
     """As `pair_mm_ref`."""
     if runs_triton(x) and ids.shape[0] <= MOST_PAIRS:

@@ -13,7 +13,6 @@ Bytes: the weights of the experts that have a pair, once. They bound it up to ab
 """
 
 # mypy: allow-untyped-defs
-# (device code takes what Triton passes at compile time)
 
 from __future__ import annotations
 
@@ -94,15 +93,6 @@ def _weights(w_ptr, k, n, inside, c: tl.constexpr):
 
 
 @triton.jit
-def _add_product(acc, a, b):
-    if a.dtype == tl.float32:
-        acc += tl.dot(a, b, input_precision="ieee")
-    else:
-        acc += tl.dot(a, b)
-    return acc
-
-
-@triton.jit
 def _count(rows_ptr, y_ptr, counters_ptr, pair, block, n, inside, c: tl.constexpr):
     """Count that a pair's columns are stored, behind a barrier. With a token's last pair its rows are summed."""
     BLOCK: tl.constexpr = c.block
@@ -167,9 +157,9 @@ def _pair_mm_kernel(
             if not c.even:
                 known = known & (i + k < c.inner)[None, :]
             a = tl.load(x_rows + (i + k)[None, :], mask=known, other=0)
-            acc = _add_product(acc, a, _weights(w_ptr, i + k, n, inside, c))
+            acc += tl.dot(a, _weights(w_ptr, i + k, n, inside, c), input_precision="ieee")
             if c.half > 0:
-                gate = _add_product(gate, a, _weights(gate_ptr, i + k, n, inside, c))
+                gate += tl.dot(a, _weights(gate_ptr, i + k, n, inside, c), input_precision="ieee")
         if bias_ptr is not None:
             acc += tl.load(bias_ptr, mask=inside, other=0).to(tl.float32)[None, :]
             if c.half > 0:

@@ -22,13 +22,13 @@ saved, and `unpack` in its backward.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton, unknown_to_autograd
-from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, largest_scale
+from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, empty_quantized, largest_scale, widths
 
 OFF = -1
 """The number of bits that means: as it is."""
@@ -36,17 +36,14 @@ OFF = -1
 
 def packed_bytes(num_bits: int, rows: int, width: int) -> int:
     """Bytes of the codes and scales of (rows, width) values."""
-    return rows * (_codes_width(num_bits, width) + 2 * -(-width // GROUP[num_bits]))
-
-
-def _codes_width(num_bits: int, width: int) -> int:
-    return width if num_bits == 8 else -(-width // 2)
+    codes, scales = widths(num_bits, width)
+    return rows * (codes + 2 * scales)
 
 
 def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """x (R, H) → codes (R, B) uint8, scales (R, ⌈H/G⌉) int16."""
     (rows, width), group, levels = x.shape, GROUP[num_bits], 1 << (num_bits - 1)
-    groups = -(-width // group)
+    codes_width, groups = widths(num_bits, width)
     padded = torch.nn.functional.pad(x.float(), (0, groups * group - width)).view(rows, groups, group)
     magnitude = torch.where(padded.isnan(), torch.inf, padded.abs())
     magnitude = torch.where(magnitude < TINY, 0.0, magnitude)
@@ -87,7 +84,7 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     codes = (k.int() + is_other.int() * levels).view(rows, groups * group)
     if num_bits == 4:
         codes = codes[:, ::2] | codes[:, 1::2] << 4
-    codes = codes[:, : _codes_width(num_bits, width)].to(torch.uint8, memory_format=torch.contiguous_format)
+    codes = codes[:, :codes_width].to(torch.uint8, memory_format=torch.contiguous_format)
     return codes, code.to(torch.int16)
 
 
@@ -119,13 +116,7 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 
-def _fake_quantize(a: Any) -> tuple[Tensor, Tensor]:
-    rows, width = a.x.shape
-    codes = a.x.new_empty(rows, _codes_width(a.num_bits, width), dtype=torch.uint8)
-    return codes, a.x.new_empty(rows, -(-width // GROUP[a.num_bits]), dtype=torch.int16)
-
-
-@custom_op("megablocks::quantize", fake=_fake_quantize)
+@custom_op("megablocks::quantize", fake=lambda a: empty_quantized(a.x, a.num_bits))
 def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     if runs_triton(x):
         from megablocks.ops.quant.quant_triton import quantize_launch
@@ -175,7 +166,7 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
         ValueError: another number of bits, or shapes that do not fit H.
     """
     check_bits(num_bits)
-    wanted = (codes.shape[0], _codes_width(num_bits, width)), (codes.shape[0], -(-width // GROUP[num_bits]))
+    wanted = tuple((codes.shape[0], length) for length in widths(num_bits, width))
     if (codes.shape, scales.shape) != wanted:
         raise ValueError(
             f"codes {tuple(codes.shape)}, scales {tuple(scales.shape)}: must be {wanted[0]}, {wanted[1]} for "

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, largest_scale
+from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, empty_quantized, largest_scale
 
 
 @triton.jit
@@ -36,24 +36,19 @@ def _level(k, BITS: tl.constexpr, CURVE: tl.constexpr):
 
 
 @triton.jit
-def _encode(
-    bits, larger, inverse, ratio_of_maxima, others_larger, share, is_other,
-    BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr,
-):  # fmt: skip
+def _encode(bits, groups, BITS: tl.constexpr, CURVE: tl.constexpr, LARGEST: tl.constexpr):
     """Scale of these bits, cut to 3 of mantissa → code of the group, k of each value, the square that each value loses.
 
     All in units of the larger maximum: shares are magnitudes, and so are the two scales `own`. Groups are 8 values a
     thread at 4 bits, so what is done once a group counts: two divisions.
     """
+    larger, inverse, ratio_of_maxima, others_larger, share, is_other = groups
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     bits = tl.minimum(tl.maximum(bits & -0x100000, 0), LARGEST)  # -0x100000 is ~0xFFFFF
     own_larger = bits.to(tl.float32, bitcast=True) * inverse
     inv_larger = tl.where(own_larger > 0, 1 / tl.where(own_larger > 0, own_larger, 1.0), 0.0)
     fifteenths = ratio_of_maxima * inv_larger * 15
-    if BITS == 8:
-        rounded = tl.ceil(fifteenths)
-    else:
-        rounded = tl.floor(fifteenths + 0.5)
+    rounded = tl.ceil(fifteenths) if BITS == 8 else tl.floor(fifteenths + 0.5)
     rounded = tl.where(fifteenths > 0, tl.minimum(tl.maximum(rounded, 1.0), 15.0), 0.0)
     code = (bits >> 16) | rounded.to(tl.int32)
     code = tl.where(larger < float("inf"), code, 0x7F80) | tl.where(others_larger, 0x8000, 0)
@@ -92,18 +87,14 @@ def _quantize_kernel(
     usable = (larger > 0) & (larger < float("inf"))
     inverse = tl.where(usable, tl.div_rn(1.0, tl.where(usable, larger, 1.0)), 0.0)  # plain / gives 0 beyond 2^126
     share = tl.where(usable[:, :, None], magnitude * inverse[:, :, None], 0.0)  # infinity times 0 would be NaN
-    among = smaller * inverse
-    others_larger = other > positive
+    groups = (larger, inverse, smaller * inverse, other > positive, share, is_other)
     if BITS == 8:
         bits = larger.to(tl.int32, bitcast=True) + 0xFFFFF
-        code, k, _ = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
+        code, k, _ = _encode(bits, groups, BITS, CURVE, LARGEST)
     else:
         bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
-        code, k, lost = _encode(bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST)
-        bits -= 0x100000
-        code_b, k_b, lost_b = _encode(
-            bits, larger, inverse, among, others_larger, share, is_other, BITS, CURVE, LARGEST
-        )
+        code, k, lost = _encode(bits, groups, BITS, CURVE, LARGEST)
+        code_b, k_b, lost_b = _encode(bits - 0x100000, groups, BITS, CURVE, LARGEST)
         # Of differences: a sum of products may have each lane's own fused into its first addition, and lanes of a group
         # that hold different last bits could choose differently.
         less = tl.sum(lost - lost_b, 2) > 0
@@ -131,16 +122,14 @@ def _dequantize_kernel(
 ):  # fmt: skip
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     GROUPS: tl.constexpr = BLOCK // GROUP
+    CODES: tl.constexpr = BLOCK * BITS // 8
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     live = (row < num_rows)[:, None]
     g = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     at = row[:, None] * num_groups + g[None, :]
     code = tl.load(scales_ptr + at, mask=live & (g < num_groups)[None, :], other=0).to(tl.int32)
     s_positive, s_other = _scales(code)
-    if BITS == 4:
-        b = tl.program_id(1) * (BLOCK // 2) + tl.arange(0, BLOCK // 2)
-    else:
-        b = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b = tl.program_id(1) * CODES + tl.arange(0, CODES)
     at = row[:, None] * codes_width + b[None, :]
     codes = tl.load(codes_ptr + at, mask=live & (b < codes_width)[None, :], other=0).to(tl.int32)
     if BITS == 4:
@@ -162,9 +151,7 @@ def _blocks(num_bits: int, width: int) -> dict[str, Any]:
 def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     """x (R, H) → codes, scales; one launch."""
     x = x if x.stride(1) == 1 else x.contiguous()
-    (rows, width), groups = x.shape, cdiv(x.shape[1], GROUP[num_bits])
-    codes = x.new_empty(rows, width if num_bits == 8 else cdiv(width, 2), dtype=torch.uint8)
-    scales = x.new_empty(rows, groups, dtype=torch.int16)
+    (rows, width), (codes, scales) = x.shape, empty_quantized(x, num_bits)
     blocks = _blocks(num_bits, max(width, 1))
     if codes.numel():
         _quantize_kernel[(cdiv(rows, blocks["ROWS"]), cdiv(width, blocks["BLOCK"]))](
@@ -175,7 +162,7 @@ def quantize_launch(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
             width,
             x.stride(0),
             codes.shape[1],
-            groups,
+            scales.shape[1],
             TINY=TINY,
             SLACK=SLACK,
             LARGEST=largest_scale(x.dtype),

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.topk import empty_output
 from megablocks.ops.routing.topk_triton import CHOSEN, KEPT, PADDING_KEY, load_flags, score_launch
 from megablocks.ops.routing.values import RoundedOutput, Rounding, RouterOptions
 
@@ -77,13 +78,11 @@ def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.c
     keys_ptr += expert.to(tl.int64) * num_tokens
     load = tl.load(load_ptr + expert).to(tl.int32)
     first = load // tile * tile
-    upper, before = _nth_key(keys_ptr, first, num_tokens, BLOCK)
-    lower, beyond = _nth_key(keys_ptr, first + tile, num_tokens, BLOCK)
+    upper, place_upper = _nth_key(keys_ptr, first, num_tokens, BLOCK)
+    lower, place_lower = _nth_key(keys_ptr, first + tile, num_tokens, BLOCK)
     lane = tl.arange(0, BLOCK)
     a = tl.zeros((BLOCK,), tl.float32)
     b = tl.zeros((BLOCK,), tl.float32)
-    place_upper = before
-    place_lower = beyond
     for start in range(0, num_tokens, BLOCK):
         t = start + lane
         key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
@@ -243,9 +242,9 @@ def rounded_route_launch(
     num_tokens, num_experts = logits.shape
     values = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=logits.device)
     keys = torch.empty(num_experts, num_tokens, dtype=torch.int32, device=logits.device)
-    losses, load = score_launch(logits, bias, padding_mask, None, (values, keys), options)
-    balance, z, sums, stats = losses
-    rounded, dropped = round_launch(keys, load, stats, draw, rounding.rule, rounding.tile)
+    top = empty_output(logits, 0)
+    score_launch(logits, bias, padding_mask, top, (values, keys), options)
+    rounded, dropped = round_launch(keys, top.load, top.stats, draw, rounding.rule, rounding.tile)
     flags, ends = flags_launch(keys, rounded)
     token, expert, weight = place_launch(flags, ends, rounding.num_pairs, values)
-    return RoundedOutput(weight, balance, z, sums, expert, token, load, stats, rounded, dropped, flags, ends)
+    return RoundedOutput(*top._replace(weight=weight, expert=expert, token=token), rounded, dropped, flags, ends)

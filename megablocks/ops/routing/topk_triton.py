@@ -27,7 +27,8 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.values import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
+from megablocks.ops.routing.topk import empty_output
+from megablocks.ops.routing.values import RouterGradients, RouterOptions, RouterOutput, RouterSaved
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
@@ -180,9 +181,8 @@ def _route_kernel(
             tl.store(keys_ptr + at, order_keys(value, taken, alive), mask=stored)
         else:
             live = (t < num_tokens)[:, None] & (k < K)[None, :]
-            chosen = tl.load(logits_ptr + t[:, None].to(tl.int64) * E + ids, mask=live & alive[:, None], other=0).to(
-                tl.float32
-            )
+            at = logits_ptr + t[:, None].to(tl.int64) * E + ids
+            chosen = tl.load(at, mask=live & alive[:, None], other=0).to(tl.float32)
             weight, _, _ = chosen_weights(chosen, top, total, k, K, SIGMOID, AFTER)
             if NORM == 1:
                 weight = weight / (tl.sum(tl.where(live, weight, 0.0), 1) + _TINY)[:, None]
@@ -281,32 +281,24 @@ def _route_backward_kernel(
         weight = tl.where(live, weight, 0.0)
         # weights before the norm: d = factor · grad − pull · slope, slope = 1 or the weight itself
         factor = tl.full((TOKENS,), 1.0, tl.float32)
-        pull = tl.zeros((TOKENS,), tl.float32)
-        if NORM == 1:
-            norm = tl.sum(weight, 1)
+        if NORM > 0:
+            norm = tl.sum(weight, 1) if NORM == 1 else tl.sqrt(sum_products(weight, weight, live))
             factor = 1.0 / (norm + _TINY)
             pull = sum_products(grad, weight, live) * factor * factor
-        elif NORM == 2:
-            norm = tl.sqrt(sum_products(weight, weight, live))
-            factor = 1.0 / (norm + _TINY)
-            pull = sum_products(grad, weight, live) * factor * factor
+        if NORM == 2:
             pull = tl.where(norm == 0.0, 0.0, pull / norm)
         d_weight = grad * factor[:, None]
         if NORM == 1:
             d_weight -= tl.where(weight > 0, pull[:, None], 0.0)
         elif NORM == 2:
             d_weight -= weight * pull[:, None]
-        mean = tl.zeros((TOKENS,), tl.float32)
         if AFTER:
             mean = sum_products(d_weight, weight, live)
         for i in range(K):
             expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)
             g = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32) * (scaling * factor)
             hit = e[None, :] == expert[:, None]
-            if AFTER:
-                w = tl.exp(logits - top_k[:, None]) / total_k[:, None]
-            else:
-                w = scores
+            w = tl.exp(logits - top_k[:, None]) / total_k[:, None] if AFTER else scores
             d = g[:, None]
             if NORM == 1:
                 d = d - tl.where(w > 0, pull[:, None], 0.0)
@@ -376,13 +368,12 @@ def _backward_sizes(num_experts: int, top_k: int) -> dict[str, int]:
 
 
 def score_launch(
-    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None,
-    chosen: tuple[Tensor, Tensor, Tensor] | None, every: tuple[Tensor, Tensor] | None,
-    options: RouterOptions,
-) -> tuple[RouterLosses, Tensor]:  # fmt: skip
-    """Losses and load (E,); two launches.
+    logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, out: RouterOutput,
+    every: tuple[Tensor, Tensor] | None, options: RouterOptions,
+) -> None:  # fmt: skip
+    """Write the losses, the load and the statistics of `out`; two launches.
 
-    chosen: expert, token and weight (T·K,), to be written; or every: values (T, E) and keys (E, T) of all pairs.
+    every: values (T, E) and keys (E, T) of all pairs, to be written in place of out's expert, token and weight.
     """
     logits = logits.contiguous()
     bias, padding_mask = (None if t is None else t.contiguous() for t in (bias, padding_mask))
@@ -392,37 +383,28 @@ def score_launch(
     sizes = _tile_sizes(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
-
-    def make(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    sums, balance, z = make(num_experts), make(), make()
-    load, stats = make(num_experts, dtype=torch.int64), make(3, dtype=torch.int64)
-    partial, count = make(programs, num_experts + 1), make(programs, num_experts + 2, dtype=torch.int32)
-    outputs = (*(chosen or (None, None, None)), *(every or (None, None)), partial, count)
+    partial = torch.empty(programs, num_experts + 1, dtype=torch.float32, device=device)
+    count = torch.empty(programs, num_experts + 2, dtype=torch.int32, device=device)
+    pairs = (out.expert, out.token, out.weight, None, None) if every is None else (None, None, None, *every)
     _route_kernel[(programs,)](
-        logits, bias, padding_mask, *outputs, num_tokens, tiles, num_experts, options.scaling,
+        logits, bias, padding_mask, *pairs, partial, count, num_tokens, tiles, num_experts, options.scaling,
         SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), BIASED=bias is not None,
         MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
-        partial, count, sums, load, stats, balance, z, programs, num_experts, options.balance_weight, options.z_weight,
-        K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1), BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS),
-        num_warps=16,
+        partial, count, out.sums, out.load, out.stats, out.balance, out.z, programs, num_experts,
+        options.balance_weight, options.z_weight, K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1),
+        BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS), num_warps=16,
     )  # fmt: skip
-    return RouterLosses(balance, z, sums, stats), load
 
 
 def route_launch(
     logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions
 ) -> RouterOutput:
     """Like `router_ref`; two launches."""
-    pairs = logits.shape[0] * options.top_k
-    weight = torch.empty(pairs, dtype=torch.float32, device=logits.device)
-    expert, token = (torch.empty(pairs, dtype=torch.int32, device=logits.device) for _ in range(2))
-    losses, load = score_launch(logits, bias, padding_mask, (expert, token, weight), None, options)
-    balance, z, sums, stats = losses
-    return RouterOutput(weight, balance, z, sums, expert, token, load, stats)
+    out = empty_output(logits, logits.shape[0] * options.top_k)
+    score_launch(logits, bias, padding_mask, out, None, options)
+    return out
 
 
 def route_backward_launch(

@@ -88,6 +88,8 @@ def _spmm_kernel(
     """Strides of the dense operand along the reduction (dense_k) and the result (dense_d), of the result (out_*)."""
     PARTS: tl.constexpr = B // T
     STEPS: tl.constexpr = B // K
+    ALONG: tl.constexpr = 1 if BY_COLUMN else B  # strides of a block along its line and along the reduction
+    INNER: tl.constexpr = B if BY_COLUMN else 1
     pid = tl.program_id(0)
     part = pid // dense_tiles
     work = work_ptr + part // PARTS * 4
@@ -99,36 +101,23 @@ def _spmm_kernel(
     k = tl.arange(0, K)
     in_dense = d < size
     dense_at = dense_ptr + d.to(tl.int64) * dense_d
-    if LEFT:
-        acc = tl.zeros((T, D), tl.float32)
-    else:
-        acc = tl.zeros((D, T), tl.float32)
+    acc = tl.zeros((T, D) if LEFT else (D, T), tl.float32)
     # What a block meets is looked up one step ahead: a load whose address is itself loaded gets a shorter pipeline.
     next_other = tl.load(index_ptr + first, mask=first < end, other=0)
-    next_block = first
-    if BY_COLUMN:
-        next_block = tl.load(block_ptr + first, mask=first < end, other=0)
+    next_block = tl.load(block_ptr + first, mask=first < end, other=0) if BY_COLUMN else first
     for i in range(first * STEPS, end * STEPS):
         inner = i % STEPS * K + k
         other = (next_other * B + inner).to(tl.int64) * dense_k
         values = data_ptr + next_block.to(tl.int64) * (B * B)
         following = (i + 1) // STEPS
         next_other = tl.load(index_ptr + following, mask=following < end, other=0)
-        next_block = following
-        if BY_COLUMN:
-            next_block = tl.load(block_ptr + following, mask=following < end, other=0)
+        next_block = tl.load(block_ptr + following, mask=following < end, other=0) if BY_COLUMN else following
         if LEFT:
-            if BY_COLUMN:
-                s = tl.load(values + along[:, None] + inner[None, :] * B)
-            else:
-                s = tl.load(values + along[:, None] * B + inner[None, :])
+            s = tl.load(values + along[:, None] * ALONG + inner[None, :] * INNER)
             x = tl.load(dense_at[None, :] + other[:, None], mask=in_dense[None, :], other=0.0)
             acc = _dot(s, x, acc, PRECISION, UPCAST)
         else:
-            if BY_COLUMN:
-                s = tl.load(values + inner[:, None] * B + along[None, :])
-            else:
-                s = tl.load(values + inner[:, None] + along[None, :] * B)
+            s = tl.load(values + inner[:, None] * INNER + along[None, :] * ALONG)
             x = tl.load(dense_at[:, None] + other[None, :], mask=in_dense[:, None], other=0.0)
             acc = _dot(x, s, acc, PRECISION, UPCAST)
     out_line = (line * B + along) * out_l

@@ -57,15 +57,6 @@ class Blocks(NamedTuple):
     block_size: int = 128
     run: int = 1
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        """What an op saves for backward by `save_for_backward`; `sizes` is the rest."""
-        return self[:-2]
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        return self[-2:]
-
     def lines(self, by_column: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """(work, index, places) of the block rows or columns: `index` is where their blocks meet a dense operand.
 
@@ -76,7 +67,7 @@ class Blocks(NamedTuple):
         return self.row_work, self.column_indices, None
 
 
-_INDICES = Blocks._fields[:-2]
+_INDICES = Blocks._fields[:-2]  # the tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,8 +104,12 @@ class Matrix:
                 )
         if run < 1 or n % run:
             raise ValueError(f"run={run}: must divide the {n} blocks")
-        if self.data is not None:
-            _check_data(self.data, (n, size, size), self.device)
+        data, wanted = self.data, (n, size, size)
+        if data is None:
+            return
+        if tuple(data.shape) != wanted or data.device != self.device or not data.dtype.is_floating_point:
+            given = f"{tuple(data.shape)} {data.dtype} on {data.device}"
+            raise ValueError(f"data is {given}, must be {wanted} floating on {self.device}")
 
     @property
     def block_size(self) -> int:
@@ -202,7 +197,11 @@ class Matrix:
         Raises:
             ValueError: stanford-stk is not installed or does not import.
         """
-        stk, b, size = _stk(), self.blocks, self.block_size
+        try:
+            import stk  # type: ignore[import-not-found, unused-ignore]
+        except Exception as error:  # its kernels do not import with every Triton
+            raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
+        b, size = self.blocks, self.block_size
         used = int(b.offsets[-1])
         narrow = torch.int16 if max(self.stored_grid) < 2**15 else torch.int32
         data = torch.empty(used, size, size, device="meta") if self.data is None else self.data[:used]
@@ -294,21 +293,6 @@ def _work(offsets: Tensor) -> Tensor:
     return torch.stack([*columns, torch.zeros_like(columns[0])], 1).contiguous()
 
 
-def _check_data(data: Tensor, shape: tuple[int, int, int], device: torch.device) -> None:
-    if tuple(data.shape) != shape or data.device != device or not data.dtype.is_floating_point:
-        raise ValueError(
-            f"data is {tuple(data.shape)} {data.dtype} on {data.device}, must be {shape} floating on {device}"
-        )
-
-
-def _stk() -> Any:
-    try:
-        import stk  # type: ignore[import-not-found, unused-ignore]
-    except Exception as error:  # its kernels do not import with every Triton
-        raise ValueError(f"stanford-stk does not import ({error}): install it to convert matrices") from error
-    return stk
-
-
 class Topology(NamedTuple):
     """pattern: Matrix without data. padded_offsets: (E+1,) int32, expert e's padded rows begin at padded_offsets[e]."""
 
@@ -329,7 +313,7 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
     first_column = torch.searchsorted(ends, used, right=True) * f
     columns = (first_column[:, None] + torch.arange(f, device=ends.device)).flatten()
     blocks = _blocks_at(used.repeat_interleave(f), columns, (block_rows, experts * f), block_rows * f, block_size)
-    return F.pad(ends * block_size, (1, 0)).int(), *blocks.tensors
+    return F.pad(ends * block_size, (1, 0)).int(), *blocks[:-2]
 
 
 def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:

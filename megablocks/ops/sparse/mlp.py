@@ -25,22 +25,17 @@ from megablocks.ops.quant.quant import OFF, pack, unpack
 
 from .epilogue import Epilogue
 from .matrix import Blocks, Matrix
-from .products import check_dense, check_device, sdd_op, sdd_values, spmm_op
+from .products import check_dense, check_device, empty_values, sdd_op, sdd_values, spmm_op
 
 
-def _room(blocks: Blocks, like: Tensor) -> Tensor:
-    size = blocks.block_size
-    return torch.empty(blocks.row_indices.shape[0], size, size, dtype=like.dtype, device=like.device)
-
-
-@custom_op("megablocks::sparse_sdd_slope", fake=lambda a: _room(a.blocks, a.a))
+@custom_op("megablocks::sparse_sdd_slope", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
     return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
 
 
 def _fake_sparse_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pre = _room(a.blocks, a.x)
+    pre = empty_values(a.blocks, a.x)
     gate = a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre)
     act = a.x.new_empty(0) if a.recompute else torch.empty_like(pre)
     return a.x.new_empty(a.x.shape[0], a.w2.shape[1]), pre, gate, act
@@ -53,7 +48,7 @@ def sparse_mlp_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
-        act, gate = _room(blocks, x), x.new_empty(0)
+        act, gate = empty_values(blocks, x), x.new_empty(0)
         pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)
@@ -76,7 +71,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     _, pre, gate, act = output
     need_x, need_w1, need_v1, need_w2, need_bias, need_gate_bias = ctx.needs_input_grad[:6]
     ctx.bias_dtype, ctx.gate_bias_dtype = (None if b is None else b.dtype for b in (bias, gate_bias))
-    ctx.transposed, ctx.rows, ctx.sizes = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0], blocks.sizes
+    ctx.transposed, ctx.rows = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0]
+    *indices, ctx.block_size, ctx.run = blocks
     ctx.mark_non_differentiable(pre, gate, act)
     ctx.set_materialize_grads(False)
     need_hidden = need_x or need_w1 or need_v1 or need_bias or need_gate_bias
@@ -89,7 +85,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     ctx.packed_pre, *kept_pre = keep(pre if need_pre else None, pre_bits)
     ctx.packed_gate, *kept_gate = keep(gate if need_pre and v1 is not None else None, pre_bits)
     weights = (w1 if need_x else None, v1 if need_x else None, w2 if need_hidden else None)
-    ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *blocks.tensors)
+    ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *indices)
 
 
 @once_differentiable
@@ -102,7 +98,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x, pre, gate = (
         unpack(how, *saved[i : i + 2]) for i, how in ((0, ctx.packed_x), (2, ctx.packed_pre), (4, ctx.packed_gate))
     )
-    blocks = Blocks(*indices, *ctx.sizes)
+    blocks = Blocks._make((*indices, ctx.block_size, ctx.run))
     dx = dw1 = dv1 = dw2 = dbias = dgate_bias = None
 
     def weight_gradient(d_values: Tensor) -> Tensor:
@@ -161,8 +157,7 @@ def sparse_mlp(
     Raises:
         ValueError: shapes, dtypes or devices that do not fit, a gate missing or unwanted, a transposed pattern.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
+    x, w1, v1, w2 = under_autocast(x, w1, v1, w2)
     rows, columns = pattern.shape
     check_activation(x, None if v1 is None else x, activation, "v1")
     if pattern.transposed:

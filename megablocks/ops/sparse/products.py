@@ -108,10 +108,12 @@ def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) 
     return kernels.sdd(a, b, *where, blocks.block_size, epilogue)
 
 
-@custom_op(
-    "megablocks::sparse_sdd",
-    fake=lambda a: a.a.new_empty(a.blocks.row_indices.shape[0], a.blocks.block_size, a.blocks.block_size),
-)
+def empty_values(blocks: Blocks, like: Tensor) -> Tensor:
+    """Unset values (n, B, B) in the dtype of `like`."""
+    return like.new_empty(blocks.row_indices.shape[0], blocks.block_size, blocks.block_size)
+
+
+@custom_op("megablocks::sparse_sdd", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
     return sdd_values(a, b, blocks)
 
@@ -144,13 +146,13 @@ def _spmm_shape(dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: boo
 
 def _save_sdd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     a, b, blocks = inputs
-    ctx.sizes = blocks.sizes
-    ctx.save_for_backward(a, b, *blocks.tensors)
+    *indices, ctx.block_size, ctx.run = blocks
+    ctx.save_for_backward(a, b, *indices)
 
 
 def _sdd_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    a, b, *tensors = ctx.saved_tensors
-    blocks = Blocks(*tensors, *ctx.sizes)
+    a, b, *indices = ctx.saved_tensors
+    blocks = Blocks._make((*indices, ctx.block_size, ctx.run))
     # dA = dS·Bᵀ, dB = Aᵀ·dS
     d_a = spmm_op(grad, b.t(), blocks, True, False) if ctx.needs_input_grad[0] else None
     d_b = spmm_op(grad, a.t(), blocks, False, True) if ctx.needs_input_grad[1] else None
@@ -162,13 +164,13 @@ sdd_op.register_autograd(_sdd_backward, setup_context=_save_sdd)
 
 def _save_spmm(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     data, dense, blocks, ctx.sparse_left, ctx.by_column = inputs
-    ctx.sizes = blocks.sizes
-    ctx.save_for_backward(data, dense, *blocks.tensors)
+    *indices, ctx.block_size, ctx.run = blocks
+    ctx.save_for_backward(data, dense, *indices)
 
 
 def _spmm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    data, dense, *tensors = ctx.saved_tensors
-    blocks, d_data, d_dense = Blocks(*tensors, *ctx.sizes), None, None
+    data, dense, *indices = ctx.saved_tensors
+    blocks, d_data, d_dense = Blocks._make((*indices, ctx.block_size, ctx.run)), None, None
     if ctx.needs_input_grad[0]:
         # O = S·D: dO·Dᵀ;  O = Sᵀ·D: D·dOᵀ;  O = D·S: Dᵀ·dO;  O = D·Sᵀ: dOᵀ·D
         if ctx.sparse_left:

@@ -133,10 +133,8 @@ def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def _sdd_consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps,
-    WG: gl.constexpr, c: gl.constexpr,
-):  # fmt: skip
+def _sdd_consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps = common
     count = rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
@@ -163,15 +161,9 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
     mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
     mbarrier.expect(bar, c.stage_bytes)
     for p in gl.static_range(PARTS):
-        buf = a_bufs.index(s * c.row_parts + p)
-        if c.a_k_major:
-            tma_load(a_desc, [a_m + p * c.rows, a_k], bar, buf)
-        else:
-            tma_load(a_desc, [a_k, a_m + p * c.rows], bar, buf)
-    if c.b_k_major:
-        tma_load(b_desc, [b_n, b_k], bar, b_bufs.index(s))
-    else:
-        tma_load(b_desc, [b_k, b_n], bar, b_bufs.index(s))
+        row = a_m + p * c.rows
+        tma_load(a_desc, [row, a_k] if c.a_k_major else [a_k, row], bar, a_bufs.index(s * c.row_parts + p))
+    tma_load(b_desc, [b_n, b_k] if c.b_k_major else [b_k, b_n], bar, b_bufs.index(s))
 
 
 @gluon.jit
@@ -207,12 +199,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
         i += 1
         line, steps, dense = announced(i, board)
     while steps >= 0:
-        if c.sparse_left:
-            row = line * 128
-            col = dense * c.BN
-        else:
-            row = dense * c.BM
-            col = line * 128
+        row, col = (line * 128, dense * c.BN) if c.sparse_left else (dense * c.BM, line * 128)
         acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
@@ -228,10 +215,7 @@ def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG:
 def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
     """Which block is the i-th of its line, and where the dense operand's matching 128 begin."""
     other = gl.load(index_ptr + i)
-    if c.by_column:
-        return gl.load(block_ptr + i), other
-    else:
-        return i, other
+    return (gl.load(block_ptr + i) if c.by_column else i), other
 
 
 @gluon.jit
@@ -275,16 +259,8 @@ def _spmm_producer(
                     b_n = outer if c.b_k_major else 0
                 _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, b_n, c)
                 it += 1
-        tile = tile1
-        line = line1
-        first = first1
-        end = end1
-        dense = dense1
-        tile1 = tile2
-        line1 = line2
-        first1 = first2
-        end1 = end2
-        dense1 = dense2
+        tile, line, first, end, dense = tile1, line1, first1, end1, dense1
+        tile1, line1, first1, end1, dense1 = tile2, line2, first2, end2, dense2
         i += 1
     announce(i, 0, -1, 0, board)  # one for each consumer
     announce(i + 1, 0, -1, 0, board)
@@ -313,16 +289,11 @@ def sdd_kernel(
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     outs = (o_desc, act_desc, extra_ptr)
+    common = (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps)
     gl.warp_specialize(
         [
-            (
-                _sdd_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 0, c),
-            ),
-            (
-                _sdd_consumer,
-                (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps, 1, c),
-            ),
+            (_sdd_consumer, (common, 0, c)),
+            (_sdd_consumer, (common, 1, c)),
             (
                 _sdd_producer,
                 (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),

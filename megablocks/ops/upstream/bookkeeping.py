@@ -82,20 +82,16 @@ def inclusive_cumsum(x: Tensor, dim: int) -> Tensor:
     Raises:
         ValueError: x has no such dimension.
     """
-    return x.cumsum(_dim_of(x, dim), dtype=x.dtype)
+    if x.dim() == 1:  # as in 0.10, any dim means the only one
+        dim = 0
+    elif x.dim() == 0 or not -x.dim() <= dim < x.dim():
+        raise ValueError(f"dim={dim}: must be a dimension of x, which is {tuple(x.shape)}")
+    return x.cumsum(dim, dtype=x.dtype)
 
 
 def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
     """Σ of x before each place along `dim`, in x's shape and dtype; it raises what `inclusive_cumsum` does."""
     return inclusive_cumsum(x, dim) - x
-
-
-def _dim_of(x: Tensor, dim: int) -> int:
-    if x.dim() == 1:  # as in 0.10, any dim means the only one
-        return 0
-    if x.dim() == 0 or not -x.dim() <= dim < x.dim():
-        raise ValueError(f"dim={dim}: must be a dimension of x, which is {tuple(x.shape)}")
-    return dim
 
 
 def round_up(x: Tensor, value: int) -> Tensor:

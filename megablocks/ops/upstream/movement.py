@@ -55,6 +55,7 @@ class _RoundedScatter(torch.autograd.Function):
 
 def _weighted(x: Tensor, weights: Tensor | None, padded: Dispatch, top_k: int) -> Tensor:
     """The weighted sum of each token's rows, rounded where 0.10 rounds."""
+    (x,) = under_autocast(x)
     if weights is None or not weights.numel() or top_k == 1 or x.dtype not in (torch.float16, torch.bfloat16):
         return _scatter(x, weights, padded)
     if x.dim() != 2 or x.shape[0] != padded.pair.shape[0]:
@@ -82,7 +83,6 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
         ValueError: shapes or dtypes that do not fit.
     """
     _check(indices, bin_ids, weights)
-    (x,) = under_autocast(x)
     return _weighted(x, weights, pad_indices(indices, bins, bins, top_k, indices.shape[0]), top_k)
 
 
@@ -117,7 +117,6 @@ def padded_scatter(
         ValueError: shapes or dtypes that do not fit.
     """
     _check(indices, bin_ids, weights)
-    (x,) = under_autocast(x)
     return _weighted(x, weights, pad_indices(indices, bins, padded_bins, top_k, x.shape[0]), top_k)
 
 
@@ -140,5 +139,4 @@ def binned_scatter(x: Tensor, indices: Tensor, weights: Tensor | None, bins: Ten
     _check(indices, None, weights)
     if x.dim() != 3 or x.shape[0] != bins.shape[0]:
         raise ValueError(f"x is {tuple(x.shape)}: must be (E, C, H) with E={bins.shape[0]}, as bins")
-    (x,) = under_autocast(x)
     return _weighted(x.flatten(0, 1), weights, pad_indices(indices, bins, x.shape[1], top_k), top_k)
