@@ -19,8 +19,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import torch
-
 from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.files import write_durably
 from megablocks.monitor.plots import new_figure, save_figure
@@ -82,6 +80,8 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
 
 def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
     """Everything that `bench` prints, as the dict that --json prints."""
+    import torch
+
     device = "cuda" if on_gpu() else "cpu"
     try:
         problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))

@@ -11,9 +11,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-
 from megablocks.tool.problem import Problem, Step
 
 ACTIVATIONS = ("swiglu", "gelu")
@@ -34,24 +31,11 @@ def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
     return {name: make for name, make in made.items() if importlib.util.find_spec(name.split()[0])}
 
 
-class _Gather(torch.autograd.Function):
-    """A gather (T, H) → (T·K, H), or with K None a permutation. torch's own backward would use atomics or a sort."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:
-        ctx.save_for_backward(row_of_slot)
-        ctx.top_k = top_k
-        return x.index_select(0, order if top_k is None else order // top_k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        slots = grads[0].index_select(0, *ctx.saved_tensors)
-        dx = slots if ctx.top_k is None else slots.unflatten(0, (-1, ctx.top_k)).sum(1)
-        return dx, None, None, None
-
-
 def torch_grouped(problem: Problem) -> Step:
     """torch's grouped_mm between a gather and a scatter whose backwards are gathers. SwiGLU is compiled."""
+    import torch
+    import torch.nn.functional as F
+
     s = problem.shape
     x, router, up = problem.leaf(problem.x), problem.leaf(problem.router), problem.up_weight()
     down = problem.leaf(problem.experts(problem.w2))
@@ -65,7 +49,7 @@ def torch_grouped(problem: Problem) -> Step:
 
     if problem.device == "cuda" and s.gated:
         activate = torch.compile(activate, dynamic=False)
-    gather = _Gather.apply
+    gather = _torch_gather().apply
 
     def forward() -> Any:
         weight, ids = problem.route(F.linear(x, router))
@@ -82,6 +66,8 @@ def torch_grouped(problem: Problem) -> Step:
 
 
 def scattermoe(problem: Problem) -> Step:
+    import torch
+    import torch.nn.functional as F
     from scattermoe.mlp import GLUMLP, MLP
 
     s = problem.shape
@@ -111,6 +97,8 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
     tokens with a launch into the default stream. A process runs one shape only, because SonicMoE reuses kernels
     that it compiled for an earlier shape.
     """
+    import torch
+    import torch.nn.functional as F
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType
 
@@ -139,6 +127,27 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
         return call()
 
     return Step(forward, [x, router, up, down], problem.dy)
+
+
+@functools.cache
+def _torch_gather() -> Any:
+    """A gather (T, H) → (T·K, H), or with K None a permutation. torch's own backward would use atomics or a sort."""
+    import torch
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:
+            ctx.save_for_backward(row_of_slot)
+            ctx.top_k = top_k
+            return x.index_select(0, order if top_k is None else order // top_k)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            slots = grads[0].index_select(0, *ctx.saved_tensors)
+            dx = slots if ctx.top_k is None else slots.unflatten(0, (-1, ctx.top_k)).sum(1)
+            return dx, None, None, None
+
+    return Gather
 
 
 PEERS: dict[str, Callable[[Problem], Step]] = {

@@ -13,18 +13,16 @@ import contextlib
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from megablocks import MoE, MoEConfig, dMoE
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.routing.topk import route_topk
-from megablocks.ops.routing.values import RouterOptions
-from megablocks.testing.poison import poisoned_empty
-from megablocks.testing.routings import steer
 from megablocks.tool.timing import on_gpu, relative_error
+
+if TYPE_CHECKING:  # importing this file loads no torch
+    import torch
+    from torch import Tensor
+
+    from megablocks import MoE, MoEConfig, dMoE
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 STRENGTH = 8.0
@@ -61,6 +59,8 @@ class Shape:
 
 def random_ids(shape: Shape, device: str) -> Any:
     """(T, K) ids. Each token has K different experts, all equally likely."""
+    import torch
+
     generator = torch.Generator(device).manual_seed(3)
     return torch.rand(shape.tokens, shape.experts, device=device, generator=generator).topk(shape.top_k, dim=1).indices
 
@@ -75,12 +75,16 @@ class Step:
 
     def total(self) -> Any:
         """Runs forward and backward. Returns (y, gradients of the leaves) and accumulates nothing."""
+        import torch
+
         y = self.forward()
         return y, torch.autograd.grad(y, self.leaves, self.dy)
 
 
 def memory_of(step: Step) -> dict[str, int]:
     """Bytes that the forward leaves allocated, and the most bytes allocated in a step. Empty on a CPU."""
+    import torch
+
     if not on_gpu():
         return {}
     gc.collect()  # otherwise memory of reference cycles may be freed during the measurement
@@ -98,9 +102,12 @@ class Problem:
     """Inputs, weights, the given routing and the float32 truth of one shape."""
 
     def __init__(
-        self, shape: Shape, ids: Tensor, *, device: str, dtype: torch.dtype = torch.bfloat16, **settings: Any
+        self, shape: Shape, ids: Tensor, *, device: str, dtype: torch.dtype | None = None, **settings: Any
     ) -> None:
         """settings: options of the MoEConfig of every layer, also of the truth."""
+        import torch
+
+        dtype = torch.bfloat16 if dtype is None else dtype
         T, H, I, E = shape.tokens, shape.hidden, shape.width, shape.experts  # noqa: E741
         self.shape, self.ids, self.device, self.dtype = shape, ids.to(device), device, dtype
         self.settings = settings
@@ -122,6 +129,8 @@ class Problem:
 
     def config(self, **changes: Any) -> MoEConfig:
         """The layer of this problem."""
+        from megablocks import MoEConfig
+
         s = self.shape
         return MoEConfig(
             hidden_size=s.hidden, ffn_hidden_size=s.width, num_experts=s.experts, top_k=s.top_k,
@@ -130,6 +139,11 @@ class Problem:
 
     def module(self, config: MoEConfig, experts_dtype: torch.dtype | None = None) -> dMoE | MoE:
         """One of our layers over the shared weights. experts_dtype: of the experts only, for the truth."""
+        import torch
+
+        from megablocks import MoE, dMoE
+        from megablocks.testing.routings import steer
+
         made = (dMoE if config.capacity_factor is None else MoE)(config, device="meta", dtype=self.dtype)
         state = {"router.layer.weight": self.router, "experts.w1": self.w1, "experts.w2": self.w2}
         if self.v1 is not None:
@@ -144,6 +158,8 @@ class Problem:
 
     def layer(self, config: MoEConfig, *, experts_dtype: torch.dtype | None = None, graphed: bool = False) -> Step:
         """A step of `module`. graphed: through torch.cuda.make_graphed_callables."""
+        import torch
+
         made = self.module(config, experts_dtype)
         dtype = self.dtype if experts_dtype is None else experts_dtype
         x = self.x.to(dtype).requires_grad_()
@@ -163,6 +179,8 @@ class Problem:
 
     def truth(self) -> dict[str, Any]:
         """Output and gradients of the loop over experts in float32, rounded to the dtype."""
+        import torch
+
         if not self._truth:
             y, grads = self.layer(self.config(mlp_impl="reference"), experts_dtype=torch.float32).total()
             values = {"y": y.detach()} | dict(zip(self.names, grads, strict=True))
@@ -178,6 +196,10 @@ class Problem:
         Raises:
             ArithmeticError: an error exceeds its tolerance. The message names the tensor.
         """
+        import torch
+
+        from megablocks.testing.poison import poisoned_empty
+
         with poisoned_empty() if weights else contextlib.nullcontext():
             y, grads = step.total()
         got = {"y": y.detach(), "dx": grads[0]}
@@ -205,6 +227,9 @@ class Problem:
 
         torch's operators would be an unfair choice: their top-k alone takes longer than the rest of a router.
         """
+        from megablocks.ops.routing.topk import route_topk
+        from megablocks.ops.routing.values import RouterOptions
+
         s = self.shape
         out = route_topk(logits + self.constant, RouterOptions(s.top_k, after=s.softmax_order == "after_topk"))
         return out.weight.view(s.tokens, s.top_k), out.expert.view(s.tokens, s.top_k).long()
@@ -214,6 +239,8 @@ class Problem:
 
     def up_weight(self, *, gate_first: bool = True) -> Any:
         """(E, I, H), or (E, 2I, H)."""
+        import torch
+
         if self.v1 is None:
             return self.leaf(self.experts(self.w1))
         halves = [self.experts(self.w1), self.experts(self.v1)]
