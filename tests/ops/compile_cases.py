@@ -283,14 +283,17 @@ def grouped_hopper_dw() -> None:
             ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
 
 
-@family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel")
+@family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel", "_expert_dot_kernel")
 def bias() -> None:
-    from megablocks.ops.grouped.bias_triton import add_expert_bias_launch, expert_sum_launch
+    from megablocks.ops.grouped import bias_triton
 
     for dtype, experts, width in product(EVERY, (8, 512), (20, 1024)):
-        rows = torch.zeros(64, width, dtype=dtype)
-        add_expert_bias_launch(rows, torch.zeros(experts, width, dtype=dtype), ints(experts + 1))
-        expert_sum_launch(rows, ints(experts + 1))
+        rows, d = torch.zeros(64, width, dtype=dtype), dispatch_of(64, 128, experts)
+        values = torch.zeros(experts, width, dtype=dtype)
+        bias_triton.add_expert_bias_launch(rows, values, ints(experts + 1))
+        bias_triton.expert_sum_launch(rows, ints(experts + 1))
+        bias_triton.output_bias_sum_launch(rows, torch.zeros(128), d)
+        bias_triton.output_bias_dot_launch(rows, values, d)
 
 
 def dispatch_of(tokens: int, rows: int, experts: int) -> Dispatch:

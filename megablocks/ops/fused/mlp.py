@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_ref, activation_op, activation_ref, check_activation
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.grouped.bias import add_expert_bias_op, expert_of_row, expert_sum_op
+from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op, output_bias_dot_op, output_bias_sum_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
     gathered_mm_dw_halves_op,
@@ -52,8 +52,6 @@ from megablocks.ops.library import custom_op, once_differentiable, runs_triton, 
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
 from megablocks.ops.quant.quant import OFF, pack, unpack
 from megablocks.ops.routing.dispatch import Dispatch
-
-_WIDTH = 8  # columns of the narrowest product that every kernel takes
 
 
 class ExpertParameters(NamedTuple):
@@ -310,7 +308,7 @@ def gradients(
             dw2 = _matrix_gradient(main_w2, scaled, dy, dispatch)
         del scaled
         if need_weight and b2 is not None:
-            d_weight = d_weight + _bias_part_of_weight(dy, b2, weight.dtype, dispatch)
+            d_weight = d_weight + output_bias_dot_op(dy, b2, dispatch).to(weight.dtype)
         if need_x or (send and need_weight):
             if v1 is None:
                 rows = grouped_mm_op(d_pre, w1, offsets)
@@ -331,10 +329,7 @@ def gradients(
         if db1 is not None and dc1 is not None and joined:
             db1, dc1 = torch.cat([db1, dc1], dim=1), None
     if need_b2:
-        # Σ s · dY is a product with one column of weights
-        scale = weight.to(dy.dtype).index_select(0, dispatch.pair).unsqueeze(1)
-        column = torch.nn.functional.pad(scale, (0, _WIDTH - 1))
-        db2 = gathered_mm_dw_op(column, dy, dispatch)[:, 0].to(b2.dtype)
+        db2 = output_bias_sum_op(dy, weight, dispatch).to(b2.dtype)
     return dx if need_x else None, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2)
 
 
@@ -344,16 +339,6 @@ def _matrix_gradient(main_grad: Tensor | None, left: Tensor, right: Tensor | Non
         return gathered_mm_dw_op(left, right, dispatch)
     gathered_mm_dw_add_op(main_grad, left, right, dispatch)
     return None
-
-
-def _bias_part_of_weight(dy: Tensor, b2: Tensor, dtype: torch.dtype, dispatch: Dispatch) -> Tensor:
-    """⟨dY[gather], b2[e]⟩ of every pair (R,), 0 for an unused one: picked out of dY · b2ᵀ (T, E)."""
-    experts, acc = b2.shape[0], torch.promote_types(dy.dtype, torch.float32)
-    expert = expert_of_row(dispatch.expert_offsets, dispatch.num_rows).clamp_(max=experts - 1)
-    device = "cpu" if dy.is_meta else dy.device.type  # autocast has no "meta"
-    with torch.autocast(device, enabled=False):  # or torch would narrow what the router learns from
-        dots = (dy.to(acc) @ b2.to(acc).t()).flatten()
-    return by_pair(dots.index_select(0, dispatch.gather.long() * experts + expert).to(dtype), dispatch)
 
 
 fused_mlp_op.register_autograd(_backward, setup_context=save)

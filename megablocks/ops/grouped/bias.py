@@ -2,7 +2,11 @@
 
     y[p] = rows[p] + bias[e]   for offsets[e] <= p < offsets[e+1]      d_bias[e] = Σ of dY over the rows of e
 
-Legend: R rows, E experts, N width. Rows p >= offsets[E] are unspecified and never read by the gradient of the bias.
+and where the biased rows are weighted and summed to tokens, from dY of the tokens (`Dispatch` has gather and pair):
+
+    d_bias[e] = Σ over the rows p of e of weight[pair[p]] · dY[gather[p]]      d_weight[pair[p]] += ⟨dY[gather[p]], bias[e]⟩
+
+Legend: T tokens, R rows, E experts, N width. Rows p >= offsets[E] are unspecified; no gradient reads them.
 The sum runs over each expert's rows in order, in float32: no atomics, so reruns are bit-identical.
 """
 
@@ -15,6 +19,8 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.permute.rows import by_pair
+from megablocks.ops.routing.dispatch import Dispatch
 
 
 def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
@@ -38,6 +44,20 @@ def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
+def output_bias_sum_ref(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """dy (T, N), weight (R,) → (E, N) in float32 (float64 for float64)."""
+    scale = weight.index_select(0, dispatch.pair).unsqueeze(1)
+    return expert_sum_ref(dy.index_select(0, dispatch.gather) * scale, dispatch.expert_offsets)
+
+
+def output_bias_dot_ref(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+    """dy (T, N), bias (E, N) → (R,) in float32 (float64 for float64), 0 for an unused pair."""
+    acc = torch.promote_types(dy.dtype, torch.float32)
+    expert = expert_of_row(dispatch.expert_offsets, dispatch.num_rows).clamp_(max=bias.shape[0] - 1)
+    rows = dy.to(acc).index_select(0, dispatch.gather) * bias.to(acc).index_select(0, expert)
+    return by_pair(rows.sum(1), dispatch)
+
+
 @custom_op("megablocks::add_expert_bias", fake=lambda a: a.rows.new_empty(a.rows.shape))
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
@@ -47,18 +67,35 @@ def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
     return add_expert_bias_ref(rows, bias, offsets).contiguous()
 
 
-@custom_op(
-    "megablocks::expert_sum",
-    fake=lambda a: a.rows.new_empty(
-        a.offsets.shape[0] - 1, a.rows.shape[1], dtype=torch.promote_types(a.rows.dtype, torch.float32)
-    ),
-)
+def _sums(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
+
+
+@custom_op("megablocks::expert_sum", fake=lambda a: _sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]))
 def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
     if runs_triton(rows):
         from megablocks.ops.grouped.bias_triton import expert_sum_launch
 
         return expert_sum_launch(rows, offsets)
     return expert_sum_ref(rows, offsets)
+
+
+@custom_op("megablocks::output_bias_sum", fake=lambda a: _sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]))
+def output_bias_sum_op(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    if runs_triton(dy):
+        from megablocks.ops.grouped.bias_triton import output_bias_sum_launch
+
+        return output_bias_sum_launch(dy, weight, dispatch)
+    return output_bias_sum_ref(dy, weight, dispatch)
+
+
+@custom_op("megablocks::output_bias_dot", fake=lambda a: _sums(a.dy, a.dispatch.num_pairs))
+def output_bias_dot_op(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+    if runs_triton(dy):
+        from megablocks.ops.grouped.bias_triton import output_bias_dot_launch
+
+        return output_bias_dot_launch(dy, bias, dispatch)
+    return output_bias_dot_ref(dy, bias, dispatch)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -2,6 +2,8 @@
 
 add         y[p] = rows[p] + bias[e]
 expert sum  out[e] = Σ rows of e, in float32: a program walks an expert's rows in order, so reruns are bit-identical
+            or, from dY of the tokens, Σ weight · dY over the rows of e
+expert dot  d_weight[pair[p]] = ⟨dY[gather[p]], bias[e]⟩
 """
 
 # mypy: allow-untyped-defs
@@ -14,6 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.dispatch import Dispatch
+
+
+@triton.jit
+def _expert_of(offsets_ptr, row, experts, LANES: tl.constexpr):
+    """The experts whose rows end before each row: its expert, or `experts` behind the last one's rows."""
+    lane = tl.arange(0, LANES)
+    ends = tl.load(offsets_ptr + 1 + lane, mask=lane < experts, other=2147483647)
+    return tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)
 
 
 @quick
@@ -24,9 +35,7 @@ def _add_bias_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    lane = tl.arange(0, LANES)
-    ends = tl.load(offsets_ptr + 1 + lane, mask=lane < experts, other=2147483647)
-    expert = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), 1)  # experts whose rows end before this one
+    expert = _expert_of(offsets_ptr, row, experts, LANES)
     mask = (expert < experts)[:, None] & (row < num_rows)[:, None] & (n < N)[None, :]
     value = tl.load(rows_ptr + row[:, None] * row_stride + n[None, :], mask=mask, other=0).to(tl.float32)
     value += tl.load(bias_ptr + expert[:, None] * bias_stride + n[None, :], mask=mask, other=0).to(tl.float32)
@@ -35,7 +44,10 @@ def _add_bias_kernel(
 
 @quick
 @triton.jit
-def _expert_sum_kernel(rows_ptr, out_ptr, offsets_ptr, N, row_stride, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _expert_sum_kernel(
+    rows_ptr, weight_ptr, out_ptr, offsets_ptr, gather_ptr, pair_ptr, N, row_stride,
+    GATHER: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     expert = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     first = tl.load(offsets_ptr + expert).to(tl.int64)
@@ -43,9 +55,34 @@ def _expert_sum_kernel(rows_ptr, out_ptr, offsets_ptr, N, row_stride, ROWS: tl.c
     total = tl.zeros((ROWS, BLOCK), tl.float32)
     for start in range(first, end, ROWS):
         row = start + tl.arange(0, ROWS)
-        mask = (row < end)[:, None] & (n < N)[None, :]
-        total += tl.load(rows_ptr + row[:, None] * row_stride + n[None, :], mask=mask, other=0).to(tl.float32)
+        live = row < end
+        mask = live[:, None] & (n < N)[None, :]
+        if GATHER:
+            pair = tl.load(pair_ptr + row, mask=live, other=0)
+            weight = tl.load(weight_ptr + pair, mask=live, other=0).to(tl.float32)
+            row = tl.load(gather_ptr + row, mask=live, other=0).to(tl.int64)
+        value = tl.load(rows_ptr + row[:, None] * row_stride + n[None, :], mask=mask, other=0).to(tl.float32)
+        total += value * weight[:, None] if GATHER else value
     tl.store(out_ptr + expert.to(tl.int64) * N + n, tl.sum(total, 0), mask=n < N)
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _expert_dot_kernel(
+    dy_ptr, bias_ptr, d_weight_ptr, offsets_ptr, gather_ptr, pair_ptr, experts, num_rows, N, dy_stride,
+    LANES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    expert = _expert_of(offsets_ptr, row, experts, LANES)
+    live = (expert < experts) & (row < num_rows)
+    token = tl.load(gather_ptr + row, mask=live, other=0).to(tl.int64)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
+    for start in range(0, N, BLOCK):
+        n = start + tl.arange(0, BLOCK)
+        mask = live[:, None] & (n < N)[None, :]
+        value = tl.load(dy_ptr + token[:, None] * dy_stride + n[None, :], mask=mask, other=0).to(tl.float32)
+        total += value * tl.load(bias_ptr + expert[:, None] * N + n[None, :], mask=mask, other=0).to(tl.float32)
+    tl.store(d_weight_ptr + tl.load(pair_ptr + row, mask=live, other=0), tl.sum(total, 1), mask=live)
 
 
 def add_expert_bias_launch(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
@@ -65,11 +102,37 @@ def add_expert_bias_launch(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tenso
 
 def expert_sum_launch(rows: Tensor, offsets: Tensor) -> Tensor:
     """rows (R, N) → (E, N) float32; one launch."""
+    return _expert_sum(rows, None, offsets, None, None)
+
+
+def output_bias_sum_launch(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """dy (T, N), weight (R,) → (E, N) float32; one launch."""
+    return _expert_sum(dy, weight, dispatch.expert_offsets, dispatch.gather, dispatch.pair)
+
+
+def _expert_sum(
+    rows: Tensor, weight: Tensor | None, offsets: Tensor, gather: Tensor | None, pair: Tensor | None
+) -> Tensor:
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     width, experts = rows.shape[1], offsets.shape[0] - 1
     out = torch.empty(experts, width, dtype=torch.float32, device=rows.device)
     if out.numel():
         _expert_sum_kernel[(experts, cdiv(width, 64))](
-            rows, out, offsets, width, rows.stride(0), ROWS=64, BLOCK=64, num_warps=4
-        )
+            rows, weight, out, offsets, gather, pair, width, rows.stride(0),
+            GATHER=gather is not None, ROWS=64, BLOCK=64, num_warps=4,
+        )  # fmt: skip
     return out
+
+
+def output_bias_dot_launch(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
+    """dy (T, N), bias (E, N) → (R,) float32, 0 for an unused pair; one launch and one fill."""
+    dy, bias = dy if dy.stride(1) == 1 else dy.contiguous(), bias.contiguous()
+    (experts, width), num_rows = bias.shape, dispatch.num_rows
+    d_weight = torch.zeros(dispatch.num_pairs, dtype=torch.float32, device=dy.device)
+    if num_rows and width and dy.shape[0]:
+        block = min(next_power_of_2(width), 256)
+        _expert_dot_kernel[(cdiv(num_rows, 16),)](
+            dy, bias, d_weight, dispatch.expert_offsets, dispatch.gather, dispatch.pair, experts, num_rows, width,
+            dy.stride(0), LANES=next_power_of_2(experts), ROWS=16, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return d_weight
