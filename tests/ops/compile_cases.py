@@ -264,6 +264,7 @@ def grouped_hopper() -> None:
         w = w.mT.contiguous().mT if transposed else w
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
+        ragged_m(x, w, ints(17), bias=torch.zeros(16, n, dtype=torch.bfloat16))
         ragged_m_sum(x, w, x, w, ints(17))
     # low_rank_mm's: of rank 16, in forward and in backward
     for transposed in (False, True):

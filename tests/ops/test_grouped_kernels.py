@@ -13,6 +13,7 @@ from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped import grouped_mm_hopper as hopper
 from megablocks.ops.grouped import grouped_mm_hopper_dw as hopper_dw
 from megablocks.ops.grouped import grouped_mm_triton as twin
+from megablocks.ops.grouped.bias import expert_of_row
 from megablocks.ops.hopper import Tile
 from megablocks.ops.launch import interpreted
 from megablocks.testing.poison import poisoned_empty
@@ -207,10 +208,13 @@ def test_ragged_m_hopper(
     w = fill(experts, n, k, dtype=dtype, device="cuda", seed=2).transpose(1, 2)
     w = w if k_major else w.contiguous()
     assert hopper.supports_m(x, w, offsets, rows)
-    with poisoned_empty():
-        y = hopper.ragged_m(x, w, offsets, gather, tile=tile)
-    assert_near(y[:used], rows_ref(x, w, offsets, gather), k)
-    assert bool(y[used:].isnan().all()), "rows of no expert were written"
+    want, bias = rows_ref(x, w, offsets, gather), fill(experts, n, dtype=dtype, device="cuda", seed=3)
+    of_row = bias.index_select(0, expert_of_row(offsets, used))
+    for b, shift in ((None, 0), (bias, of_row.to(want.dtype))):
+        with poisoned_empty():
+            y = hopper.ragged_m(x, w, offsets, gather, bias=b, tile=tile)
+        assert_near(y[:used], want + shift, k)
+        assert bool(y[used:].isnan().all()), "rows of no expert were written"
 
 
 @pytest.mark.gpu

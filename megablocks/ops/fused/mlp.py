@@ -46,7 +46,7 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, hopper_ragged_m, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
@@ -229,6 +229,15 @@ def down_gradient_op(
     return d_pre, _or_empty(d_gate, pre), scaled, d_weight
 
 
+def _down(act: Tensor, w2: Tensor, b2: Tensor | None, offsets: Tensor) -> Tensor:
+    """act (R, I), w2 (E, I, H), b2 (E, H) or None → (R, H)."""
+    hopper = hopper_ragged_m(act) if b2 is not None and act.numel() else None
+    if hopper and hopper.supports_m(act, w2, offsets, act.shape[0]):
+        return hopper.ragged_m(act, w2, offsets, bias=b2)
+    rows = grouped_mm_op(act, w2, offsets)
+    return rows if b2 is None else add_expert_bias_op(rows, b2, offsets)
+
+
 def _fake_fused_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     pre = a.x.new_empty(0 if a.options.recompute else (a.dispatch.num_rows, a.parameters.w2.shape[1]))
     return a.x.new_empty(a.x.shape), pre, torch.empty_like(pre) if a.activation.gated else a.x.new_empty(0)
@@ -247,9 +256,8 @@ def fused_mlp_op(
         y, pre, gate = fused_mlp_ref(x, weight, parameters, dispatch, activation, options.in_order)
     else:
         pre, gate, act = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
-        rows = grouped_mm_op(act, w2, dispatch.expert_offsets)
+        rows = _down(act, w2, b2, dispatch.expert_offsets)
         del act
-        rows = rows if b2 is None else add_expert_bias_op(rows, b2, dispatch.expert_offsets)
         y = rows if options.in_order else combine_op(rows, weight, dispatch)
     return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))
 

@@ -46,7 +46,6 @@ class _Plan(grouped.Plan):
     gated: bool = False
     unary: str = "silu"
     exact: bool = False
-    has_bias: bool = False
 
     @property
     def columns(self) -> int:
@@ -65,10 +64,10 @@ _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation, has_bias: bool) -> _Plan:
+def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation, biased: bool) -> _Plan:
     return _Plan(
         **vars(_SHARED if gated else _WIDE), lanes=grouped.lanes_of(experts), N=inner, K=K, gather=True,
-        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, has_bias=has_bias,
+        b_k_major=True, gated=gated, unary=activation.unary, exact=activation.exact, biased=biased,
     )  # fmt: skip
 
 
@@ -84,13 +83,13 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
     NAME: gl.constexpr = c.unary
     EXACT: gl.constexpr = c.exact
     j = gl.arange(0, c.out_cols, gl.SliceLayout(0, pre.type.layout))
-    if c.has_bias:
+    if c.biased:
         pre += gl.load(b1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
     pre = pre.to(bufs.dtype)
     store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
     act, _ = unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
     if c.gated:
-        if c.has_bias:
+        if c.biased:
             gate += gl.load(c1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
         gate = gate.to(bufs.dtype)
         store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)

@@ -2,6 +2,7 @@
 
     y[r] = x[row(r)] · w[e]                 x (R|S, K), w (E, K, N) of either major, offsets (E+1,)  → y (R, N)
     y[r] = x[r] · w[e] + x2[r] · v[e]      `summed`: the steps of the second product, of K2, follow those of the first
+    y[r] = x[r] · w[e] + bias[e]           `biased`: added before the one rounding
 
 Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] where x's S rows are gathered. The grid is one
 program a multiprocessor. N, K and whether rows are gathered decide the tile. hopper_gluon.py describes the roles of a
@@ -52,6 +53,7 @@ class Plan(Tile):
     b_k_major: bool = False
     summed: bool = False
     K2: int = 0
+    biased: bool = False
     a_k_major: ClassVar[bool] = True
 
     @property
@@ -108,10 +110,14 @@ def choose_m(N: int, K: int, gather: bool) -> Tile:
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, K2: int) -> Plan:
+def _plan(
+    tile: Tile | None, experts: int, N: int, K: int, gather: bool, b_k_major: bool, K2: int, biased: bool
+) -> Plan:
     """K2: the second product's inner size, 0 without one."""
-    tile, lanes = tile or choose_m(N, K + K2, gather), lanes_of(experts)
-    return Plan(**vars(tile), lanes=lanes, N=N, K=K, gather=gather, b_k_major=b_k_major, summed=K2 > 0, K2=K2)
+    return Plan(
+        **vars(tile or choose_m(N, K + K2, gather)), lanes=lanes_of(experts), N=N, K=K, gather=gather,
+        b_k_major=b_k_major, summed=K2 > 0, K2=K2, biased=biased,
+    )  # fmt: skip
 
 
 def lanes_of(experts: int) -> int:
@@ -155,12 +161,13 @@ def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -
 
 @gluon.jit
 def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
-    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts = common
+    x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, bias_ptr, offsets_ptr, experts = common
     PARTS: gl.constexpr = c.out_parts
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
+        expert = e
         row = m0
         last = end
         col = n0
@@ -173,7 +180,11 @@ def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
             it += c.steps
         parts = parts_of(acc, c)
         for i in gl.static_range(PARTS):
-            store_rows(parts[i], i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
+            part = parts[i]
+            if c.biased:
+                j = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, part.type.layout))
+                part += gl.load(bias_ptr + expert * c.N + j, mask=j < c.N, other=0).to(gl.float32)[None, :]
+            store_rows(part, i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
     tma.store_wait(0)
 
 
@@ -237,7 +248,7 @@ def m_producer(
 @quick
 @gluon.jit(do_not_specialize=["experts"])
 def ragged_m_kernel(
-    x_desc, w_desc, x2_desc, v_desc, y_desc, y_tail, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
+    x_desc, w_desc, x2_desc, v_desc, y_desc, y_tail, bias_ptr, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
     c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """x_desc (R, K) in (rows, BK) boxes; w_desc (E, N, K) or (E, K, N); y_desc (R, N) and its ragged twin y_tail.
@@ -247,7 +258,7 @@ def ragged_m_kernel(
     x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
-    common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, offsets_ptr, experts)
+    common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, bias_ptr, offsets_ptr, experts)
     gl.warp_specialize(
         [
             (_m_consumer, (common, 0, c)),
@@ -266,10 +277,14 @@ def ragged_m_kernel(
 
 
 def ragged_m(
-    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, tile: Tile | None = None
-) -> Tensor:
-    """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16."""
-    return _launch(x, w, None, None, offsets, gather, tile)
+    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:  # fmt: skip
+    """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16.
+
+    bias: (E, N) or None.
+    """
+    return _launch(x, w, None, None, offsets, gather, bias, tile)
 
 
 def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
@@ -277,12 +292,12 @@ def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -
 
     x2 (R, K2), v (E, K2, N): K2 may differ from K.
     """
-    return _launch(x, w, x2, v, offsets, None)
+    return _launch(x, w, x2, v, offsets, None, None)
 
 
 def _launch(
     x: Tensor, w: Tensor, x2: Tensor | None, v: Tensor | None, offsets: Tensor, gather: Tensor | None,
-    tile: Tile | None = None,
+    bias: Tensor | None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
@@ -290,7 +305,7 @@ def _launch(
     if rows == 0:
         return y
     k_major, gathered = not aligned(w, 2), gather is not None
-    c = _plan(tile, experts, N, K, gathered, k_major, 0 if x2 is None else x2.shape[1])
+    c = _plan(tile, experts, N, K, gathered, k_major, 0 if x2 is None else x2.shape[1], bias is not None)
     x_box, y_box = [c.rows, c.BK], [c.rows, c.out_cols]
 
     def weight(t: Tensor) -> Any:
@@ -302,6 +317,7 @@ def _launch(
         None if x2 is None else descriptor(x2, x_box),
         None if v is None else weight(v),
         *with_tail(y, y_box),
+        None if bias is None else bias.contiguous(),
         x if gathered else None,
         x.stride(0) // 8 if gathered else 0,
         gather,
