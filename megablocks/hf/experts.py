@@ -37,7 +37,6 @@ from megablocks.moe.impls import choose_impl, runs_on_hopper
 from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
-from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS
 from megablocks.ops.library import under_autocast
@@ -153,16 +152,12 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
     dispatch, weight: of R pairs; weight (R,), or None for ones.
     """
-    module, offsets = call.module, dispatch.expert_offsets
-    h = call.up.gathered(call.x, dispatch)
-    if call.up_bias is not None:
-        h = add_expert_bias(h, call.up_bias, offsets)
+    module = call.module
+    h = call.up.gathered(call.x, dispatch, call.up_bias)
     between = functools.partial(_between, call)
     masked = call.activation is None and _has_own_parameters(module)
     act = _without_unused(h, dispatch, between) if masked else between(h)
-    rows = call.down.sorted(act.to(call.x.dtype), dispatch)
-    if call.down_bias is not None:
-        rows = add_expert_bias(rows, call.down_bias, offsets)
+    rows = call.down.sorted(act.to(call.x.dtype), dispatch, call.down_bias)
     if getattr(module, "has_post_expert_norm", False):
         rows = _without_unused(rows, dispatch, module.post_expert_norm)
     return combine(rows, weight, dispatch)

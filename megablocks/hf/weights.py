@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.grouped.low_rank_mm import low_rank_mm
@@ -35,17 +36,19 @@ class Weight(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
-    def gathered(self, x: Tensor, dispatch: Dispatch) -> Tensor:
-        """x (T, K) → (R, N), as `gathered_mm`."""
+    def gathered(self, x: Tensor, dispatch: Dispatch, bias: Tensor | None) -> Tensor:
+        """x (T, K), bias (E, N) → (R, N), as `gathered_mm`."""
         if self.a is None or self.b is None:
-            return gathered_mm(x, self.w, dispatch)
-        return low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=True)
+            return gathered_mm(x, self.w, dispatch, bias=bias)
+        y = low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=True)
+        return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
 
-    def sorted(self, rows: Tensor, dispatch: Dispatch) -> Tensor:
-        """rows (R, K) → (R, N), as `grouped_mm`."""
+    def sorted(self, rows: Tensor, dispatch: Dispatch, bias: Tensor | None) -> Tensor:
+        """rows (R, K), bias (E, N) → (R, N), as `grouped_mm`."""
         if self.a is None or self.b is None:
-            return grouped_mm(rows, self.w, dispatch.expert_offsets)
-        return low_rank_mm(rows, self.w, self.a, self.b, dispatch, gathered=False)
+            return grouped_mm(rows, self.w, dispatch.expert_offsets, bias)
+        y = low_rank_mm(rows, self.w, self.a, self.b, dispatch, gathered=False)
+        return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
 
     def each(self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """rows (T, K), ids (R,), bias (E, N), scale (R,) → (R, N), as `pair_mm`."""

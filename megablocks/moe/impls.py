@@ -148,22 +148,16 @@ def grouped(call: ExpertCall) -> Tensor:
     input_bits, pre_bits = config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits
     gate = None
     if in_order and input_bits == OFF:
-        pre = grouped_mm(x, w1, offsets)
-        gate = None if v1 is None else grouped_mm(x, v1, offsets)
+        pre = grouped_mm(x, w1, offsets, p.b1)
+        gate = None if v1 is None else grouped_mm(x, v1, offsets, p.c1)
     elif v1 is None:
-        pre = gathered_mm(x, w1, dispatch, num_bits=input_bits)
+        pre = gathered_mm(x, w1, dispatch, bias=p.b1, num_bits=input_bits)
     else:
-        pre, gate = gathered_mm_gated(x, w1, v1, dispatch, num_bits=input_bits)
-    if p.b1 is not None:
-        pre = add_expert_bias(pre, p.b1, offsets)
-    if gate is not None and p.c1 is not None:
-        gate = add_expert_bias(gate, p.c1, offsets)
+        pre, gate = gathered_mm_gated(x, w1, v1, dispatch, bias=p.b1, gate_bias=p.c1, num_bits=input_bits)
     if config.recompute_activation or pre_bits != OFF:
-        rows = activate_and_project(pre, gate, p.w2, offsets, config.act, num_bits=pre_bits)
+        rows = activate_and_project(pre, gate, p.w2, offsets, config.act, bias=p.b2, num_bits=pre_bits)
     else:
-        rows = grouped_mm(activate(pre, gate, config.act), p.w2, offsets)
-    if p.b2 is not None:
-        rows = add_expert_bias(rows, p.b2, offsets)
+        rows = grouped_mm(activate(pre, gate, config.act), p.w2, offsets, p.b2)
     return rows if in_order else combine(rows, weight, dispatch, num_bits=config.quantize_scatter_num_bits)
 
 

@@ -71,6 +71,8 @@ def test_empty_expert_has_exactly_zero_gradient(poison):
 def test_gradcheck_of_the_ops():
     x, w, offsets, _, _ = case([3, 0, 4], spare=0)
     assert gradcheck(lambda x, w: grouped_mm(x, w, offsets), (x, w))
+    bias = torch.randn(3, w.shape[2], dtype=torch.float64, requires_grad=True)
+    assert gradcheck(lambda x, w, b: grouped_mm(x, w, offsets, b), (x, w, bias))
     bias = torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
     assert gradcheck(lambda x, b: add_expert_bias(x, b, offsets), (x, bias))
 
@@ -166,6 +168,8 @@ def test_bad_operands_are_named():
         grouped_mm(x, w.double(), offsets)
     with pytest.raises(ValueError, match=r"^offsets is \(3,\) torch.int64: must be \(3,\) torch.int32"):
         grouped_mm(x, w, offsets.long())
+    with pytest.raises(ValueError, match=r"^bias is \(2, 5\): must be \(E, N\), \(2, 3\)"):
+        grouped_mm(x, w, offsets, torch.ones(2, 5))
     with pytest.raises(ValueError, match=r"^rows \(4, 5\), bias \(2, 3\), offsets \(3,\)"):
         add_expert_bias(x, torch.ones(2, 3), offsets)
     for dtype in (torch.int64, torch.float32):

@@ -34,7 +34,7 @@ with compiling_for(90) as compiled:
         hopper.ragged_m_sum(x, w, x2, w, offsets)
         hopper_dw.ragged_k(dy, x, offsets)
         hopper_dw.ragged_k(dy, x, offsets, gather)
-        key = None, E, N, K, False, True, False
+        key = None, E, N, K, False, True, 0, False
         assert hopper._plan(*key) is hopper._plan(*key)
         counts.append({name: len(made) for name, made in compiled.items()})
     dw = "megablocks.ops.grouped.grouped_mm_hopper_dw.ragged_k_kernel"

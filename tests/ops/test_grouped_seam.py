@@ -65,8 +65,9 @@ class Recorder:
     def supports_k(self, a: Tensor, b: Tensor, offsets: Tensor) -> bool:
         return self.takes
 
-    def ragged_m(self, x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    def ragged_m(self, x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
         self.asked.append("m")
+        assert bias is None
         return seam.grouped_mm_ref(x, w, offsets)
 
     def ragged_k(self, a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:

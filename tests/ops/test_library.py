@@ -158,6 +158,7 @@ def _samples():
         "pad_indices": (pad_indices_op, (d, wide[1:], 0, 20)),
         "pad_indices_bins": (pad_indices_op, (d, None, 3, 3 * E)),
         "grouped_mm": (grouped_mm_op, (t(R, H), t(E, H, F), offsets)),
+        "grouped_mm_biased": (grouped_mm_op, (t(R, H), t(E, H, F), offsets, t(E, F))),
         "grouped_mm_transposed": (grouped_mm_op, (t(R, H), t(E, F, H).transpose(1, 2), offsets)),
         "rows_linear": (rows_linear_op, (t(R, H), t(F, H))),
         "grouped_mm_dw": (grouped_mm_dw_op, (const(R, H), const(R, F), offsets)),
@@ -165,8 +166,9 @@ def _samples():
             grouped_mm_sum_op,
             (const(R, H), const(E, H, F), const(R, H), const(E, H, F), offsets),
         ),
-        "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, d)),
-        "gathered_mm_gated": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), d)),
+        "gathered_mm": (gathered_mm_op, (t(T, H), t(E, F, H).transpose(1, 2), None, None, None, d)),
+        "gathered_mm_gated": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), None, None, d)),
+        "gathered_mm_biased": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), t(E, F), t(E, F), d)),
         "low_rank_mm": (low_rank_mm_op, (t(T, H), t(E, H, F), t(E, H, 2), t(E, 2, F), d, True)),
         "gathered_mm_dw": (gathered_mm_dw_op, (const(R, F), const(T, H), d)),
         "gathered_mm_dw_halves": (gathered_mm_dw_halves_op, (const(R, F), const(R, F), const(T, H), d)),
@@ -272,12 +274,16 @@ def _samples():
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),
-        "gathered_mm_quantized": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), d, 8)),
+        "gathered_mm_quantized": (gathered_mm_op, (t(T, H), t(E, H, F), t(E, H, F), None, None, d, 8)),
         "activate_and_project_quantized": (
             activate_and_project_op,
-            (t(R, F), t(R, F), t(E, F, H), offsets, swiglu, 8),
+            (t(R, F), t(R, F), t(E, F, H), None, offsets, swiglu, 8),
         ),
-        "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), offsets, swiglu)),
+        "activate_and_project": (activate_and_project_op, (t(R, F), t(R, F), t(E, F, H), None, offsets, swiglu)),
+        "activate_and_project_biased": (
+            activate_and_project_op,
+            (t(R, F), t(R, F), t(E, F, H), t(E, H), offsets, swiglu),
+        ),
     }
 
 

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_ref, activation_op, activation_ref, check_activation
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op, output_bias_dot_op, output_bias_sum_op
+from megablocks.ops.grouped.bias import expert_sum_op, output_bias_dot_op, output_bias_sum_op
 from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_dw_add_op,
     gathered_mm_dw_halves_op,
@@ -46,7 +46,7 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, hopper_ragged_m, is_transposed, weight_gradient
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
@@ -195,9 +195,8 @@ def fused_up_op(
         b1, c1 = (None if t is None else t.contiguous() for t in (b1, c1))
         pre, gate, act = kernels.up(x, w1, v1, b1, c1, dispatch, activation)
     else:
-        pre, gate = gathered_mm_op(x, w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2), dispatch)
-        pre = pre if b1 is None else add_expert_bias_op(pre, b1, dispatch.expert_offsets)
-        gate = gate if c1 is None else add_expert_bias_op(gate, c1, dispatch.expert_offsets)
+        w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+        pre, gate = gathered_mm_op(x, w1, v1, b1, c1, dispatch)
         act = activation_op(pre, None if v1 is None else gate, activation)
     return pre, _or_empty(gate, x), act
 
@@ -219,7 +218,7 @@ def down_gradient_op(
         if hopper.pays(w2.shape[2]) and hopper.supports(dy, w2, pre, gate, weight, dispatch.expert_offsets):
             d_pre, d_gate, scaled, d_weight = hopper.down_gradient(dy, w2, *arguments)
             return d_pre, _or_empty(d_gate, pre), scaled, d_weight
-    d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, dispatch)
+    d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, None, None, dispatch)
     if runs_triton(dy):
         from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
 
@@ -227,15 +226,6 @@ def down_gradient_op(
     else:
         d_pre, d_gate, scaled, d_weight = mlp_gradient_ref(d_act, *arguments)
     return d_pre, _or_empty(d_gate, pre), scaled, d_weight
-
-
-def _down(act: Tensor, w2: Tensor, b2: Tensor | None, offsets: Tensor) -> Tensor:
-    """act (R, I), w2 (E, I, H), b2 (E, H) or None → (R, H)."""
-    hopper = hopper_ragged_m(act) if b2 is not None and act.numel() else None
-    if hopper and hopper.supports_m(act, w2, offsets, act.shape[0]):
-        return hopper.ragged_m(act, w2, offsets, bias=b2)
-    rows = grouped_mm_op(act, w2, offsets)
-    return rows if b2 is None else add_expert_bias_op(rows, b2, offsets)
 
 
 def _fake_fused_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +246,7 @@ def fused_mlp_op(
         y, pre, gate = fused_mlp_ref(x, weight, parameters, dispatch, activation, options.in_order)
     else:
         pre, gate, act = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
-        rows = _down(act, w2, b2, dispatch.expert_offsets)
+        rows = grouped_mm_op(act, w2, dispatch.expert_offsets, b2)
         del act
         y = rows if options.in_order else combine_op(rows, weight, dispatch)
     return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))

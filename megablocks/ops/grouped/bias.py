@@ -4,7 +4,8 @@
 
 and where the biased rows are weighted and summed to tokens, from dY of the tokens (`Dispatch` has gather and pair):
 
-    d_bias[e] = Σ over the rows p of e of weight[pair[p]] · dY[gather[p]]      d_weight[pair[p]] += ⟨dY[gather[p]], bias[e]⟩
+    d_bias[e] = Σ over the rows p of e of weight[pair[p]] · dY[gather[p]]
+    d_weight[pair[p]] += ⟨dY[gather[p]], bias[e]⟩
 
 Legend: T tokens, R rows, E experts, N width. Rows p >= offsets[E] are unspecified; no gradient reads them.
 The sum runs over each expert's rows in order, in float32: no atomics, so reruns are bit-identical.

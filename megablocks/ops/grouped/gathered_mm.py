@@ -1,6 +1,6 @@
 """Gather and product in one: each expert multiplies its tokens where they stand, without a copy of their rows.
 
-    pre[p] = x[gather[p]] · w[e]                 for offsets[e] <= p < offsets[e+1]; where gated also gate[p], with v
+    pre[p] = x[gather[p]] · w[e] + bias[e]       for offsets[e] <= p < offsets[e+1]; where gated also gate[p], with v
     dX[t] = Σ over the rows p of token t of d_pre[p] · w[e]ᵀ + d_gate[p] · v[e]ᵀ
     dW[e] = Σ over the rows p of e of x[gather[p]]ᵀ · d_pre[p], exactly 0 for an expert without rows; dV likewise
 
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_dw_op,
@@ -109,24 +110,30 @@ def _fake_gathered_mm(a: Any) -> tuple[Tensor, Tensor]:
 
 @custom_op("megablocks::gathered_mm", fake=_fake_gathered_mm)
 def gathered_mm_op(
-    x: Tensor, w: Tensor, v: Tensor | None, dispatch: Dispatch, num_bits: int = OFF
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w: Tensor, v: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, dispatch: Dispatch,
+    num_bits: int = OFF,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(R, N) of w and of v, the latter empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
-    weights = [w] if v is None else [w, v]
-    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, t, offsets, d.num_rows) for t in weights):
-        products = [hopper.ragged_m(x, t, offsets, d.gather) for t in weights]
+    factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
+    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, t, offsets, d.num_rows) for t, _ in factors):
+        products = [hopper.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
     elif not has_torch_kernel(x) and (twin := twin_kernels(x)):
-        products = [twin.ragged_m(x, t, offsets, d.gather) for t in weights]
+        products = [twin.ragged_m(x, t, offsets, d.gather) for t, _ in factors]
+        products = [
+            y if b is None else add_expert_bias_op.implementation(y, b, offsets)
+            for y, (_, b) in zip(products, factors, strict=True)
+        ]
     else:
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
-        products = [grouped_mm_op.implementation(rows, t, offsets) for t in weights]
+        products = [grouped_mm_op.implementation(rows, t, offsets, b) for t, b in factors]
     return products[0], x.new_empty(0) if v is None else products[1]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, v, dispatch, num_bits = inputs
+    x, w, v, *biases, dispatch, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
+    ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
     x = x if need_w or need_v else None
     ctx.packed, *kept = (None, x, None) if num_bits == OFF else pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
@@ -135,7 +142,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, ...]:
     codes, scales, w, v, *indices = ctx.saved_tensors
     dispatch = Dispatch(*indices)
-    need_x, need_w, need_v = ctx.needs_input_grad[:3]  # asked again, because a caller may want one of them
+    need_x, need_w, need_v, *need_biases = ctx.needs_input_grad[:5]  # asked again, as a caller may want one of them
     dx = dw = dv = None
     if need_x:
         if v is None:
@@ -148,58 +155,69 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
         dw = gathered_mm_dw_op(d_pre, x, dispatch).transpose(1, 2)
     if need_v:
         dv = gathered_mm_dw_op(d_gate, x, dispatch).transpose(1, 2)
-    return dx, dw, dv, None, None
+    d_biases = [
+        expert_sum_op(d, dispatch.expert_offsets).to(dtype) if need else None
+        for d, dtype, need in zip((d_pre, d_gate), ctx.bias_dtypes, need_biases, strict=True)
+    ]
+    return dx, dw, dv, *d_biases, None, None
 
 
 gathered_mm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _check(x: Tensor, w: Tensor, dispatch: Dispatch, num_bits: int) -> None:
+def _check(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch, num_bits: int) -> None:
     num_tokens = dispatch.token_offsets.shape[0] - 1
     if x.dim() != 2 or x.shape[0] != num_tokens:
         raise ValueError(f"x is {tuple(x.shape)}: must be (T, H) with T={num_tokens}, as in the dispatch")
-    check_grouped(x, w, dispatch.expert_offsets)
+    check_grouped(x, w, dispatch.expert_offsets, bias)
     if num_bits != OFF:
         check_bits(num_bits, "4, 8, or -1 for off")
 
 
-def gathered_mm(x: Tensor, w: Tensor, dispatch: Dispatch, *, num_bits: int = OFF) -> Tensor:
-    """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets)`, which neither makes nor keeps the gathered rows.
+def gathered_mm(
+    x: Tensor, w: Tensor, dispatch: Dispatch, *, bias: Tensor | None = None, num_bits: int = OFF
+) -> Tensor:
+    """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets, bias)`, without making or keeping the gathered rows.
 
     Args:
         x: (T, H) floating.
         w: (E, H, N), same dtype, of any stride. A view `w1.transpose(1, 2)` of (E, N, H) is best: dw has its strides.
         dispatch: of T tokens and R pairs.
+        bias: (E, N) floating, or None.
         num_bits: 4 or 8 keep x quantized (`ops.quant`) for dW; -1 as it is.
 
     Returns:
-        (R, N) in x's dtype; rows >= V are unspecified. Differentiable in x and w.
+        (R, N) in x's dtype; rows >= V are unspecified. Differentiable in x, w and bias.
 
     Raises:
         ValueError: shapes or dtypes that do not fit, or num_bits other than 4, 8 and -1.
     """
     x, w = under_autocast(x, w)
-    _check(x, w, dispatch, num_bits)
-    return gathered_mm_op(x, w, None, dispatch, num_bits)[0]
+    _check(x, w, bias, dispatch, num_bits)
+    return gathered_mm_op(x, w, None, bias, None, dispatch, num_bits)[0]
 
 
 def gathered_mm_gated(
-    x: Tensor, w1: Tensor, v1: Tensor, dispatch: Dispatch, *, num_bits: int = OFF
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w1: Tensor, v1: Tensor, dispatch: Dispatch, *, bias: Tensor | None = None,
+    gate_bias: Tensor | None = None, num_bits: int = OFF,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`gathered_mm` with both up-projections of a gated MLP, whose gradients of x are one product.
 
     Args:
         x, dispatch, num_bits: as in `gathered_mm`.
         w1, v1: (E, H, N) of equal shape.
+        bias, gate_bias: (E, N) floating, or None.
 
     Returns:
-        pre and gate, x·w1 and x·v1, (R, N) each; rows >= V are unspecified. Differentiable in x, w1 and v1.
+        pre and gate, x·w1 + bias and x·v1 + gate_bias, (R, N) each; rows >= V are unspecified. Differentiable in x, the
+        matrices and the biases.
 
     Raises:
         ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
     x, w1, v1 = under_autocast(x, w1, v1)
-    _check(x, w1, dispatch, num_bits)
+    _check(x, w1, bias, dispatch, num_bits)
     if w1.shape != v1.shape or w1.dtype != v1.dtype:
         raise ValueError(f"v1 is {tuple(v1.shape)} {v1.dtype}: must be {tuple(w1.shape)} {w1.dtype}, as w1")
-    return gathered_mm_op(x, w1, v1, dispatch, num_bits)
+    check_grouped(x, v1, dispatch.expert_offsets, gate_bias)
+    return gathered_mm_op(x, w1, v1, bias, gate_bias, dispatch, num_bits)

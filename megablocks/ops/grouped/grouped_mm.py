@@ -1,6 +1,6 @@
 """Grouped GEMM: each expert multiplies its own, ragged number of rows.
 
-    y[p] = x[p] · w[e]            for offsets[e] <= p < offsets[e+1]
+    y[p] = x[p] · w[e] + bias[e]  for offsets[e] <= p < offsets[e+1]; the bias is optional
     dX   = grouped_mm(dY, wᵀ)     dW[e] = x[rows of e]ᵀ · dY[rows of e], exactly 0 for an expert without rows
 
 Legend: R rows, E experts, K inner size, N outer size, V = offsets[E] <= R valid rows. Rows p >= V are never read, and
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, runs_triton, under_autocast
 
@@ -139,16 +140,18 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 @custom_op("megablocks::grouped_mm", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
-def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
     if x.shape[0] == 0 or w.numel() == 0:
-        return grouped_mm_ref(x, w, offsets)
-    if (hopper := hopper_ragged_m(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
-        return hopper.ragged_m(x, w, offsets)
-    if has_torch_kernel(x):
-        return _grouped_mm_torch(x, w, offsets)
-    if twin := twin_kernels(x):
-        return twin.ragged_m(x, w, offsets)
-    return grouped_mm_ref(x, w, offsets)
+        y = grouped_mm_ref(x, w, offsets)
+    elif (hopper := hopper_ragged_m(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
+        return hopper.ragged_m(x, w, offsets, bias=bias)
+    elif has_torch_kernel(x):
+        y = _grouped_mm_torch(x, w, offsets)
+    elif twin := twin_kernels(x):
+        y = twin.ragged_m(x, w, offsets)
+    else:
+        y = grouped_mm_ref(x, w, offsets)
+    return y if bias is None else add_expert_bias_op.implementation(y, bias, offsets)
 
 
 @custom_op(
@@ -178,24 +181,25 @@ def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) ->
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, offsets = inputs
+    x, w, offsets, bias = inputs
     need_x, need_w = ctx.needs_input_grad[:2]
-    ctx.transposed = is_transposed(w)
+    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
     ctx.save_for_backward(x if need_w else None, w if need_x else None, offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[:2]  # asked again, because a caller may want one gradient of two
+    need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
     dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
     dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
-    return dx, dw, None
+    return dx, dw, None, (expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None)
 
 
 grouped_mm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
-def check_grouped(x: Tensor, w: Tensor, offsets: Tensor) -> None:
+def check_grouped(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> None:
     """The ValueErrors of `grouped_mm`."""
     if x.dim() != 2 or w.dim() != 3 or x.shape[1] != w.shape[1]:
         raise ValueError(f"x {tuple(x.shape)} and w {tuple(w.shape)}: must be (R, K) and (E, K, N)")
@@ -203,22 +207,25 @@ def check_grouped(x: Tensor, w: Tensor, offsets: Tensor) -> None:
         raise ValueError(f"w is {w.dtype}, must be {x.dtype} as x is: cast one, or run under autocast")
     if offsets.shape != (w.shape[0] + 1,) or offsets.dtype != torch.int32:
         raise ValueError(f"offsets is {tuple(offsets.shape)} {offsets.dtype}: must be ({w.shape[0] + 1},) torch.int32")
+    if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
+        raise ValueError(f"bias is {tuple(bias.shape)}: must be (E, N), {(w.shape[0], w.shape[2])}")
 
 
-def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix.
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply each expert's rows by its matrix, and add its bias where one is given.
 
     Args:
         x: (R, K) floating, rows sorted by expert.
         w: (E, K, N), same dtype; a view of any stride, e.g. `w1.view(E, N, K).transpose(1, 2)`.
         offsets: (E+1,) int32, non-decreasing from 0: rows [offsets[e], offsets[e+1]) are expert e's.
+        bias: (E, N) floating.
 
     Returns:
-        (R, N) in x's dtype; rows >= offsets[E] are unspecified. Differentiable in x and w.
+        (R, N) in x's dtype; rows >= offsets[E] are unspecified. Differentiable in x, w and bias.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
     x, w = under_autocast(x, w)
-    check_grouped(x, w, offsets)
-    return grouped_mm_op(x, w, offsets)
+    check_grouped(x, w, offsets, bias)
+    return grouped_mm_op(x, w, offsets, bias)

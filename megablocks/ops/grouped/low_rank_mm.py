@@ -36,7 +36,7 @@ def low_rank_mm_op(
     if not gathered:
         t = grouped_mm_op.implementation(x, a, offsets)
         return grouped_mm_sum_op.implementation(x, w, t, b, offsets), t
-    y, t = (gathered_mm_op.implementation(x, matrix, None, dispatch)[0] for matrix in (w, a))
+    y, t = (gathered_mm_op.implementation(x, matrix, None, None, None, dispatch)[0] for matrix in (w, a))
     return y.add_(grouped_mm_op.implementation(t, b, offsets)), t
 
 
