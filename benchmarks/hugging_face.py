@@ -9,6 +9,8 @@ Four layers, bf16, without the output head: hidden 2048, 128 experts of width 76
   lora     the same with PEFT's LoRA of rank 16 on the experts alone, where peft is installed
   decode   forward without a gradient at 1, 2, 4, 8 and 64 tokens
   kernels  the experts of these forwards alone, launched while the GPU waits: the host's time does not count
+  gpt-oss  forward and backward of one layer's experts of gpt-oss-20b's shape alone: hidden and width 2880, 32 experts,
+           top-4, biases and a clamped gate
 
 The arms are transformers' grouped_mm, batched_mm (decode) and sonicmoe where it loads; ours as it chooses, and each of
 its ways by itself. --brief leaves the ways out where tokens are few. First each arm's experts are compared with
@@ -22,6 +24,7 @@ import argparse
 from collections.abc import Callable
 from functools import partial
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
@@ -32,6 +35,7 @@ OURS = ("megablocks", *(f"megablocks_{way}" for way in WAYS))
 FORWARD_ONLY = ("batched_mm", "megablocks_few")
 DECODE = (1, 2, 4, 8, 64)
 SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
+GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}
 TOY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
@@ -48,6 +52,25 @@ def make_model(layers: int, toy: bool) -> Any:
     torch.manual_seed(0)
     with torch.device("cuda" if on_gpu() else "cpu"):
         return Qwen3MoeModel(config).to(torch.bfloat16)
+
+
+def make_gpt_oss(toy: bool) -> Any:
+    """One layer's experts of gpt-oss, with what this file reads of a model."""
+    import torch
+    from transformers import GptOssConfig
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    sizes = {"hidden_size": 64, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2}
+    config = GptOssConfig(**(sizes if toy else GPT_OSS))
+    torch.manual_seed(0)
+    with torch.device("cuda" if on_gpu() else "cpu"):
+        experts = GptOssExperts(config).to(torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    return SimpleNamespace(
+        config=config, layers=[SimpleNamespace(mlp=SimpleNamespace(experts=experts))], device=experts.down_proj.device,
+        set_experts_implementation=lambda arm: setattr(experts.config, "_experts_implementation", arm),
+    )  # fmt: skip
 
 
 def register() -> None:
@@ -70,7 +93,7 @@ def register() -> None:
         ALL_EXPERTS_FUNCTIONS.register(f"megablocks_{way}", partial(one_way, way))
 
 
-def check(model: Any, gate: Gate) -> None:
+def check(model: Any, gate: Gate, arms: tuple[str, ...] = (*THEIRS, *OURS)) -> None:
     """The first layer's experts of each arm, and their gradients, against the loop over experts in float32."""
     import copy
 
@@ -93,7 +116,7 @@ def check(model: Any, gate: Gate) -> None:
         return [y.detach(), *(torch.autograd.grad(y, inputs, dy.to(y.dtype)) if trains else ())]
 
     want = results(truth, x.bfloat16().float(), scores.clone(), True)
-    for arm in (*THEIRS, *OURS):
+    for arm in arms:
         try:
             model.set_experts_implementation(arm)
             got = results(experts, x.bfloat16(), scores.bfloat16(), arm not in FORWARD_ONLY)
@@ -135,6 +158,21 @@ def kernels_of(model: Any, count: int) -> Step:
         with torch.no_grad():
             for layer, (ids, scores) in zip(model.layers, pairs, strict=True):
                 layer.mlp.experts(x, ids, scores)
+
+    return step
+
+
+def experts_step(model: Any, count: int) -> Step:
+    """Forward and backward of the first layer's experts, with every gradient."""
+    import torch
+
+    experts, config, device = model.layers[0].mlp.experts, model.config, model.device
+    x = torch.randn(count, config.hidden_size, device=device, dtype=torch.bfloat16, requires_grad=True)
+    scores, ids = torch.rand(count, config.num_experts, device=device).topk(config.num_experts_per_tok)
+    dy, scores = torch.randn_like(x), scores.bfloat16().requires_grad_()
+
+    def step() -> None:
+        torch.autograd.grad(experts(x, ids, scores), (x, scores, *experts.parameters()), dy)
 
     return step
 
@@ -206,6 +244,13 @@ def main() -> int:
     ids = torch.randint(1024, (rows, tokens // rows), device=device)
     arms = [arm for arm in arms if arm not in FORWARD_ONLY]
     report("train", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
+    alone, of_gpt_oss = make_gpt_oss(options.toy), Gate(ours=lambda arm: arm in OURS)
+    check(alone, of_gpt_oss, ("grouped_mm", OURS[0]))
+    of_gpt_oss.report()
+    if not of_gpt_oss.green:
+        return 1
+    report("gpt-oss", alone, ["grouped_mm", OURS[0]], experts_step(alone, tokens), options.rounds, ("grouped_mm",))
+    del alone
     for layer in model.layers:
         layer.mlp.experts.requires_grad_(False)
     report("frozen", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))

@@ -14,8 +14,8 @@ transformers says by attributes of the module how its parameters lie:
     has_post_expert_norm   post_expert_norm is applied to each pair's output
 
 What stands between the products is the model's own: `_apply_gate`, or `act_fn` without a gate. Where it is
-transformers' default with an activation of our table, our kernel replaces it, or the whole MLP is one op. A family
-with a gate of its own, such as the clamped ones of gpt-oss and DeepSeek-V4, is computed with that gate.
+transformers' default with an activation of our table, our kernel replaces it, or the whole MLP is one op. The clamped
+gate of gpt-oss and the families of `_CLAMPED` has a kernel too. Another gate of a family's own runs as it is.
 
 Weights are read where they lie; nothing is copied. Ids outside [0, E) are skipped. There is no host synchronization.
 """
@@ -36,6 +36,7 @@ from megablocks.hf.weights import Weight, read_weight
 from megablocks.moe.impls import choose_impl, runs_on_hopper
 from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
+from megablocks.ops.clamped_gate import Clamp, clamped_gate
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS
@@ -57,7 +58,8 @@ class _Call(NamedTuple):
     x: (T, H), in the parameters' dtype.
     up, down: (E, H, N) and (E, I, H).
     up_bias, down_bias: (E, N) and (E, H), or None.
-    activation: what our kernels apply between the products; None where the module's own code does.
+    activation: what our kernels apply between the products; None where the module's own code or `clamp` does.
+    clamp: the clamped gate between the products, or None.
     """
 
     module: Any
@@ -67,6 +69,7 @@ class _Call(NamedTuple):
     up_bias: Tensor | None
     down_bias: Tensor | None
     activation: Activation | None
+    clamp: Clamp | None
 
 
 _BY_NAME = {
@@ -87,19 +90,46 @@ _ACTIVATIONS: dict[Any, Activation] = {
 }
 """Our activation for each class and function of transformers that computes the same."""
 
+_CLAMPED = {
+    "GptOssExperts": ("limit", "alpha", 1.0),
+    "OpenAIPrivacyFilterExperts": ("limit", "alpha", 1.0),
+    "MiniMaxM3VLExperts": ("swiglu_limit", "swiglu_alpha", 1.0),
+    "DeepseekV4Experts": ("limit", "", 0.0),
+    "Glm5NextTextExperts": ("swiglu_limit", "", 0.0),
+    "HYV4Experts": ("swiglu_limit", "", 0.0),
+    "HYV4VLExperts": ("swiglu_limit", "", 0.0),
+}
+"""Classes of transformers whose gate is clamped: its attributes for limit and alpha ("" for 1), and the offset."""
+
 
 def _has_own_gate(module: Any) -> bool:
     return type(module)._apply_gate is not _default_apply_gate or "_apply_gate" in vars(module)
 
 
+def _act_of(module: Any, default: Any = None) -> Activation | None:
+    """The entry of our table for the `act_fn` of `module`."""
+    act = getattr(module, "act_fn", default)
+    return _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
+
+
 def activation_of(module: Any) -> Activation | None:
     """The entry of our table for the activation between the products of `module`; None if it has none."""
-    act = getattr(module, "act_fn", None)
-    known = _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
+    known = _act_of(module)
     if known is None or not module.has_gate:
         return known
     replaceable = known.name in _GATED and not _has_own_gate(module)
     return Activation(_GATED[known.name], known.approximate) if replaceable else None
+
+
+def clamp_of(module: Any) -> Clamp | None:
+    """The clamped gate of `module`; None where its gate is another, which a class or an instance may have given it."""
+    family, names = type(module), _CLAMPED.get(type(module).__name__)
+    own = not family.__module__.startswith("transformers.models.") or "_apply_gate" in vars(module)
+    if names is None or own or _act_of(module, F.silu) != Activation("silu"):
+        return None
+    limit, alpha, offset = names
+    scale = getattr(module, alpha) if alpha else 1.0
+    return Clamp(float(getattr(module, limit)), float(scale), offset, interleaved=not module.is_concatenated)
 
 
 def _halves(call: _Call, h: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,6 +143,8 @@ def _halves(call: _Call, h: Tensor) -> tuple[Tensor, Tensor]:
 def _between(call: _Call, h: Tensor) -> Tensor:
     """h (R, N) → (R, I): the gate or the activation."""
     module, activation = call.module, call.activation
+    if call.clamp is not None:
+        return clamped_gate(h, call.clamp)
     if not module.has_gate:
         return module.act_fn(h) if activation is None else activate(h, None, activation)
     if activation is not None:
@@ -231,7 +263,7 @@ def read_call(module: Any, x: Tensor) -> _Call:
     if autocast:
         (x,) = under_autocast(x)
     x = x if x.dtype == up.w.dtype else x.to(up.w.dtype)  # where nothing is to do, too, `to` takes a microsecond
-    return _Call(module, x, up, down, up_bias, down_bias, activation_of(module))
+    return _Call(module, x, up, down, up_bias, down_bias, activation_of(module), clamp_of(module))
 
 
 def compute_rows(module: Any, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:

@@ -30,12 +30,12 @@ _ROUTING_OPS = r"router|rounded_router|build_dispatch|pad_indices|count_valid|sp
 _ROUTING_KERNELS = r"route|route_backward|finish|loads|select|odds|count|scan|place|pad|topology|weight_backward"
 _EXPERT_OPS = (
     r"fused_\w+|down_gradient|activate_and_project|grouped_\w+|gathered_\w+|scattered_\w+|sparse_\w+|linear_combine|"
-    r"parallel_linear|combine\w*|gather|replicate|bin_sum|add_expert_bias|expert_sum|output_bias_\w+|activation\w*|"
-    r"d?e?quantize"
+    r"parallel_linear|combine\w*|gather|replicate|bin_sum|add_expert_bias|expert_sum|output_bias_\w+|clamped_gate|"
+    r"activation\w*|d?e?quantize"
 )
 _EXPERT_KERNELS = (
     r"\w*ragged_[mk]|_rows|_weights|_pair_mm|\w*up|down_gradient|_expand|_combine\w*|_?sdd|_?spmm|_mlp_gradient|"
-    r"_forward|_backward|_add_bias|_expert_(sum|dot)|_\w*quantize"
+    r"_forward|_backward|_clamped\w*|_add_bias|_expert_(sum|dot)|_\w*quantize"
 )
 
 RULES = (

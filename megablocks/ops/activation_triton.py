@@ -1,6 +1,7 @@
 """Triton kernels of the activations: one pass over memory forward, one backward, float32 inside.
 
-Legend: n elements, in rows of I. A gated activation moves 3·n values forward and 5·n backward, a plain one 2·n and 3·n.
+Legend: n elements, in rows of I. A gated activation moves 3·n values forward and 5·n backward, a plain one 2·n and 3·n;
+clamped_gate.py's gate moves as many as any gated one.
 The activation of one element and its derivative are a device function, which fused kernels share.
 """
 
@@ -14,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
+from megablocks.ops.clamped_gate import Clamp
 from megablocks.ops.launch import cdiv, quick
 
 _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half precision, two loads an operand
@@ -102,6 +104,61 @@ def _backward_kernel(
     tl.store(d_pre_ptr + d_at, (grad * slope).to(d_pre_ptr.dtype.element_ty), mask=i < n)
 
 
+@triton.jit
+def _alternate(i, n):
+    """Where both factors of elements i lie if they alternate, and which there are: (BLOCK, 2) and (BLOCK, 1)."""
+    return 2 * i[:, None] + tl.arange(0, 2)[None, :], (i < n)[:, None]
+
+
+@triton.jit
+def _clamped(h_ptr, i, n, width, limit, alpha, offset, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr):
+    """Elements i of a clamped gate: (value, its derivatives by a and by b)."""
+    if INTERLEAVED:
+        at, live = _alternate(i, n)
+        a, b = tl.split(tl.load(h_ptr + at, mask=live, other=0).to(tl.float32))
+    else:
+        at = _in_rows(i, width, 2 * width, BLOCK)
+        a = tl.load(h_ptr + at, mask=i < n, other=0).to(tl.float32)
+        b = tl.load(h_ptr + at + width, mask=i < n, other=0).to(tl.float32)
+    z = tl.where(a > limit, limit, a)  # a minimum may lose a NaN
+    factor = tl.where(b > limit, limit, tl.where(b < -limit, -limit, b)) + offset
+    sigma = tl.sigmoid(alpha * z)
+    d_a = tl.where(a > limit, 0.0, factor * sigma * (1 + alpha * z * (1 - sigma)))
+    d_b = tl.where(tl.abs(b) > limit, 0.0, z * sigma)
+    return factor * z * sigma, d_a, d_b
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _clamped_kernel(
+    h_ptr, out_ptr, num_rows, width, limit, alpha, offset, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
+):
+    n = num_rows.to(tl.int64) * width
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value, _, _ = _clamped(h_ptr, i, n, width, limit, alpha, offset, INTERLEAVED, BLOCK)
+    tl.store(out_ptr + i, value.to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+@quick
+@triton.jit(do_not_specialize=["num_rows"])
+def _clamped_backward_kernel(
+    grad_ptr, h_ptr, d_h_ptr, num_rows, width, limit, alpha, offset, INTERLEAVED: tl.constexpr, BLOCK: tl.constexpr
+):
+    n = num_rows.to(tl.int64) * width
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    grad = tl.load(grad_ptr + i, mask=i < n, other=0).to(tl.float32)
+    _, d_a, d_b = _clamped(h_ptr, i, n, width, limit, alpha, offset, INTERLEAVED, BLOCK)
+    d_a = (grad * d_a).to(d_h_ptr.dtype.element_ty)
+    d_b = (grad * d_b).to(d_h_ptr.dtype.element_ty)
+    if INTERLEAVED:
+        at, live = _alternate(i, n)
+        tl.store(d_h_ptr + at, tl.join(d_a, d_b), mask=live)
+    else:
+        at = _in_rows(i, width, 2 * width, BLOCK)
+        tl.store(d_h_ptr + at, d_a, mask=i < n)
+        tl.store(d_h_ptr + at + width, d_b, mask=i < n)
+
+
 def _rows_of(pre: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, int | None]:
     """Both as the kernels read them, and the stride of their rows; None where both are contiguous, copied or not."""
     strided = gate is not None and pre.dim() == 2 and pre.stride() == gate.stride() and pre.stride(1) == 1
@@ -141,3 +198,27 @@ def activation_backward_launch(
             GATED=gate is not None, BLOCK=_BLOCK,
         )  # fmt: skip
     return d_pre, d_gate
+
+
+def clamped_gate_launch(h: Tensor, clamp: Clamp) -> Tensor:
+    """h (R, 2·I) → (R, I); one launch."""
+    h, width = h.contiguous(), h.shape[1] // 2
+    out = h.new_empty(h.shape[0], width)
+    if out.numel():
+        _clamped_kernel[(cdiv(out.numel(), _BLOCK),)](
+            h, out, h.shape[0], width, clamp.limit, clamp.alpha, clamp.offset, INTERLEAVED=clamp.interleaved,
+            BLOCK=_BLOCK,
+        )  # fmt: skip
+    return out
+
+
+def clamped_gate_backward_launch(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
+    """grad (R, I), h (R, 2·I) → the gradient of h; one launch."""
+    h, grad = h.contiguous(), grad.contiguous()
+    d_h = torch.empty_like(h)
+    if d_h.numel():
+        _clamped_backward_kernel[(cdiv(grad.numel(), _BLOCK),)](
+            grad, h, d_h, h.shape[0], h.shape[1] // 2, clamp.limit, clamp.alpha, clamp.offset,
+            INTERLEAVED=clamp.interleaved, BLOCK=_BLOCK,
+        )  # fmt: skip
+    return d_h

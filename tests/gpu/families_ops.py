@@ -97,6 +97,7 @@ def padded(device: torch.device) -> Step:
 def activation(device: torch.device) -> Step:
     from megablocks.ops.activation import activate, activate_halves
     from megablocks.ops.activation_table import GATED, UNARY, Activation
+    from megablocks.ops.clamped_gate import Clamp, clamped_gate
 
     inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
 
@@ -109,6 +110,8 @@ def activation(device: torch.device) -> Step:
                 out += with_gradients(activate(z, gate, Activation(name)), [z, gate])
                 h = torch.cat([z, gate], dim=1).detach().requires_grad_()
                 out += with_gradients(activate_halves(h, Activation(name)), [h])
+            for interleaved in (False, True):
+                out += with_gradients(clamped_gate(h, Clamp(0.5, 1.702, 1.0, interleaved)), [h])
         return out
 
     return step

@@ -146,6 +146,7 @@ def test_H1_values_and_gradients_equal_the_models_own(module: str, name: str) ->
 @pytest.mark.parametrize(("module", "name"), [p for p in CLASSES if str(p.id).startswith(CLAMPED)])
 def test_H1_a_clamp_is_never_dropped(module: str, name: str) -> None:
     experts, inputs = _make(module, name), _inputs()
+    assert ours.clamp_of(experts) is not None  # by our kernel
     y = _ours(experts, "grouped", *inputs)["y"]
     for limit in ("limit", "swiglu_limit"):
         if hasattr(experts, limit):
@@ -187,6 +188,17 @@ def test_H1_an_instance_with_a_gate_of_its_own() -> None:
     few, grouped = (_ours(experts, way, *inputs) for way in ("few", "grouped"))
     _assert_equal(few, grouped)
     assert not torch.allclose(plain, grouped["y"], atol=0.1)
+
+
+def test_H1_a_clamped_family_with_another_gate_keeps_it() -> None:
+    experts, inputs = _make(*GPT_OSS), _inputs()
+    clamped = _ours(experts, "grouped", *inputs)["y"]
+    other = type(experts.__class__.__name__, (type(experts),), {"_apply_gate": lambda self, h: h[..., ::2].tanh()})
+    for change in (lambda: setattr(experts, "_apply_gate", lambda h: h[..., ::2].tanh()),
+                   lambda: (delattr(experts, "_apply_gate"), setattr(experts, "__class__", other))):  # fmt: skip
+        change()
+        assert ours.clamp_of(experts) is None
+        assert not torch.allclose(clamped, _ours(experts, "grouped", *inputs)["y"], atol=0.1)
 
 
 def test_H1_alternating_halves_without_a_gate_of_their_own() -> None:

@@ -149,10 +149,12 @@ def padded() -> None:
         pad_launch(d, None, 4, 4 * experts)
 
 
-@family("activation_triton", "_forward_kernel", "_backward_kernel")
+@family("activation_triton", "_forward_kernel", "_backward_kernel", "_clamped_kernel", "_clamped_backward_kernel")
 def activation() -> None:
+    from megablocks.ops import activation_triton
     from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
     from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
+    from megablocks.ops.clamped_gate import Clamp
 
     for dtype, *form in product(EVERY, ACTIVATIONS, APPROXIMATIONS):
         z, one = torch.zeros(64, dtype=dtype), Activation(*form)
@@ -163,6 +165,10 @@ def activation() -> None:
             h = torch.zeros(8, 128, dtype=dtype)
             activation_launch(*h.chunk(2, dim=1), one)
             activation_backward_launch(z.view(1, 64).expand(8, 64), *h.chunk(2, dim=1), one, halves=h)
+    for dtype, width, interleaved in product(EVERY, (20, 1024), (False, True)):
+        h, clamp = torch.zeros(8, 2 * width, dtype=dtype), Clamp(7.0, 1.702, 1.0, interleaved)
+        activation_triton.clamped_gate_launch(h, clamp)
+        activation_triton.clamped_gate_backward_launch(h[:, :width], h, clamp)
 
 
 @family("loss_triton", "_sums_kernel", "_gradient_kernel")

@@ -22,6 +22,7 @@ from megablocks.ops.activation import (
     halves_activation_op,
 )
 from megablocks.ops.activation_table import Activation
+from megablocks.ops.clamped_gate import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
 from megablocks.ops.grouped.bias import (
@@ -271,6 +272,8 @@ def _samples():
         ),
         "halves_activation": (halves_activation_op, (t(R, 2 * F), swiglu)),
         "halves_activation_backward": (halves_activation_backward_op, (const(R, F), const(R, 2 * F), swiglu)),
+        "clamped_gate": (clamped_gate_op, (t(R, 2 * F), Clamp(0.5, 1.702, 1.0, True))),
+        "clamped_gate_backward": (clamped_gate_backward_op, (const(R, F), const(R, 2 * F), Clamp(0.5))),
         "quantize": (quantize_op, (const(R, 20), 8)),
         "dequantize": (dequantize_op, (*quantize(const(R, 21), 4), 4, 21, torch.float32)),
         "combine_quantized": (combine_op, (t(R, H), weight.clone().requires_grad_(), d, 4)),
