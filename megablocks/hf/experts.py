@@ -237,7 +237,6 @@ def choose_way(call: _Call) -> str:
     return choose_impl(
         on_hopper=runs_on_hopper(x.device),
         dtype=x.dtype,
-        biased=call.up_bias is not None,
         saves_less=False,
         num_experts=call.up.w.shape[0],
         hidden_size=x.shape[1],

@@ -60,9 +60,8 @@ class ExpertCall(NamedTuple):
 
 
 def choose_impl(
-    *, on_hopper: bool, dtype: torch.dtype, biased: bool, saves_less: bool, num_experts: int, hidden_size: int,
-    ffn_hidden_size: int,
-) -> str:  # fmt: skip
+    *, on_hopper: bool, dtype: torch.dtype, saves_less: bool, num_experts: int, hidden_size: int, ffn_hidden_size: int
+) -> str:
     """What mlp_impl "auto" means: "grouped" or "fused". It needs no GPU.
 
     It reads no number of rows, so it never synchronizes, and another number of tokens compiles nothing.
@@ -71,14 +70,13 @@ def choose_impl(
         on_hopper: whether Hopper's kernels run on the layer's device, see `runs_on_hopper`. Elsewhere nothing was
             measured, and "grouped" can fall back on torch's kernels.
         dtype: in which the experts compute.
-        biased: whether the experts have biases. With them "fused" is 3 to 4 % slower than "grouped" on an H200.
         saves_less: whether anything is recomputed for backward, with which "fused" is 6 % slower, or quantized, which
             was not measured.
         num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
     """
     aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
     takes = on_hopper and dtype in (torch.bfloat16, torch.float16) and aligned and num_experts <= MAX_EXPERTS
-    return "fused" if takes and not biased and not saves_less else "grouped"
+    return "fused" if takes and not saves_less else "grouped"
 
 
 def runs_on_hopper(device: torch.device) -> bool:
@@ -105,7 +103,7 @@ def impl_for(
         hidden_size=config.hidden_size,
         ffn_hidden_size=ffn_hidden_size,
     )
-    hopper_takes = choose(biased=False, saves_less=False) == "fused"
+    hopper_takes = choose(saves_less=False) == "fused"
     if config.batch_invariant and device.type == "cuda" and torch_kernel_on(device, dtype) and not hopper_takes:
         if config.mlp_impl != "scatter" and (config.mlp_impl != "auto" or quantized):
             allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: other products are"
@@ -113,8 +111,7 @@ def impl_for(
         return "scatter"
     if config.mlp_impl != "auto":
         return config.mlp_impl
-    saves_less = config.recompute_activation or quantized
-    return choose(biased=config.mlp_bias, saves_less=saves_less)
+    return choose(saves_less=config.recompute_activation or quantized)
 
 
 def fused(call: ExpertCall) -> Tensor:

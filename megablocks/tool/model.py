@@ -224,7 +224,6 @@ class Model:
         return choose_impl(
             on_hopper=any(name in self.gpu for name in ("H100", "H200", "H800", "H20")),
             dtype=torch.bfloat16 if self.bf16 else torch.float32,
-            biased=False,
             saves_less=self.recompute_activation or self.quantize_rematerialize_num_bits != -1,
             num_experts=self.num_experts // self.expert_model_parallel_size,
             hidden_size=self.hidden_size,

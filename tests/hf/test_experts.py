@@ -56,6 +56,7 @@ def _decorated() -> Iterator[tuple[str, str]]:
 
 WAYS = ("few", *ours.WAYS)
 MIXTRAL = ("transformers.models.mixtral.modeling_mixtral", "MixtralExperts")
+ARIA = ("transformers.models.aria.modeling_aria", "AriaExperts")
 GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 MIXTRAL_AND_NEMOTRON = [MIXTRAL, ("transformers.models.nemotron_h.modeling_nemotron_h", "NemotronHExperts")]
 CLASSES = [pytest.param(*names, id=names[1]) for names in _decorated()]
@@ -251,6 +252,34 @@ def test_the_way_follows_the_gradient_and_the_number_of_pairs(monkeypatch: pytes
         with torch.no_grad():
             ours.experts_forward(experts, *_inputs(tokens))
     assert calls == [fits]
+
+
+@pytest.mark.usefixtures("poison")
+def test_H1_plain_experts_with_biases() -> None:
+    """No class of transformers has biases and a plain gate, so Mixtral's get biases here."""
+    experts, inputs = _make(*MIXTRAL), _inputs()
+    experts.has_bias = True
+    for name in ("gate_up_proj", "down_proj"):
+        experts.register_parameter(f"{name}_bias", nn.Parameter(torch.empty_like(getattr(experts, name)[..., 0])))
+    _draw(experts)
+    grouped = _ours(experts, "grouped", *inputs)
+    for way in ("few", "fused"):
+        _assert_equal(_ours(experts, way, *inputs), grouped)
+    experts.requires_grad_(False).gate_up_proj_bias.zero_()
+    assert not torch.allclose(_ours(experts, "fused", *inputs)["y"], grouped["y"], atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "way"), [(*MIXTRAL, "fused"), (*ARIA, "grouped"), (*GPT_OSS, "grouped")], ids=str
+)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_way_on_hopper(module: str, name: str, way: str, has_bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fused with biases and without; grouped where weights lie transposed or the gate is the model's own."""
+    monkeypatch.setattr(ours, "runs_on_hopper", lambda device: True)
+    experts = _make(module, name, hidden_size=16, intermediate_size=8).bfloat16()
+    call = ours.read_call(experts, torch.zeros(T, 16, dtype=torch.bfloat16))
+    bias = torch.zeros(E, 16) if has_bias else None
+    assert ours.choose_way(call._replace(up_bias=bias, down_bias=bias)) == way
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -109,7 +109,7 @@ def test_what_is_kept_for_backward(impl, recompute, activation):
     assert kept == 4 * (weights + of_inputs + of_width * rows * width + rows * hidden)
 
 
-PAPER = dict(on_hopper=True, dtype=torch.float16, biased=False, saves_less=False, num_experts=64)
+PAPER = dict(on_hopper=True, dtype=torch.float16, saves_less=False, num_experts=64)
 PAPER |= dict(hidden_size=512, ffn_hidden_size=2048)
 
 
@@ -118,7 +118,6 @@ PAPER |= dict(hidden_size=512, ffn_hidden_size=2048)
     [
         dict(on_hopper=False),
         dict(dtype=torch.float32),
-        dict(biased=True),
         dict(saves_less=True),
         dict(hidden_size=516),
         dict(ffn_hidden_size=2044),
@@ -147,10 +146,11 @@ def test_auto_on_this_device_and_in_words(monkeypatch):
     sparse = Experts(config.replace(mlp_impl="sparse"))
     assert sparse.mlp_impl_for() == "sparse" and "mlp_impl=sparse" in repr(sparse)
     monkeypatch.setattr(impls, "runs_on_hopper", lambda device: True)
-    assert experts.mlp_impl_for() == "grouped"  # it has biases
-    config = config.replace(mlp_bias=False, hidden_size=16)
-    experts = Experts(config, dtype=torch.bfloat16)
-    assert experts.mlp_impl_for() == "fused" and "mlp_impl=auto (fused)" in repr(experts)
+    assert experts.mlp_impl_for() == "grouped"  # rows of 12 values are not aligned
+    config = config.replace(hidden_size=16)
+    for mlp_bias in (False, True):
+        experts = Experts(config.replace(mlp_bias=mlp_bias), dtype=torch.bfloat16)
+        assert experts.mlp_impl_for() == "fused" and "mlp_impl=auto (fused)" in repr(experts)
     assert experts.mlp_impl_for(dtype=torch.float32) == "grouped"
     for kept in ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits"):
         assert Experts(config.replace(**{kept: 8}), dtype=torch.bfloat16).mlp_impl_for() == "grouped", kept

@@ -321,9 +321,9 @@ def test_each_mlp_impl_launches_its_own_kernels(impl, activation):
         assert not [name for name in launched if kernel in name], f"{impl} launched {kernel}"
 
 
-@pytest.mark.parametrize("biased, kernel", [(False, "up_kernel"), (True, "ragged_m_kernel")])
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tokens", [64 * 512, 100])
-def test_auto_launches_what_it_says_it_picked(tokens, biased, kernel):
+def test_auto_launches_what_it_says_it_picked(tokens, biased):
     config = MoEConfig(hidden_size=256, ffn_hidden_size=256, num_experts=64, mlp_bias=biased, mlp_impl="auto")
     layer = build("auto", config, device="cuda", dtype=torch.bfloat16)
     picked = layer.experts.mlp_impl_for()
@@ -331,8 +331,7 @@ def test_auto_launches_what_it_says_it_picked(tokens, biased, kernel):
     if torch.cuda.get_device_capability() != (9, 0):
         assert picked == "grouped" and not [name for name in launched if "up_kernel" in name]
         return
-    assert picked == ("grouped" if biased else "fused")
-    assert any(kernel in name for name in launched)
+    assert picked == "fused" and any("up_kernel" in name for name in launched)
 
 
 FAR = dict(tokens=262144, hidden=2048, width=1032, experts=16, top_k=8)
