@@ -15,6 +15,7 @@ Bytes: forward reads the logits once and stores no scores; backward writes their
 The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
 since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
 and the smallest integer marks what was taken, so that ids are K different ones in [0, E) whatever the logits hold.
+A key of 16-bit logits leaves 13 bits free, which hold the id, so that one maximum finds both.
 """
 
 # mypy: allow-untyped-defs
@@ -37,6 +38,7 @@ _TINY = tl.constexpr(1e-20)
 _TAKEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
 _LARGEST = tl.constexpr(2**31 - 1)
+_ID = tl.constexpr(2**13 - 1)  # bits of a 16-bit logit's key that are the same for all: 19 of float32 hold it
 KEPT, CHOSEN = tl.constexpr(1), tl.constexpr(2)  # bits of a flag: the pair is computed; the top-k chose it
 PADDING_KEY = tl.constexpr(-(2**31))
 
@@ -161,11 +163,20 @@ def _route_kernel(
         if BIASED:
             pick += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
         key = _keys(pick, inside)
+        PACKED: tl.constexpr = (
+            AFTER and not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
+        )
+        if PACKED:
+            key = tl.where(inside, key & ~_ID | (_ID - e[None, :]), _TAKEN)
         ids = tl.zeros((TOKENS, KPAD), tl.int32)
         for i in range(K):
             best = tl.max(key, 1)
-            expert = tl.min(tl.where(key == best[:, None], e[None, :], BLOCK), 1)
-            key = tl.where(e[None, :] == expert[:, None], _TAKEN, key)
+            if PACKED:
+                expert = _ID - (best & _ID)
+                key = tl.where(key == best[:, None], _TAKEN, key)
+            else:
+                expert = tl.min(tl.where(key == best[:, None], e[None, :], BLOCK), 1)
+                key = tl.where(e[None, :] == expert[:, None], _TAKEN, key)
             ids = tl.where((k == i)[None, :], expert[:, None], ids)
         load += (alive[:, None] & inside & (key == _TAKEN)).to(tl.int32)
 
