@@ -66,18 +66,15 @@ def sum_products(a, b, inside):
 
 @triton.jit
 def softmax_rows(logits, inside):
-    """(exp(logits - top), top, sum) of each row; 0 outside."""
+    """(exp(logits - top), top, sum) of each row; 0 outside. A NaN makes the sum NaN, whatever the maximum does."""
     top = tl.max(tl.where(inside, logits, float("-inf")), 1)
-    spoilt = tl.max((logits != logits).to(tl.int32), 1) > 0  # whether a maximum skips NaN is the hardware's choice
-    top = tl.where(spoilt, float("nan"), top)
     exp = tl.where(inside, tl.exp(logits - top[:, None]), 0.0)
     return exp, top, tl.sum(exp, 1)
 
 
 @triton.jit
 def _keys(value, inside):
-    value = tl.where(value == 0.0, 0.0, value)  # -0 is 0
-    bits = value.to(tl.int32, bitcast=True)
+    bits = (value + 0.0).to(tl.int32, bitcast=True)  # -0 becomes 0
     key = tl.maximum(bits ^ ((bits >> 31) & 0x7FFFFFFF), _LOWEST)
     key = tl.where(value != value, _LARGEST, key)
     return tl.where(inside, key, _TAKEN)
@@ -131,9 +128,9 @@ def load_flags(flags_ptr, ends_ptr, t, e, num_tokens, E):
 @triton.jit(do_not_specialize=["num_tokens", "num_tiles"])
 def _route_kernel(
     logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, values_ptr, keys_ptr, partial_ptr, count_ptr,
-    num_tokens, num_tiles, E, scaling,
+    num_tokens, num_tiles, scaling,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, KPAD)
@@ -148,15 +145,14 @@ def _route_kernel(
         exp, top, total = softmax_rows(logits, inside)
         if SIGMOID:
             scores = tl.where(inside, tl.sigmoid(logits), 0.0)
-            shares = scores / (tl.sum(scores, 1) + _TINY)[:, None]
+            sums += scores * tl.where(alive, 1.0 / (tl.sum(scores, 1) + _TINY), 0.0)[:, None]
         else:
             scores = exp / total[:, None]
-            shares = scores
-        sums += tl.where(alive[:, None] & inside, shares, 0.0)
+            sums += exp * tl.where(alive, 1.0 / total, 0.0)[:, None]
         lse = top + tl.log(total)
         squares += tl.where(alive, lse * lse, 0.0)
-        infinite = (logits != logits) | (tl.abs(logits) == float("inf"))
-        broken += tl.max(infinite.to(tl.int32), 1)
+        finite = (tl.max(tl.abs(logits), 1) < float("inf")) & (total == total)
+        broken += 1 - finite.to(tl.int32)
         living += alive.to(tl.int32)
 
         pick = logits if AFTER else scores
@@ -178,7 +174,7 @@ def _route_kernel(
                 expert = tl.min(tl.where(key == best[:, None], e[None, :], BLOCK), 1)
                 key = tl.where(e[None, :] == expert[:, None], _TAKEN, key)
             ids = tl.where((k == i)[None, :], expert[:, None], ids)
-        load += (alive[:, None] & inside & (key == _TAKEN)).to(tl.int32)
+        load += tl.where(key == _TAKEN, alive.to(tl.int32)[:, None], 0)
 
         if keys_ptr is not None:  # every pair's weight, and the order of an expert's tokens
             taken = inside & (key == _TAKEN)
@@ -398,9 +394,9 @@ def score_launch(
     count = torch.empty(programs, num_experts + 2, dtype=torch.int32, device=device)
     pairs = (out.expert, out.token, out.weight, None, None) if every is None else (None, None, None, *every)
     _route_kernel[(programs,)](
-        logits, bias, padding_mask, *pairs, partial, count, num_tokens, tiles, num_experts, options.scaling,
+        logits, bias, padding_mask, *pairs, partial, count, num_tokens, tiles, options.scaling,
         SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), BIASED=bias is not None,
-        MASKED=padding_mask is not None, num_warps=_WARPS, **sizes,
+        MASKED=padding_mask is not None, E=num_experts, num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, out.sums, out.load, out.stats, out.balance, out.z, programs, num_experts,
