@@ -342,25 +342,22 @@ def _route_backward_kernel(
 @triton.jit(do_not_specialize=["num_tokens"])
 def _weight_backward_kernel(
     weight_ptr, expert_ptr, d_weight_ptr, out_ptr, num_tokens, E, scaling,
-    K: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, KPAD: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK)
+    k = tl.arange(0, KPAD)
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    alive = t < num_tokens
-    row = t.to(tl.int64) * K
-    mean = tl.zeros((TOKENS,), tl.float32)
-    for i in range(K):
-        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
-        mean += weight * tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
-    mean /= scaling
-    d_logits = tl.zeros((TOKENS, BLOCK), tl.float32)
-    for i in range(K):
-        expert = tl.load(expert_ptr + row + i, mask=alive, other=-1)  # -1 of padding: no column is it
-        weight = tl.load(weight_ptr + row + i, mask=alive, other=0)
-        grad = tl.load(d_weight_ptr + row + i, mask=alive, other=0).to(tl.float32)
-        d_logits = tl.where(e[None, :] == expert[:, None], (weight * (grad - mean))[:, None], d_logits)
-    at = t[:, None].to(tl.int64) * E + e[None, :]
-    tl.store(out_ptr + at, d_logits.to(out_ptr.dtype.element_ty), mask=alive[:, None] & (e < E)[None, :])
+    alive = (t < num_tokens)[:, None]
+    live = alive & (k < K)[None, :]
+    at = t[:, None].to(tl.int64) * K + k[None, :]
+    expert = tl.load(expert_ptr + at, mask=live, other=-1)  # -1 of padding
+    weight = tl.load(weight_ptr + at, mask=live, other=0)
+    grad = tl.load(d_weight_ptr + at, mask=live, other=0).to(tl.float32)
+    mean = sum_products(weight, grad, live) / scaling
+    row = out_ptr + t[:, None].to(tl.int64) * E
+    tl.store(row + e[None, :], tl.zeros((TOKENS, BLOCK), out_ptr.dtype.element_ty), mask=alive & (e < E)[None, :])
+    tl.debug_barrier()  # the zeros come first
+    tl.store(row + expert, (weight * (grad - mean[:, None])).to(out_ptr.dtype.element_ty), mask=live & (expert >= 0))
 
 
 def _tile_sizes(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, int]:
@@ -439,10 +436,10 @@ def weight_backward_launch(
     """Like `router_weight_backward_ref`; one launch."""
     num_tokens = weight.shape[0] // options.top_k
     out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
-    sizes = _backward_sizes(num_experts, options.top_k)
-    del sizes["KPAD"]
+    sizes = _tile_sizes(num_experts, options.top_k)
     if out.numel():
         _weight_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling, **sizes,
+            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling,
+            num_warps=_WARPS, **sizes,
         )  # fmt: skip
     return out
