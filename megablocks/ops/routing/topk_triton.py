@@ -38,7 +38,7 @@ _TINY = tl.constexpr(1e-20)
 _TAKEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
 _LARGEST = tl.constexpr(2**31 - 1)
-_ID = tl.constexpr(2**13 - 1)  # bits of a 16-bit logit's key that are the same for all: 19 of float32 hold it
+_ID = tl.constexpr(2**13 - 1)  # what a 16-bit logit leaves free in a key: it takes 19 bits
 KEPT, CHOSEN = tl.constexpr(1), tl.constexpr(2)  # bits of a flag: the pair is computed; the top-k chose it
 PADDING_KEY = tl.constexpr(-(2**31))
 
