@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megablocks.config import ConfigError
 from megablocks.data.indexed import DataError
@@ -88,12 +89,25 @@ class FolderSource(Source):
             yield key, (self.path / key).read_bytes()
 
 
+class _Member(tarfile.TarInfo):
+    """A document of an archive. tarfile takes a header that is cut off, damaged or missing for the archive's end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the true end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
 class TarSource(Source):
     """The regular files of a tar archive, compressed or not, in the order of the archive."""
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         try:
-            with tarfile.open(self.path, "r|*") as archive:
+            with tarfile.open(self.path, "r|*", tarinfo=_Member) as archive:
                 for member in archive:
                     if member.isfile():
                         stream = archive.extractfile(member)

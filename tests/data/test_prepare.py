@@ -255,16 +255,32 @@ def test_a_text_file_is_one_document(tmp_path):
     assert (key, source.text(key, raw)) == ("poem.txt", "déjà\n")
 
 
-def test_a_truncated_archive_is_refused(tmp_path):
+def archive_of(texts):
+    """An uncompressed tar archive of these texts."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
-        for number in range(5):
+        for number, text in enumerate(texts):
             info = tarfile.TarInfo(f"{number}.txt")
-            info.size = 5000
-            archive.addfile(info, io.BytesIO(os.urandom(5000)))
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw.getvalue())[:-9000])
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    return raw.getvalue()
+
+
+def test_a_truncated_archive_is_refused(tmp_path):
+    raw = archive_of(os.urandom(5000) for _ in range(5))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw)[:-9000])
     line = refused("--input", tmp_path / "a.tar.gz", "--out", tmp_path / "set")
     assert "a.tar.gz: not a complete tar archive" in line
+
+
+def test_an_archive_that_ends_between_documents_or_has_a_damaged_header_is_refused(tmp_path):
+    """tarfile takes both for the end: the documents behind it were silently left out."""
+    raw, path = archive_of([b"some text"] * 5), tmp_path / "a.tar"
+    bad = bytes([raw[2048] ^ 255]) + raw[2049:]
+    for damaged in (raw[:2048], raw[:2100], raw[:2048] + bad, raw[:5120]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.tar: not a complete tar archive"):
+            list(sources.open_source(str(path), "text").entries())
 
 
 def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
