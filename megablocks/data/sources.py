@@ -107,13 +107,15 @@ class TarSource(Source):
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         try:
-            with tarfile.open(self.path, "r|*", tarinfo=_Member) as archive:
+            with tarfile.open(self.path, tarinfo=_Member) as archive:
                 for member in archive:
                     if member.isfile():
                         stream = archive.extractfile(member)
                         assert stream is not None, "a regular file has contents"
                         yield PurePosixPath(member.name).as_posix(), member.size, stream.read
-        except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
+        except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's; others are of gzip and bz2
+                raise
             raise DataError(f"{self.path}: not a complete tar archive ({' '.join(str(error).split())})") from None
 
 

@@ -1,9 +1,11 @@
 """Preparation: what goes in comes out, the same every time, whole or not at all."""
 
+import bz2
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
 import shutil
 import signal
@@ -281,6 +283,20 @@ def test_an_archive_that_ends_between_documents_or_has_a_damaged_header_is_refus
         path.write_bytes(damaged)
         with pytest.raises(DataError, match=r"a\.tar: not a complete tar archive"):
             list(sources.open_source(str(path), "text").entries())
+
+
+@pytest.mark.parametrize("packing", [gzip, bz2, lzma])
+def test_an_archive_that_was_compressed_in_parts_is_read_whole(packing, tmp_path):
+    """As by pbzip2. A changed byte is an error."""
+    raw, path = archive_of(b"text %d" % number for number in range(9)), tmp_path / "a.tar.gz"
+    packed = packing.compress(raw[:3000]) + packing.compress(raw[3000:])
+    path.write_bytes(packed)
+    source = sources.open_source(str(path), "text")
+    keys = [entry.key for entry in source.entries()]
+    assert dict(source.read(set(keys))) == {f"{number}.txt": b"text %d" % number for number in range(9)}
+    path.write_bytes(packed[:40] + bytes([packed[40] ^ 255]) + packed[41:])
+    with pytest.raises(DataError, match=r"a\.tar\.gz: not a complete tar archive"):
+        list(source.entries())
 
 
 def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
