@@ -30,7 +30,7 @@ from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
 from megablocks.data.manifest import write_manifest
 from megablocks.data.pipeline import Raw, encode_all, unigram_statistics
-from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
+from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, is_text, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
 from megablocks.files import exclusive, hash_files, sync
@@ -185,7 +185,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
         if entry.key not in plan.valid and (not keys or size + entry.size <= _SAMPLE_BYTES):
             keys.add(entry.key)
             size += entry.size
-    texts = (plan.sources[number].text(key, raw) for number, key, raw in plan.read(keys))
+    texts = (plan.sources[number].text(key, raw) for number, key, raw in plan.read(keys) if is_text(raw))
     return tokenizers.train_sentencepiece(folder, texts, args.vocab_size)
 
 

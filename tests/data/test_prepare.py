@@ -219,6 +219,19 @@ def test_jsonl(tmp_path):
         assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
 
 
+def test_files_that_are_no_text_do_not_train_the_vocabulary(corpus, tmp_path):
+    """Pictures and the like took pieces from the text. They are in neither split."""
+    both = Path(shutil.copytree(corpus, tmp_path / "both"))
+    for number in range(20):
+        (both / f"{number}.png").write_bytes(b"\0" + bytes(range(0xC0, 0x100)) * 40)
+    made = []
+    for folder in (corpus, both):
+        out = tmp_path / f"{folder.name}-set"
+        assert main(["--input", str(folder), "--out", str(out), "--vocab-size", "600", "--workers", "1"]) == 0
+        made.append({name: digest for name, digest in tree(out).items() if name != "manifest.json"})
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
