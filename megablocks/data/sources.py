@@ -140,7 +140,7 @@ class JsonlSource(Source):
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: the field {self.field!r} holds no text")
-        return value
+        return value.encode("utf-8", "replace").decode("utf-8")  # the tokenizers refuse half a surrogate pair
 
 
 def open_source(text: str, jsonl_field: str) -> Source:

@@ -219,6 +219,16 @@ def test_jsonl(tmp_path):
         assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
 
 
+def test_half_a_surrogate_pair_in_json_is_a_question_mark(tmp_path):
+    """Text that was cut between the two halves of an emoji. It ended the training of the vocabulary."""
+    names = [f"{a}{b}{c}" for a in ("da", "mi", "ro") for b in ("ka", "lu", "ne") for c in ("st", "vor", "zip")]
+    texts = [f"{name} {names[-i]} {names[i * 7 % 27]} \ud83d" for i, name in enumerate(names)]
+    path, out = tmp_path / "data.jsonl", tmp_path / "set"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    assert main(["--input", str(path), "--out", str(out), "--vocab-size", "390", "--workers", "1"]) == 0
+    assert sorted(decoded(out)) == sorted(text.replace("\ud83d", "?") for text in texts)
+
+
 def test_files_that_are_no_text_do_not_train_the_vocabulary(corpus, tmp_path):
     """Pictures and the like took pieces from the text. They are in neither split."""
     both = Path(shutil.copytree(corpus, tmp_path / "both"))
