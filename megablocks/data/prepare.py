@@ -116,7 +116,7 @@ def check_options(args: argparse.Namespace) -> None:
     for flag, paths in (("--out", [args.out]), ("--input", args.input)):
         if "" in paths:  # as of an unset variable
             refuse(flag, "", "must be a path; . is the current folder")
-    args.out = Path(os.path.abspath(args.out))
+    args.out = Path(os.path.realpath(args.out))  # a rename would replace a link
     try:
         str(args.out).encode()
     except UnicodeEncodeError:

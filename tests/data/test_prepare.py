@@ -563,3 +563,15 @@ def test_overwrite_replaces_data_sets_alone(corpus, tmp_path):
         line = refused("--input", corpus, "--out", tmp_path / name, "--vocab-size", 600, "--overwrite")
         assert f"--out='{tmp_path / name}': exists and is no data set" in line
     assert (tmp_path / "thesis/thesis.tex").read_text() == "precious"
+
+
+def test_a_link_stands_for_its_folder(corpus, tmp_path):
+    """A data set on another disk. --overwrite put the new one in the place of the link, and failed the next time."""
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    link.symlink_to(disk / "set")
+    call = ["--input", str(corpus), "--out", str(link), "--vocab-size", "600", "--workers", "1"]
+    for more in ([], ["--overwrite"], ["--overwrite"]):
+        assert main([*call, *more]) == 0
+        assert link.is_symlink() and sorted(os.listdir(tmp_path)) == ["disk", "link"]
+        assert os.listdir(disk) == ["set"]
+        verify_folder(link)
