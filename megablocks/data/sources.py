@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import json
 import lzma
+import os
 import sysconfig
 import tarfile
 import zlib
@@ -73,14 +74,19 @@ class FolderSource(Source):
         super().__init__(path, name)
         self._skip = set(skip)
 
+    def _is_read(self, name: str) -> bool:
+        return not name.startswith(".") and name not in self._skip
+
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+        def fail(error: OSError) -> None:  # otherwise os.walk leaves out a folder that it cannot read
+            raise error
+
         found = []
-        for path in self.path.rglob("*"):
-            key = path.relative_to(self.path)
-            if any(part.startswith(".") or part in self._skip for part in key.parts):
-                continue
-            if path.is_file() and not path.is_symlink():
-                found.append((key.as_posix(), path))
+        for folder, inner, names in os.walk(self.path, onerror=fail):
+            inner[:] = filter(self._is_read, inner)
+            for path in (Path(folder, name) for name in filter(self._is_read, names)):
+                if path.is_file() and not path.is_symlink():
+                    found.append((path.relative_to(self.path).as_posix(), path))
         for name, path in sorted(found):
             yield name, path.stat().st_size, path.read_bytes
 

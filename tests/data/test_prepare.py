@@ -336,6 +336,26 @@ def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
     assert len(sources.held_out(entries, 1e-9)) == 1 and len(sources.held_out(entries, 0.999999)) == len(keys) - 1
 
 
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys):
+    """Its documents were silently left out. Those of hidden folders are not read anyway."""
+    for name in ("a.txt", "b.txt", "inner/c.txt", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source, scandir = sources.open_source(str(tmp_path), "text"), os.scandir
+    refused = {".hidden"}
+
+    def scan(path="."):
+        if Path(path).name in refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [entry.key for entry in source.entries()] == ["a.txt", "b.txt", "inner/c.txt"]
+    refused.add("inner")
+    assert main(["--input", str(tmp_path), "--out", str(tmp_path / "set")]) == 2
+    assert capsys.readouterr().err == f"prepare_data: error: {tmp_path / 'inner'}: Permission denied\n"
+
+
 def test_patterns(corpus, tmp_path):
     base = ["--input", str(corpus), "--out", str(tmp_path / "set")]
     chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", "4000"]
