@@ -424,7 +424,7 @@ def _with(m: Model = SMALL, **values: Any) -> Model:
 
 
 def test_parameters_of_small_by_hand() -> None:
-    experts, dense = 12 * 64 * 2 * 768 * 3072, 12 * (4 * 768**2 + 4 * 768 + 768 * 64) + 768 * (32768 + 1024)
+    experts, dense = 12 * 64 * 2 * 768 * 3072, 12 * (4 * 768**2 + 4 * 768 + 768 * 64) + 768 * (32768 + 1024 + 2)
     found = memory.parameters(SMALL)
     assert found.total == experts + dense and found.active == experts // 64 + dense
     assert found.per_gpu == found.total and found.experts_per_gpu == experts
