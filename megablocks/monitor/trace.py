@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             events = json.load(file)["traceEvents"]
         return [event for event in events if event.get("ph") == "X" and "cat" in event]
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: must be a Chrome trace of torch's profiler ({error}); {_HOW}") from None
 
 
