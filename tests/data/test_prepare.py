@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -420,6 +421,20 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
     assert "must be the folder of a Hugging Face tokenizer" in line
+
+
+@pytest.mark.parametrize("shift", [50, 70_000])
+def test_a_tokenizer_with_gaps_in_its_ids_is_refused(corpus, gpt2_files, tmp_path, shift, capsys):
+    """Megatron's embedding has a row for each token, so a larger id has none. It was a traceback of numpy's."""
+    pytest.importorskip("transformers")
+    vocabulary = json.loads((gpt2_files / "vocab.json").read_text())
+    size = len(vocabulary)
+    (tmp_path / "vocab.json").write_text(json.dumps({k: i + shift * (i > 280) for k, i in vocabulary.items()}))
+    files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merges-file", str(gpt2_files / "merges.txt")]
+    call = ["--input", str(corpus), "--out", str(tmp_path / "set"), "--tokenizer", "gpt2", *files, "--workers", "1"]
+    assert main(call) == 2
+    said = rf"\S+: the tokenizer gives the id \d+, must be below {size}, the number of its tokens"
+    assert re.fullmatch(f"prepare_data: error: {said}\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
