@@ -158,7 +158,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
             if args.max_document_bytes is not None and entry.size > args.max_document_bytes:
                 continue
             if entry.key in owner:
-                refuse("--input", args.input, f"the document {entry.key!r} occurs twice")
+                fix = "rename one, or give one folder with both below it"
+                refuse("--input", args.input, f"the document {entry.key!r} occurs twice; {fix}")
             owner[entry.key] = number
             entries.append(entry)
     chosen = choose(entries, args.max_documents, args.max_bytes)

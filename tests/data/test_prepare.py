@@ -357,6 +357,19 @@ def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys)
     assert capsys.readouterr().err == f"prepare_data: error: {tmp_path / 'inner'}: Permission denied\n"
 
 
+def test_two_documents_of_one_name_are_refused_with_a_way_out(tmp_path, capsys):
+    """As the README of two projects."""
+    folders = [tmp_path / "both" / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "README").write_text(folder.name)
+    assert main(["--input", *map(str, folders), "--out", str(tmp_path / "set")]) == 2
+    said = "the document 'README' occurs twice; rename one, or give one folder with both below it"
+    assert capsys.readouterr().err.strip().endswith(said)
+    names = [entry.key for entry in sources.open_source(str(tmp_path / "both"), "text").entries()]
+    assert names == ["a/README", "b/README"]
+
+
 def test_patterns(corpus, tmp_path):
     base = ["--input", str(corpus), "--out", str(tmp_path / "set")]
     chosen = ["--include", "*.py", "--exclude", "package1/*", "--max-document-bytes", "4000"]
