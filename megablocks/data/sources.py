@@ -162,6 +162,9 @@ def open_source(text: str, jsonl_field: str) -> Source:
         return TarSource(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlSource(path, jsonl_field)
+    with open(path, "rb") as file:
+        if not is_text(file.read(1 << 20)):
+            raise ConfigError(f"--input={text!r}: is no text, because it has NUL bytes; unpack or convert it first")
     return Source(path)
 
 

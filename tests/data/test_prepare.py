@@ -281,6 +281,15 @@ def test_a_text_file_is_one_document(tmp_path):
     assert (key, source.text(key, raw)) == ("poem.txt", "déjà\n")
 
 
+def test_a_file_that_is_no_text_is_refused_where_it_is_named(corpus, tmp_path, capsys):
+    """It was left out, as one of a folder is, beside inputs that have text."""
+    path = tmp_path / "more.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "some"}\n' * 9, mtime=0))
+    assert main(["--input", str(corpus), str(path), "--out", str(tmp_path / "set"), "--vocab-size", "600"]) == 2
+    said = f"--input={str(path)!r}: is no text, because it has NUL bytes; unpack or convert it first"
+    assert capsys.readouterr().err == f"prepare_data: error: {said}\n"
+
+
 def archive_of(texts):
     """An uncompressed tar archive of these texts."""
     raw = io.BytesIO()
