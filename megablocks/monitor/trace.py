@@ -173,8 +173,8 @@ def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[st
 def exclusive_times(kernels: list[Kernel], last: list[bool]) -> list[float]:
     """The time of each kernel, in µs, so that they add up to the time in which any kernel runs.
 
-    While several kernels run, the time belongs to the one that started last. `last`: whether a
-    kernel gets only the time in which no other runs, as those of communication.
+    While several kernels run, the time belongs to the one that started last. last: for each kernel, whether it gets
+    only the time in which no other runs, as communication does.
     """
     order = sorted(range(len(kernels)), key=lambda i: kernels[i].start)
     edges = sorted({edge for kernel in kernels for edge in (kernel.start, kernel.end)})

@@ -84,7 +84,7 @@ def reached(experts: int, ranks: int, top_k: int) -> float:
     few, many = sorted((experts // ranks, top_k))  # the ratio of both numbers is the same with these two exchanged
     if few + many > experts:
         return 1.0
-    # A product of `few` factors. Of very many each of 1024 stands for its neighbors.
+    # A product of `few` factors. If there are more than 1024, it is computed from 1024 of them, evenly spaced.
     factors = min(few, 1024)
     each = few / factors
     logs = (math.log1p(-many / (experts - each * (i + 0.5) + 0.5)) for i in range(factors))
