@@ -29,7 +29,7 @@ def write_durably(path: Path, data: str | bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(temporary, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            file.write(data.encode(errors="surrogateescape") if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

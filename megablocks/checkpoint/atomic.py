@@ -25,6 +25,7 @@ from megablocks.files import write_durably as write_durably
 MARKER = "complete.json"
 POINTER = "latest_checkpointed_iteration.txt"
 _FORMAT = 1
+_ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class CheckpointError(RuntimeError):
@@ -56,7 +57,7 @@ def folder_of(root: Path | str, iteration: int) -> Path:
 def iterations(root: Path | str) -> list[int]:
     """Iterations that have a folder, complete or not, in ascending order."""
     names = os.listdir(root) if os.path.isdir(root) else []
-    found = (re.fullmatch(r"iter_(\d{7,})", name) for name in names)
+    found = map(_ITERATION.fullmatch, names)
     return sorted(int(match.group(1)) for match in found if match)
 
 
@@ -78,7 +79,10 @@ def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str,
 
 
 def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The files that a complete checkpoint must have, by name; None if it has no marker."""
+    """The files that a complete checkpoint must have, by name; None if it has no marker.
+
+    The folder may have any name but that of another iteration.
+    """
     path = folder / MARKER
     if not path.is_file():
         return None
@@ -86,7 +90,8 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = content["files"]
-        if content["format"] != _FORMAT or not files or name != folder_of("", content["iteration"]).name:
+        moved = _ITERATION.fullmatch(name) and name != folder_of("", content["iteration"]).name
+        if content["format"] != _FORMAT or not files or moved:
             raise ValueError("not of this folder")
         return {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:

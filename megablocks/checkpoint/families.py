@@ -107,7 +107,7 @@ class Family(NamedTuple):
 
 _YARN_FACTORS = ("factor", "mscale", "mscale_all_dim")
 _OF_ANY: Mapping[str, Any] = {"is_causal": True}
-"""`Family.must` of every family, of fields that a new config.json leaves out."""
+"""More of `Family.must`, for every family. A new config.json leaves these fields out."""
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 

@@ -2,6 +2,7 @@
 
 A file is 8 bytes with the length of its header, the header in JSON, and the tensors' bytes in the header's order.
 A folder holds one file, model.safetensors, or several and model.safetensors.index.json, which names each tensor's file.
+Where it holds both, model.safetensors counts, as for transformers.
 """
 
 from __future__ import annotations
@@ -80,11 +81,11 @@ class SafetensorsFolder:
 
 def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
     """Each file of a folder, and the names that it should hold, None if nothing says so."""
-    index = folder / INDEX
+    whole, index = folder / WHOLE, folder / INDEX
+    if whole.is_file():
+        return {whole: None}
     if not index.is_file():
-        if not (folder / WHOLE).is_file():
-            raise CheckpointError(f"{folder}: holds neither {WHOLE} nor {INDEX}")
-        return {folder / WHOLE: None}
+        raise CheckpointError(f"{folder}: holds neither {WHOLE} nor {INDEX}")
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
         weight_map = {name: folder / file for name, file in weight_map.items()}

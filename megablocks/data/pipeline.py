@@ -45,8 +45,10 @@ def _make_encoder(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> C
 
     def encode(source: int, key: str, raw: bytes) -> Encoded:
         text = sources[source].text(key, raw) if is_text(raw) else ""
-        # JSON may hold lone surrogates, which the tokenizers refuse.
-        ids = ids_of(text.encode("utf-8", "replace").decode("utf-8")) if text else []
+        ids = ids_of(text) if text else []
+        if ids and (largest := max(ids)) >= spec.vocab_size:
+            allowed = f"must be below {spec.vocab_size}, the number of its tokens"
+            raise DataError(f"{key}: the tokenizer gives the id {largest}, {allowed}")
         tokens = np.asarray([*ids, spec.eod], dtype=dtype) if ids else None
         return Encoded(key, hashlib.sha256(raw).digest(), tokens)
 

@@ -30,7 +30,7 @@ from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
 from megablocks.data.manifest import write_manifest
 from megablocks.data.pipeline import Raw, encode_all, unigram_statistics
-from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, matches, open_source, rank
+from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, is_text, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
 from megablocks.files import exclusive, hash_files, sync
@@ -116,7 +116,7 @@ def check_options(args: argparse.Namespace) -> None:
     for flag, paths in (("--out", [args.out]), ("--input", args.input)):
         if "" in paths:  # as of an unset variable
             refuse(flag, "", "must be a path; . is the current folder")
-    args.out = Path(os.path.abspath(args.out))
+    args.out = Path(os.path.realpath(args.out))  # a rename would replace a link
     try:
         str(args.out).encode()
     except UnicodeEncodeError:
@@ -158,7 +158,8 @@ def make_plan(args: argparse.Namespace) -> Plan:
             if args.max_document_bytes is not None and entry.size > args.max_document_bytes:
                 continue
             if entry.key in owner:
-                refuse("--input", args.input, f"the document {entry.key!r} occurs twice")
+                fix = "rename one, or give one folder with both below it"
+                refuse("--input", args.input, f"the document {entry.key!r} occurs twice; {fix}")
             owner[entry.key] = number
             entries.append(entry)
     chosen = choose(entries, args.max_documents, args.max_bytes)
@@ -185,7 +186,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
         if entry.key not in plan.valid and (not keys or size + entry.size <= _SAMPLE_BYTES):
             keys.add(entry.key)
             size += entry.size
-    texts = (plan.sources[number].text(key, raw) for number, key, raw in plan.read(keys))
+    texts = (plan.sources[number].text(key, raw) for number, key, raw in plan.read(keys) if is_text(raw))
     return tokenizers.train_sentencepiece(folder, texts, args.vocab_size)
 
 

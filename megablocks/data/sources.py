@@ -11,6 +11,7 @@ import fnmatch
 import hashlib
 import json
 import lzma
+import os
 import sysconfig
 import tarfile
 import zlib
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megablocks.config import ConfigError
 from megablocks.data.indexed import DataError
@@ -72,14 +74,19 @@ class FolderSource(Source):
         super().__init__(path, name)
         self._skip = set(skip)
 
+    def _is_read(self, name: str) -> bool:
+        return not name.startswith(".") and name not in self._skip
+
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
+        def fail(error: OSError) -> None:  # otherwise os.walk leaves out a folder that it cannot read
+            raise error
+
         found = []
-        for path in self.path.rglob("*"):
-            key = path.relative_to(self.path)
-            if any(part.startswith(".") or part in self._skip for part in key.parts):
-                continue
-            if path.is_file() and not path.is_symlink():
-                found.append((key.as_posix(), path))
+        for folder, inner, names in os.walk(self.path, onerror=fail):
+            inner[:] = filter(self._is_read, inner)
+            for path in (Path(folder, name) for name in filter(self._is_read, names)):
+                if path.is_file() and not path.is_symlink():
+                    found.append((path.relative_to(self.path).as_posix(), path))
         for name, path in sorted(found):
             yield name, path.stat().st_size, path.read_bytes
 
@@ -88,18 +95,33 @@ class FolderSource(Source):
             yield key, (self.path / key).read_bytes()
 
 
+class _Member(tarfile.TarInfo):
+    """A document of an archive. tarfile takes a header that is cut off, damaged or missing for the archive's end."""
+
+    @classmethod
+    def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
+        try:
+            return super().fromtarfile(archive)
+        except tarfile.EOFHeaderError:  # type: ignore[attr-defined]  # the true end
+            raise
+        except tarfile.HeaderError as error:
+            raise tarfile.ReadError(str(error)) from None
+
+
 class TarSource(Source):
     """The regular files of a tar archive, compressed or not, in the order of the archive."""
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
         try:
-            with tarfile.open(self.path, "r|*") as archive:
+            with tarfile.open(self.path, tarinfo=_Member) as archive:
                 for member in archive:
                     if member.isfile():
                         stream = archive.extractfile(member)
                         assert stream is not None, "a regular file has contents"
                         yield PurePosixPath(member.name).as_posix(), member.size, stream.read
-        except (tarfile.TarError, EOFError, lzma.LZMAError, zlib.error) as error:
+        except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno is not None:  # the system's; others are of gzip and bz2
+                raise
             raise DataError(f"{self.path}: not a complete tar archive ({' '.join(str(error).split())})") from None
 
 
@@ -124,7 +146,7 @@ class JsonlSource(Source):
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: the field {self.field!r} holds no text")
-        return value
+        return value.encode("utf-8", "replace").decode("utf-8")  # the tokenizers refuse half a surrogate pair
 
 
 def open_source(text: str, jsonl_field: str) -> Source:
@@ -140,6 +162,9 @@ def open_source(text: str, jsonl_field: str) -> Source:
         return TarSource(path)
     if path.suffix in (".jsonl", ".ndjson"):
         return JsonlSource(path, jsonl_field)
+    with open(path, "rb") as file:
+        if not is_text(file.read(1 << 20)):
+            raise ConfigError(f"--input={text!r}: is no text, because it has NUL bytes; unpack or convert it first")
     return Source(path)
 
 

@@ -134,8 +134,8 @@ def _norms(run: RunSizes) -> Work:
 
 
 def _embedding_and_loss(run: RunSizes) -> Work:
-    # Logits need not be kept. H: forward writes the embedding and reads the last layer; backward reads both gradients'
-    # sides again: the embedding's gradient, the last layer for dw, and writes its gradient.
+    # Logits need not be kept. H: forward writes the embedding's output and reads the last layer's; backward reads the
+    # gradient of the first, reads the second again for dw, and writes the gradient of the second.
     moved = run.weights(run.matrices("logits")) + run.activations(5 * run.shape.hidden_size)
     return Work(run.flops("logits"), moved)
 

@@ -34,6 +34,9 @@ _WATCHED = 8
 _START_S = 120.0
 """Shortest timeout of a rank before its first beat, because it may still be importing."""
 
+_LONGEST_WAIT_S = 1e9
+"""A request to the store waits no longer than this: torch counts nanoseconds in 64 bits."""
+
 
 def _say(message: str) -> None:
     os.write(sys.stderr.fileno(), f"{message}\n".encode())
@@ -101,7 +104,7 @@ class Heartbeat:
 
         host, port = self._address
         own = f"heartbeat/{self.rank}"
-        wait = datetime.timedelta(seconds=max(self.timeout, 30.0))
+        wait = datetime.timedelta(seconds=min(max(self.timeout, 30.0), _LONGEST_WAIT_S))
         try:
             store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=wait)
             store.set(f"{own}/host", f"{socket.gethostname()} pid {os.getpid()}")

@@ -7,6 +7,7 @@ and writes them again. A run that begins keeps the file of an earlier one under 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import itertools
 import re
@@ -39,8 +40,9 @@ def parse_log_line(line: str) -> dict[str, float]:
     start = re.search(r"\biteration\s+(\d+)", line)
     if start:
         values["iteration"] = float(start.group(1))
-    for name, text in re.findall(r"([^|:\]]+):\s*([-+0-9.eE]+|nan|inf|-inf)\s*(?=\||$)", line):
-        values[name.strip()] = float(text)
+    for name, text in re.findall(r"([^|:\]]+):\s*([^\s|]+)\s*(?=\||$)", line):
+        with contextlib.suppress(ValueError):  # of a text that is no number
+            values[name.strip()] = float(text)
     return values
 
 

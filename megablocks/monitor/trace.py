@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import heapq
 import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -71,7 +72,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
             events = json.load(file)["traceEvents"]
         return [event for event in events if event.get("ph") == "X" and "cat" in event]
-    except (OSError, EOFError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: must be a Chrome trace of torch's profiler ({error}); {_HOW}") from None
 
 
@@ -172,8 +173,8 @@ def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[st
 def exclusive_times(kernels: list[Kernel], last: list[bool]) -> list[float]:
     """The time of each kernel, in µs, so that they add up to the time in which any kernel runs.
 
-    While several kernels run, the time belongs to the one that started last. `last`: whether a
-    kernel gets only the time in which no other runs, as those of communication.
+    While several kernels run, the time belongs to the one that started last. last: for each kernel, whether it gets
+    only the time in which no other runs, as communication does.
     """
     order = sorted(range(len(kernels)), key=lambda i: kernels[i].start)
     edges = sorted({edge for kernel in kernels for edge in (kernel.start, kernel.end)})

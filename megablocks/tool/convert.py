@@ -156,7 +156,7 @@ class Opened:
         self.config, self.family, self.folder = config, family_of(config, like), like
 
     def identity(self, to: str) -> dict[str, str]:
-        """Two texts that decide which files are written. beside: of all that `--like` may replace."""
+        """Two texts on which the written files depend: "beside" has what `--like` may replace, "weights" the rest."""
         package = [megablocks.__version__, commit()]
         files = _states(path for path in self.weights.iterdir() if path.is_file())
         beside = [str(self.folder.resolve()), _states(_others(self.folder))] if self.folder is not None else []

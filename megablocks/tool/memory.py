@@ -51,7 +51,7 @@ def parameters(m: Model) -> Parameters:
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that a token meets
     dense = sum(met[part] for part in ("attention_projections", "mlp", "router", "shared_experts"))
-    dense += m.num_layers * 2 * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    dense += (2 * m.num_layers + 1) * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
     if m.add_bias_linear:
         dense += m.num_layers * (s.query_width + 2 * s.key_width + m.hidden_size)
         dense += (m.num_layers - s.num_moe_layers) * (s.up_products * s.ffn_hidden_size + m.hidden_size)
@@ -84,7 +84,7 @@ def reached(experts: int, ranks: int, top_k: int) -> float:
     few, many = sorted((experts // ranks, top_k))  # the ratio of both numbers is the same with these two exchanged
     if few + many > experts:
         return 1.0
-    # A product of `few` factors. Of very many each of 1024 stands for its neighbors.
+    # A product of `few` factors. If there are more than 1024, it is computed from 1024 of them, evenly spaced.
     factors = min(few, 1024)
     each = few / factors
     logs = (math.log1p(-many / (experts - each * (i + 0.5) + 0.5)) for i in range(factors))

@@ -267,8 +267,9 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
             refuse(name, getattr(args, name), f"is not planned, leave it out; {why}")
     if args.optimizer != "adam":
         refuse("optimizer", args.optimizer, "must be 'adam'; no other optimizer's state is counted")
-    if args.recompute_granularity == "full" and args.recompute_method == "block":
-        refuse("recompute_method", "block", "must be 'uniform'; only a recomputation of all layers is counted")
+    if args.recompute_granularity == "full" and args.recompute_method != "uniform":
+        allowed = "must be 'uniform'; only a recomputation of all layers is counted"
+        refuse("recompute_method", args.recompute_method, allowed)
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name, value = ("layer", layer) if factor is None else ("capacity_factor", factor)

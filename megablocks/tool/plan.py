@@ -29,6 +29,8 @@ from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
+_EACH_LAYER = " --recompute-method uniform --recompute-num-layers 1"
+"""What Megatron asks for beside --recompute-granularity full."""
 _MOST_PARTS = 4096
 """Into which `changes` cuts a micro-batch, or over which it spreads the experts."""
 
@@ -75,7 +77,7 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
         most = min(m.gpus, m.num_experts, _MOST_PARTS)
         ranks = [ep for ep in range(m.expert_model_parallel_size + 1, most + 1) if m.gpus % ep == 0]
         found += [(f"--expert-model-parallel-size {ep}", {"expert_model_parallel_size": ep}) for ep in ranks]
-    found.append(("--recompute-granularity full", {"recompute_granularity": "full"}))
+    found.append((f"--recompute-granularity full{_EACH_LAYER}", {"recompute_granularity": "full"}))
     for gpus in (2 * m.gpus, 4 * m.gpus, 8 * m.gpus):
         values: dict[str, Any] = {"gpus": gpus, "global_batch_size": None, "use_distributed_optimizer": True}
         flags = f"{gpus} GPUs with --use-distributed-optimizer"
@@ -170,7 +172,7 @@ def text_of(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     m, options = model_of(argv)
     found = report(m)
-    if "--" not in argv:  # plan's own flags lack the prefix of the driver's
-        found["verdict"] = found["verdict"].replace(flag_of(PREFIX), "--")
+    if "--" not in argv:  # plan's own flags lack the prefix of the driver's, and these
+        found["verdict"] = found["verdict"].replace(flag_of(PREFIX), "--").replace(_EACH_LAYER, "")
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 1 if found["fits"] == "no" else 0

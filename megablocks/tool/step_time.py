@@ -32,8 +32,8 @@ give routing with CHOICE_BYTES, and gradients with COPIES; elementwise is from d
 ATTENTION, EXPONENTIAL_FLOPS, ATTENTION_DROPOUT_FLOPS = 1.77, 256, 1281
 """1. Attention's measured time over the time of its products and exponentials at the peak, from dmoe_fine.json.
 2. FLOPs that take as long as one exponential: an SM of an H100 or H200 computes 4,096 FLOPs or 16 exponentials a clock.
-3. FLOPs that take as long as the dropout of one attention weight, in forward and again in backward. They fill the gap
-between the first two numbers and dmoe_small.json; that model has shorter sequences too."""
+3. FLOPs that take as long as the dropout of one attention weight, in forward and again in backward. Set so that all
+three together give the time in dmoe_small.json, whose model also has shorter sequences."""
 DROPOUT_BYTES = 10
 """Bytes that take as long as one random number of the dropout after attention and MLP. From dmoe_small.json."""
 CHOICE_BYTES = 13

@@ -1,7 +1,8 @@
 """`verify FOLDER`: check every byte of a prepared data set or of checkpoints against what was recorded.
 
-A data set has a manifest.json (scripts/prepare_data.py). A checkpoint is one folder iter_0000020, or the folder above
-with several. Exit code 0: all files are as recorded. 1: one is not; the line names it. 2: the folder is neither.
+A data set has a manifest.json (scripts/prepare_data.py). A checkpoint is one folder iter_0000020, or a copy of it with
+another name, or the folder above with several. Exit code 0: all files are as recorded. 1: one is not; the line names
+it. 2: the folder is neither.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
     if atomic.iterations(folder):
         return verify_checkpoints(folder)
     one = folder if folder.name.startswith("iter_") else Path(os.path.realpath(folder))  # of "." or a link
-    if one.name.startswith("iter_") and atomic.iterations(one.parent):
+    if (one / atomic.MARKER).is_file() or (one.name.startswith("iter_") and atomic.iterations(one.parent)):
         return verify_checkpoints(one)
     raise unfit(folder, "manifest.json nor iter_* folders", "a data set or a checkpoint folder")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,16 @@ def test_K5_a_marker_is_read_from_within_and_by_a_link(tmp_path: Path, monkeypat
         atomic.verify(path)
     with pytest.raises(CheckpointError, match="complete.json: damaged .not of this folder"):
         atomic.read_marker(tmp_path / "iter_0000005")
+
+
+def test_a_copy_under_a_name_of_no_iteration_is_verified(tmp_path: Path) -> None:
+    """It was called damaged, with the advice to remove it."""
+    for name in ("final", "iter_0000004_best"):
+        copy = Path(shutil.copytree(make(tmp_path / name, 4), tmp_path / "kept" / name))
+        atomic.verify(copy)
+        next(path for path in copy.iterdir() if path.name != atomic.MARKER).write_bytes(b"changed")
+        with pytest.raises(CheckpointError, match="were saved"):
+            atomic.verify(copy)
 
 
 @pytest.mark.parametrize(

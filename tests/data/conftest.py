@@ -11,12 +11,14 @@ from megablocks.data.prepare import main
 @pytest.fixture(scope="session")
 def corpus(tmp_path_factory):
     """40 small source files with tabs, blank runs, non-ASCII and Latin-1 text, an empty file and a binary."""
+    syllables = [a + b for a in "bdfgklmnprstvz" for b in "aeiou"]
     root = tmp_path_factory.mktemp("corpus")
     for number in range(40):
         path = root / f"package{number % 3}" / f"module{number:02d}.py"
         path.parent.mkdir(exist_ok=True)
         body = "".join(
             f"def function_{number}_{line}(value, scale={line}):\n"
+            f"\t# {' '.join(syllables[number * k % 70] + syllables[(line + 9 * k) % 70] for k in range(8))}\n"
             f"\treturn value * scale  +  {number}   # größe ☃ {line}\n\n"
             for line in range(20 + number)
         )

@@ -1,10 +1,13 @@
 """Preparation: what goes in comes out, the same every time, whole or not at all."""
 
+import bz2
 import gzip
 import hashlib
 import io
 import json
+import lzma
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -217,6 +220,29 @@ def test_jsonl(tmp_path):
         assert "data.jsonl: line 29: not valid JSON" in refused("--input", path, "--jsonl-field", "body", "--out", out)
 
 
+def test_half_a_surrogate_pair_in_json_is_a_question_mark(tmp_path):
+    """Text that was cut between the two halves of an emoji. It ended the training of the vocabulary."""
+    names = [f"{a}{b}{c}" for a in ("da", "mi", "ro") for b in ("ka", "lu", "ne") for c in ("st", "vor", "zip")]
+    texts = [f"{name} {names[-i]} {names[i * 7 % 27]} \ud83d" for i, name in enumerate(names)]
+    path, out = tmp_path / "data.jsonl", tmp_path / "set"
+    path.write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    assert main(["--input", str(path), "--out", str(out), "--vocab-size", "390", "--workers", "1"]) == 0
+    assert sorted(decoded(out)) == sorted(text.replace("\ud83d", "?") for text in texts)
+
+
+def test_files_that_are_no_text_do_not_train_the_vocabulary(corpus, tmp_path):
+    """Pictures and the like took pieces from the text. They are in neither split."""
+    both = Path(shutil.copytree(corpus, tmp_path / "both"))
+    for number in range(20):
+        (both / f"{number}.png").write_bytes(b"\0" + bytes(range(0xC0, 0x100)) * 40)
+    made = []
+    for folder in (corpus, both):
+        out = tmp_path / f"{folder.name}-set"
+        assert main(["--input", str(folder), "--out", str(out), "--vocab-size", "600", "--workers", "1"]) == 0
+        made.append({name: digest for name, digest in tree(out).items() if name != "manifest.json"})
+    assert made[0] == made[1]
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -255,16 +281,55 @@ def test_a_text_file_is_one_document(tmp_path):
     assert (key, source.text(key, raw)) == ("poem.txt", "déjà\n")
 
 
-def test_a_truncated_archive_is_refused(tmp_path):
+def test_a_file_that_is_no_text_is_refused_where_it_is_named(corpus, tmp_path, capsys):
+    """It was left out, as one of a folder is, beside inputs that have text."""
+    path = tmp_path / "more.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "some"}\n' * 9, mtime=0))
+    assert main(["--input", str(corpus), str(path), "--out", str(tmp_path / "set"), "--vocab-size", "600"]) == 2
+    said = f"--input={str(path)!r}: is no text, because it has NUL bytes; unpack or convert it first"
+    assert capsys.readouterr().err == f"prepare_data: error: {said}\n"
+
+
+def archive_of(texts):
+    """An uncompressed tar archive of these texts."""
     raw = io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w") as archive:
-        for number in range(5):
+        for number, text in enumerate(texts):
             info = tarfile.TarInfo(f"{number}.txt")
-            info.size = 5000
-            archive.addfile(info, io.BytesIO(os.urandom(5000)))
-    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw.getvalue())[:-9000])
+            info.size = len(text)
+            archive.addfile(info, io.BytesIO(text))
+    return raw.getvalue()
+
+
+def test_a_truncated_archive_is_refused(tmp_path):
+    raw = archive_of(os.urandom(5000) for _ in range(5))
+    (tmp_path / "a.tar.gz").write_bytes(gzip.compress(raw)[:-9000])
     line = refused("--input", tmp_path / "a.tar.gz", "--out", tmp_path / "set")
     assert "a.tar.gz: not a complete tar archive" in line
+
+
+def test_an_archive_that_ends_between_documents_or_has_a_damaged_header_is_refused(tmp_path):
+    """tarfile takes both for the end: the documents behind it were silently left out."""
+    raw, path = archive_of([b"some text"] * 5), tmp_path / "a.tar"
+    bad = bytes([raw[2048] ^ 255]) + raw[2049:]
+    for damaged in (raw[:2048], raw[:2100], raw[:2048] + bad, raw[:5120]):
+        path.write_bytes(damaged)
+        with pytest.raises(DataError, match=r"a\.tar: not a complete tar archive"):
+            list(sources.open_source(str(path), "text").entries())
+
+
+@pytest.mark.parametrize("packing", [gzip, bz2, lzma])
+def test_an_archive_that_was_compressed_in_parts_is_read_whole(packing, tmp_path):
+    """As by pbzip2. A changed byte is an error."""
+    raw, path = archive_of(b"text %d" % number for number in range(9)), tmp_path / "a.tar.gz"
+    packed = packing.compress(raw[:3000]) + packing.compress(raw[3000:])
+    path.write_bytes(packed)
+    source = sources.open_source(str(path), "text")
+    keys = [entry.key for entry in source.entries()]
+    assert dict(source.read(set(keys))) == {f"{number}.txt": b"text %d" % number for number in range(9)}
+    path.write_bytes(packed[:40] + bytes([packed[40] ^ 255]) + packed[41:])
+    with pytest.raises(DataError, match=r"a\.tar\.gz: not a complete tar archive"):
+        list(source.entries())
 
 
 def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
@@ -279,6 +344,39 @@ def test_subsets_nest_and_do_not_depend_on_the_order(corpus):
     held = sources.held_out(entries, 0.2)
     assert 1 <= len(held) < len(keys) and sources.held_out(entries[::-1], 0.2) == held
     assert len(sources.held_out(entries, 1e-9)) == 1 and len(sources.held_out(entries, 0.999999)) == len(keys) - 1
+
+
+def test_a_folder_that_cannot_be_read_is_an_error(tmp_path, monkeypatch, capsys):
+    """Its documents were silently left out. Those of hidden folders are not read anyway."""
+    for name in ("a.txt", "b.txt", "inner/c.txt", ".hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    source, scandir = sources.open_source(str(tmp_path), "text"), os.scandir
+    refused = {".hidden"}
+
+    def scan(path="."):
+        if Path(path).name in refused:
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    assert [entry.key for entry in source.entries()] == ["a.txt", "b.txt", "inner/c.txt"]
+    refused.add("inner")
+    assert main(["--input", str(tmp_path), "--out", str(tmp_path / "set")]) == 2
+    assert capsys.readouterr().err == f"prepare_data: error: {tmp_path / 'inner'}: Permission denied\n"
+
+
+def test_two_documents_of_one_name_are_refused_with_a_way_out(tmp_path, capsys):
+    """As the README of two projects."""
+    folders = [tmp_path / "both" / name for name in ("a", "b")]
+    for folder in folders:
+        folder.mkdir(parents=True)
+        (folder / "README").write_text(folder.name)
+    assert main(["--input", *map(str, folders), "--out", str(tmp_path / "set")]) == 2
+    said = "the document 'README' occurs twice; rename one, or give one folder with both below it"
+    assert capsys.readouterr().err.strip().endswith(said)
+    names = [entry.key for entry in sources.open_source(str(tmp_path / "both"), "text").entries()]
+    assert names == ["a/README", "b/README"]
 
 
 def test_patterns(corpus, tmp_path):
@@ -345,6 +443,20 @@ def test_gpt2_and_hugging_face(corpus, gpt2_files, tmp_path):
     offline = {**os.environ, "HF_HUB_OFFLINE": "1"}
     line = refused(*base, tmp_path / "x", "--tokenizer", "hf", "--tokenizer-model", corpus, env=offline)
     assert "must be the folder of a Hugging Face tokenizer" in line
+
+
+@pytest.mark.parametrize("shift", [50, 70_000])
+def test_a_tokenizer_with_gaps_in_its_ids_is_refused(corpus, gpt2_files, tmp_path, shift, capsys):
+    """Megatron's embedding has a row for each token, so a larger id has none. It was a traceback of numpy's."""
+    pytest.importorskip("transformers")
+    vocabulary = json.loads((gpt2_files / "vocab.json").read_text())
+    size = len(vocabulary)
+    (tmp_path / "vocab.json").write_text(json.dumps({k: i + shift * (i > 280) for k, i in vocabulary.items()}))
+    files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merges-file", str(gpt2_files / "merges.txt")]
+    call = ["--input", str(corpus), "--out", str(tmp_path / "set"), "--tokenizer", "gpt2", *files, "--workers", "1"]
+    assert main(call) == 2
+    said = rf"\S+: the tokenizer gives the id \d+, must be below {size}, the number of its tokens"
+    assert re.fullmatch(f"prepare_data: error: {said}\n", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
@@ -508,3 +620,15 @@ def test_overwrite_replaces_data_sets_alone(corpus, tmp_path):
         line = refused("--input", corpus, "--out", tmp_path / name, "--vocab-size", 600, "--overwrite")
         assert f"--out='{tmp_path / name}': exists and is no data set" in line
     assert (tmp_path / "thesis/thesis.tex").read_text() == "precious"
+
+
+def test_a_link_stands_for_its_folder(corpus, tmp_path):
+    """A data set on another disk. --overwrite put the new one in the place of the link, and failed the next time."""
+    link, disk = tmp_path / "link", tmp_path / "disk"
+    link.symlink_to(disk / "set")
+    call = ["--input", str(corpus), "--out", str(link), "--vocab-size", "600", "--workers", "1"]
+    for more in ([], ["--overwrite"], ["--overwrite"]):
+        assert main([*call, *more]) == 0
+        assert link.is_symlink() and sorted(os.listdir(tmp_path)) == ["disk", "link"]
+        assert os.listdir(disk) == ["set"]
+        verify_folder(link)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import TCPStore
 
 from megablocks.monitor import heartbeat
 
@@ -135,3 +137,12 @@ def test_F1_a_rank_ends_when_the_process_with_the_store_is_stopped(
     said = rank.stderr.read()
     assert said.startswith("rank 1: the rendezvous store at 127.0.0.1:") and said.count("\n") == 1
     assert said.endswith(" s: the launcher or rank 0 is stopped or cut off; this rank ends\n")
+
+
+@pytest.mark.parametrize("timeout", [1e10, math.inf])
+def test_no_timeout_is_too_long(timeout: float) -> None:
+    """One that the store cannot count ended the thread, and the run went on without a heartbeat."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    beat = heartbeat.Heartbeat("127.0.0.1", store.port, 0, 1, timeout)
+    beat.stop()
+    assert store.check(["heartbeat/0"]) and store.get("heartbeat/0") == b"done"

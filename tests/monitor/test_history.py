@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_every_number_of_a_log_line_is_read() -> None:
     assert values["number of skipped iterations"] == 0 and values["grad norm"] != values["grad norm"]
     validation = parse_log_line(" validation loss at iteration 60 | lm loss value: 4.5E+00 | lm loss PPL: 9.0E+01 | ")
     assert validation["lm loss value"] == 4.5 and validation["iteration"] == 60
+
+
+def test_a_loss_that_is_not_finite_is_read() -> None:
+    """Python prints NAN and INF in the format of Megatron's losses, nan and inf in that of its norms."""
+    values = parse_log_line(f" iteration 5/ 10 | lm loss: {math.inf:.6E} | lm loss value: {math.nan:.6E} | ")
+    assert values["lm loss"] == math.inf and math.isnan(values["lm loss value"])
+
+
+def test_what_is_no_number_is_left_out() -> None:
+    assert parse_log_line(" torch: 2.11.0") == parse_log_line("time left: - | ") == {}
 
 
 def test_history_survives_a_resume_and_drops_rows_after_the_checkpoint(tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def test_each_of_our_kernels_has_a_part_by_its_name_alone() -> None:
 
 def test_L2_a_file_that_is_no_trace_is_one_line(tmp_path: Path) -> None:
     how = "record it with --profile --use-pytorch-profiler"
-    for name, data in (("a.json", b"{}"), ("b.json.gz", b"no gzip"), ("c.json", b"[1, 2")):
+    damaged = gzip.compress(b"{}")[:10] + b"\xff" * 9  # a header, and what zlib cannot decompress
+    for name, data in (("a.json", b"{}"), ("b.json.gz", b"no gzip"), ("c.json", b"[1, 2"), ("c.json.gz", damaged)):
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ConfigError, match=f"{name}: must be a Chrome trace of torch's profiler .*{how}"):
             read_step(tmp_path / name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import struct
 import tracemalloc
 from pathlib import Path
@@ -151,6 +152,18 @@ def test_a_folder_of_several_files(tmp_path: Path) -> None:
     next(folder.glob("model-*.safetensors")).unlink()
     with pytest.raises(CheckpointError, match=r"model-0000\d-of-\d+.safetensors: missing"):
         convert(folder, tmp_path / "to", "ours")
+
+
+def test_one_file_counts_beside_an_index(tmp_path: Path) -> None:
+    """transformers leaves the index, or the file, of an earlier save in the folder, and then loads the file."""
+    tensors = _tensors()
+    folder = _write(tmp_path / "hf", {name: 2 * value for name, value in tensors.items()}, CONFIG, shard_bytes=1000)
+    shutil.copy(_write(tmp_path / "one", tensors, CONFIG) / safetensors.WHOLE, folder)
+    for name in ("ours", "again"):
+        convert(folder, tmp_path / name, "ours")
+        assert torch.equal(_read(tmp_path / name)["model.norm.weight"], tensors["model.norm.weight"])
+        for shard in folder.glob("model-*"):
+            shard.unlink()
 
 
 def _remove(tensors: dict[str, Tensor], name: str) -> None:
@@ -337,8 +350,10 @@ def test_damaged_files_are_named(source: Path, tmp_path: Path) -> None:
             convert(source, tmp_path / "ours", "ours")
     for damaged in (path, source / safetensors.INDEX, source / "config.json"):
         damaged.write_bytes((struct.pack("<Q", 99999) if damaged == path else b"") + b"[" * 99999)
-        with pytest.raises((CheckpointError, ConfigError), match="recursion"):
+        with pytest.raises((CheckpointError, ConfigError), match="recursion") as caught:
             convert(source, tmp_path / "ours", "ours")
+        assert str(damaged) in str(caught.value)
+        path.unlink(missing_ok=True)  # then the index counts
     (source / "config.json").write_text(json.dumps(CONFIG))
     (source / safetensors.INDEX).write_text(json.dumps({"weight_map": {"lm_head.weight": None}}))
     with pytest.raises(CheckpointError, match="index.json: damaged"):

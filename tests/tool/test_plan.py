@@ -342,6 +342,10 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
             "recompute_method='block': must be 'uniform'; only a recomputation of all layers is counted",
         ),
         (
+            ["--", *DRIVER_FLAGS, "--recompute-granularity", "full"],
+            "recompute_method=None: must be 'uniform'; only a recomputation of all layers is counted",
+        ),
+        (
             ["--", *DRIVER_FLAGS, "--use-distributed-optimizer", "--use-precision-aware-optimizer"],
             "use_precision_aware_optimizer=True: ",
         ),
@@ -411,6 +415,24 @@ def test_what_to_change_is_a_flag_of_the_same_command_line(of_driver: bool, caps
     assert capsys.readouterr().out.splitlines()[-1].startswith("fits: ")
 
 
+@pytest.mark.parametrize("of_driver", [False, True])
+def test_full_recomputation_is_proposed_as_the_driver_takes_it(
+    of_driver: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron refuses --recompute-granularity full without a method and a number of layers. plan's own has neither."""
+    words = "--num-layers 64 --hidden-size 8192 --num-attention-heads 64 --seq-length 32768".split()
+    words += "--micro-batch-size 1 --vocab-size 50000".split()
+    words += "--tensor-model-parallel-size 8 --use-distributed-optimizer".split()
+    change = "--recompute-granularity full"
+    if of_driver:
+        pytest.importorskip("megatron.training")
+        words = ["--", *words, "--bf16"]
+        change += " --recompute-method uniform --recompute-num-layers 1"
+    assert main(["plan", "--gpus", "64", *words]) == 1
+    assert f"; {change} needs " in capsys.readouterr().out.splitlines()[-1]
+    assert main(["plan", "--gpus", "64", *words, *change.split()]) == 0
+
+
 def test_the_example_that_does_not_fit_is_told_right(capsys: pytest.CaptureFixture[str]) -> None:
     page = re.sub(r"\\\n\s+", "", (ROOT / "docs/tool.md").read_text())
     (command,) = re.findall(r"(?m)^    python -m megablocks (plan --num-layers .*H100.*)$", page)
@@ -424,7 +446,7 @@ def _with(m: Model = SMALL, **values: Any) -> Model:
 
 
 def test_parameters_of_small_by_hand() -> None:
-    experts, dense = 12 * 64 * 2 * 768 * 3072, 12 * (4 * 768**2 + 4 * 768 + 768 * 64) + 768 * (32768 + 1024)
+    experts, dense = 12 * 64 * 2 * 768 * 3072, 12 * (4 * 768**2 + 4 * 768 + 768 * 64) + 768 * (32768 + 1024 + 2)
     found = memory.parameters(SMALL)
     assert found.total == experts + dense and found.active == experts // 64 + dense
     assert found.per_gpu == found.total and found.experts_per_gpu == experts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,12 @@ def test_a_checkpoint_is_found_from_within_and_by_a_link(
     for words in (".", str(tmp_path / "link")):
         assert main(["verify", words]) == 0
         assert capsys.readouterr().out == "ok: iter_0000020: size and SHA-256 of 1 files, 0.00 GiB\n"
+
+
+def test_a_copy_of_a_checkpoint_has_any_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    copy = shutil.copytree(_checkpoint(tmp_path / "checkpoints", 20), tmp_path / "final")
+    assert main(["verify", str(copy)]) == 0
+    assert capsys.readouterr().out.startswith("ok: final: size and SHA-256 of ")
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,15 @@
+"""Files that a crash leaves whole or absent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from megablocks.files import write_durably
+
+
+def test_a_text_may_name_a_file_of_another_encoding(tmp_path: Path) -> None:
+    """env.txt has the run's folder. A run in a folder with a Latin-1 name ended in a traceback."""
+    name = b"caf\xe9"
+    write_durably(tmp_path / "env.txt", f"folder: {os.fsdecode(name)}\n")
+    assert (tmp_path / "env.txt").read_bytes() == b"folder: caf\xe9\n"
