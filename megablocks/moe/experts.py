@@ -301,7 +301,8 @@ class Experts(nn.Module):
 
 def local_part(weight: Tensor) -> Tensor:
     """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    # the type is asked, since torch.compile finds no method of a DTensor by its name
+    return weight.to_local() if hasattr(type(weight), "to_local") else weight  # type: ignore[attr-defined]
 
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
