@@ -3,8 +3,8 @@
     x (T, H) ─ slice over TP ─▶ our dispatcher: all-to-all, experts, all-to-all ─▶ y ─ gather over TP ─▶ (T, H)
 
 Each rank holds a contiguous block of the experts. Ranks of one tensor-parallel group hold the same tokens, so each
-takes its slice of them. Gradients of the experts are sums over the ranks' tokens, as those of transformers' own
-exchange; it divides them as it divides those. One exchange of row counts a layer is the only host synchronization.
+takes its slice of them. Gradients of the experts are sums over the ranks' tokens, as with transformers' own exchange;
+transformers divides both alike. One exchange of row counts a layer is the only host synchronization.
 """
 
 from __future__ import annotations

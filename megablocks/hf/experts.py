@@ -197,7 +197,7 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     """Like `grouped`, but the whole MLP in one op, which saves no rows (R, H) for backward."""
-    # both halves in one, as they lie: cut here, their gradients would be copied into one tensor
+    # both halves as one matrix: of two, autograd would copy the gradients into one tensor
     parameters = ExpertParameters(call.up.w.mT, None, call.down.w, call.up_bias, None, call.down_bias)
     assert call.activation is not None
     return fused_mlp(call.x, weight, dispatch, parameters, call.activation)
@@ -261,7 +261,7 @@ def read_call(module: Any, x: Tensor) -> _Call:
         up_bias, down_bias = getattr(module, f"{first}_bias"), module.down_proj_bias
     if autocast:
         (x,) = under_autocast(x)
-    x = x if x.dtype == up.w.dtype else x.to(up.w.dtype)  # where nothing is to do, too, `to` takes a microsecond
+    x = x if x.dtype == up.w.dtype else x.to(up.w.dtype)  # `to` takes a microsecond even to change nothing
     return _Call(module, x, up, down, up_bias, down_bias, activation_of(module), clamp_of(module))
 
 

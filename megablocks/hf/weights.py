@@ -4,7 +4,7 @@
 
 PEFT's `target_parameters` makes a parameter read as W + scaling · lhs · rhs. A product with that sum would compute the
 full dW, although W is frozen, to get the gradients of the two factors. With the factors apart the gradients are theirs
-alone: R rows times the rank. What else may stand behind a parameter is read as torch gives it: correct, and not faster.
+alone: R rows times the rank. Any other parametrization is read as torch computes it: correct, and not faster.
 
 Legend: R rows, E experts, K inner size, N outer size, r rank.
 """
@@ -81,7 +81,9 @@ def check_weight(module: Any, name: str, w: Tensor) -> None:
 
 
 def read_weight(module: Any, name: str, autocast: bool = True) -> Weight:
-    """The parameter `name` of an experts module, under autocast in its dtype. Each is read once a call: see above.
+    """The parameter `name` of an experts module, in autocast's dtype where autocast is on.
+
+    Call it once in a forward: torch may compute a parametrized weight anew at each read.
 
     autocast: False where the caller knows that it is off.
 

@@ -48,8 +48,9 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
 def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> Routing:
     """Drop the pairs beyond config.capacity_factor, for experts that pad nothing. It never synchronizes.
 
-    Every rank of the group must call it, with the same number of tokens. Tutel's negative factor, the smaller of the
-    fullest expert's load and the bound, drops what the bound alone does; so does 0, the fullest expert's load: nothing.
+    Every rank of the group must call it, with the same number of tokens. Tutel's negative factor means the smaller of
+    the fullest expert's load and the bound, so it drops what the bound alone drops. A factor of 0 means the fullest
+    expert's load, so it drops nothing.
     """
     if not config.capacity_factor:
         return routing

@@ -57,7 +57,7 @@ def copy_rows(weight: Tensor, first: int, rows: Tensor) -> None:
     mesh, placements = weight.device_mesh, weight.placements  # type: ignore[attr-defined]
     if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         raise ValueError(f"placements={placements}: must cut rows only, or draw the parameters before they are cut")
-    # FSDP2 cuts anywhere, and not in the order of the ranks: number the rows and have them cut in the same way.
+    # FSDP2 cuts anywhere, and not in the order of the ranks. So numbers of the rows are cut in the same way.
     every = DTensor.from_local(
         torch.arange(weight.shape[0], device=rows.device) - first, mesh, [Replicate()] * mesh.ndim, run_check=False
     )

@@ -123,10 +123,10 @@ class AllToAllDispatcher:
         dist.all_to_all_single(received, counts, group=self.group)
         on_host = torch.stack([counts, received]).tolist()
         (send, send_pairs), (receive, receive_pairs) = (zip(*side, strict=True) for side in on_host)
-        # without unused rows, as the host knows how many are in use
-        to_ranks = Dispatch(rank_offsets, token_offsets, *(t[: sum(send)] for t in rows))
+        # without unused rows, whose number the host knows; narrow tells torch.compile the size, a slice does not
+        to_ranks = Dispatch(rank_offsets, token_offsets, *(t.narrow(0, 0, sum(send)) for t in rows))
 
-        pair = by_rank[-1][: sum(send_pairs)]
+        pair = by_rank[-1].narrow(0, 0, sum(send_pairs))
         place = place.index_select(0, pair)
         starts_row = torch.ones_like(pair)
         torch.ne(place[1:], place[:-1], out=starts_row[1:])

@@ -35,7 +35,8 @@ from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch
 logger = logging.getLogger(__name__)
 
 InitFn = Callable[[Tensor], Any]
-_COMPUTE: dict[str, Callable[[ExpertCall], Tensor]] = {name: load(impl.function) for name, impl in IMPLS.items()}
+COMPUTE: dict[str, Callable[[ExpertCall], Tensor]] = {name: load(impl.function) for name, impl in IMPLS.items()}
+"""The functions of `IMPLS`, imported: torch.compile cannot trace an import."""
 
 
 class Experts(nn.Module):
@@ -180,7 +181,7 @@ class Experts(nn.Module):
                 if isinstance(dispatch, Remote):
                     assert weight is not None
                     return fused_remote(parameters, x, dispatch, weight, self.config, main_grads)
-                return _COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads))
+                return COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads))
 
         # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.
         if x.is_cuda and type(self.w1) is nn.Parameter:
@@ -208,7 +209,7 @@ class Experts(nn.Module):
             offsets = torch.arange(bins.shape[0] + 1, dtype=torch.int32, device=bins.device) * bins.shape[1]
             impl = "reference" if config.mlp_impl == "reference" else "grouped"
             dispatch = sorted_dispatch(offsets, rows.shape[0])
-            return _COMPUTE[impl](ExpertCall(parameters, rows, dispatch, None, config, True)).view(bins.shape)
+            return COMPUTE[impl](ExpertCall(parameters, rows, dispatch, None, config, True)).view(bins.shape)
 
     def mlp_impl_for(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
         """The implementation that computes rows, however many: mlp_impl, or what "auto" picks.
@@ -300,7 +301,8 @@ class Experts(nn.Module):
 
 def local_part(weight: Tensor) -> Tensor:
     """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
-    return weight.to_local() if hasattr(weight, "to_local") else weight
+    # the type is asked, since torch.compile finds no method of a DTensor by its name
+    return weight.to_local() if hasattr(type(weight), "to_local") else weight  # type: ignore[attr-defined]
 
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:

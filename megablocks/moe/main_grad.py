@@ -17,9 +17,9 @@ from torch import Tensor, nn
 def main_grad_of(parameter: nn.Parameter | None) -> Tensor | None:
     """The tensor to which the parameter's gradients are to be added; None if it has none.
 
-    A compiled layer leaves its gradients to autograd, and so to Megatron's hook, which zero_out_wgrad tells to add them
-    even where another micro-batch of the step ran eagerly, as some do once torch.compile has compiled often enough.
-    Megatron's FSDP always has them from autograd, since it makes main_grad only when they are complete.
+    A compiled layer leaves its gradients to autograd, and so to Megatron's hook. zero_out_wgrad tells the hook to add
+    them, also where another micro-batch of the step ran eagerly. Some do, once torch.compile has compiled often enough.
+    Megatron's FSDP always takes gradients from autograd, since it makes main_grad only when they are complete.
     """
     if parameter is None or not parameter.requires_grad or hasattr(parameter, "__fsdp_param__"):
         return None

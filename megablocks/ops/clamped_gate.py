@@ -59,7 +59,7 @@ def clamped_gate_op(h: Tensor, clamp: Clamp) -> Tensor:
         from megablocks.ops.activation_triton import clamped_gate_launch
 
         return clamped_gate_launch(h, clamp)
-    return clamped_gate_ref(h, clamp)
+    return clamped_gate_ref(h, clamp).contiguous()
 
 
 @custom_op("megablocks::clamped_gate_backward", fake=lambda a: a.h.new_empty(a.h.shape))

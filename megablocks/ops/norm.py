@@ -65,7 +65,7 @@ def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: 
 
         return norm_launch(x, weight, bias, eps, offset)
     y, mean, rstd = norm_ref(x, weight, bias, eps, offset)
-    return y, mean, rstd
+    return y.contiguous(), mean, rstd
 
 
 @custom_op(
@@ -84,7 +84,8 @@ def norm_backward_op(
         from megablocks.ops.norm_triton import norm_backward_launch
 
         return norm_backward_launch(dy, x, weight, mean, rstd, offset)
-    return norm_backward_ref(dy, x, weight, mean, rstd, offset)
+    dx, dg, d_bias = norm_backward_ref(dy, x, weight, mean, rstd, offset)
+    return dx.contiguous(), dg, d_bias
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from megablocks.config import MoEConfig
-from megablocks.kinds import IMPLS, load
 from megablocks.moe.dispatchers import make_dispatcher
-from megablocks.moe.experts import local_part, without_autocast
+from megablocks.moe.experts import COMPUTE, local_part, without_autocast
 from megablocks.moe.impls import ExpertCall, impl_for
 from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.routing.dispatch import Dispatch, make_routing
@@ -63,8 +62,7 @@ class MegaBlocksGroupedExperts(GroupedExperts):
         parameters = ExpertParameters(w1, w3, w2.transpose(1, 2))
         impl = impl_for(self.config, x.device, x.dtype, w1.shape[0], w1.shape[1])
         with without_autocast(x):
-            out: Tensor = load(IMPLS[impl].function)(ExpertCall(parameters, x, dispatch, weight, self.config))
-        return out
+            return COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config))
 
 
 class MegaBlocksRoutedExperts(RoutedExperts):

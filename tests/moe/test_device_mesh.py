@@ -83,11 +83,13 @@ def model_of(expert_mesh=None):
     return Model(dMoE(CONFIG, expert_mesh=expert_mesh), MoE(padded, expert_mesh=expert_mesh))
 
 
-def sharded(replicas, ranks):
+def sharded(replicas, ranks, compiled=False):
     """The model over replicas × ranks processes; the experts' parameters are spread over both."""
     mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("replicas", "experts"))
     model = model_of(mesh["experts"] if ranks > 1 else None)
     for block in model.blocks:
+        if compiled:
+            block.compile(backend="aot_eager")
         if ranks > 1:
             fully_shard(block.layer.experts, mesh=mesh["replicas"])
         fully_shard(block)
@@ -174,6 +176,15 @@ def test_E5_fsdp2_and_spread_experts_equal_one_process(one_process, tmp_path):
     for found in run_distributed_test(_resume_sharded, 2, 1, 2, str(tmp_path)):
         compare(found, one_process)
     compare(_resume(model_of(), str(tmp_path)), one_process)
+
+
+def _train_compiled():
+    return train(sharded(1, 2, compiled=True), range(STEPS))
+
+
+def test_N9_compiled_blocks_with_spread_experts_equal_one_process(one_process):
+    for found in run_distributed_test(_train_compiled, 2):
+        compare(found, one_process)
 
 
 def old_model(bias, **arguments):

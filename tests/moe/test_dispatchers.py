@@ -259,6 +259,33 @@ def test_N5_frozen_parts_and_a_second_backward(frozen_experts, x_needs_grad):
         assert relative_error(weight_grad, 2 * dweight[5 * rank : 5 * rank + 5]) < TOLERANCE
 
 
+def _eager_and_compiled(config, counts, ffn_shards):
+    """Per way the outputs and gradients of two routings, between which the numbers of rows differ."""
+    rank = dist.get_rank()
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, config.num_experts, ffn_shards=ffn_shards)
+    experts = _experts(config, shard=dispatcher.shard)
+
+    def run(x, weight, expert):
+        return dispatcher.run(x, make_routing(expert, weight, config.num_experts), experts)
+
+    ways = []
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):  # the numbers of rows, which the host reads
+        for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+            found = []
+            for ids in ("uniform", "one rank"):
+                x, weight, expert, dy = _batch(config, rank, counts[rank], ids)
+                y = call(x.requires_grad_(), weight.requires_grad_(), expert)
+                found += [y.detach(), *torch.autograd.grad(y, [x, weight, *experts.parameters()], dy)]
+            ways.append(found)
+    return ways
+
+
+@pytest.mark.parametrize("counts, ffn_shards", [((9, 9), 1), ((0, 5), 1), ((3, 5, 6, 2), 2)], ids=str)
+def test_N9_compiles_in_one_graph(counts, ffn_shards):
+    for eager, compiled in run_distributed_test(_eager_and_compiled, len(counts), _config(), counts, ffn_shards):
+        torch.testing.assert_close(compiled, eager)
+
+
 def test_local_dispatcher_equals_the_oracle():
     config = _config()
     experts = _experts(config)

@@ -54,6 +54,15 @@ def test_R1_output_bias_kernels_equal_a_loop(name, width):
         torch.testing.assert_close(ref.double().cpu(), want, rtol=1e-5, atol=1e-5)
 
 
+def test_R1_the_weights_may_be_every_second_value():
+    routing = ROUTINGS["zipf"](9, 3, 1)
+    d = build_dispatch(routing)
+    d = d._replace(**{field: getattr(d, field).to(DEVICE) for field in d._fields[:5]})
+    weight, dy = torch.rand(9, 2, device=DEVICE)[:, 0], torch.randn(9, 5, device=DEVICE)
+    expected = output_bias_sum_ref(dy, weight, d)
+    torch.testing.assert_close(output_bias_sum_launch(dy, weight, d), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_bias_kernels_take_no_rows():
     ends = torch.zeros(4, dtype=torch.int32, device=DEVICE)
     rows, bias = torch.empty(0, 5, device=DEVICE), torch.ones(3, 5, device=DEVICE)

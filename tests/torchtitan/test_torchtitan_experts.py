@@ -98,13 +98,23 @@ def test_the_error_is_at_most_that_of_torchtitan(options):
 
 def test_weights_are_not_copied(monkeypatch):
     module, seen = experts_of(config_of(mlp_impl="reference")).bfloat16(), []
-    real = ours.load
-    monkeypatch.setattr(ours, "load", lambda name: lambda c: (seen.append(c.parameters), real(name)(c))[1])
+    real = ours.COMPUTE["reference"]
+    monkeypatch.setitem(ours.COMPUTE, "reference", lambda c: (seen.append(c.parameters), real(c))[1])
     x, scores, ids, _ = batch()
     module(x.bfloat16(), scores, ids, None)
     inner, (p,) = module.inner_experts, seen
     for used, stored in ((p.w1, inner.w1_EFD), (p.v1, inner.w3_EFD), (p.w2.transpose(1, 2), inner.w2_EDF)):
         assert used.data_ptr() == stored.data_ptr() and used.stride() == stored.stride() and used.shape == stored.shape
+
+
+@pytest.mark.parametrize("options", [{"mlp_impl": i} for i in ("auto", "fused", "scatter")])
+def test_the_experts_compile_in_one_graph(options):
+    """torchtitan compiles each block so, which allows no break."""
+    module = experts_of(config_of(**options))
+    eager = call(copy.deepcopy(module))
+    module.compile(backend="aot_eager", fullgraph=True)
+    for name, value in call(module).items():
+        torch.testing.assert_close(value, eager[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
 def debug_model(flags):

@@ -56,8 +56,8 @@ def test_mlp_draws_what_the_dropless_experts_draw():
 @pytest.mark.parametrize("impl", ["fused", "scatter"])
 @pytest.mark.parametrize("kind", [GroupedMLP, GroupedGLU])
 def test_N6_grouped_experts_compute_as_mlp_impl_names(kind, impl, monkeypatch):
-    called, compute = [], experts._COMPUTE[impl]
-    monkeypatch.setitem(experts._COMPUTE, impl, lambda call: called.append(impl) or compute(call))
+    called, compute = [], experts.COMPUTE[impl]
+    monkeypatch.setitem(experts.COMPUTE, impl, lambda call: called.append(impl) or compute(call))
     x, counts = torch.randn(9, H), torch.tensor([5, 0, 4])
     torch.manual_seed(0)
     got = kind(args_of(mlp_impl=impl))(x, counts)

@@ -107,7 +107,7 @@ def expert_sum_launch(rows: Tensor, offsets: Tensor) -> Tensor:
 
 def output_bias_sum_launch(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
     """dy (T, N), weight (R,) → (E, N) float32; one launch."""
-    return _expert_sum(dy, weight, dispatch.expert_offsets, dispatch.gather, dispatch.pair)
+    return _expert_sum(dy, weight.contiguous(), dispatch.expert_offsets, dispatch.gather, dispatch.pair)
 
 
 def _expert_sum(

@@ -246,7 +246,7 @@ def router_backward_op(
         from megablocks.ops.routing.topk_triton import route_backward_launch
 
         return route_backward_launch(logits, padding_mask, saved, grads, options)
-    return router_backward_ref(logits, padding_mask, saved, grads, options)
+    return router_backward_ref(logits, padding_mask, saved, grads, options).contiguous()
 
 
 @custom_op(
