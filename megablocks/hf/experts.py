@@ -36,7 +36,7 @@ from megablocks.hf.weights import Weight, read_weight
 from megablocks.moe.impls import choose_impl, runs_on_hopper
 from megablocks.ops.activation import activate, activate_halves
 from megablocks.ops.activation_table import GATED, Activation
-from megablocks.ops.clamped_gate import Clamp, clamped_gate
+from megablocks.ops.clamp import Clamp, clamped_gate
 from megablocks.ops.fused.mlp import ExpertParameters, fused_mlp
 from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS

@@ -24,7 +24,7 @@ _NAMES = {
     "routing.capacity": ("apply_capacity", "capacity_of"),
     "activation_table": ("Activation",),
     "activation": ("activate",),
-    "clamped_gate": ("Clamp", "clamped_gate"),
+    "clamp": ("Clamp", "clamped_gate"),
     "loss": ("linear_cross_entropy",),
     "permute.rows": ("combine",),
     "grouped.grouped_mm": ("grouped_mm",),

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.clamped_gate import Clamp
+from megablocks.ops.clamp import Clamp
 from megablocks.ops.launch import cdiv, quick
 
 _BLOCK = 2048  # elements a program of 4 warps: 16 bytes a lane and load in half precision, two loads an operand

@@ -97,7 +97,7 @@ def padded(device: torch.device) -> Step:
 def activation(device: torch.device) -> Step:
     from megablocks.ops.activation import activate, activate_halves
     from megablocks.ops.activation_table import GATED, UNARY, Activation
-    from megablocks.ops.clamped_gate import Clamp, clamped_gate
+    from megablocks.ops.clamp import Clamp, clamped_gate
 
     inputs = [[draws(device, dtype)(T, WIDTH + 1) for _ in range(2)] for dtype in (torch.bfloat16, torch.float32)]
 

@@ -154,7 +154,7 @@ def activation() -> None:
     from megablocks.ops import activation_triton
     from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, Activation
     from megablocks.ops.activation_triton import activation_backward_launch, activation_launch
-    from megablocks.ops.clamped_gate import Clamp
+    from megablocks.ops.clamp import Clamp
 
     for dtype, *form in product(EVERY, ACTIVATIONS, APPROXIMATIONS):
         z, one = torch.zeros(64, dtype=dtype), Activation(*form)

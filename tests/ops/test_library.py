@@ -22,7 +22,7 @@ from megablocks.ops.activation import (
     halves_activation_op,
 )
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.clamped_gate import Clamp, clamped_gate_backward_op, clamped_gate_op
+from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
 from megablocks.ops.grouped.bias import (

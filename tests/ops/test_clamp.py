@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.activation_triton import clamped_gate_backward_launch, clamped_gate_launch
-from megablocks.ops.clamped_gate import Clamp, clamped_gate, clamped_gate_backward_ref, clamped_gate_ref
+from megablocks.ops.clamp import Clamp, clamped_gate, clamped_gate_backward_ref, clamped_gate_ref
 
 pytestmark = pytest.mark.any_device
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
