@@ -1,7 +1,7 @@
 """Triton kernels of the activations: one pass over memory forward, one backward, float32 inside.
 
 Legend: n elements, in rows of I. A gated activation moves 3·n values forward and 5·n backward, a plain one 2·n and 3·n;
-clamped_gate.py's gate moves as many as any gated one.
+the gate of clamp.py moves as many as any gated one.
 The activation of one element and its derivative are a device function, which fused kernels share.
 """
 
