@@ -40,6 +40,7 @@ def main() -> None:
     for module in (gradient_hopper, up_hopper, grouped_mm_hopper, grouped_mm_hopper_dw, hopper):
         assert callable(module.multiprocessors)
         module.multiprocessors = lambda device: PROGRAMS
+    grouped_mm_hopper_dw._LEAST = 64  # the family's longest expert is cut
     for name in sys.argv[1:] or FAMILIES:
         for t in FAMILIES[name](torch.device("cuda", 0))():
             assert not t.is_floating_point() or bool(t.isfinite().all()), f"{name}: a result is not finite"

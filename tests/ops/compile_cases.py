@@ -279,7 +279,7 @@ def grouped_hopper() -> None:
         ragged_m_sum(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, t, v, ints(17))
 
 
-@family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
+@family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", "add_pieces_kernel", architectures=(90,))
 def grouped_hopper_dw() -> None:
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
 

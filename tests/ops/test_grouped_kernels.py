@@ -273,6 +273,34 @@ def test_N6_halves_of_one_weight_gradient_equal_each_alone(
     assert torch.equal(whole, torch.cat(alone, dim=1))
 
 
+@pytest.mark.parametrize("m,n", [(8, 8), (256, 768), (328, 712), (1024, 1536), (4096, 4096), (6144, 8192)], ids=str)
+def test_every_piece_of_a_cut_expert_has_a_slot(m: int, n: int) -> None:
+    """At loads that leave the fewest rows to whole experts: one has all, or as many as can be are just long enough."""
+    for experts in (1, 2, 3, 8, 64, 300):
+        plan = hopper_dw._plan(None, experts, m, n, False, False)
+        for rows in (1, 4097, 65537, 1_000_003):
+            longest = plan.longest(rows, experts)
+            cut = min(experts, rows // (2 * longest + 1))
+            pieces = [-(-rows // longest)] if rows > 2 * longest else []
+            assert sum(pieces) <= plan.slots and 3 * cut <= plan.slots
+
+
+@pytest.mark.gpu
+@hopper_only
+@pytest.mark.parametrize("gathered", [False, True], ids=["rows", "gather"])
+@pytest.mark.parametrize("m,n,dtype", [*SHAPES, (512, 1024, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("loads", [[1500, 0, 70, 3, 900, 64, 1], [0, 5, 2000, 31] * 4], ids=["two", "four"])
+def test_R6_ragged_k_hopper_cuts_long_experts(
+    loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_dw, "_LEAST", 64)
+    plan = hopper_dw._plan(None, len(loads), m, n, gathered, False)
+    assert plan.longest(sum(loads) + 21, len(loads)) < max(loads) / 2
+    test_R6_ragged_k_hopper(loads, m, n, dtype, gathered)
+    test_N6_halves_of_one_weight_gradient_equal_each_alone(loads, m, n, dtype, gathered)
+    adds_to_what_is_there(hopper_dw.ragged_k, loads, m, n, dtype, "cuda")
+
+
 @pytest.mark.gpu
 @hopper_only
 @pytest.mark.parametrize("k_major", [False, True], ids=["N", "K"])

@@ -5,6 +5,11 @@
 An expert owns the same number of tiles whatever its rows; one without rows takes no step and stores zeros. Both
 consumers share a tile: turns would read more per product, and with rows / BK steps there is little epilogue to hide.
 
+A program takes every P-th tile, so the tiles of an expert with many rows would make their programs late. An expert
+with more than half of a program's share is cut into pieces of a quarter. The sums of a piece go to a slot in float32,
+and a second kernel adds an expert's pieces in their order. Which experts are cut is found on the device. At even loads
+none is, and the second kernel ends at once.
+
 Rows from an expert's end on are another expert's, or were never written. The TMA unit reads zeros there through
 `ragged_rows`, cp.async through its mask, so that neither operand's NaN meets the other's zero.
 
@@ -17,6 +22,7 @@ store what they hold of the tile, 32 bytes by four neighbors, and shared memory 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,10 +33,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
+from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits, lanes_of
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     ROW_BOUND,
+    add,
     barriers,
     copy_load,
     multiply,
@@ -59,6 +66,22 @@ class PlanK(Plan):
         """Tiles of an expert; its number of rows does not matter."""
         return self.m_tiles * self.n_tiles
 
+    @property
+    def producer_regs(self) -> int:
+        return max(super().producer_regs, 48)
+
+    @property
+    def slots(self) -> int:
+        """The most pieces: three of them hold more rows than two full ones. At most 100 MB of sums."""
+        return 768 // self.tiles
+
+    def longest(self, rows: int, experts: int) -> int:
+        """Rows of a piece: a quarter of a 128th of all tiles' rows, but no fewer than experts have at even loads."""
+        least = max(rows * self.tiles / 512, rows / experts, _LEAST)
+        return math.ceil(least / self.BK) * self.BK
+
+
+_LEAST = 512  # rows: adding a shorter piece takes about as long as its products
 
 # Where an expert has few rows, the stores decide: two are in flight.
 _SHARED = Tile(64, 256, 4, out_parts=4, out_buffers=2)
@@ -70,8 +93,8 @@ def choose_k(M: int, N: int) -> Tile:
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> PlanK:
-    return PlanK(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
+def _plan(tile: Tile | None, experts: int, M: int, N: int, gather: bool, add: bool) -> PlanK:
+    return PlanK(**vars(tile or choose_k(M, N)), lanes=lanes_of(experts), M=M, N=N, gather=gather, add=add)
 
 
 def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
@@ -80,27 +103,75 @@ def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
 
 
 @gluon.jit
-def _find_block(tile, offsets_ptr, c: gl.constexpr):
-    """Expert, first row, end row, first output row and column of a ragged-K tile."""
+def _pieces(offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
+    """The experts, and in how many pieces each is cut (0: not at all), (c.lanes,) int32 each in every warp."""
+    e = gl.arange(0, c.lanes, gl.BlockedLayout([c.lanes // 32], [32], [WARPS], [0]))
+    first = gl.load(offsets_ptr + e, mask=e < experts, other=0)
+    rows = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0) - first
+    return e, gl.where(rows > 2 * longest, (rows + longest - 1) // longest, 0)
+
+
+@gluon.jit
+def _count_tiles(offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
+    _, pieces = _pieces(offsets_ptr, experts, longest, c, WARPS)
+    return (experts + gl.sum(gl.maximum(pieces - 1, 0), 0)) * c.tiles
+
+
+@gluon.jit
+def _find_block(tile, tiles, offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
+    """Expert, first row, end row, first output row and column of a ragged-K tile, and its piece's slot or -1.
+
+    Of a tile past the last those of the last, so that they may be looked up ahead.
+    """
+    tile = gl.minimum(tile, tiles - 1)
     e = tile // c.tiles
     r = tile - e * c.tiles
+    piece = gl.to_tensor(0)
+    slot = gl.to_tensor(-1)
+    if tiles > experts * c.tiles:  # experts are cut
+        lane, pieces = _pieces(offsets_ptr, experts, longest, c, WARPS)
+        ends = gl.associative_scan(gl.where(lane < experts, gl.maximum(pieces, 1), 0) * c.tiles, 0, add)
+        done = ends <= tile
+        e = gl.sum(done.to(gl.int32), 0)
+        r = tile - gl.max(gl.where(done, ends, 0), 0)
+        piece = r // c.tiles
+        r -= piece * c.tiles
+        # Inside an `if` of its own this sum is wrong in a kernel of Triton 3.6.
+        before = gl.sum(gl.where(done, pieces, 0), 0)
+        slot = gl.where(gl.max(gl.where(lane == e, pieces, 0), 0) > 0, before + piece, -1)
     if c.m_tiles <= c.n_tiles:
         n = r // c.m_tiles
         m = r - n * c.m_tiles
     else:
         m = r // c.n_tiles
         n = r - m * c.n_tiles
-    return e, gl.load(offsets_ptr + e), gl.load(offsets_ptr + e + 1), m * c.BM, n * c.BN
+    first = gl.load(offsets_ptr + e) + piece * longest
+    end = gl.load(offsets_ptr + e + 1)
+    if slot >= 0:
+        end = gl.minimum(end, first + longest)
+    return e, first, end, m * c.BM, n * c.BN, slot
 
 
 @gluon.jit
-def _store_block(part, i: gl.constexpr, bufs, o_desc, o_ptr, e, row, col, steps, WG: gl.constexpr, c: gl.constexpr):
-    if c.add:
-        layout: gl.constexpr = part.type.layout
-        rows = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
-        cols = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
-        at = o_ptr + (e.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
-        inside = ((rows < c.M) & (steps > 0))[:, None] & (cols < c.N)[None, :]
+def _places(part, i: gl.constexpr, base, block, row, col, c: gl.constexpr):
+    """Where a part's values lie in blocks of (M, N) from base, and which are inside."""
+    layout: gl.constexpr = part.type.layout
+    rows = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
+    cols = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, layout))
+    at = base + (block.to(gl.int64) * c.M + rows)[:, None] * c.N + cols[None, :]
+    return at, (rows < c.M)[:, None] & (cols < c.N)[None, :]
+
+
+@gluon.jit
+def _store_block(
+    part, i: gl.constexpr, bufs, o_desc, o_ptr, sums_ptr, e, slot, row, col, steps, WG: gl.constexpr, c: gl.constexpr
+):
+    if slot >= 0:
+        at, inside = _places(part, i, sums_ptr, slot, row, col, c)
+        gl.store(at, part, mask=inside)
+    elif c.add:
+        at, inside = _places(part, i, o_ptr, e, row, col, c)
+        inside = inside & (steps > 0)
         gl.store(at, gl.load(at, mask=inside) + part, mask=inside)
     else:
         buf = stage_out(part, i, bufs, WG, c).reshape([1, c.rows, c.out_cols])
@@ -109,27 +180,29 @@ def _store_block(part, i: gl.constexpr, bufs, o_desc, o_ptr, e, row, col, steps,
 
 @gluon.jit
 def _consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr
-):
+    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, WG: gl.constexpr,
+    c: gl.constexpr,
+):  # fmt: skip
     PARTS: gl.constexpr = c.out_parts
-    tiles = experts * c.tiles
+    tiles = _count_tiles(offsets_ptr, experts, longest, c, 4)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
+    e, first, end, m0, n0, slot = _find_block(start, tiles, offsets_ptr, experts, longest, c, 4)
     for tile in range(start, tiles, step):
         expert = e
+        place = slot
         row = m0 + WG * c.rows
         col = n0
         steps = (end - first + (c.BK - 1)) // c.BK
-        e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
+        e, first, end, m0, n0, slot = _find_block(tile + step, tiles, offsets_ptr, experts, longest, c, 4)
         # That multiply asks whether there are steps also keeps an expert's first and last row alive: Triton 3.6 and 3.7
         # take a value that is carried around a loop and only bounds an inner one for dead. Then the steps of the first
         # tile stand for every tile, the producer's differ, and the kernel hangs.
         acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, (), 0, WG, c)
         parts = parts_of(acc, c)
         for i in gl.static_range(PARTS):
-            _store_block(parts[i], i, o_bufs, o_desc, o_ptr, expert, row, col, steps, WG, c)
+            _store_block(parts[i], i, o_bufs, o_desc, o_ptr, sums_ptr, expert, place, row, col, steps, WG, c)
     tma.store_wait(0)
 
 
@@ -145,13 +218,14 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
 @gluon.jit
 def _k_producer(
     a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr, experts,
-    c: gl.constexpr,
+    longest, c: gl.constexpr,
 ):  # fmt: skip
-    tiles = experts * c.tiles
+    WARPS: gl.constexpr = c.producer_warps
+    tiles = _count_tiles(offsets_ptr, experts, longest, c, WARPS)
     start = gl.program_id(0)
     step = gl.num_programs(0)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0 = _find_block(gl.minimum(start, tiles - 1), offsets_ptr, c)
+    e, first, end, m0, n0, _ = _find_block(start, tiles, offsets_ptr, experts, longest, c, WARPS)
     if c.gather:
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
         i = gl.arange(0, c.BK, gl.SliceLayout(1, lanes))
@@ -164,7 +238,7 @@ def _k_producer(
         steps = (k1 - k0 + (c.BK - 1)) // c.BK
         row = m0
         col = n0
-        e, first, end, m0, n0 = _find_block(gl.minimum(tile + step, tiles - 1), offsets_ptr, c)
+        e, first, end, m0, n0, _ = _find_block(tile + step, tiles, offsets_ptr, experts, longest, c, WARPS)
         if c.gather:
             next_ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
             base = b_ptr + col
@@ -194,12 +268,15 @@ def _k_producer(
 
 
 @quick
-@gluon.jit(do_not_specialize=["experts"])
+@gluon.jit(do_not_specialize=["experts", "longest"])
 def ragged_k_kernel(
-    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr,
-    num_warps: gl.constexpr,
+    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, sums_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, longest,
+    c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N)."""
+    """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N).
+
+    sums_ptr: (slots, M, N) float32, of pieces of at most `longest` rows.
+    """
     dtype: gl.constexpr = a_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
     b_bufs = gl.allocate_shared_memory(
@@ -213,19 +290,56 @@ def ragged_k_kernel(
     full, empty, _ = barriers(c)
     gl.warp_specialize(
         [
-            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 0, c)),
-            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, offsets_ptr, experts, 1, c)),
+            (
+                _consumer,
+                (
+                    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, 0, c,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, 1, c,
+                ),
+            ),
             (
                 _k_producer,
                 (
                     a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr,
-                    experts, c,
+                    experts, longest, c,
                 ),
             ),
         ],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
     )  # fmt: skip
+
+
+@quick
+@gluon.jit(do_not_specialize=["experts", "longest"])
+def add_pieces_kernel(
+    sums_ptr, o_ptr, o_block, o_row, offsets_ptr, experts, longest, c: gl.constexpr, num_warps: gl.constexpr
+):
+    """Each cut expert's pieces, added in their order and stored to its (M, N) of o, or added to it with c.add."""
+    BLOCK: gl.constexpr = 4096
+    blocks: gl.constexpr = (c.M * c.N + BLOCK - 1) // BLOCK
+    lane, pieces = _pieces(offsets_ptr, experts, longest, c, num_warps)
+    rank = gl.associative_scan((pieces > 0).to(gl.int32), 0, add)
+    for item in range(gl.program_id(0), gl.max(rank, 0) * blocks, gl.num_programs(0)):
+        mine = (pieces > 0) & (rank == item // blocks + 1)
+        e = gl.sum(gl.where(mine, lane, 0), 0)
+        count = gl.sum(gl.where(mine, pieces, 0), 0)
+        slot = gl.sum(gl.where(lane < e, pieces, 0), 0).to(gl.int64)
+        i = item % blocks * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [num_warps], [0]))
+        inside = i < c.M * c.N
+        at = o_ptr + e.to(gl.int64) * o_block + (i // c.N).to(gl.int64) * o_row + i % c.N
+        if c.add:
+            total = gl.load(at, mask=inside)
+        else:
+            total = gl.load(sums_ptr + slot * (c.M * c.N) + i, mask=inside)
+        for piece in range(0 if c.add else 1, count):
+            total += gl.load(sums_ptr + (slot + piece) * (c.M * c.N) + i, mask=inside)
+        gl.store(at, total.to(o_ptr.dtype.element_ty), mask=inside)
 
 
 def ragged_k(
@@ -244,18 +358,25 @@ def ragged_k(
         o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if out is None else out
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o if add else o.zero_()
-    c = _plan(tile, M, N, gather is not None, add)
-    ragged_k_kernel[(multiprocessors(a.device.index),)](
+    c = _plan(tile, experts, M, N, gather is not None, add)
+    programs, longest = (multiprocessors(a.device.index),), c.longest(a.shape[0], experts)
+    sums = torch.empty(c.slots, M, N, dtype=torch.float32, device=a.device)
+    ragged_k_kernel[programs](
         *with_tail(a, [c.BK, c.rows]),
         *with_tail(None if c.gather else b, [c.BK, c.BN]),
         None if add else descriptor(o, [1, c.rows, c.out_cols]),
         o if add else None,
+        sums,
         b if c.gather else None,
         b.stride(0) // 8 if c.gather else 0,
         gather,
         offsets,
         experts,
+        longest,
         c=c,
         num_warps=4,
+    )
+    add_pieces_kernel[(4 * programs[0],)](
+        sums, o, o.stride(0), o.stride(1), offsets, experts, longest, c=c, num_warps=4
     )
     return o
