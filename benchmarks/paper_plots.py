@@ -126,7 +126,7 @@ def _final_losses(record: dict[str, Any], arms: Iterable[str], line: Sequence[st
               color="0.6", zorder=0, label=label)  # fmt: skip
     axes.set(xlabel=f"{unit} of training", ylabel="final validation loss (nats per token)")
     axes.set_title(title_of(record), fontsize=9)
-    axes.margins(0.25)
+    axes.margins(0.35, 0.25)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     save_figure(figure, path)
