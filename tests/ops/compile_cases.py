@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING
+from tempfile import NamedTemporaryFile
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -41,6 +43,19 @@ def fused_across_lanes(ptx: str) -> int:
 def waits_without_acquire(ptx: str) -> bool:
     """Whether a kernel polls memory that others write, and reads what they wrote without an acquire."""
     return "ld.volatile" in ptx and ".acquire." not in ptx
+
+
+def conditional_reductions(kernel: Any) -> int:
+    """Reductions over a warp that ptxas put under a predicate. CUDA 12.8 took the predicate of another value once."""
+    from triton.knobs import nvidia
+
+    if "redux.sync" not in kernel.asm["ptx"]:
+        return 0
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        done = subprocess.run([nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True)
+    return len(re.findall(r"@!?U?P\d\s+U?REDUX", done.stdout))
 
 
 EVERY = (torch.bfloat16, torch.float16, torch.float32)
@@ -433,4 +448,7 @@ if __name__ == "__main__":
     shared = {kernel: max(b.metadata.shared for b in built) for kernel, built in compiled.items()}
     fused = {kernel: sum(fused_across_lanes(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
     waits = {kernel: sum(waits_without_acquire(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
+    for kernel, built in compiled.items():
+        if found := sum(map(conditional_reductions, built)):
+            sys.exit(f"{kernel}: {found} sums or maxima over a warp are conditional: take them outside of a short `if`")
     print(json.dumps({name: [shared[name], len(built), fused[name], waits[name]] for name, built in compiled.items()}))

@@ -136,7 +136,7 @@ def _find_block(tile, tiles, offsets_ptr, experts, longest, c: gl.constexpr, WAR
         r = tile - gl.max(gl.where(done, ends, 0), 0)
         piece = r // c.tiles
         r -= piece * c.tiles
-        # Inside an `if` of its own this sum is wrong in a kernel of Triton 3.6.
+        # In an `if` of its own, ptxas makes this sum conditional, and one of CUDA 12.8 on a wrong condition.
         before = gl.sum(gl.where(done, pieces, 0), 0)
         slot = gl.where(gl.max(gl.where(lane == e, pieces, 0), 0) > 0, before + piece, -1)
     if c.m_tiles <= c.n_tiles:
