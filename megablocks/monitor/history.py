@@ -15,6 +15,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from megablocks.config import ConfigError
 from megablocks.files import write_durably
 
 LOSS_COLUMNS = (
@@ -61,7 +62,10 @@ class History:
         return history
 
     def load(self, up_to: int) -> None:
-        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns."""
+        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns.
+
+        Raises ConfigError for a row that holds anything but numbers.
+        """
         if not self.path.exists():
             return
         with open(self.path, newline="") as file:
@@ -69,9 +73,14 @@ class History:
             if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
                 return
             for row in reader:
-                iteration = int(row["iteration"])
+                try:
+                    iteration = int(row["iteration"])
+                    values = {name: float(text) for name, text in row.items() if text}
+                except (TypeError, ValueError):  # a value that is no number, or more values than columns
+                    where = f"{self.path}: line {reader.line_num}"
+                    raise ConfigError(f"{where} is no row of numbers; mend or remove it") from None
                 if iteration <= up_to:
-                    self.add(iteration, {name: float(text) for name, text in row.items() if text})
+                    self.add(iteration, values)
 
     def set_aside(self) -> Path | None:
         """Rename the file, of which nothing was loaded and which `save` would replace. Returns its new name, if any."""

@@ -52,7 +52,8 @@ def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
         if name != first and points:
             apart.plot(*zip(*points, strict=True), color=line.get_color(), linewidth=1.0, label=f"{name} − {first}")
     apart.axhline(0, color="0.4", linewidth=0.8)
-    losses.set(title=title, ylabel="train loss (nats per token)")
+    losses.set_title(title, parse_math=False)  # it may name a folder with a $
+    losses.set(ylabel="train loss (nats per token)")
     apart.set(xlabel="iteration", ylabel="difference")
     for axes in (losses, apart):
         axes.grid(alpha=0.3)
@@ -74,7 +75,8 @@ def plot_expert_load(tokens: list[list[int]], path: Path, *, title: str, layers:
     highest = max(2.0, min(4.0, max(max(row) for row in shares)))
     norm = TwoSlopeNorm(vcenter=1.0, vmin=0.0, vmax=highest)
     image = axes.imshow(shares, cmap="RdBu_r", norm=norm, aspect="auto", interpolation="nearest")
-    axes.set(xlabel="expert", ylabel="layer", title=title)
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel="expert", ylabel="layer")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_yticks(range(len(layers)), [str(number) for number in layers])
     figure.colorbar(image, ax=axes, label="tokens over the layer's mean")
@@ -98,7 +100,8 @@ def plot_parts(rows: list[tuple[str, float, float, float]], path: Path, *, title
     axes.set_yticks(places, parts)
     axes.invert_yaxis()
     axes.margins(x=0.08)
-    axes.set(xlabel="ms a step", title=title)
+    axes.set_title(title, parse_math=False)
+    axes.set(xlabel="ms a step")
     axes.grid(alpha=0.3, axis="x")
     axes.legend()
     save_figure(figure, path)

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from megablocks.config import ConfigError
 from megablocks.files import write_durably
 from megablocks.monitor.expert_load import LoadSummary
 from megablocks.monitor.history import LOSS_COLUMNS, History, parse_log_line
-from megablocks.monitor.plots import plot_expert_load, plot_loss
+from megablocks.monitor.plots import plot_expert_load, plot_loss, plot_parts, plot_runs
 
 LINE = (
     " [2026-11-20 17:11:21.528473] iteration       12/      60 | consumed samples:            8 | elapsed time per "
@@ -110,3 +111,19 @@ def test_plots_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path)
     for name in ("bare.png", "loss.png", "load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "bare.png").read_bytes() != (tmp_path / "loss.png").read_bytes()
+
+
+@pytest.mark.parametrize("row", ["2,x,,,,,,,,,", "two,1,,,,,,,,,", "2,1,,,,,,,,,,7", "2,1.5e"])
+def test_a_row_that_holds_no_numbers_is_named(row: str, tmp_path: Path) -> None:
+    (tmp_path / "loss.csv").write_text("\n".join([",".join(LOSS_COLUMNS), "1,1,,,,,,,,,", row, ""]))
+    with pytest.raises(ConfigError, match=r"loss.csv: line 3 is no row of numbers; mend or remove it"):
+        History.of_run(tmp_path)
+
+
+def test_a_title_may_hold_dollars(tmp_path: Path) -> None:
+    """matplotlib takes what stands between two for mathematics, and fails."""
+    history = History(tmp_path)
+    history.add(1, {"train_loss": 2.0})
+    plot_runs({"a": history, "b": history}, tmp_path / "runs.png", title="a$^$")
+    plot_expert_load([[1, 2]], tmp_path / "load.png", title="a$^$", layers=[0])
+    plot_parts([("experts", 1.0, 0.5, 0.5)], tmp_path / "parts.png", title="a$^$")
