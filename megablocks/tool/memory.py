@@ -47,23 +47,25 @@ class Parameters(NamedTuple):
 
 
 def parameters(m: Model) -> Parameters:
-    """Parameters of the model, and of a rank of its fullest pipeline stage."""
+    """Parameters of the model, and of a rank of its fullest pipeline stage. Tensor parallelism splits some, and others
+    are whole on each rank: norms, routers, positions, and the biases of what is summed over ranks."""
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that a token meets
-    dense = sum(met[part] for part in ("attention_projections", "mlp", "router", "shared_experts"))
-    dense += (2 * m.num_layers + 1) * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    split = sum(met[part] for part in ("attention_projections", "mlp", "shared_experts"))
+    whole = met["router"] + (2 * m.num_layers + 1) * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
     if m.add_bias_linear:
-        dense += m.num_layers * (s.query_width + 2 * s.key_width + m.hidden_size)
-        dense += (m.num_layers - s.num_moe_layers) * (s.up_products * s.ffn_hidden_size + m.hidden_size)
+        dense_layers = m.num_layers - s.num_moe_layers
+        split += m.num_layers * (s.query_width + 2 * s.key_width) + dense_layers * s.up_products * s.ffn_hidden_size
+        whole += (m.num_layers + dense_layers) * m.hidden_size
     places = m.hidden_size * m.seq_length if m.position_embedding_type == "learned_absolute" else 0
     words, untied = met["logits"], m.untie_embeddings_and_output_weights
-    everywhere = dense + places + words * (2 if untied else 1)
+    everywhere = split + whole + places + words * (2 if untied else 1)
     experts = met["experts"] // s.top_k * s.num_experts
     ends = words if pp > 1 or not untied else 2 * words
     return Parameters(
         total=everywhere + experts,
         active=everywhere + met["experts"],
-        dense_per_gpu=math.ceil(dense / pp / tp + ends / tp + places),
+        dense_per_gpu=math.ceil((split / tp + whole) / pp + ends / tp + places),
         experts_per_gpu=experts // (pp * m.expert_model_parallel_size * m.etp),
     )
 

@@ -270,6 +270,8 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     if args.recompute_granularity == "full" and args.recompute_method != "uniform":
         allowed = "must be 'uniform'; only a recomputation of all layers is counted"
         refuse("recompute_method", args.recompute_method, allowed)
+    if args.recompute_granularity == "full" and args.recompute_num_layers != 1:
+        refuse("recompute_num_layers", args.recompute_num_layers, "must be 1; only single layers' inputs are counted")
     layer, factor = args.megablocks_layer, args.megablocks_capacity_factor
     if args.num_experts and (layer not in ("megablocks", "experts") or factor is not None):
         name, value = ("layer", layer) if factor is None else ("capacity_factor", factor)

@@ -346,6 +346,10 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
             "recompute_method=None: must be 'uniform'; only a recomputation of all layers is counted",
         ),
         (
+            ["--", *DRIVER_FLAGS, *"--recompute-granularity full --recompute-method uniform".split()],
+            "recompute_num_layers=None: must be 1; only single layers' inputs are counted",
+        ),
+        (
             ["--", *DRIVER_FLAGS, "--use-distributed-optimizer", "--use-precision-aware-optimizer"],
             "use_precision_aware_optimizer=True: ",
         ),
@@ -452,6 +456,13 @@ def test_parameters_of_small_by_hand() -> None:
     assert found.per_gpu == found.total and found.experts_per_gpu == experts
     spread = memory.parameters(_with(gpus=8, expert_model_parallel_size=8, global_batch_size=1024))
     assert spread.experts_per_gpu == experts // 8 and spread.dense_per_gpu == dense
+    # Tensor parallelism splits no norms, routers or positions, and no biases of what is summed over its ranks.
+    two = {"gpus": 2, "tensor_model_parallel_size": 2}
+    half = 12 * (2 * 768**2 + 4 * 768 + 768 * 64) + 768 * (16384 + 1024 + 2)
+    assert memory.parameters(_with(**two)).dense_per_gpu == half
+    biased = _with(num_experts=0, num_moe_layers=0, ffn_hidden_size=3072, add_bias_linear=True)
+    one, rank = (memory.parameters(m).dense_per_gpu for m in (biased, _with(biased, **two)))
+    assert 2 * rank - one == 12 * 6 * 768 + 768 * (1024 + 2)
 
 
 @pytest.mark.parametrize("impl", [name for name in IMPLS if name != "reference"])
