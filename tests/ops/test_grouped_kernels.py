@@ -279,10 +279,10 @@ def test_every_piece_of_a_cut_expert_has_a_slot(m: int, n: int) -> None:
     for experts in (1, 2, 3, 8, 64, 300):
         plan = hopper_dw._plan(None, experts, m, n, False, False)
         for rows in (1, 4097, 65537, 1_000_003):
-            longest = plan.longest(rows, experts)
+            longest, slots = plan.pieces(rows, experts)
             cut = min(experts, rows // (2 * longest + 1))
-            pieces = [-(-rows // longest)] if rows > 2 * longest else []
-            assert sum(pieces) <= plan.slots and 3 * cut <= plan.slots
+            pieces = -(-rows // longest) if rows > 2 * longest else 0
+            assert pieces <= slots and 3 * cut <= slots and slots * m * n * 4 < 101e6
 
 
 @pytest.mark.gpu
@@ -295,7 +295,7 @@ def test_R6_ragged_k_hopper_cuts_long_experts(
 ) -> None:
     monkeypatch.setattr(hopper_dw, "_LEAST", 64)
     plan = hopper_dw._plan(None, len(loads), m, n, gathered, False)
-    assert plan.longest(sum(loads) + 21, len(loads)) < max(loads) / 2
+    assert plan.pieces(sum(loads) + 21, len(loads))[0] < max(loads) / 2
     test_R6_ragged_k_hopper(loads, m, n, dtype, gathered)
     test_N6_halves_of_one_weight_gradient_equal_each_alone(loads, m, n, dtype, gathered)
     adds_to_what_is_there(hopper_dw.ragged_k, loads, m, n, dtype, "cuda")

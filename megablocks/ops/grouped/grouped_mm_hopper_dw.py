@@ -70,15 +70,13 @@ class PlanK(Plan):
     def producer_regs(self) -> int:
         return max(super().producer_regs, 48)
 
-    @property
-    def slots(self) -> int:
-        """The most pieces: three of them hold more rows than two full ones. At most 100 MB of sums."""
-        return 768 // self.tiles
-
-    def longest(self, rows: int, experts: int) -> int:
-        """Rows of a piece: a quarter of a 128th of all tiles' rows, but no fewer than experts have at even loads."""
+    def pieces(self, rows: int, experts: int) -> tuple[int, int]:
+        """How many rows a piece has: a quarter of a 128th of all tiles' rows, but no fewer than experts have at even
+        loads. And how many pieces there are at most: three hold more rows than two full ones. Their sums have 100 MB.
+        """
         least = max(rows * self.tiles / 512, rows / experts, _LEAST)
-        return math.ceil(least / self.BK) * self.BK
+        longest = math.ceil(least / self.BK) * self.BK
+        return longest, 3 * rows // (2 * longest) if rows > 2 * longest else 0
 
 
 _LEAST = 512  # rows: adding a shorter piece takes about as long as its products
@@ -359,8 +357,9 @@ def ragged_k(
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o if add else o.zero_()
     c = _plan(tile, experts, M, N, gather is not None, add)
-    programs, longest = (multiprocessors(a.device.index),), c.longest(a.shape[0], experts)
-    sums = torch.empty(c.slots, M, N, dtype=torch.float32, device=a.device)
+    programs = (multiprocessors(a.device.index),)
+    longest, slots = c.pieces(a.shape[0], experts)
+    sums = torch.empty(slots, M, N, dtype=torch.float32, device=a.device)
     ragged_k_kernel[programs](
         *with_tail(a, [c.BK, c.rows]),
         *with_tail(None if c.gather else b, [c.BK, c.BN]),
