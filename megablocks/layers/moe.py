@@ -10,17 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from megablocks.config import MoEConfig
-from megablocks.layers import mpu, sharedexpert_registry
+from megablocks.layers import common, mlp, mpu, router, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
-from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.losses import (
     batched_load_balancing_loss,
     clear_load_balancing_loss,
     get_load_balancing_loss,
     save_load_balancing_loss,
 )
-from megablocks.layers.mlp import MLP
-from megablocks.layers.router import LearnedRouter
 from megablocks.moe import layer
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.dispatchers import make_dispatcher
@@ -65,7 +62,7 @@ class ParallelMLP(nn.Module):
         return args.to_config()
 
     def _init_mlp(self, args: Arguments) -> nn.Module:
-        return MLP(args)
+        return mlp.MLP(args)
 
     def expert_capacity(self, tokens: int) -> int:
         """Places of an expert where every rank has `tokens` tokens; 0 means the fullest expert's load."""
@@ -180,7 +177,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         # A copy, with what the program added to the object. Later changes of it do not reach the layer.
         self.args = args = copy.copy(args)
         args.validate()
-        self.router = LearnedRouter(args)
+        self.router = router.LearnedRouter(args)
         self.experts = self._init_experts_mlp(args)
         self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None
 
@@ -199,7 +196,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         hidden = self.args.hidden_size
         if not x.dim() or x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
-        x = cast_if_autocast_enabled(x)  # before rows are copied
+        x = common.cast_if_autocast_enabled(x)  # before rows are copied
         scores, weights, ids = self.router(x)
         try:
             out = self.experts(x, scores, weights, ids)
