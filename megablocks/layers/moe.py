@@ -177,6 +177,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         # A copy, with what the program added to the object. Later changes of it do not reach the layer.
         self.args = args = copy.copy(args)
         args.validate()
+        args.device = args.resolve_device()  # 0.10's Arguments name it, and a program's own experts ask for it
         self.router = router.LearnedRouter(args)
         self.experts = self._init_experts_mlp(args)
         self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None
