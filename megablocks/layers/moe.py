@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks.config import MoEConfig
+from megablocks.config import MoEConfig, refuse
 from megablocks.layers import common, mlp, mpu, router, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.losses import (
@@ -43,6 +43,9 @@ class ParallelMLP(nn.Module):
 
     Args:
         args: the layer; a capacity factor is needed.
+
+    Raises:
+        ConfigError: no capacity factor, where one is needed.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -59,6 +62,8 @@ class ParallelMLP(nn.Module):
         self.forward_fn = self.parallel_forward_once if args.moe_expert_model_parallelism else self.forward_once
 
     def _config_of(self, args: Arguments) -> MoEConfig:
+        if args.moe_capacity_factor is None:
+            refuse("moe_capacity_factor", None, "must be a number in a capacity layer, or use dMoE")
         return args.to_config()
 
     def _init_mlp(self, args: Arguments) -> nn.Module:

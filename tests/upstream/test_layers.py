@@ -202,6 +202,12 @@ def test_a_subclass_finds_the_device_of_its_layer_in_the_arguments(monkeypatch):
     assert {p.device.type for p in Layer(args).parameters()} == {"meta"} and args.device is None
 
 
+def test_a_layer_with_a_capacity_refuses_none():
+    with pytest.raises(ValueError, match="^moe_capacity_factor=None: must be a number in a capacity layer"):
+        MoE(args_of(moe_capacity_factor=None))
+    assert dMoE(args_of(moe_capacity_factor=None))(torch.randn(3, H))[0].shape == (3, H)
+
+
 def test_F5_out_of_memory_names_sizes_and_changes(monkeypatch):
     def exhausted(self, *inputs):
         raise torch.OutOfMemoryError("CUDA out of memory.")
