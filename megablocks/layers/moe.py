@@ -80,7 +80,7 @@ class ParallelMLP(nn.Module):
         Ids outside [0, E) come last: their bin_ids are E, and no bin holds them.
         """
         experts, pairs = self.num_experts, top_expert.shape[0]
-        ids = top_expert.clamp(-1, experts).remainder(experts + 1).int()
+        ids = top_expert.long().clamp(-1, experts).remainder(experts + 1).int()  # no narrow type holds -1 and E
         row = torch.arange(pairs, dtype=torch.int32, device=ids.device)
         offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1)
         return indices, ids.index_select(0, indices), offsets[1:-1], offsets.diff()[:-1]

@@ -50,6 +50,9 @@ def test_indices_and_bins(kind):
     assert torch.equal(indices, order.indices.int()) and torch.equal(bin_ids, order.values.int())
     assert torch.equal(tokens_per_expert, ids.flatten().bincount(minlength=E).int())
     assert torch.equal(bins, tokens_per_expert.cumsum(0).int())
+    for narrow in (torch.int16, torch.uint8):
+        found = experts.indices_and_bins(ids.flatten().to(narrow))
+        assert all(map(torch.equal, found, (indices, bin_ids, bins, tokens_per_expert)))
     nobody = torch.tensor([0, -1, 2, 7, 0, E])
     found = [t.tolist() for t in experts.indices_and_bins(nobody)]
     assert found == [[0, 4, 2, 1, 3, 5], [0, 0, 2, E, E, E], [2, 2, 3], [2, 0, 1]]
