@@ -3,7 +3,9 @@
 # Usage: docker.sh [COMMAND…]     DRY_RUN=1 prints the docker command alone.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
-command=(docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864
+terminal=(-i)
+[ ! -t 0 ] || terminal=(-it) # where the input is no terminal, docker refuses -t
+command=(docker run --rm "${terminal[@]}" --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864
     -v "$(dirname "$here"):/mount" -w "/mount/$(basename "$here")" "${IMAGE:-megablocks-dev}" "$@")
 source "$here/scripts/env.sh"
 if is_dry_run; then

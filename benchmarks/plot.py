@@ -10,6 +10,7 @@ tokens, and the time of a step over the number of experts with its model. Red an
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -168,4 +169,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     for file in parser.parse_args().files:
-        print(f"wrote {draw(file)}")
+        try:
+            print(f"wrote {draw(file)}")
+        except (OSError, ValueError) as error:
+            sys.exit(f"plot: {error}")

@@ -52,6 +52,8 @@ def _launch(out: Path, words: Sequence[str]) -> Path | None:
     if is_dry_run():
         print(f"FLAGS={shlex.quote(flags)} {shlex.join(command)}")
         return None
+    if folder.is_dir() and any(folder.iterdir()):  # it saved no optimizer, so it cannot resume
+        raise ConfigError(f"{folder}: holds an earlier run: remove it or choose another out")
     done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
     if done.returncode:
         raise ConfigError(f"command={shlex.join(command)!r}: ended with {done.returncode}; see {folder}/train.log")

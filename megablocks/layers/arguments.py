@@ -201,10 +201,20 @@ class Arguments:
 def from_megatron(megatron_args: Any) -> Arguments:
     """`Arguments` from a Megatron namespace, by its attributes of the same names.
 
-    Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default.
+    Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default, and so does
+    the name of an init method, which GPT-NeoX has. Its fp16 and bf16 are sections of a DeepSpeed config.
 
     Raises:
         ConfigError: as for `Arguments`.
     """
-    found = {field.name: getattr(megatron_args, field.name, None) for field in dataclasses.fields(Arguments)}
+    names = [field.name for field in dataclasses.fields(Arguments)]
+    found: dict[str, Any] = {name: getattr(megatron_args, name, None) for name in names}
+    for name in ("fp16", "bf16"):
+        if isinstance(found[name], dict):
+            found[name] = bool(found[name].get("enabled"))
+    if found["bf16"] and found["fp16"] is None:
+        found["fp16"] = False
+    for name in ("init_method", "output_layer_init_method"):
+        if isinstance(found[name], str):
+            found[name] = None
     return Arguments(**{name: value for name, value in found.items() if value is not None})

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from megablocks.config import MoEConfig
-from megablocks.layers import dmlp_registry
+from megablocks.layers import common, dmlp_registry, moe, mpu  # noqa: F401  (programs for 0.10 import them from here)
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.mlp import GroupedMLP, SparseMLP, create_moe_expert_weights
-from megablocks.layers.moe import MoE, ParallelMLP
 from megablocks.moe import layer
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
 
 
-class ParallelDroplessMLP(ParallelMLP):
+class ParallelDroplessMLP(moe.ParallelMLP):
     """Like `ParallelMLP`, but no token is dropped: the capacity factor of `Arguments` is ignored, as in 0.10.
 
     Methods "sparse_…" are called with mlp_impl "sparse", methods "grouped_…" with all others, so that a program may
@@ -63,10 +62,10 @@ class ParallelDroplessMLP(ParallelMLP):
         return once(x, expert_weights, top_experts)
 
     sparse_permute_and_compute = grouped_permute_and_compute
-    grouped_forward_once = sparse_forward_once = ParallelMLP.forward_once
+    grouped_forward_once = sparse_forward_once = moe.ParallelMLP.forward_once
 
 
-class dMoE(MoE):  # noqa: N801
+class dMoE(moe.MoE):  # noqa: N801
     """megablocks 0.10's dropless layer, as `MoE`. `dMoE(config)` with a `MoEConfig` gives a `megablocks.moe.dMoE`."""
 
     _of_config = layer.dMoE

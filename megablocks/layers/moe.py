@@ -9,18 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megablocks.config import MoEConfig
-from megablocks.layers import mpu, sharedexpert_registry
+from megablocks.config import MoEConfig, refuse
+from megablocks.layers import common, mlp, mpu, router, sharedexpert_registry
 from megablocks.layers.arguments import Arguments
-from megablocks.layers.common import cast_if_autocast_enabled
 from megablocks.layers.losses import (
     batched_load_balancing_loss,
     clear_load_balancing_loss,
     get_load_balancing_loss,
     save_load_balancing_loss,
 )
-from megablocks.layers.mlp import MLP
-from megablocks.layers.router import LearnedRouter
 from megablocks.moe import layer
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.dispatchers import make_dispatcher
@@ -46,6 +43,9 @@ class ParallelMLP(nn.Module):
 
     Args:
         args: the layer; a capacity factor is needed.
+
+    Raises:
+        ConfigError: no capacity factor, where one is needed.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -62,10 +62,12 @@ class ParallelMLP(nn.Module):
         self.forward_fn = self.parallel_forward_once if args.moe_expert_model_parallelism else self.forward_once
 
     def _config_of(self, args: Arguments) -> MoEConfig:
+        if args.moe_capacity_factor is None:
+            refuse("moe_capacity_factor", None, "must be a number in a capacity layer, or use dMoE")
         return args.to_config()
 
     def _init_mlp(self, args: Arguments) -> nn.Module:
-        return MLP(args)
+        return mlp.MLP(args)
 
     def expert_capacity(self, tokens: int) -> int:
         """Places of an expert where every rank has `tokens` tokens; 0 means the fullest expert's load."""
@@ -78,7 +80,7 @@ class ParallelMLP(nn.Module):
         Ids outside [0, E) come last: their bin_ids are E, and no bin holds them.
         """
         experts, pairs = self.num_experts, top_expert.shape[0]
-        ids = top_expert.clamp(-1, experts).remainder(experts + 1).int()
+        ids = top_expert.long().clamp(-1, experts).remainder(experts + 1).int()  # no narrow type holds -1 and E
         row = torch.arange(pairs, dtype=torch.int32, device=ids.device)
         offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1)
         return indices, ids.index_select(0, indices), offsets[1:-1], offsets.diff()[:-1]
@@ -180,7 +182,8 @@ class MoE(nn.Module, metaclass=ABCMeta):
         # A copy, with what the program added to the object. Later changes of it do not reach the layer.
         self.args = args = copy.copy(args)
         args.validate()
-        self.router = LearnedRouter(args)
+        args.device = args.resolve_device()  # 0.10's Arguments name it, and a program's own experts ask for it
+        self.router = router.LearnedRouter(args)
         self.experts = self._init_experts_mlp(args)
         self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None
 
@@ -199,7 +202,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
         hidden = self.args.hidden_size
         if not x.dim() or x.shape[-1] != hidden:
             raise ValueError(f"x: has shape {tuple(x.shape)}, its last dimension must be hidden_size={hidden}")
-        x = cast_if_autocast_enabled(x)  # before rows are copied
+        x = common.cast_if_autocast_enabled(x)  # before rows are copied
         scores, weights, ids = self.router(x)
         try:
             out = self.experts(x, scores, weights, ids)

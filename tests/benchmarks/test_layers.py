@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import math
+import subprocess
 import sys
 from unittest import mock
 
@@ -273,6 +274,15 @@ def test_an_error_in_any_gradient_is_found():
         with pytest.raises(ArithmeticError, match=f"^{name}: relative error"):
             problem.error(step, weights=True)
         problem._truth[name] = kept
+
+
+@pytest.mark.parametrize("name, said", [("none.json", "No such file"), ("bad.json", "not a whole JSON file")])
+def test_a_file_that_cannot_be_drawn_is_one_line(name, said, tmp_path):
+    (tmp_path / "bad.json").write_text("{")
+    command = [sys.executable, plot.__file__, str(tmp_path / name)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1 and done.stderr.startswith("plot: ") and done.stderr.count("\n") == 1
+    assert said in done.stderr and name in done.stderr
 
 
 def test_only_valid_results_are_plotted(results, tmp_path):

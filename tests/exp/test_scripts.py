@@ -529,6 +529,19 @@ def test_L1_docker_mounts_the_parent_folder() -> None:
     assert "--ipc=host" in words and _option(words, "--gpus") == "all"
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_docker_gets_a_terminal_only_where_there_is_one(terminal: bool) -> None:
+    """docker run -t fails where its input is none, as in a job or behind a pipe."""
+    ends = os.openpty()
+    environment = {**os.environ, "DRY_RUN": "1"}
+    command = ["bash", str(ROOT / "docker.sh")]
+    stdin = ends[1] if terminal else subprocess.DEVNULL
+    done = subprocess.run(command, env=environment, stdin=stdin, capture_output=True, text=True, check=True)
+    for end in ends:
+        os.close(end)
+    assert ("-it" if terminal else "-i") in shlex.split(done.stdout)
+
+
 def test_L1_the_slurm_example_hands_each_machine_its_rank(tmp_path: Path) -> None:
     # The pause: a script that stops reading after the first name must not fail, however late the second comes.
     for name, text in (

@@ -112,6 +112,19 @@ def test_from_megatron_fills_then_checks():
         from_megatron(SimpleNamespace(moe_top_k=9))
 
 
+@pytest.mark.parametrize(
+    "fp16, bf16, dtype",
+    [(None, {"enabled": True}, torch.bfloat16), ({"enabled": True, "loss_scale": 0}, None, torch.float16),
+     ({"enabled": False}, None, None)],
+)  # fmt: skip
+def test_from_megatron_reads_what_gpt_neox_has(fp16, bf16, dtype):
+    """Sections of DeepSpeed's config, and names of init functions, which its program replaces afterwards."""
+    inits = dict(init_method="normal", output_layer_init_method="scaled_normal")
+    arguments = from_megatron(SimpleNamespace(hidden_size=12, fp16=fp16, bf16=bf16, **inits))
+    assert arguments.dtype == dtype and arguments.hidden_size == 12
+    assert callable(arguments.init_method) and callable(arguments.output_layer_init_method)
+
+
 def test_what_arguments_say_is_not_said_twice():
     with pytest.raises(ValueError, match="^seed: must be left out, because Arguments has them"):
         dMoE(_arguments(), seed=3)

@@ -118,6 +118,14 @@ def test_bad_shapes_are_named():
         build_dispatch(Routing(torch.zeros(3).int(), torch.zeros(2).int(), torch.ones(2), 2, 3))
 
 
+def test_narrow_ids_may_name_every_expert():
+    """uint8 holds 255, the last of 256 experts, and no number for "no expert"."""
+    expert, padding = torch.tensor([[0, 255], [1, 2]], dtype=torch.uint8), torch.tensor([False, True])
+    routing = make_routing(expert, torch.ones(2, 2), 256, padding_mask=padding)
+    assert routing.expert.tolist() == [0, 255, -1, -1] and int(routing.metrics["invalid"]) == 0
+    assert routing.metrics["tokens_per_expert"].nonzero().flatten().tolist() == [0, 255]
+
+
 def test_wide_ids_beyond_int32_get_no_expert():
     expert, weight = torch.tensor([[0, 1], [2**32, 3], [2**32 + 1, -(2**32)]]), torch.ones(3, 2)
     routing = make_routing(expert, weight, 4)

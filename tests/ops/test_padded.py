@@ -198,6 +198,15 @@ def test_N5_retain_graph_twice_and_frozen_inputs(frozen):
         assert torch.equal(a, b) and a.abs().sum() > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64])
+def test_gathered_rows_have_the_dtype_of_x(dtype):
+    d = build_dispatch(ROUTINGS["zipf"](7, E, 2))
+    x = torch.ones(7, 5, dtype=dtype)
+    for dispatch in (d, bin_dispatch(d, 4)):
+        rows = gather(x, dispatch)
+        assert rows.dtype == dtype and int(rows[:, 0].sum()) == int((dispatch.pair >= 0).sum())
+
+
 def test_bad_shapes_are_named():
     d = build_dispatch(ROUTINGS["balanced"](4, E, 2))
     p = bin_dispatch(d, 4)

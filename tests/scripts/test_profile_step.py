@@ -67,6 +67,15 @@ def test_a_launch_that_fails_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert "ended with 3; see" in capsys.readouterr().err
 
 
+def test_a_folder_with_a_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its checkpoint has no optimizer, so the run would not resume."""
+    (tmp_path / "exp.sh").write_text("exit 3\n")
+    (tmp_path / "out/run/checkpoints").mkdir(parents=True)
+    assert profile_step.main([str(tmp_path / "out"), "--", "bash", str(tmp_path / "exp.sh")]) == 2
+    folder = tmp_path / "out/run"
+    assert capsys.readouterr().err == f"profile_step: {folder}: holds an earlier run: remove it or choose another out\n"
+
+
 def test_L1_dry_run_prints_the_launch(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "scripts/profile_step.py"), str(tmp_path / "out"), "--"]
     command += ["bash", "exp/dmoe/dmoe_125m_8gpu.sh", "20000"]

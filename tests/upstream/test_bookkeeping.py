@@ -46,6 +46,11 @@ def test_histogram_counts_what_is_in_range(shape, dtype, device):
     assert out.reshape(-1, 6).tolist() == expected
 
 
+def test_histogram_has_more_bins_than_the_type_of_x():
+    x = torch.tensor([0, 3, 3, -1], dtype=torch.int16)
+    assert ops.histogram(x, 2**15)[:5].tolist() == [1, 0, 0, 2, 0]
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INTEGERS)
 @pytest.mark.parametrize(

@@ -187,6 +187,27 @@ def test_a_subclass_finds_what_its_program_added_to_the_arguments():
         Layer(args)
 
 
+def test_a_subclass_finds_the_device_of_its_layer_in_the_arguments(monkeypatch):
+    class Own(ParallelDroplessMLP):
+        def __init__(self, args):
+            super().__init__(args)
+            self.own = torch.nn.Parameter(torch.empty(H, device=args.device))
+
+    class Layer(dMoE):
+        def _init_experts_mlp(self, args):
+            return Own(args)
+
+    args = args_of(device=None)
+    monkeypatch.setattr(type(args), "resolve_device", lambda self: torch.device("meta"))
+    assert {p.device.type for p in Layer(args).parameters()} == {"meta"} and args.device is None
+
+
+def test_a_layer_with_a_capacity_refuses_none():
+    with pytest.raises(ValueError, match="^moe_capacity_factor=None: must be a number in a capacity layer"):
+        MoE(args_of(moe_capacity_factor=None))
+    assert dMoE(args_of(moe_capacity_factor=None))(torch.randn(3, H))[0].shape == (3, H)
+
+
 def test_F5_out_of_memory_names_sizes_and_changes(monkeypatch):
     def exhausted(self, *inputs):
         raise torch.OutOfMemoryError("CUDA out of memory.")

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megablocks.layers import dMoE, mlp, mpu
+from megablocks.layers import dMoE, mlp, mpu, router
 from megablocks.layers.dmoe import ParallelDroplessMLP
 from megablocks.layers.glu import GroupedGLU, SharedGLU
 from megablocks.layers.mlp import MLP, GroupedMLP, SparseMLP
@@ -50,6 +50,9 @@ def test_indices_and_bins(kind):
     assert torch.equal(indices, order.indices.int()) and torch.equal(bin_ids, order.values.int())
     assert torch.equal(tokens_per_expert, ids.flatten().bincount(minlength=E).int())
     assert torch.equal(bins, tokens_per_expert.cumsum(0).int())
+    for narrow in (torch.int16, torch.uint8):
+        found = experts.indices_and_bins(ids.flatten().to(narrow))
+        assert all(map(torch.equal, found, (indices, bin_ids, bins, tokens_per_expert)))
     nobody = torch.tensor([0, -1, 2, 7, 0, E])
     found = [t.tolist() for t in experts.indices_and_bins(nobody)]
     assert found == [[0, 4, 2, 1, 3, 5], [0, 0, 2, E, E, E], [2, 2, 3], [2, 0, 1]]
@@ -193,6 +196,15 @@ def test_jitter_is_a_method_that_training_calls():
     mine = Doubling(args_of(moe_jitter_eps=0.25))
     expected = [(s * x @ mine.layer.weight.t()).softmax(1) for s in (1, 2)]
     assert torch.allclose(mine(x)[0], expected[1]) and torch.allclose(mine.eval()(x)[0], expected[0])
+
+
+@pytest.mark.parametrize("layer", [MoE, dMoE])
+def test_a_program_may_replace_the_router_in_its_module(layer, monkeypatch):
+    class Mine(LearnedRouter):
+        pass
+
+    monkeypatch.setattr(router, "LearnedRouter", Mine)
+    assert type(layer(args_of()).router) is Mine
 
 
 def test_scale_gradient():

@@ -133,7 +133,8 @@ METHODS = {
 # Names that are no functions.
 VALUES = (
     "_version.__version__ layers.arguments.Arguments layers.arguments.DEFAULT_ACTIVATION_FN layers.arguments.InitFn "
-    "layers.dmlp_registry.MlpType layers.mpu.MoeParam"
+    "layers.dmlp_registry.MlpType layers.mpu.MoeParam "
+    "layers.moe.common layers.moe.mlp layers.moe.router layers.dmoe.common layers.dmoe.moe layers.dmoe.mpu"
 ).split()
 
 # The class of an autograd function → the function that its `apply` is.

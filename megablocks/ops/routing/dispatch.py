@@ -145,13 +145,14 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
         check_padding_mask(padding_mask, num_tokens)
     if expert.is_floating_point() or expert.is_complex() or expert.dtype == torch.bool:
         raise ValueError(f"expert is {expert.dtype}: must be an integer dtype, ids are not rounded")
+    if expert.dtype == torch.int64:
+        expert = expert.clamp(-(2**31), 2**31 - 1)  # the cast would take 2**32 for expert 0
+    expert = expert.int()  # first, because narrow types hold neither -1 nor every E
     outside = (expert < 0) | (expert >= num_experts)
     if padding_mask is not None:
         outside = outside & ~padding_mask.unsqueeze(1)
         expert = torch.where(padding_mask.unsqueeze(1), -1, expert)
-    if expert.dtype == torch.int64:
-        expert = expert.clamp(-(2**31), 2**31 - 1)  # the cast would take 2**32 for expert 0
-    expert = expert.flatten().int()
+    expert = expert.flatten()
     token = torch.arange(num_tokens, dtype=torch.int32, device=expert.device)
     return Routing(
         token=token.unsqueeze(1).expand(num_tokens, top_k).flatten(),

@@ -68,7 +68,8 @@ def histogram(x: Tensor, max_val: int) -> Tensor:
     if max_val < 1:
         raise ValueError(f"max_val={max_val}: must be >= 1")
     rows = x.shape[0] if x.dim() == 2 else 1
-    key = torch.where((x >= 0) & (x < max_val), x.long(), max_val).view(rows, x.shape[-1])
+    wide = x.long()  # first, because int16 does not hold every max_val
+    key = torch.where((wide >= 0) & (wide < max_val), wide, max_val).view(rows, x.shape[-1])
     # one line with a spare place a row: scatter_add_ is deterministic on a GPU in one dimension
     key = (key + torch.arange(rows, device=x.device).unsqueeze(1) * (max_val + 1)).flatten()
     counts = torch.zeros(rows * (max_val + 1), dtype=torch.int32, device=x.device)
