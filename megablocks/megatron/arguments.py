@@ -105,6 +105,7 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
     "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
+    "rampup_batch_size": "must be left out, because Megatron does not read it; use --step-batch-size-schedule",
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
 }

@@ -221,6 +221,7 @@ REFUSED = {
     "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
     "--megablocks-keep-checkpoints 2 --ckpt-format torch": "megablocks_keep_checkpoints=2: must be 0 with --ckpt",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
+    "--rampup-batch-size 4 2 16": "rampup_batch_size=[4, 2, 16]: must be left out, because Megatron does not read it; use",
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
     "--use-torch-fsdp2": "use_torch_fsdp2=True: needs a GPU; leave it out",
