@@ -13,12 +13,14 @@ import difflib
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
@@ -121,13 +123,15 @@ POSITIVE = {
     "save_interval", "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "vocab_size", "padded_vocab_size", "max_position_embeddings",
-    "eval_micro_batch_size", "rotary_base",
+    "eval_micro_batch_size", "rotary_base", "check_weight_hash_across_dp_replicas_interval", "save_params_interval",
+    "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval",
 }  # fmt: skip
 """Flags whose value must be > 0."""
 NOT_NEGATIVE = {
     "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad", "min_lr", "decoupled_lr", "decoupled_min_lr",
     "lr_warmup_init", "lr_warmup_iters", "layernorm_epsilon", "init_method_std", "embedding_init_method_std",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
+    "non_persistent_save_interval", "exit_interval", "exit_duration_in_mins",
 }  # fmt: skip
 """Flags whose value, or each of several, must be >= 0."""
 FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
@@ -382,8 +386,6 @@ def check(args: argparse.Namespace) -> None:
         refuse("global_batch_size", args.global_batch_size, rule)
     if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
         refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
-    if args.save and args.save_interval is None:
-        refuse("save", args.save, "needs --save-interval")
     if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":
         rule = f"must be 0 with --ckpt-format {args.ckpt_format}; only checkpoints of torch_dist are removed"
         refuse("megablocks_keep_checkpoints", args.megablocks_keep_checkpoints, rule)
@@ -403,6 +405,7 @@ def check(args: argparse.Namespace) -> None:
         from megablocks.megatron import cuda_graph
 
         cuda_graph.check(args)
+    _check_saves(args)
     if args.num_experts:
         _check_experts(args, ranks)
         _check_layer(args)
@@ -458,6 +461,21 @@ def _check_folders(args: argparse.Namespace) -> None:
         is_read = dest == "data_cache_path" and there == Path(path) and any(there.iterdir())  # a cache that is complete
         if not is_read and not os.access(there, os.W_OK | os.X_OK):
             refuse(dest, path, f"{there} cannot be written by this user; choose another path")
+
+
+def _check_saves(args: argparse.Namespace) -> None:
+    """Refuse intervals of saves that would keep nothing, or at which Megatron would fail."""
+    if args.save and args.save_interval is None:
+        refuse("save", args.save, "needs --save-interval")
+    for dest, interval in vars(args).items():
+        if not re.fullmatch(r"(non_persistent_)?save_(\w+_)?interval", dest) or not interval:
+            continue
+        if args.save is None:
+            refuse(dest, interval, "needs --save; without it nothing is kept")
+        if dest in ("save_activations_interval", "save_dgrads_interval") and not HAVE_TE:
+            refuse(dest, interval, "needs Transformer Engine, which is not installed")
+        if dest == "non_persistent_save_interval" and args.non_persistent_ckpt_type is None:
+            refuse(dest, interval, "needs --non-persistent-ckpt-type")
 
 
 def _check_dense(args: argparse.Namespace) -> None:

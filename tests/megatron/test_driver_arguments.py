@@ -137,6 +137,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
     assert "--moe-paged-stash-buffer-size-factor-cuda" in text, "whose text in Megatron is no format string"
 
 
+SAVES = "--save /tmp/nowhere --save-interval 4 "
 REFUSED = {
     "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
@@ -194,6 +195,15 @@ REFUSED = {
     "--num-attention-heads 5": "num_attention_heads=5: must divide hidden_size=32",
     "--global-batch-size 3": "global_batch_size=3: must be a multiple of micro_batch_size=2",
     "--save /tmp/nowhere": "save='/tmp/nowhere': needs --save-interval",
+    "--save-interval 10": "save_interval=10: needs --save; without it nothing is kept",
+    "--save-wgrads-interval 2": "save_wgrads_interval=2: needs --save; without it nothing is kept",
+    "--save-params-interval 0": "save_params_interval=0: must be > 0",
+    SAVES + "--non-persistent-save-interval 1": "non_persistent_save_interval=1: needs --non-persistent-ckpt-type",
+    SAVES + "--save-dgrads-interval 2": "save_dgrads_interval=2: needs Transformer Engine, which is not installed",
+    SAVES + "--save-activations-interval 2": "save_activations_interval=2: needs Transformer Engine, which is not",
+    "--check-weight-hash-across-dp-replicas-interval 0": "check_weight_hash_across_dp_replicas_interval=0: must be > 0",
+    "--exit-interval -1": "exit_interval=-1: must be >= 0",
+    "--exit-duration-in-mins -1": "exit_duration_in_mins=-1: must be >= 0",
     "--num-experts 8 --megablocks-capacity-factor -1": "megablocks_capacity_factor=-1.0: must be >= 0, or use",
     "--num-experts 8 --megablocks-capacity-factor nan": "megablocks_capacity_factor=nan: must be a finite number",
     "--num-experts 8 --megablocks-layer experts --moe-capacity-factor 1": "megablocks_capacity_factor=1.0: must be "
