@@ -86,6 +86,18 @@ def test_the_last_line_says_on_which_side_of_the_entropy_the_loss_is(tmp_path: P
     assert reporter.summary_line().endswith(said)
 
 
+@pytest.mark.parametrize(("name", "losses"), [("", [4.5]), ("-0", [4.5]), ("-1", [])])
+def test_the_loss_of_the_first_validation_set_is_kept(
+    monkeypatch: pytest.MonkeyPatch, name: str, losses: list[float]
+) -> None:
+    """With several sets, which --full-validation asks for, Megatron numbers them."""
+    monkeypatch.setattr("megablocks.megatron.reporting.is_last_rank", lambda: True)
+    reporter = object.__new__(Reporter)
+    reporter.history, reporter.run_dir = History(Path()), None
+    reporter._print(print, f" validation{name} loss at iteration 4 on validation set | lm loss value: 4.5E+00 | ")
+    assert reporter.history.series("validation_loss")[1] == losses
+
+
 def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> None:
     """A line and a point have what the lines of every step say, also where a board is asked for more points."""
     each = _lines(driver.run("--train-iters", "8", "--log-interval", "1").text())

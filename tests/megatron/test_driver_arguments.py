@@ -231,6 +231,8 @@ REFUSED = {
     "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
     "--megablocks-keep-checkpoints 2 --ckpt-format torch": "megablocks_keep_checkpoints=2: must be 0 with --ckpt",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
+    "--full-validation": "full_validation=True: needs --multiple-validation-sets, also for one set, or Megatron fails",
+    "--dataloader-type external": "dataloader_type='external': must be 'single' or 'cyclic'",
     "--rampup-batch-size 4 2 16": "rampup_batch_size=[4, 2, 16]: must be left out, because Megatron does not read",
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
