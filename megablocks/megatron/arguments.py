@@ -244,6 +244,7 @@ def resolve(args: argparse.Namespace) -> None:
         if os.environ.setdefault(variable, "1") == "1":
             args.megablocks_automatic[variable] = "1 (kernels start in the order of their launch)"
     check(args)
+    args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # at 0 Megatron would log the loss as 0 / 0
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:

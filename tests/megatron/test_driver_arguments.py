@@ -46,6 +46,7 @@ def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) 
         ("--moe-num-experts=8 --moe-top-k=4", "moe_router_topk", 4),
         ("--moe-num-experts 8 --moe-loss-weight 0.1", "moe_aux_loss_coeff", 0.05),  # averaged over 2 layers
         ("--moe-num-experts 8 --moe-zloss-weight 0.001", "moe_z_loss_coeff", 0.001),
+        ("--moe-num-experts 8 --moe-zloss-weight 0", "moe_z_loss_coeff", None),
         ("--moe-num-experts 8 --moe-jitter-eps 0.01", "moe_input_jitter_eps", 0.01),
         ("--moe-num-experts 8 --moe-capacity-factor 1.5", "megablocks_capacity_factor", 1.5),
         ("--moe-num-experts 8 --moe-normalize-expert-weights 1", "megablocks_normalize_top_k", 1.0),
@@ -53,7 +54,7 @@ def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) 
         ("--moe-num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 0.05", "moe_aux_loss_coeff", 0.05),
     ],
 )
-def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float) -> None:
+def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float | None) -> None:
     assert getattr(parse(parser, *old.split()), dest) == pytest.approx(value)
 
 
