@@ -333,6 +333,11 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         if latest.warnings and first:  # Megatron reads the pointer too, and exits with 0 if it is garbled
             atomic.write_pointer(args.load, latest.iteration)
     elif latest.warnings or not (Path(args.load) / atomic.POINTER).exists():
+        if (Path(args.load) / ".metadata").is_file():
+            root, name = os.path.split(os.path.abspath(args.load))
+            number = name.removeprefix("iter_")
+            flags = f"--load {root}" + (f" --ckpt-step {int(number)}" if number.isdecimal() else "")
+            raise CheckpointError(f"{args.load}: is a checkpoint itself; give the folder around it: {flags}")
         if args.exit_on_missing_checkpoint:
             raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
         if first:

@@ -103,6 +103,14 @@ def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: 
     assert f"{tmp_path / 'none'}: no checkpoint to resume from" in line
 
 
+def test_a_checkpoint_that_is_named_itself_is_not_taken_for_an_empty_folder(driver: Driver, checkpoint: Path) -> None:
+    folder = atomic.folder_of(checkpoint, 2)
+    line = line_of(driver, *STEPS, "--load", folder)
+    flags = f"--load {checkpoint} --ckpt-step 2"
+    assert line.endswith(f"{folder}: is a checkpoint itself; give the folder around it: {flags}")
+    assert sorted(driver.run(*STEPS, *flags.split(), model=MODEL).losses()) == [3, 4]
+
+
 def test_ranks_that_find_different_checkpoints_are_one_line(driver: Driver, checkpoint: Path) -> None:
     fault = [("sees_no_checkpoint", {"rank": 1})]
     flags = (*STEPS, "--load", checkpoint, "--save", checkpoint, "--save-interval", "2")
