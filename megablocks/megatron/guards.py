@@ -303,7 +303,8 @@ class Guards:
 def choose_checkpoint(args: argparse.Namespace) -> bool:
     """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
 
-    Call it before Megatron looks for a checkpoint. A second call changes nothing.
+    Without one --pretrained-checkpoint becomes --load with --finetune, which is what Megatron makes of it. Call it
+    before Megatron looks for a checkpoint. A second call changes nothing.
 
     Returns:
         whether the checkpoint has a manifest, so that its files can be verified.
@@ -312,13 +313,22 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         ConfigError: --save holds checkpoints that this run does not resume from.
         CheckpointError: the checkpoint is missing or damaged.
     """
-    first = int(os.environ.get("RANK", 0)) == 0
     resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
     if args.save and not resumes and (found := atomic.iterations(args.save)):
         what = f"holds a run's checkpoints up to iteration {found[-1]}"
         refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
-    if not args.load or args.ckpt_format != "torch_dist":
+    if args.ckpt_format != "torch_dist":
         return False
+    has_marker = bool(args.load) and _choose(args)
+    if not args.load and args.pretrained_checkpoint:
+        args.load, args.finetune = args.pretrained_checkpoint, True
+        has_marker = _choose(args)
+    return has_marker
+
+
+def _choose(args: argparse.Namespace) -> bool:
+    """What `choose_checkpoint` does with --load, once it is given."""
+    first = int(os.environ.get("RANK", 0)) == 0
     if args.ckpt_step:
         folder = atomic.folder_of(args.load, args.ckpt_step)
         if not folder.is_dir():
@@ -340,6 +350,8 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
             raise CheckpointError(f"{args.load}: is a checkpoint itself; give the folder around it: {flags}")
         if args.exit_on_missing_checkpoint:
             raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
+        if args.load == args.pretrained_checkpoint:
+            raise CheckpointError(f"{args.load}: no complete checkpoint to start with (--pretrained-checkpoint)")
         if first:
             print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
         args.load = None

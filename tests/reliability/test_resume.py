@@ -96,6 +96,29 @@ def test_a_checkpoint_without_our_files_still_loads(driver: Driver, checkpoint: 
     assert sorted(run.losses()) == [3, 4] and "loaded without verification" in run.text()
 
 
+@pytest.mark.parametrize("load", [(), ("--load", "new", "--save", "new", "--save-interval", "9")], ids=["", "new"])
+def test_K5_a_pretrained_checkpoint_is_verified_too(
+    driver: Driver, checkpoint: Path, tmp_path: Path, load: tuple[str, ...]
+) -> None:
+    """Its weights start a run at iteration 0, also where --load names the folder that the run will resume from."""
+    load = tuple(str(tmp_path / flag) if flag == "new" else flag for flag in load)
+    shutil.copytree(checkpoint, tmp_path / "run")
+    flags = (*STEPS, *load, "--pretrained-checkpoint", tmp_path / "run")
+    assert driver.run(*flags, model=MODEL).losses() == driver.run(
+        *STEPS, "--load", checkpoint, "--finetune", model=MODEL
+    ).losses()
+    if load:
+        shutil.rmtree(tmp_path / "new")
+    (path,) = atomic.folder_of(tmp_path / "run", 2).glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    assert f"{path}: sha256 differs from what was saved" in line_of(driver, *flags)
+    path.with_name(atomic.MARKER).unlink()
+    (tmp_path / "run" / atomic.POINTER).unlink()
+    assert f"{tmp_path / 'run'}: no complete checkpoint to start with" in line_of(driver, *flags)
+
+
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--ckpt-step", "9")
     assert f"{atomic.folder_of(checkpoint, 9)}: no such checkpoint; {checkpoint} holds those of iterations: 2" in line
