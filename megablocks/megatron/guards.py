@@ -368,6 +368,8 @@ def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: A
     choose_checkpoint(args)
     if args.load and args.ckpt_step:
         checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step is of --load, which Megatron reads next
+            return args
     return original(args, *rest, **options)
 
 

@@ -104,9 +104,8 @@ def test_K5_a_pretrained_checkpoint_is_verified_too(
     load = tuple(str(tmp_path / flag) if flag == "new" else flag for flag in load)
     shutil.copytree(checkpoint, tmp_path / "run")
     flags = (*STEPS, *load, "--pretrained-checkpoint", tmp_path / "run")
-    assert driver.run(*flags, model=MODEL).losses() == driver.run(
-        *STEPS, "--load", checkpoint, "--finetune", model=MODEL
-    ).losses()
+    finetuned = driver.run(*STEPS, "--load", checkpoint, "--finetune", model=MODEL)
+    assert driver.run(*flags, model=MODEL).losses() == finetuned.losses()
     if load:
         shutil.rmtree(tmp_path / "new")
     (path,) = atomic.folder_of(tmp_path / "run", 2).glob("*.distcp")
@@ -117,6 +116,17 @@ def test_K5_a_pretrained_checkpoint_is_verified_too(
     path.with_name(atomic.MARKER).unlink()
     (tmp_path / "run" / atomic.POINTER).unlink()
     assert f"{tmp_path / 'run'}: no complete checkpoint to start with" in line_of(driver, *flags)
+
+
+def test_a_run_with_the_flags_of_a_pretrained_checkpoint_resumes(
+    driver: Driver, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Megatron reads the flags of both checkpoints, of the step at which the run resumes."""
+    own = ("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1")
+    flags = (*STEPS, "--use-checkpoint-args", "--pretrained-checkpoint", checkpoint, "--load", tmp_path)
+    flags += ("--save", tmp_path, "--save-interval", "1", "--eval-iters", "0")
+    assert sorted(driver.run(*flags, "--exit-interval", "1", model=own).losses()) == [1]
+    assert sorted(driver.run(*flags, model=own).losses()) == [2, 3, 4]
 
 
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
