@@ -101,12 +101,16 @@ ALIASES: dict[str, tuple[str, type]] = {
 }
 """The old fork's names: Megatron's or ours, and the type. The old loss is averaged over layers, so the weight of
 --moe-loss-weight is divided by their number."""
-_PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
+_PARTS_LEFT_OUT = (
+    "sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data",
+    "hybrid_layer_pattern", "hybrid_override_pattern",
+)  # fmt: skip
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
     "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
+    "freeze_all_layers": "must be left out, because Megatron does not freeze the model that this driver has it build",
     "rampup_batch_size": "must be left out, because Megatron does not read it; use --step-batch-size-schedule",
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
@@ -404,6 +408,8 @@ def check(args: argparse.Namespace) -> None:
         refuse("use_torch_fsdp2", True, "needs a GPU; leave it out")
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
+    elif args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        refuse("create_attention_mask_in_dataloader", False, "must be True with --reset-attention-mask, which is in it")
     settings_from(args, DriverSettings)
     settings_from(args, MegaBlocksSettings)
     if args.cuda_graph_impl != "none":
@@ -435,6 +441,8 @@ def _check_engine(args: argparse.Namespace) -> None:
 def _check_sizes(args: argparse.Namespace) -> None:
     if args.hidden_size and args.num_attention_heads:  # both come later with --use-checkpoint-args
         check_heads(args, args.num_query_groups if args.group_query_attention else None)
+    if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
+        refuse("padded_vocab_size", args.padded_vocab_size, f"must be at least vocab_size={args.vocab_size}")
     frequency = args.moe_layer_freq
     if isinstance(frequency, int) and frequency < 1:
         refuse("moe_layer_freq", frequency, "must be >= 1; 2 puts experts into every second layer")
@@ -513,6 +521,9 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
         refuse("num_experts", args.num_experts, "must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
         refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
+    if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
+        rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
+        refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
     size = args.expert_model_parallel_size
     if args.num_experts % size:
         refuse("expert_model_parallel_size", size, f"must divide num_experts={args.num_experts}")
