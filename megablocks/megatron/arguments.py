@@ -128,6 +128,7 @@ POSITIVE = {
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "vocab_size", "padded_vocab_size", "max_position_embeddings",
     "eval_micro_batch_size", "rotary_base", "check_weight_hash_across_dp_replicas_interval", "save_params_interval",
+    "rope_scaling_factor", "rotary_seq_len_interpolation_factor", PREFIX + "dispatch_rows_factor",
     "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval",
 }  # fmt: skip
 """Flags whose value must be > 0."""
@@ -338,9 +339,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
             out["moe_router_pre_softmax"] = (True, "softmax over all experts")
     if args.num_experts and torch.cuda.is_available() and args.megablocks_layer in ("megablocks", "tutel"):
         if args.seq_length and args.micro_batch_size:
-            ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-            size = max(args.micro_batch_size, args.eval_micro_batch_size or 0)
-            out[PREFIX + "max_tokens"] = (size * args.seq_length // ranks, "a micro-batch's")
+            out[PREFIX + "max_tokens"] = (_tokens_of_micro_batch(args), "a micro-batch's")
     if with_engine:
         out["create_attention_mask_in_dataloader"] = (False, "Transformer Engine's attention reads no mask")
     elif args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
@@ -352,6 +351,12 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["rerun_mode"] = ("disabled", "the non-finite guard stops first")
         out["check_for_nan_in_loss_and_grad"] = (False, "the non-finite guard checks")
     return out
+
+
+def _tokens_of_micro_batch(args: argparse.Namespace) -> int:
+    """The most tokens that a rank brings to a layer at once."""
+    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return max(args.micro_batch_size, args.eval_micro_batch_size or 0) * args.seq_length // ranks
 
 
 def check(args: argparse.Namespace) -> None:
@@ -524,6 +529,13 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
     if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
         rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
         refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
+    tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
+    if getattr(args, tile) is not None and getattr(args, rounding) is None:
+        refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")
+    if args.megablocks_max_tokens is not None and args.seq_length and args.micro_batch_size:
+        if args.megablocks_max_tokens < (tokens := _tokens_of_micro_batch(args)):
+            rule = f"must be at least {tokens}, the tokens of a micro-batch on a rank"
+            refuse("megablocks_max_tokens", args.megablocks_max_tokens, rule)
     size = args.expert_model_parallel_size
     if args.num_experts % size:
         refuse("expert_model_parallel_size", size, f"must divide num_experts={args.num_experts}")
