@@ -49,6 +49,9 @@ def model_config(args: argparse.Namespace) -> Any:
     on_gpu = torch.cuda.is_available()
     if args.cuda_graph_impl == "full_iteration" and not on_gpu:
         refuse("cuda_graph_impl", args.cuda_graph_impl, "must be 'none' without a GPU")
+    shares = args.expert_model_parallel_size * args.expert_tensor_parallel_size  # of the experts
+    if args.megablocks_dispatcher == "symmetric" and shares > 1 and not on_gpu:
+        refuse("megablocks_dispatcher", "symmetric", "must be 'auto' or 'all_to_all' without a GPU")
     if args.profile and not (on_gpu or args.use_pytorch_profiler):
         refuse("profile", True, "needs a GPU, or --use-pytorch-profiler")
     if args.log_device_memory_used and not (on_gpu and find_spec("pynvml")):

@@ -240,7 +240,7 @@ REFUSED = {
     "--vocab-size 100 --padded-vocab-size 64": "padded_vocab_size=64: must be at least vocab_size=100",
     "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-loss-weight 1": "moe_aux_loss_coeff=0.5: must be",
     "--num-experts 8 --megablocks-token-rounding-tile 8": "megablocks_token_rounding_tile=8: needs --megablocks-token-",
-    "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a micro-",
+    "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a",
     "--num-experts 8 --megablocks-dispatch-rows-factor 0": "megablocks_dispatch_rows_factor=0.0: must be > 0",
     "--position-embedding-type rope --rotary-seq-len-interpolation-factor 0": "rotary_seq_len_interpolation_factor=0: ",
     "--rampup-batch-size 4 2 16": "rampup_batch_size=[4, 2, 16]: must be left out, because Megatron does not read",
@@ -374,6 +374,13 @@ def test_L2_what_megatron_refuses_is_one_line_that_names_the_flag(driver: Driver
     (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
     assert line.startswith(f"pretrain_gpt: {TOLD[flags]}")
     assert "Traceback" not in run.text() and run.losses() == {}
+
+
+def test_L2_gpus_that_are_not_there_share_no_memory(driver: Driver) -> None:
+    flags = ("--train-iters", "4", "--megablocks-dispatcher", "symmetric", "--megablocks-max-tokens", "64")
+    run = driver.run(*flags, ranks=2, expect=2)
+    (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert line == "pretrain_gpt: megablocks_dispatcher='symmetric': must be 'auto' or 'all_to_all' without a GPU"
 
 
 def test_L2_a_full_memory_is_one_line(driver: Driver) -> None:
