@@ -61,17 +61,17 @@ class History:
         return history
 
     def load(self, up_to: int) -> None:
-        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns."""
+        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a damaged file and other columns."""
         if not self.path.exists():
             return
-        with open(self.path, newline="") as file:
+        with open(self.path, newline="") as file, contextlib.suppress(ValueError, TypeError, KeyError, csv.Error):
             reader = csv.DictReader(file)
             if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
                 return
-            for row in reader:
-                iteration = int(row["iteration"])
-                if iteration <= up_to:
-                    self.add(iteration, {name: float(text) for name, text in row.items() if text})
+            rows = [{name: float(text) for name, text in row.items() if text} for row in reader]
+            for row in rows:
+                if row["iteration"] <= up_to:
+                    self.add(int(row["iteration"]), row)
 
     def set_aside(self) -> Path | None:
         """Rename the file, of which nothing was loaded and which `save` would replace. Returns its new name, if any."""

@@ -110,3 +110,16 @@ def test_plots_are_drawn_with_and_without_validation_and_entropy(tmp_path: Path)
     for name in ("bare.png", "loss.png", "load.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert (tmp_path / "bare.png").read_bytes() != (tmp_path / "loss.png").read_bytes()
+
+
+@pytest.mark.parametrize(
+    "rows", [b"1,256\n\xff\xfe,512\n", b"1,256\n2x,512\n", b"1,256\n\0\0\0\0,\0\n", b"1,many\n", b",256\n"]
+)
+def test_a_damaged_file_is_set_aside_whole(tmp_path: Path, rows: bytes) -> None:
+    content = ",".join(LOSS_COLUMNS).encode() + b"\n" + rows
+    (tmp_path / "loss.csv").write_bytes(content)
+    history = History(tmp_path)
+    history.load(up_to=9)
+    assert not history.rows
+    kept = history.set_aside()
+    assert kept is not None and kept.read_bytes() == content
