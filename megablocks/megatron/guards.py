@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
@@ -112,6 +113,8 @@ class Guards:
             if self.settings.nonfinite_guard:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
+                if layers and not mpu.is_pipeline_last_stage():
+                    names.append(f"layer {layers[-1].layer_number + 1}")  # of the next stage
                 self._sentinels = LayerSentinels(layers, names, self._bad.device)
             optimizer.step = functools.wraps(optimizer.step)(functools.partial(self._step, optimizer.step))
         return model, optimizer, scheduler
@@ -195,8 +198,9 @@ class Guards:
             parameter = first_bad_parameter(named) if before_update else None  # later steps have overwritten them
             born, where = "gradient", f"the gradient of {parameter or 'some parameter'}"
         order = ("forward", "loss", "backward", "gradient", None).index(born)
-        reports = _of_all_ranks((order, dist.get_rank(), where))
-        _, rank, where = min(report for report in reports if report[2] is not None)
+        stage = mpu.get_pipeline_model_parallel_rank()  # a NaN spreads to later ones in forward, to earlier in backward
+        reports = _of_all_ranks((order, -stage if born == "backward" else stage, dist.get_rank(), where))
+        *_, rank, where = min(report for report in reports if report[-1] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         when = "before the update" if before_update else f"at step {last}, where the guard was read"
         return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
