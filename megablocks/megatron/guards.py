@@ -263,6 +263,8 @@ class Guards:
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         self.read()
+        if not self.args.save:  # Megatron's own check of a step saves in any run before it exits
+            return None
         if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()

@@ -131,6 +131,13 @@ def test_F3_the_guard_can_be_left_to_megatron(driver: Driver) -> None:
     assert said(run, "NaN in local forward loss|NaN or Inf")
 
 
+def test_F3_megatrons_check_of_a_step_ends_a_run_that_saves_nothing(driver: Driver) -> None:
+    """It saves before it exits, so that another machine can repeat the step."""
+    faults = [("nan_in_loss", {"rank": 0, "step": 2})]
+    run = driver.run("--train-iters", "3", "--no-megablocks-nonfinite-guard", faults=faults, expect=16)
+    assert said(run, "found NaN in local forward loss") and "Traceback" not in run.text()
+
+
 FAILING = """
 import sys
 from megablocks.megatron import gpt, pretrain_gpt
