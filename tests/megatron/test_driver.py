@@ -215,6 +215,25 @@ def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, t
     assert resumed == {step: straight[step] for step in (4, 5, 6)}
 
 
+@pytest.mark.parametrize(
+    "flags", ["--fp16 --initial-loss-scale 4e6 --hysteresis 1", "--optimizer sgd", "--optimizer sgd --sgd-momentum 0"]
+)
+def test_K1_a_run_resumes_before_its_first_update_and_with_any_optimizer(
+    driver: Driver, tmp_path: Path, flags: str
+) -> None:
+    """At a large loss scale the first steps of fp16 overflow, and Adam has no state yet."""
+    model = (*TINY, *flags.split(), "--train-iters", "7")
+
+    def steps(*more: Any) -> list[tuple[str, ...]]:
+        text = driver.run(*more, model=model).text()
+        return re.findall(r"iteration +(\d+)/.*? loss scale: (\S+) \| (?:grad norm: (\S+))?", text)
+
+    straight = steps()
+    save = ("--save", tmp_path / "saved", "--save-interval", "2")
+    assert [*steps("--exit-interval", "2", *save), *steps("--load", tmp_path / "saved")] == straight
+    assert len(straight) == 7 and ("fp16" in flags) == (straight[1][1] != straight[2][1])
+
+
 def test_every_rank_reads_the_micro_batches_of_an_evaluation(driver: Driver) -> None:
     """With tensor parallelism the first rank reads them, and the others must know their size."""
     model = (*TINY, "--train-iters", "2", "--eval-interval", "2", "--tensor-model-parallel-size", "2")
