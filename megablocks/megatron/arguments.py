@@ -13,12 +13,14 @@ import difflib
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
@@ -99,12 +101,17 @@ ALIASES: dict[str, tuple[str, type]] = {
 }
 """The old fork's names: Megatron's or ours, and the type. The old loss is averaged over layers, so the weight of
 --moe-loss-weight is divided by their number."""
-_PARTS_LEFT_OUT = ("sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data")
+_PARTS_LEFT_OUT = (
+    "sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data",
+    "hybrid_layer_pattern", "hybrid_override_pattern",
+)  # fmt: skip
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
     "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
+    "freeze_all_layers": "must be left out, because Megatron does not freeze the model that this driver has it build",
+    "rampup_batch_size": "must be left out, because Megatron does not read it; use --step-batch-size-schedule",
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
 }
@@ -120,13 +127,16 @@ POSITIVE = {
     "save_interval", "lr", "lr_decay_iters", "lr_decay_samples", "tensor_model_parallel_size",
     "pipeline_model_parallel_size", "context_parallel_size", "expert_model_parallel_size",
     "expert_tensor_parallel_size", "vocab_size", "padded_vocab_size", "max_position_embeddings",
-    "eval_micro_batch_size", "rotary_base",
+    "eval_micro_batch_size", "rotary_base", "check_weight_hash_across_dp_replicas_interval", "save_params_interval",
+    "rope_scaling_factor", "rotary_seq_len_interpolation_factor", PREFIX + "dispatch_rows_factor",
+    "save_activations_interval", "save_tokens_per_expert_interval", "save_wgrads_interval", "save_dgrads_interval",
 }  # fmt: skip
 """Flags whose value must be > 0."""
 NOT_NEGATIVE = {
     "weight_decay", "start_weight_decay", "end_weight_decay", "clip_grad", "min_lr", "decoupled_lr", "decoupled_min_lr",
     "lr_warmup_init", "lr_warmup_iters", "layernorm_epsilon", "init_method_std", "embedding_init_method_std",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
+    "non_persistent_save_interval", "exit_interval", "exit_duration_in_mins",
 }  # fmt: skip
 """Flags whose value, or each of several, must be >= 0."""
 FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
@@ -239,6 +249,7 @@ def resolve(args: argparse.Namespace) -> None:
         if os.environ.setdefault(variable, "1") == "1":
             args.megablocks_automatic[variable] = "1 (kernels start in the order of their launch)"
     check(args)
+    args.moe_z_loss_coeff = args.moe_z_loss_coeff or None  # at 0 Megatron would log the loss as 0 / 0
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
@@ -328,9 +339,7 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
             out["moe_router_pre_softmax"] = (True, "softmax over all experts")
     if args.num_experts and torch.cuda.is_available() and args.megablocks_layer in ("megablocks", "tutel"):
         if args.seq_length and args.micro_batch_size:
-            ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-            size = max(args.micro_batch_size, args.eval_micro_batch_size or 0)
-            out[PREFIX + "max_tokens"] = (size * args.seq_length // ranks, "a micro-batch's")
+            out[PREFIX + "max_tokens"] = (_tokens_of_micro_batch(args), "a micro-batch's")
     if with_engine:
         out["create_attention_mask_in_dataloader"] = (False, "Transformer Engine's attention reads no mask")
     elif args.megablocks_attention == "sdpa" and not (args.reset_attention_mask or args.window_size):
@@ -342,6 +351,12 @@ def machine_defaults(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
         out["rerun_mode"] = ("disabled", "the non-finite guard stops first")
         out["check_for_nan_in_loss_and_grad"] = (False, "the non-finite guard checks")
     return out
+
+
+def _tokens_of_micro_batch(args: argparse.Namespace) -> int:
+    """The most tokens that a rank brings to a layer at once."""
+    ranks = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
+    return max(args.micro_batch_size, args.eval_micro_batch_size or 0) * args.seq_length // ranks
 
 
 def check(args: argparse.Namespace) -> None:
@@ -372,6 +387,10 @@ def check(args: argparse.Namespace) -> None:
         refuse("moe_input_jitter_eps", jitter, "must be >= 0 and < 1, or the router's input may change sign")
     if args.full_validation and args.megablocks_fixed_validation:
         refuse("megablocks_fixed_validation", True, "must be left out with --full-validation, which reads all")
+    if args.full_validation and not args.multiple_validation_sets:
+        refuse("full_validation", True, "needs --multiple-validation-sets, also for one set, or Megatron fails")
+    if args.dataloader_type == "external":
+        refuse("dataloader_type", "external", "must be 'single' or 'cyclic'; this driver has no loader of its own")
     _check_sizes(args)
     _check_schedule(args)
     _check_folders(args)
@@ -381,8 +400,6 @@ def check(args: argparse.Namespace) -> None:
         refuse("global_batch_size", args.global_batch_size, rule)
     if args.profile and args.use_pytorch_profiler and args.tensorboard_dir is None:
         refuse("tensorboard_dir", None, "--use-pytorch-profiler writes beside it; give --tensorboard-dir")
-    if args.save and args.save_interval is None:
-        refuse("save", args.save, "needs --save-interval")
     if args.megablocks_keep_checkpoints and args.ckpt_format != "torch_dist":
         rule = f"must be 0 with --ckpt-format {args.ckpt_format}; only checkpoints of torch_dist are removed"
         refuse("megablocks_keep_checkpoints", args.megablocks_keep_checkpoints, rule)
@@ -396,12 +413,15 @@ def check(args: argparse.Namespace) -> None:
         refuse("use_torch_fsdp2", True, "needs a GPU; leave it out")
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
+    elif args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
+        refuse("create_attention_mask_in_dataloader", False, "must be True with --reset-attention-mask, which is in it")
     settings_from(args, DriverSettings)
     settings_from(args, MegaBlocksSettings)
     if args.cuda_graph_impl != "none":
         from megablocks.megatron import cuda_graph
 
         cuda_graph.check(args)
+    _check_saves(args)
     if args.num_experts:
         _check_experts(args, ranks)
         _check_layer(args)
@@ -426,6 +446,8 @@ def _check_engine(args: argparse.Namespace) -> None:
 def _check_sizes(args: argparse.Namespace) -> None:
     if args.hidden_size and args.num_attention_heads:  # both come later with --use-checkpoint-args
         check_heads(args, args.num_query_groups if args.group_query_attention else None)
+    if args.padded_vocab_size and args.vocab_size and args.padded_vocab_size < args.vocab_size:
+        refuse("padded_vocab_size", args.padded_vocab_size, f"must be at least vocab_size={args.vocab_size}")
     frequency = args.moe_layer_freq
     if isinstance(frequency, int) and frequency < 1:
         refuse("moe_layer_freq", frequency, "must be >= 1; 2 puts experts into every second layer")
@@ -459,6 +481,21 @@ def _check_folders(args: argparse.Namespace) -> None:
             refuse(dest, path, f"{there} cannot be written by this user; choose another path")
 
 
+def _check_saves(args: argparse.Namespace) -> None:
+    """Refuse intervals of saves that would keep nothing, or at which Megatron would fail."""
+    if args.save and args.save_interval is None:
+        refuse("save", args.save, "needs --save-interval")
+    for dest, interval in vars(args).items():
+        if not re.fullmatch(r"(non_persistent_)?save_(\w+_)?interval", dest) or not interval:
+            continue
+        if args.save is None:
+            refuse(dest, interval, "needs --save; without it nothing is kept")
+        if dest in ("save_activations_interval", "save_dgrads_interval") and not HAVE_TE:
+            refuse(dest, interval, "needs Transformer Engine, which is not installed")
+        if dest == "non_persistent_save_interval" and args.non_persistent_ckpt_type is None:
+            refuse(dest, interval, "needs --non-persistent-ckpt-type")
+
+
 def _check_dense(args: argparse.Namespace) -> None:
     if args.use_checkpoint_args:  # they may bring experts
         return
@@ -489,6 +526,16 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
         refuse("num_experts", args.num_experts, "must be > 0, or 0 for a dense model")
     if not 1 <= args.moe_router_topk <= args.num_experts:
         refuse("moe_router_topk", args.moe_router_topk, f"must be 1 to num_experts={args.num_experts}")
+    if "sinkhorn" in args.moe_router_load_balancing_type and args.moe_aux_loss_coeff not in (0, [0]):
+        rule = "must be 0 with moe_router_load_balancing_type='sinkhorn'"
+        refuse("moe_aux_loss_coeff", args.moe_aux_loss_coeff, rule)
+    tile, rounding = PREFIX + "token_rounding_tile", PREFIX + "token_rounding"
+    if getattr(args, tile) is not None and getattr(args, rounding) is None:
+        refuse(tile, getattr(args, tile), f"needs {flag_of(rounding)}, which alone reads it")
+    if args.megablocks_max_tokens is not None and args.seq_length and args.micro_batch_size:
+        if args.megablocks_max_tokens < (tokens := _tokens_of_micro_batch(args)):
+            rule = f"must be at least {tokens}, the tokens of a micro-batch on a rank"
+            refuse("megablocks_max_tokens", args.megablocks_max_tokens, rule)
     size = args.expert_model_parallel_size
     if args.num_experts % size:
         refuse("expert_model_parallel_size", size, f"must divide num_experts={args.num_experts}")

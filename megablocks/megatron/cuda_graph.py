@@ -34,7 +34,7 @@ _NEEDS: Table = {
         ("pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size"),
         ((1,), "other layouts than data and expert parallelism are untested"),
     ),
-    **dict.fromkeys(("rampup_batch_size", "step_batch_size_schedule"), ((None,), "the captured step has one size")),
+    "step_batch_size_schedule": ((None,), "the captured step has one size"),
     **dict.fromkeys(
         ("save_activations_interval", "save_dgrads_interval", "save_tokens_per_expert_interval",
          "save_wgrads_interval", "moe_routing_trace_path"), ((None,), _PYTHON),

@@ -79,6 +79,28 @@ def check_named(args: argparse.Namespace) -> None:
     if has_default and find_spec("wget") is None:
         rule = "--tokenizer-type is required without --data-prefix, for example NullTokenizer with --vocab-size"
         refuse("tokenizer_type", None, rule)
+    if not args.mock_data:
+        _check_splits(args)
+
+
+def _check_splits(args: argparse.Namespace) -> None:
+    """Refuse data without a split that the run reads. Megatron would fail where it reads it, the validation late."""
+    blend, per_split = get_blend_and_blend_per_split(args)
+    if blend is not None and args.split is None:
+        return  # Megatron's default has all
+    if blend is None:
+        there = [one is not None for one in per_split]
+    else:
+        there = [share > 0 for share in parse_and_normalize_split(args.split)]
+    evaluates = args.eval_iters > 0 or args.full_validation
+    for name, is_there, is_read, rule in (
+        ("train", there[0], not args.skip_train, "is read by each training step; give it, or --skip-train"),
+        ("valid", there[1], evaluates, "is read by each evaluation; give it, or --eval-iters 0"),
+    ):
+        if is_read and not is_there:
+            if blend is None:
+                refuse(f"{name}_data_path", None, rule)
+            refuse("split", args.split, f"holds nothing for {name}, which {rule}")
 
 
 def open_data(args: argparse.Namespace) -> str | None:

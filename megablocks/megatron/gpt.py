@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -45,8 +46,16 @@ def model_config(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: our layers refuse a value.
     """
-    if args.cuda_graph_impl == "full_iteration" and not torch.cuda.is_available():
+    on_gpu = torch.cuda.is_available()
+    if args.cuda_graph_impl == "full_iteration" and not on_gpu:
         refuse("cuda_graph_impl", args.cuda_graph_impl, "must be 'none' without a GPU")
+    shares = args.expert_model_parallel_size * args.expert_tensor_parallel_size  # of the experts
+    if args.megablocks_dispatcher == "symmetric" and shares > 1 and not on_gpu:
+        refuse("megablocks_dispatcher", "symmetric", "must be 'auto' or 'all_to_all' without a GPU")
+    if args.profile and not (on_gpu or args.use_pytorch_profiler):
+        refuse("profile", True, "needs a GPU, or --use-pytorch-profiler")
+    if args.log_device_memory_used and not (on_gpu and find_spec("pynvml")):
+        refuse("log_device_memory_used", True, "needs a GPU and the package nvidia-ml-py")
     config = gpt_config_from_args(args)
     config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
     if args.spec is None:

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import mpu
 from megatron.core.utils import get_attr_wrapped_model
 from megatron.training import checkpointing, training
 from megatron.training.dist_signal_handler import DistributedSignalHandler
@@ -112,6 +113,8 @@ class Guards:
             if self.settings.nonfinite_guard:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
+                if layers and not mpu.is_pipeline_last_stage():
+                    names.append(f"layer {layers[-1].layer_number + 1}")  # of the next stage
                 self._sentinels = LayerSentinels(layers, names, self._bad.device)
             optimizer.step = functools.wraps(optimizer.step)(functools.partial(self._step, optimizer.step))
         return model, optimizer, scheduler
@@ -195,8 +198,9 @@ class Guards:
             parameter = first_bad_parameter(named) if before_update else None  # later steps have overwritten them
             born, where = "gradient", f"the gradient of {parameter or 'some parameter'}"
         order = ("forward", "loss", "backward", "gradient", None).index(born)
-        reports = _of_all_ranks((order, dist.get_rank(), where))
-        _, rank, where = min(report for report in reports if report[2] is not None)
+        stage = mpu.get_pipeline_model_parallel_rank()  # a NaN spreads to later ones in forward, to earlier in backward
+        reports = _of_all_ranks((order, -stage if born == "backward" else stage, dist.get_rank(), where))
+        *_, rank, where = min(report for report in reports if report[-1] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
         when = "before the update" if before_update else f"at step {last}, where the guard was read"
         return f"step {step}: NaN or Inf on rank {rank} in {where}: stopped {when}{kept}"
@@ -259,6 +263,8 @@ class Guards:
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         self.read()
+        if not self.args.save:  # Megatron's own check of a step saves in any run before it exits
+            return None
         if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
@@ -303,7 +309,8 @@ class Guards:
 def choose_checkpoint(args: argparse.Namespace) -> bool:
     """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
 
-    Call it before Megatron looks for a checkpoint. A second call changes nothing.
+    Without one --pretrained-checkpoint becomes --load with --finetune, which is what Megatron makes of it. Call it
+    before Megatron looks for a checkpoint. A second call changes nothing.
 
     Returns:
         whether the checkpoint has a manifest, so that its files can be verified.
@@ -312,13 +319,22 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         ConfigError: --save holds checkpoints that this run does not resume from.
         CheckpointError: the checkpoint is missing or damaged.
     """
-    first = int(os.environ.get("RANK", 0)) == 0
     resumes = args.save and args.load and os.path.realpath(args.save) == os.path.realpath(args.load)
     if args.save and not resumes and (found := atomic.iterations(args.save)):
         what = f"holds a run's checkpoints up to iteration {found[-1]}"
         refuse("save", args.save, f"{what}; resume it with --load {args.save}, or choose an empty folder")
-    if not args.load or args.ckpt_format != "torch_dist":
+    if args.ckpt_format != "torch_dist":
         return False
+    has_marker = bool(args.load) and _choose(args)
+    if not args.load and args.pretrained_checkpoint:
+        args.load, args.finetune = args.pretrained_checkpoint, True
+        has_marker = _choose(args)
+    return has_marker
+
+
+def _choose(args: argparse.Namespace) -> bool:
+    """What `choose_checkpoint` does with --load, once it is given."""
+    first = int(os.environ.get("RANK", 0)) == 0
     if args.ckpt_step:
         folder = atomic.folder_of(args.load, args.ckpt_step)
         if not folder.is_dir():
@@ -333,8 +349,15 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
         if latest.warnings and first:  # Megatron reads the pointer too, and exits with 0 if it is garbled
             atomic.write_pointer(args.load, latest.iteration)
     elif latest.warnings or not (Path(args.load) / atomic.POINTER).exists():
+        if (Path(args.load) / ".metadata").is_file():
+            root, name = os.path.split(os.path.abspath(args.load))
+            number = name.removeprefix("iter_")
+            flags = f"--load {root}" + (f" --ckpt-step {int(number)}" if number.isdecimal() else "")
+            raise CheckpointError(f"{args.load}: is a checkpoint itself; give the folder around it: {flags}")
         if args.exit_on_missing_checkpoint:
             raise CheckpointError(f"{args.load}: no checkpoint to resume from (--exit-on-missing-checkpoint)")
+        if args.load == args.pretrained_checkpoint:
+            raise CheckpointError(f"{args.load}: no complete checkpoint to start with (--pretrained-checkpoint)")
         if first:
             print(f"{args.load}: no checkpoint to resume from, starting at iteration 0", flush=True)
         args.load = None
@@ -351,6 +374,8 @@ def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: A
     choose_checkpoint(args)
     if args.load and args.ckpt_step:
         checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step is of --load, which Megatron reads next
+            return args
     return original(args, *rest, **options)
 
 

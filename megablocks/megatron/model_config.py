@@ -195,7 +195,7 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
         config.recompute_granularity == "selective" and "moe_act" in (config.recompute_modules or ())
     )
     normalize = settings.normalize_top_k
-    if normalize is None and sigmoid and config.moe_router_topk > 1:
+    if normalize is None and sigmoid and config.moe_router_topk > 1 and settings.router_type == "topk":
         normalize = 1.0  # Megatron divides sigmoid scores by their sum
     fusion = settings.gradient_accumulation_fusion
     if fusion is None:
@@ -204,8 +204,10 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
     if settings.router_type == "expert_choice" and any(coeff > 0 for coeff in coeffs):
         rule = "must be 0 with router_type='expert_choice', which is balanced by construction"
         refuse("moe_aux_loss_coeff", config.moe_aux_loss_coeff, rule)
-    if settings.token_rounding is not None and needs_megatron_routing(config):
-        refuse("token_rounding", settings.token_rounding, "needs our routing, not Megatron's (see its router)")
+    if needs_megatron_routing(config):
+        for name in ("token_rounding", "router_type", "uniform_assignment", "normalize_top_k"):
+            if (value := getattr(settings, name)) != getattr(MegaBlocksSettings, name):
+                refuse(name, value, "needs our routing, not Megatron's (see its router)")
     return MoEConfig(
         hidden_size=config.hidden_size,
         ffn_hidden_size=config.moe_ffn_hidden_size,

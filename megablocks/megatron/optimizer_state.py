@@ -13,6 +13,10 @@ make a resumed run train wrongly without an error:
    correction is wrong. Fix: give each parameter a copy.
 4. `_set_main_param_and_optimizer_states` copies in place into float32 parameters. Without mixed precision these are
    views of parameters, for which autograd refuses it. Fix: copy without autograd.
+
+The other optimizers have the first fault too, when they save: at a large loss scale the first steps of fp16 overflow,
+and what is saved before the first update could not be loaded. SGD's state could never be loaded, because Megatron has
+no function that fills it. Fix: fill it as well, also before a load.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from typing import Any
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
 from megablocks.megatron.wrap import wrap
 
@@ -33,23 +38,29 @@ def install() -> None:
         load_state_dict=_with_own_steps,
         _set_main_param_and_optimizer_states=_without_steps,
     )
+    for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
+        wrap(kind, sharded_state_dict=_with_state, load_state_dict=_with_a_step)
 
 
 def _is_torch_adam(optimizer: Any) -> bool:
     return isinstance(getattr(optimizer, "optimizer", None), (torch.optim.Adam, torch.optim.AdamW))
 
 
-def _with_state(original: Any, optimizer: Any) -> Any:
-    """Stands for `state_dict`: the first fix."""
-    if _is_torch_adam(optimizer):
-        for group in optimizer.optimizer.param_groups:
-            for parameter in group["params"]:
-                state = optimizer.optimizer.state[parameter]
-                if not state:
+def _with_state(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `state_dict`, and for `sharded_state_dict` of the others: the first fix."""
+    inner: Any = getattr(optimizer, "optimizer", None)
+    is_sgd = isinstance(inner, torch.optim.SGD)
+    if is_sgd:
+        optimizer.init_state_fn = lambda *_: None
+    names = ("exp_avg", "exp_avg_sq") if _is_torch_adam(optimizer) else ("momentum_buffer",) if is_sgd else ()
+    for group in inner.param_groups if names else ():
+        for parameter in group["params"]:
+            state = inner.state[parameter]
+            if not state and (not is_sgd or group["momentum"]):
+                state.update({name: torch.zeros_like(parameter) for name in names})
+                if not is_sgd:
                     state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter)
-    return original(optimizer)
+    return original(optimizer, *args, **kwargs)
 
 
 def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
@@ -59,6 +70,15 @@ def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
         for state in optimizer.optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"].clone()
+
+
+def _with_a_step(original: Any, optimizer: Any, state_dict: Any) -> None:
+    """Stands for `load_state_dict` of the others: Megatron saves no step that is 0, and Adam asks for one."""
+    if _is_torch_adam(optimizer):
+        for state in state_dict.get("optimizer", state_dict).get("state", {}).values():
+            if isinstance(state, dict):
+                state.setdefault("step", torch.zeros((), dtype=torch.float32))
+    original(optimizer, state_dict)
 
 
 def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:

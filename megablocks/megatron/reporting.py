@@ -156,7 +156,7 @@ class Reporter:
         if is_last_rank():
             if "elapsed time per iteration" in message:
                 message += self._train_fields(message)
-            elif match := re.search(r"validation loss at iteration (\d+)( on test set)?", message):
+            elif match := re.search(r"validation(?:-0)? loss at iteration (\d+)( on test set)?", message):
                 loss = parse_log_line(message).get("lm loss value")
                 if loss is not None and not match.group(2):
                     self.history.add(int(match.group(1)), {"validation_loss": loss})

@@ -11,7 +11,6 @@ import contextlib
 import csv
 import itertools
 import re
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -56,31 +55,34 @@ class History:
 
     @classmethod
     def of_run(cls, folder: Path) -> History:
-        """All rows of an earlier run."""
+        """All rows of an earlier run. Raises ConfigError for a row that holds anything but numbers."""
         history = cls(folder)
-        history.load(up_to=sys.maxsize)
+        for row in history._read():
+            history.add(int(row["iteration"]), row)
         return history
 
     def load(self, up_to: int) -> None:
-        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a file that has other columns.
+        """Read the rows of an earlier run with iteration <= `up_to`. Ignores a damaged file and other columns."""
+        with contextlib.suppress(ConfigError):
+            for row in self._read():
+                if row["iteration"] <= up_to:
+                    self.add(int(row["iteration"]), row)
 
-        Raises ConfigError for a row that holds anything but numbers.
-        """
+    def _read(self) -> list[dict[str, float]]:
         if not self.path.exists():
-            return
+            return []
         with open(self.path, newline="") as file:
             reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
-                return
-            for row in reader:
-                try:
-                    iteration = int(row["iteration"])
-                    values = {name: float(text) for name, text in row.items() if text}
-                except (TypeError, ValueError):  # a value that is no number, or more values than columns
-                    where = f"{self.path}: line {reader.line_num}"
-                    raise ConfigError(f"{where} is no row of numbers; mend or remove it") from None
-                if iteration <= up_to:
-                    self.add(iteration, values)
+            try:
+                if tuple(reader.fieldnames or ()) != LOSS_COLUMNS:
+                    return []
+                return [
+                    {name: float(text) for name, text in row.items() if text} | {"iteration": int(row["iteration"])}
+                    for row in reader
+                ]
+            except (TypeError, ValueError, csv.Error):  # no number, too many values for the columns, or no text
+                where = f"{self.path}: line {max(1, reader.line_num)}"
+                raise ConfigError(f"{where} is no row of numbers; mend or remove it") from None
 
     def set_aside(self) -> Path | None:
         """Rename the file, of which nothing was loaded and which `save` would replace. Returns its new name, if any."""

@@ -86,6 +86,18 @@ def test_the_last_line_says_on_which_side_of_the_entropy_the_loss_is(tmp_path: P
     assert reporter.summary_line().endswith(said)
 
 
+@pytest.mark.parametrize(("name", "losses"), [("", [4.5]), ("-0", [4.5]), ("-1", [])])
+def test_the_loss_of_the_first_validation_set_is_kept(
+    monkeypatch: pytest.MonkeyPatch, name: str, losses: list[float]
+) -> None:
+    """With several sets, which --full-validation asks for, Megatron numbers them."""
+    monkeypatch.setattr("megablocks.megatron.reporting.is_last_rank", lambda: True)
+    reporter = object.__new__(Reporter)
+    reporter.history, reporter.run_dir = History(Path()), None
+    reporter._print(print, f" validation{name} loss at iteration 4 on validation set | lm loss value: 4.5E+00 | ")
+    assert reporter.history.series("validation_loss")[1] == losses
+
+
 def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> None:
     """A line and a point have what the lines of every step say, also where a board is asked for more points."""
     each = _lines(driver.run("--train-iters", "8", "--log-interval", "1").text())
@@ -201,6 +213,25 @@ def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, t
     resumed = driver.run("--load", tmp_path / "saved", model=model).losses()
     assert first == {step: straight[step] for step in (1, 2, 3)}
     assert resumed == {step: straight[step] for step in (4, 5, 6)}
+
+
+@pytest.mark.parametrize(
+    "flags", ["--fp16 --initial-loss-scale 4e6 --hysteresis 1", "--optimizer sgd", "--optimizer sgd --sgd-momentum 0"]
+)
+def test_K1_a_run_resumes_before_its_first_update_and_with_any_optimizer(
+    driver: Driver, tmp_path: Path, flags: str
+) -> None:
+    """At a large loss scale the first steps of fp16 overflow, and Adam has no state yet."""
+    model = (*TINY, *flags.split(), "--train-iters", "7")
+
+    def steps(*more: Any) -> list[tuple[str, ...]]:
+        text = driver.run(*more, model=model).text()
+        return re.findall(r"iteration +(\d+)/.*? loss scale: (\S+) \| (?:grad norm: (\S+))?", text)
+
+    straight = steps()
+    save = ("--save", tmp_path / "saved", "--save-interval", "2")
+    assert [*steps("--exit-interval", "2", *save), *steps("--load", tmp_path / "saved")] == straight
+    assert len(straight) == 7 and ("fp16" in flags) == (straight[1][1] != straight[2][1])
 
 
 def test_every_rank_reads_the_micro_batches_of_an_evaluation(driver: Driver) -> None:

@@ -46,6 +46,7 @@ def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) 
         ("--moe-num-experts=8 --moe-top-k=4", "moe_router_topk", 4),
         ("--moe-num-experts 8 --moe-loss-weight 0.1", "moe_aux_loss_coeff", 0.05),  # averaged over 2 layers
         ("--moe-num-experts 8 --moe-zloss-weight 0.001", "moe_z_loss_coeff", 0.001),
+        ("--moe-num-experts 8 --moe-zloss-weight 0", "moe_z_loss_coeff", None),
         ("--moe-num-experts 8 --moe-jitter-eps 0.01", "moe_input_jitter_eps", 0.01),
         ("--moe-num-experts 8 --moe-capacity-factor 1.5", "megablocks_capacity_factor", 1.5),
         ("--moe-num-experts 8 --moe-normalize-expert-weights 1", "megablocks_normalize_top_k", 1.0),
@@ -53,7 +54,7 @@ def parse(parser: argparse.ArgumentParser, *flags: str, base: list[str] = BASE) 
         ("--moe-num-experts 8 --moe-loss-weight 0.1 --moe-aux-loss-coeff 0.05", "moe_aux_loss_coeff", 0.05),
     ],
 )
-def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float) -> None:
+def test_old_names_are_aliases(parser: argparse.ArgumentParser, old: str, dest: str, value: float | None) -> None:
     assert getattr(parse(parser, *old.split()), dest) == pytest.approx(value)
 
 
@@ -137,6 +138,7 @@ def test_help_lists_the_flags(parser: argparse.ArgumentParser) -> None:
     assert "--moe-paged-stash-buffer-size-factor-cuda" in text, "whose text in Megatron is no format string"
 
 
+SAVES = "--save /tmp/nowhere --save-interval 4 "
 REFUSED = {
     "--megablocks-fixed-validation --full-validation": "megablocks_fixed_validation=True: must be left out with",
     "--megablocks-fused-loss-kept-gib -1": "megablocks_fused_loss_kept_gib=-1.0: must be >= 0",
@@ -194,6 +196,15 @@ REFUSED = {
     "--num-attention-heads 5": "num_attention_heads=5: must divide hidden_size=32",
     "--global-batch-size 3": "global_batch_size=3: must be a multiple of micro_batch_size=2",
     "--save /tmp/nowhere": "save='/tmp/nowhere': needs --save-interval",
+    "--save-interval 10": "save_interval=10: needs --save; without it nothing is kept",
+    "--save-wgrads-interval 2": "save_wgrads_interval=2: needs --save; without it nothing is kept",
+    "--save-params-interval 0": "save_params_interval=0: must be > 0",
+    SAVES + "--non-persistent-save-interval 1": "non_persistent_save_interval=1: needs --non-persistent-ckpt-type",
+    SAVES + "--save-dgrads-interval 2": "save_dgrads_interval=2: needs Transformer Engine, which is not installed",
+    SAVES + "--save-activations-interval 2": "save_activations_interval=2: needs Transformer Engine, which is not",
+    "--check-weight-hash-across-dp-replicas-interval 0": "check_weight_hash_across_dp_replicas_interval=0: must be > 0",
+    "--exit-interval -1": "exit_interval=-1: must be >= 0",
+    "--exit-duration-in-mins -1": "exit_duration_in_mins=-1: must be >= 0",
     "--num-experts 8 --megablocks-capacity-factor -1": "megablocks_capacity_factor=-1.0: must be >= 0, or use",
     "--num-experts 8 --megablocks-capacity-factor nan": "megablocks_capacity_factor=nan: must be a finite number",
     "--num-experts 8 --megablocks-layer experts --moe-capacity-factor 1": "megablocks_capacity_factor=1.0: must be "
@@ -221,6 +232,18 @@ REFUSED = {
     "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
     "--megablocks-keep-checkpoints 2 --ckpt-format torch": "megablocks_keep_checkpoints=2: must be 0 with --ckpt",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
+    "--full-validation": "full_validation=True: needs --multiple-validation-sets, also for one set, or Megatron fails",
+    "--dataloader-type external": "dataloader_type='external': must be 'single' or 'cyclic'",
+    "--freeze-all-layers": "freeze_all_layers=True: must be left out, because Megatron does not freeze the model",
+    "--hybrid-layer-pattern M*-E": "hybrid_layer_pattern='M*-E': must be left out; this driver pretrains GPT models",
+    "--reset-attention-mask --no-create-attention-mask-in-dataloader": "create_attention_mask_in_dataloader=False: ",
+    "--vocab-size 100 --padded-vocab-size 64": "padded_vocab_size=64: must be at least vocab_size=100",
+    "--num-experts 8 --moe-router-load-balancing-type sinkhorn --moe-loss-weight 1": "moe_aux_loss_coeff=0.5: must be",
+    "--num-experts 8 --megablocks-token-rounding-tile 8": "megablocks_token_rounding_tile=8: needs --megablocks-token-",
+    "--num-experts 8 --megablocks-max-tokens 63": "megablocks_max_tokens=63: must be at least 64, the tokens of a",
+    "--num-experts 8 --megablocks-dispatch-rows-factor 0": "megablocks_dispatch_rows_factor=0.0: must be > 0",
+    "--position-embedding-type rope --rotary-seq-len-interpolation-factor 0": "rotary_seq_len_interpolation_factor=0: ",
+    "--rampup-batch-size 4 2 16": "rampup_batch_size=[4, 2, 16]: must be left out, because Megatron does not read",
     "--save-retain-interval 10": "save_retain_interval=10: must be left out, because it removes a checkpoint before",
     "--init-model-with-meta-device": "init_model_with_meta_device=True: needs --use-megatron-fsdp; without it Megatron",
     "--use-torch-fsdp2": "use_torch_fsdp2=True: needs a GPU; leave it out",
@@ -243,6 +266,8 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
     "flags",
     [
         "--moe-token-dispatcher-type alltoall",
+        "--moe-router-load-balancing-type sinkhorn",
+        "--moe-router-load-balancing-type sinkhorn --moe-aux-loss-coeff 0",
         "--moe-router-force-load-balancing",
         "--overlap-grad-reduce --overlap-param-gather --use-distributed-optimizer",
         "--megablocks-layer experts --moe-token-dispatcher-type allgather",
@@ -269,6 +294,14 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
         ("--vocab-size 100", "data_prefix=None: --data-prefix, --data-path or --mock-data is required"),
         ("--mock-data", "tokenizer_type=None: --tokenizer-type is required without --data-prefix"),
         ("--data-path a/train --vocab-file vocab.json", "tokenizer_type=None: --tokenizer-type is required without"),
+        ("--train-data-path a --tokenizer-type NullTokenizer", "valid_data_path=None: is read by each evaluation"),
+        ("--valid-data-path a --tokenizer-type NullTokenizer", "train_data_path=None: is read by each training"),
+        ("--train-data-path a --eval-iters 0 --tokenizer-type NullTokenizer", None),
+        ("--valid-data-path a --skip-train --tokenizer-type NullTokenizer", None),
+        ("--data-path a --split 100,0,0 --tokenizer-type NullTokenizer", "split='100,0,0': holds nothing for valid"),
+        ("--data-path a --split 0,1,1 --tokenizer-type NullTokenizer", "split='0,1,1': holds nothing for train"),
+        ("--data-path a --split x --tokenizer-type NullTokenizer", "split='x': holds nothing for train"),
+        ("--data-path a --split 9,1 --tokenizer-type NullTokenizer", None),
         ("--mock-data --tokenizer-type NullTokenizer --vocab-size 100", None),
         ("--mock-data --vocab-file vocab.json --merge-file merges.txt", None),
         ("--mock-data --use-checkpoint-args", None),
@@ -341,6 +374,13 @@ def test_L2_what_megatron_refuses_is_one_line_that_names_the_flag(driver: Driver
     (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
     assert line.startswith(f"pretrain_gpt: {TOLD[flags]}")
     assert "Traceback" not in run.text() and run.losses() == {}
+
+
+def test_L2_gpus_that_are_not_there_share_no_memory(driver: Driver) -> None:
+    flags = ("--train-iters", "4", "--megablocks-dispatcher", "symmetric", "--megablocks-max-tokens", "64")
+    run = driver.run(*flags, ranks=2, expect=2)
+    (line,) = [line for line in run.text().splitlines() if line.startswith("pretrain_gpt: ")]
+    assert line == "pretrain_gpt: megablocks_dispatcher='symmetric': must be 'auto' or 'all_to_all' without a GPU"
 
 
 def test_L2_a_full_memory_is_one_line(driver: Driver) -> None:

@@ -135,6 +135,28 @@ def test_token_rounding_needs_our_routing() -> None:
             moe_config(_config(**{field: value}), MegaBlocksSettings(token_rounding="up"))
 
 
+@pytest.mark.parametrize(
+    "name, value", [("router_type", "expert_choice"), ("uniform_assignment", True), ("normalize_top_k", 2.0)]
+)
+def test_L2_a_setting_that_megatrons_routing_does_not_read_is_refused(name: str, value: Any) -> None:
+    from megablocks.megatron.model_config import moe_config
+
+    settings = MegaBlocksSettings(**{name: value})
+    with pytest.raises(ConfigError, match=f"{name}={value!r}: needs our routing"):
+        moe_config(_config(moe_router_score_function="sqrtsoftplus"), settings)
+    moe_config(_config(moe_router_pre_softmax=True), settings)
+
+
+def test_experts_choose_by_sigmoid_scores_too() -> None:
+    """Megatron divides a token's sigmoid scores by their sum, which experts that choose tokens have not."""
+    from megablocks.megatron.model_config import moe_config
+
+    config = _config(moe_router_score_function="sigmoid")
+    chosen = moe_config(config, MegaBlocksSettings(router_type="expert_choice"))
+    assert (chosen.score_function, chosen.normalize_top_k) == ("sigmoid", None)
+    assert moe_config(config, MegaBlocksSettings()).normalize_top_k == 1.0
+
+
 def test_layer_tutel_implies_tutels_rule_and_default_factor() -> None:
     settings = MegaBlocksSettings(layer="tutel")
     assert (settings.capacity_rule, settings.capacity_factor) == ("tutel", 1.0)

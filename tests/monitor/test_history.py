@@ -127,3 +127,16 @@ def test_a_title_may_hold_dollars(tmp_path: Path) -> None:
     plot_runs({"a": history, "b": history}, tmp_path / "runs.png", title="a$^$")
     plot_expert_load([[1, 2]], tmp_path / "load.png", title="a$^$", layers=[0])
     plot_parts([("experts", 1.0, 0.5, 0.5)], tmp_path / "parts.png", title="a$^$")
+
+
+@pytest.mark.parametrize(
+    "rows", [b"1,256\n\xff\xfe,512\n", b"1,256\n2x,512\n", b"1,256\n\0\0\0\0,\0\n", b"1,many\n", b",256\n"]
+)
+def test_a_damaged_file_is_set_aside_whole(tmp_path: Path, rows: bytes) -> None:
+    content = ",".join(LOSS_COLUMNS).encode() + b"\n" + rows
+    (tmp_path / "loss.csv").write_bytes(content)
+    history = History(tmp_path)
+    history.load(up_to=9)
+    assert not history.rows
+    kept = history.set_aside()
+    assert kept is not None and kept.read_bytes() == content

@@ -71,6 +71,16 @@ def test_N3_the_guard_names_step_rank_and_layer_before_the_update(driver: Driver
     assert sorted(run.losses()) == [1]
 
 
+@pytest.mark.parametrize(("layer", "rank"), [(4, 1), (3, 0), (2, 0)])
+def test_N3_the_guard_names_the_stage_whose_backward_was_first(driver: Driver, layer: int, rank: int) -> None:
+    """A NaN of a late stage reaches the stages before it. Of its first layer they see it first."""
+    model = (*TINY, "--num-layers", "4", "--pipeline-model-parallel-size", "2")
+    faults = [("nan_in_layer", {"rank": (layer - 1) // 2, "step": 2, "layer": layer, "backward": True})]
+    run = driver.run("--train-iters", "9", ranks=2, model=model, faults=faults, expect=1)
+    where = f"rank {rank} in the backward of layer {layer}"
+    assert said(run, "NaN or Inf") == [f"pretrain_gpt: step 2: NaN or Inf on {where}: stopped before the update"]
+
+
 @pytest.mark.parametrize(
     "flags, read", [(("--log-interval", "4"), 4), (("--log-interval", "100", "--train-iters", "3"), 3)]
 )
@@ -119,6 +129,13 @@ def test_F3_the_guard_can_be_left_to_megatron(driver: Driver) -> None:
     run = driver.run("--train-iters", "3", "--rerun-mode", "validate_results", ranks=1, faults=faults, expect=None)
     assert run.codes() != [0]
     assert said(run, "NaN in local forward loss|NaN or Inf")
+
+
+def test_F3_megatrons_check_of_a_step_ends_a_run_that_saves_nothing(driver: Driver) -> None:
+    """It saves before it exits, so that another machine can repeat the step."""
+    faults = [("nan_in_loss", {"rank": 0, "step": 2})]
+    run = driver.run("--train-iters", "3", "--no-megablocks-nonfinite-guard", faults=faults, expect=16)
+    assert said(run, "found NaN in local forward loss") and "Traceback" not in run.text()
 
 
 FAILING = """

@@ -34,6 +34,18 @@ def test_a_profiled_run_names_every_part(driver: Driver, tmp_path: Path) -> None
     assert all(times[part] > 0 for part in times)
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--profile", "profile=True: needs a GPU, or --use-pytorch-profiler"),
+        ("--log-device-memory-used", "log_device_memory_used=True: needs a GPU and the package nvidia-ml-py"),
+    ],
+)
+def test_L2_what_only_a_gpu_can_tell_is_refused_before_training(driver: Driver, flags: str, message: str) -> None:
+    run = driver.run("--train-iters", "6", flags, expect=2)
+    assert f"pretrain_gpt: {message}" in run.text() and "Traceback" not in run.text()
+
+
 def test_L2_the_profiler_needs_a_folder(driver: Driver) -> None:
     run = driver.run(*FLAGS, "--train-iters", "6", expect=2)
     assert "pretrain_gpt: tensorboard_dir=None: --use-pytorch-profiler writes beside it" in run.text()

@@ -96,11 +96,52 @@ def test_a_checkpoint_without_our_files_still_loads(driver: Driver, checkpoint: 
     assert sorted(run.losses()) == [3, 4] and "loaded without verification" in run.text()
 
 
+@pytest.mark.parametrize("load", [(), ("--load", "new", "--save", "new", "--save-interval", "9")], ids=["", "new"])
+def test_K5_a_pretrained_checkpoint_is_verified_too(
+    driver: Driver, checkpoint: Path, tmp_path: Path, load: tuple[str, ...]
+) -> None:
+    """Its weights start a run at iteration 0, also where --load names the folder that the run will resume from."""
+    load = tuple(str(tmp_path / flag) if flag == "new" else flag for flag in load)
+    shutil.copytree(checkpoint, tmp_path / "run")
+    flags = (*STEPS, *load, "--pretrained-checkpoint", tmp_path / "run")
+    finetuned = driver.run(*STEPS, "--load", checkpoint, "--finetune", model=MODEL)
+    assert driver.run(*flags, model=MODEL).losses() == finetuned.losses()
+    if load:
+        shutil.rmtree(tmp_path / "new")
+    (path,) = atomic.folder_of(tmp_path / "run", 2).glob("*.distcp")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+    assert f"{path}: sha256 differs from what was saved" in line_of(driver, *flags)
+    path.with_name(atomic.MARKER).unlink()
+    (tmp_path / "run" / atomic.POINTER).unlink()
+    assert f"{tmp_path / 'run'}: no complete checkpoint to start with" in line_of(driver, *flags)
+
+
+def test_a_run_with_the_flags_of_a_pretrained_checkpoint_resumes(
+    driver: Driver, checkpoint: Path, tmp_path: Path
+) -> None:
+    """Megatron reads the flags of both checkpoints, of the step at which the run resumes."""
+    own = ("--micro-batch-size", "2", "--global-batch-size", "8", "--lr", "1e-2", "--log-interval", "1")
+    flags = (*STEPS, "--use-checkpoint-args", "--pretrained-checkpoint", checkpoint, "--load", tmp_path)
+    flags += ("--save", tmp_path, "--save-interval", "1", "--eval-iters", "0")
+    assert sorted(driver.run(*flags, "--exit-interval", "1", model=own).losses()) == [1]
+    assert sorted(driver.run(*flags, model=own).losses()) == [2, 3, 4]
+
+
 def test_a_checkpoint_that_must_be_there_and_is_not(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
     line = line_of(driver, *STEPS, "--load", checkpoint, "--ckpt-step", "9")
     assert f"{atomic.folder_of(checkpoint, 9)}: no such checkpoint; {checkpoint} holds those of iterations: 2" in line
     line = line_of(driver, *STEPS, "--load", tmp_path / "none", "--exit-on-missing-checkpoint")
     assert f"{tmp_path / 'none'}: no checkpoint to resume from" in line
+
+
+def test_a_checkpoint_that_is_named_itself_is_not_taken_for_an_empty_folder(driver: Driver, checkpoint: Path) -> None:
+    folder = atomic.folder_of(checkpoint, 2)
+    line = line_of(driver, *STEPS, "--load", folder)
+    flags = f"--load {checkpoint} --ckpt-step 2"
+    assert line.endswith(f"{folder}: is a checkpoint itself; give the folder around it: {flags}")
+    assert sorted(driver.run(*STEPS, *flags.split(), model=MODEL).losses()) == [3, 4]
 
 
 def test_ranks_that_find_different_checkpoints_are_one_line(driver: Driver, checkpoint: Path) -> None:
