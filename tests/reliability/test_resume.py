@@ -71,6 +71,16 @@ def test_another_model_that_fits_the_weights_can_be_allowed(driver: Driver, chec
     assert (warned in run.text()) == (allowed != "--finetune")
 
 
+def test_a_checkpoint_without_optimizer_names_the_flags_that_do_without_it(driver: Driver, tmp_path: Path) -> None:
+    saved = ("--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", "--no-save-optim")
+    driver.run(*STEPS, *saved, model=MODEL)
+    line = line_of(driver, *STEPS, "--load", tmp_path / "run")
+    assert f"{atomic.folder_of(tmp_path / 'run', 2)}: saved without the optimizer's state (--no-save-optim); " in line
+    assert "give --no-load-optim to start it anew, or --finetune to start at iteration 0" in line
+    for allowed, steps in (("--no-load-optim", [3, 4]), ("--finetune", [1, 2, 3, 4])):
+        assert sorted(driver.run(*STEPS, "--load", tmp_path / "run", allowed, model=MODEL).losses()) == steps
+
+
 def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowed(
     driver: Driver, checkpoint: Path
 ) -> None:
