@@ -141,6 +141,8 @@ def find_latest_complete(root: Path | str) -> Latest:
     if not complete and pointer in found:
         folder = folder_of(root, pointer)
         if not (folder / "metadata.json").is_file() and not (folder / ".metadata").is_file():
+            if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
+                raise CheckpointError(f"{folder}: is of another format; give --ckpt-format torch")
             raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
         return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
     if not complete and pointer is not None:

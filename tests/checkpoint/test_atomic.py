@@ -199,3 +199,11 @@ def test_K3_room_is_made_for_a_save_and_a_complete_checkpoint_kept_until_it_is_r
     aside = atomic.make_room(tmp_path, 4)
     atomic.drop(aside)
     assert aside is not None and not aside.exists()
+
+
+def test_a_checkpoint_of_megatrons_legacy_format_is_not_called_torn(tmp_path: Path) -> None:
+    (tmp_path / "iter_0000002/mp_rank_00_001").mkdir(parents=True)
+    (tmp_path / "iter_0000002/mp_rank_00_001/model_optim_rng.pt").write_bytes(b"")
+    atomic.write_pointer(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="iter_0000002: is of another format; give --ckpt-format torch"):
+        atomic.find_latest_complete(tmp_path)
