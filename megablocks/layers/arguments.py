@@ -201,8 +201,8 @@ class Arguments:
 def from_megatron(megatron_args: Any) -> Arguments:
     """`Arguments` from a Megatron namespace, by its attributes of the same names.
 
-    Megatron's parser sets None for a flag that was not given. Such an attribute leaves a field its default, and so does
-    the name of an init method, which GPT-NeoX has. Its fp16 and bf16 are sections of a DeepSpeed config.
+    Megatron's parser sets None for a flag that was not given. The field then keeps its default, as it does for the name
+    of an init method, which GPT-NeoX has. Its fp16 and bf16 are sections of a DeepSpeed config.
 
     Raises:
         ConfigError: as for `Arguments`.

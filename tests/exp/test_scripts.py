@@ -531,7 +531,7 @@ def test_L1_docker_mounts_the_parent_folder() -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_docker_gets_a_terminal_only_where_there_is_one(terminal: bool) -> None:
-    """docker run -t fails where its input is none, as in a job or behind a pipe."""
+    """docker run -t fails if its input is not a terminal, as in a job or behind a pipe."""
     ends = os.openpty()
     environment = {**os.environ, "DRY_RUN": "1"}
     command = ["bash", str(ROOT / "docker.sh")]

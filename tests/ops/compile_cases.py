@@ -45,17 +45,21 @@ def waits_without_acquire(ptx: str) -> bool:
     return "ld.volatile" in ptx and ".acquire." not in ptx
 
 
-def conditional_reductions(kernel: Any) -> int:
-    """Reductions over a warp that ptxas put under a predicate. CUDA 12.8 took the predicate of another value once."""
+def machine_code(kernel: Any) -> str:
     from triton.knobs import nvidia
 
-    if "redux.sync" not in kernel.asm["ptx"]:
-        return 0
     with NamedTemporaryFile(suffix=".cubin") as file:
         file.write(kernel.asm["cubin"])
         file.flush()
-        done = subprocess.run([nvidia.nvdisasm.path, "-c", file.name], capture_output=True, text=True, check=True)
-    return len(re.findall(r"@!?U?P\d\s+U?REDUX", done.stdout))
+        command = [nvidia.nvdisasm.path, "-c", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def conditional_reductions(code: str) -> int:
+    """Reductions over a warp that ptxas put under a predicate. CUDA 12.8 took the predicate of another value once."""
+    found = re.findall(r"(@!?U?P\d+\s+)?\w*REDUX\b", code)
+    assert found, "no reduction over a warp, although there is one in the PTX"
+    return sum(map(bool, found))
 
 
 EVERY = (torch.bfloat16, torch.float16, torch.float32)
@@ -449,6 +453,7 @@ if __name__ == "__main__":
     fused = {kernel: sum(fused_across_lanes(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
     waits = {kernel: sum(waits_without_acquire(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
     for kernel, built in compiled.items():
-        if found := sum(map(conditional_reductions, built)):
+        codes = (machine_code(one) for one in built if "redux.sync" in one.asm["ptx"])
+        if found := sum(map(conditional_reductions, codes)):
             sys.exit(f"{kernel}: {found} sums or maxima over a warp are conditional: take them outside of a short `if`")
     print(json.dumps({name: [shared[name], len(built), fused[name], waits[name]] for name, built in compiled.items()}))

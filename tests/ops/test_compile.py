@@ -13,7 +13,7 @@ import pytest
 
 from megablocks.testing.compile_only import SHARED_BYTES, kernels_of_the_package
 
-from .compile_cases import ARCHITECTURES, FAMILIES, fused_across_lanes
+from .compile_cases import ARCHITECTURES, FAMILIES, conditional_reductions, fused_across_lanes
 
 
 def compile_families(architecture: int, cache: Path, *families: str) -> dict[str, tuple[int, int, int]]:
@@ -69,6 +69,19 @@ def test_a_product_fused_across_lanes_is_seen() -> None:
     """
     assert fused_across_lanes(ptx) == 1
     assert fused_across_lanes(ptx.replace("%r5;", "%r1;")) == 0
+
+
+def test_a_conditional_reduction_is_seen() -> None:
+    code = """
+        /*0c80*/                   REDUX.MAX.S32 UR5, R23 ;
+        /*0ca0*/               @P6 SEL R20, R24, RZ, !P5 ;
+        /*0cb0*/               @P0 REDUX.SUM.S32 UR14, R20 ;
+        /*0cc0*/             @!UP0 CREDUX.MIN UR4, R2 ;
+    """
+    assert conditional_reductions(code) == 2
+    assert conditional_reductions(code.replace("@P0", "").replace("@!UP0", "")) == 0
+    with pytest.raises(AssertionError, match="no reduction over a warp"):
+        conditional_reductions("EXIT ;")
 
 
 @pytest.mark.slow
