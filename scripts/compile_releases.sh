@@ -8,7 +8,7 @@ cd "$(dirname "$0")/.."
 source scripts/env.sh
 
 RELEASES=(3.6.0 3.9.0)
-families=(fused_up grouped_hopper grouped_hopper_dw fused_gradient_hopper sparse_hopper)
+families=(fused_up grouped_hopper grouped_hopper_dw pieces fused_gradient_hopper sparse_hopper)
 case $* in
 "") ;;
 --all) families=() ;;

@@ -34,7 +34,7 @@ _EXPERT_OPS = (
     r"activation\w*|d?e?quantize"
 )
 _EXPERT_KERNELS = (
-    r"\w*ragged_[mk]|add_pieces|_rows|_weights|_pair_mm|\w*up|down_gradient|_expand|_combine\w*|_?sdd|_?spmm|_mlp_gradient|"
+    r"\w*ragged_[mk]|(?:list|add)_pieces|_rows|_weights|_pair_mm|\w*up|down_gradient|_expand|_combine\w*|_?sdd|_?spmm|_mlp_gradient|"
     r"_forward|_backward|_clamped\w*|_add_bias|_expert_(sum|dot)|_\w*quantize"
 )
 

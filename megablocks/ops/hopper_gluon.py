@@ -128,7 +128,7 @@ def stage_out(part, i: gl.constexpr, bufs, WG: gl.constexpr, c: gl.constexpr):
 
 
 @gluon.jit
-def add(a, b):
+def _add(a, b):
     return a + b
 
 
@@ -139,7 +139,7 @@ def tile_ends(offsets_ptr, experts, c: gl.constexpr, WARPS: gl.constexpr):
     e = gl.arange(0, c.lanes, layout)
     first = gl.load(offsets_ptr + e, mask=e < experts, other=0)
     end = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0)
-    return gl.associative_scan((end - first + (c.BM - 1)) // c.BM * c.n_tiles, 0, add)
+    return gl.associative_scan((end - first + (c.BM - 1)) // c.BM * c.n_tiles, 0, _add)
 
 
 @gluon.jit

@@ -298,7 +298,7 @@ def grouped_hopper() -> None:
         ragged_m_sum(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, t, v, ints(17))
 
 
-@family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", "add_pieces_kernel", architectures=(90,))
+@family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
 def grouped_hopper_dw() -> None:
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
 
@@ -307,6 +307,16 @@ def grouped_hopper_dw() -> None:
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
             ragged_k(a, b, ints(17), gather, add_to=torch.zeros(16, m, n))
+
+
+@family("grouped.pieces_triton", "list_pieces_kernel", "add_pieces_kernel", architectures=(90,))
+def pieces() -> None:
+    from megablocks.ops.grouped.pieces_triton import add_launch, list_launch
+
+    for experts in (8, 128, 512):
+        items = list_launch(ints(experts + 1), 512, 64)
+        for o in (torch.zeros(experts, 64, 128, dtype=torch.bfloat16), torch.zeros(experts, 64, 128)):
+            add_launch(torch.zeros(64, 64, 128), items, experts + 64, o, o.dtype == torch.float32, 528)
 
 
 @family("grouped.bias_triton", "_add_bias_kernel", "_expert_sum_kernel", "_expert_dot_kernel")

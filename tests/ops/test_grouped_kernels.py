@@ -277,7 +277,7 @@ def test_N6_halves_of_one_weight_gradient_equal_each_alone(
 def test_every_piece_of_a_cut_expert_has_a_slot(m: int, n: int) -> None:
     """At loads that leave the fewest rows to whole experts: one has all, or as many as can be are just long enough."""
     for experts in (1, 2, 3, 8, 64, 300):
-        plan = hopper_dw._plan(None, experts, m, n, False, False)
+        plan = hopper_dw._plan(None, m, n, False, False)
         for rows in (1, 4097, 65537, 1_000_003):
             longest, slots = plan.pieces(rows, experts)
             cut = min(experts, rows // (2 * longest + 1))
@@ -294,7 +294,7 @@ def test_R6_ragged_k_hopper_cuts_long_experts(
     loads: list[int], m: int, n: int, dtype: torch.dtype, gathered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_dw, "_LEAST", 64)
-    plan = hopper_dw._plan(None, len(loads), m, n, gathered, False)
+    plan = hopper_dw._plan(None, m, n, gathered, False)
     assert plan.pieces(sum(loads) + 21, len(loads))[0] < max(loads) / 2
     test_R6_ragged_k_hopper(loads, m, n, dtype, gathered)
     test_N6_halves_of_one_weight_gradient_equal_each_alone(loads, m, n, dtype, gathered)

@@ -5,10 +5,10 @@
 An expert owns the same number of tiles whatever its rows; one without rows takes no step and stores zeros. Both
 consumers share a tile: turns would read more per product, and with rows / BK steps there is little epilogue to hide.
 
-A program takes every P-th tile, so the tiles of an expert with many rows would make their programs late. An expert
-with more than half of a program's share is cut into pieces of a quarter. The sums of a piece go to a slot in float32,
-and a second kernel adds an expert's pieces in their order. Which experts are cut is found on the device. At even loads
-none is, and the second kernel ends at once.
+A program takes every P-th tile, so the tiles of an expert with many rows would make their programs late. A kernel
+before this one sorts the experts by their rows, and cuts those with more than half of a program's share into pieces of
+a quarter. Programs take turns, the last one first in every second, so that who had the longest tile gets the shortest
+next. The sums of a piece go to a slot in float32; a kernel behind this one adds an expert's pieces in their order.
 
 Rows from an expert's end on are another expert's, or were never written. The TMA unit reads zeros there through
 `ragged_rows`, cp.async through its mask, so that neither operand's NaN meets the other's zero.
@@ -33,11 +33,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits, lanes_of
+from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
+from megablocks.ops.grouped.pieces_triton import add_launch, list_launch
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     ROW_BOUND,
-    add,
     barriers,
     copy_load,
     multiply,
@@ -66,10 +66,6 @@ class PlanK(Plan):
         """Tiles of an expert; its number of rows does not matter."""
         return self.m_tiles * self.n_tiles
 
-    @property
-    def producer_regs(self) -> int:
-        return max(super().producer_regs, 48)
-
     def pieces(self, rows: int, experts: int) -> tuple[int, int]:
         """How many rows a piece has: a quarter of a 128th of all tiles' rows, but no fewer than experts have at even
         loads. And how many pieces there are at most: three hold more rows than two full ones. Their sums have 100 MB.
@@ -91,8 +87,8 @@ def choose_k(M: int, N: int) -> Tile:
 
 
 @functools.lru_cache(1024)  # a look-up takes less time than a new plan
-def _plan(tile: Tile | None, experts: int, M: int, N: int, gather: bool, add: bool) -> PlanK:
-    return PlanK(**vars(tile or choose_k(M, N)), lanes=lanes_of(experts), M=M, N=N, gather=gather, add=add)
+def _plan(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> PlanK:
+    return PlanK(**vars(tile or choose_k(M, N)), M=M, N=N, gather=gather, add=add)
 
 
 def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
@@ -101,53 +97,38 @@ def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
 
 
 @gluon.jit
-def _pieces(offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
-    """The experts, and in how many pieces each is cut (0: not at all), (c.lanes,) int32 each in every warp."""
-    e = gl.arange(0, c.lanes, gl.BlockedLayout([c.lanes // 32], [32], [WARPS], [0]))
-    first = gl.load(offsets_ptr + e, mask=e < experts, other=0)
-    rows = gl.load(offsets_ptr + e + 1, mask=e < experts, other=0) - first
-    return e, gl.where(rows > 2 * longest, (rows + longest - 1) // longest, 0)
+def _tile(turn):
+    """The tile that this program takes in its turn; every second turn begins with the last program."""
+    programs = gl.num_programs(0)
+    mine = gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, mine, programs - 1 - mine)
 
 
 @gluon.jit
-def _count_tiles(offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
-    _, pieces = _pieces(offsets_ptr, experts, longest, c, WARPS)
-    return (experts + gl.sum(gl.maximum(pieces - 1, 0), 0)) * c.tiles
+def _count(list_ptr, c: gl.constexpr):
+    """All tiles, and this program's turns."""
+    tiles = gl.load(list_ptr) * c.tiles
+    whole = tiles // gl.num_programs(0)
+    return tiles, whole + (_tile(whole) < tiles).to(gl.int32)
 
 
 @gluon.jit
-def _find_block(tile, tiles, offsets_ptr, experts, longest, c: gl.constexpr, WARPS: gl.constexpr):
-    """Expert, first row, end row, first output row and column of a ragged-K tile, and its piece's slot or -1.
+def _find_block(turn, tiles, list_ptr, c: gl.constexpr):
+    """Expert, first row, end row, first output row and column of a program's tile, and its piece's slot or -1.
 
     Of a tile past the last those of the last, so that they may be looked up ahead.
     """
-    tile = gl.minimum(tile, tiles - 1)
-    e = tile // c.tiles
-    r = tile - e * c.tiles
-    piece = gl.to_tensor(0)
-    slot = gl.to_tensor(-1)
-    if tiles > experts * c.tiles:  # experts are cut
-        lane, pieces = _pieces(offsets_ptr, experts, longest, c, WARPS)
-        ends = gl.associative_scan(gl.where(lane < experts, gl.maximum(pieces, 1), 0) * c.tiles, 0, add)
-        done = ends <= tile
-        e = gl.sum(done.to(gl.int32), 0)
-        r = tile - gl.max(gl.where(done, ends, 0), 0)
-        piece = r // c.tiles
-        r -= piece * c.tiles
-        # In an `if` of its own, ptxas makes this sum conditional, and one of CUDA 12.8 on a wrong condition.
-        before = gl.sum(gl.where(done, pieces, 0), 0)
-        slot = gl.where(gl.max(gl.where(lane == e, pieces, 0), 0) > 0, before + piece, -1)
+    tile = gl.minimum(_tile(turn), tiles - 1)
+    item = tile // c.tiles
+    r = tile - item * c.tiles
     if c.m_tiles <= c.n_tiles:
         n = r // c.m_tiles
         m = r - n * c.m_tiles
     else:
         m = r // c.n_tiles
         n = r - m * c.n_tiles
-    first = gl.load(offsets_ptr + e) + piece * longest
-    end = gl.load(offsets_ptr + e + 1)
-    if slot >= 0:
-        end = gl.minimum(end, first + longest)
-    return e, first, end, m * c.BM, n * c.BN, slot
+    row = list_ptr + (1 + item) * 4
+    return gl.load(row), gl.load(row + 1), gl.load(row + 2), m * c.BM, n * c.BN, gl.load(row + 3)
 
 
 @gluon.jit
@@ -178,22 +159,19 @@ def _store_block(
 
 @gluon.jit
 def _consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, WG: gl.constexpr,
-    c: gl.constexpr,
-):  # fmt: skip
+    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, WG: gl.constexpr, c: gl.constexpr
+):
     PARTS: gl.constexpr = c.out_parts
-    tiles = _count_tiles(offsets_ptr, experts, longest, c, 4)
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
+    tiles, turns = _count(list_ptr, c)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0, slot = _find_block(start, tiles, offsets_ptr, experts, longest, c, 4)
-    for tile in range(start, tiles, step):
+    e, first, end, m0, n0, slot = _find_block(0, tiles, list_ptr, c)
+    for turn in range(turns):
         expert = e
         place = slot
         row = m0 + WG * c.rows
         col = n0
         steps = (end - first + (c.BK - 1)) // c.BK
-        e, first, end, m0, n0, slot = _find_block(tile + step, tiles, offsets_ptr, experts, longest, c, 4)
+        e, first, end, m0, n0, slot = _find_block(turn + 1, tiles, list_ptr, c)
         # That multiply asks whether there are steps also keeps an expert's first and last row alive: Triton 3.6 and 3.7
         # take a value that is carried around a loop and only bounds an inner one for dead. Then the steps of the first
         # tile stand for every tile, the producer's differ, and the kernel hangs.
@@ -215,28 +193,24 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
 
 @gluon.jit
 def _k_producer(
-    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr, experts,
-    longest, c: gl.constexpr,
-):  # fmt: skip
-    WARPS: gl.constexpr = c.producer_warps
-    tiles = _count_tiles(offsets_ptr, experts, longest, c, WARPS)
-    start = gl.program_id(0)
-    step = gl.num_programs(0)
+    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr, c: gl.constexpr
+):
+    tiles, turns = _count(list_ptr, c)
     it = gl.to_tensor(0)
-    e, first, end, m0, n0, _ = _find_block(start, tiles, offsets_ptr, experts, longest, c, WARPS)
+    _, first, end, m0, n0, _ = _find_block(0, tiles, list_ptr, c)
     if c.gather:
         lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
         i = gl.arange(0, c.BK, gl.SliceLayout(1, lanes))
         cols = gl.arange(0, c.BN, gl.SliceLayout(0, lanes))
         ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
-    for tile in range(start, tiles, step):
+    for turn in range(turns):
         k0 = first
         k1 = end
         # Not range(k0, k1, BK): the note in the consumer holds for bounds of this loop, too.
         steps = (k1 - k0 + (c.BK - 1)) // c.BK
         row = m0
         col = n0
-        e, first, end, m0, n0, _ = _find_block(tile + step, tiles, offsets_ptr, experts, longest, c, WARPS)
+        _, first, end, m0, n0, _ = _find_block(turn + 1, tiles, list_ptr, c)
         if c.gather:
             next_ids = gl.load(gather_ptr + (first + i), mask=first + i < end, other=0)
             base = b_ptr + col
@@ -266,14 +240,14 @@ def _k_producer(
 
 
 @quick
-@gluon.jit(do_not_specialize=["experts", "longest"])
+@gluon.jit
 def ragged_k_kernel(
-    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, sums_ptr, b_ptr, b_row, gather_ptr, offsets_ptr, experts, longest,
-    c: gl.constexpr, num_warps: gl.constexpr,
+    a_desc, a_tail, b_desc, b_tail, o_desc, o_ptr, sums_ptr, b_ptr, b_row, gather_ptr, list_ptr, c: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """a (R, M) and b (R, N) in (BK, rows) and (BK, BN) boxes, each with its ragged twin; o_desc or o_ptr (E, M, N).
 
-    sums_ptr: (slots, M, N) float32, of pieces of at most `longest` rows.
+    sums_ptr: (slots, M, N) float32. list_ptr: of `list_launch`.
     """
     dtype: gl.constexpr = a_desc.dtype
     a_bufs = gl.allocate_shared_memory(dtype, [c.stages * 2, c.BK, c.rows], a_desc.layout)
@@ -288,56 +262,16 @@ def ragged_k_kernel(
     full, empty, _ = barriers(c)
     gl.warp_specialize(
         [
-            (
-                _consumer,
-                (
-                    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, 0, c,
-                ),
-            ),
-            (
-                _consumer,
-                (
-                    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, offsets_ptr, experts, longest, 1, c,
-                ),
-            ),
+            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, 0, c)),
+            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, 1, c)),
             (
                 _k_producer,
-                (
-                    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, offsets_ptr,
-                    experts, longest, c,
-                ),
+                (a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr, c),
             ),
         ],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
-    )  # fmt: skip
-
-
-@quick
-@gluon.jit(do_not_specialize=["experts", "longest"])
-def add_pieces_kernel(
-    sums_ptr, o_ptr, o_block, o_row, offsets_ptr, experts, longest, c: gl.constexpr, num_warps: gl.constexpr
-):
-    """Each cut expert's pieces, added in their order and stored to its (M, N) of o, or added to it with c.add."""
-    BLOCK: gl.constexpr = 4096
-    blocks: gl.constexpr = (c.M * c.N + BLOCK - 1) // BLOCK
-    lane, pieces = _pieces(offsets_ptr, experts, longest, c, num_warps)
-    rank = gl.associative_scan((pieces > 0).to(gl.int32), 0, add)
-    for item in range(gl.program_id(0), gl.max(rank, 0) * blocks, gl.num_programs(0)):
-        mine = (pieces > 0) & (rank == item // blocks + 1)
-        e = gl.sum(gl.where(mine, lane, 0), 0)
-        count = gl.sum(gl.where(mine, pieces, 0), 0)
-        slot = gl.sum(gl.where(lane < e, pieces, 0), 0).to(gl.int64)
-        i = item % blocks * BLOCK + gl.arange(0, BLOCK, gl.BlockedLayout([4], [32], [num_warps], [0]))
-        inside = i < c.M * c.N
-        at = o_ptr + e.to(gl.int64) * o_block + (i // c.N).to(gl.int64) * o_row + i % c.N
-        if c.add:
-            total = gl.load(at, mask=inside)
-        else:
-            total = gl.load(sums_ptr + slot * (c.M * c.N) + i, mask=inside)
-        for piece in range(0 if c.add else 1, count):
-            total += gl.load(sums_ptr + (slot + piece) * (c.M * c.N) + i, mask=inside)
-        gl.store(at, total.to(o_ptr.dtype.element_ty), mask=inside)
+    )
 
 
 def ragged_k(
@@ -356,11 +290,12 @@ def ragged_k(
         o = torch.empty(experts, M, N, dtype=a.dtype, device=a.device) if out is None else out
     if a.shape[0] == 0 or b.shape[0] == 0:
         return o if add else o.zero_()
-    c = _plan(tile, experts, M, N, gather is not None, add)
-    programs = (multiprocessors(a.device.index),)
+    c = _plan(tile, M, N, gather is not None, add)
+    programs = multiprocessors(a.device.index)
     longest, slots = c.pieces(a.shape[0], experts)
+    items = list_launch(offsets, longest, slots)
     sums = torch.empty(slots, M, N, dtype=torch.float32, device=a.device)
-    ragged_k_kernel[programs](
+    ragged_k_kernel[(programs,)](
         *with_tail(a, [c.BK, c.rows]),
         *with_tail(None if c.gather else b, [c.BK, c.BN]),
         None if add else descriptor(o, [1, c.rows, c.out_cols]),
@@ -369,13 +304,9 @@ def ragged_k(
         b if c.gather else None,
         b.stride(0) // 8 if c.gather else 0,
         gather,
-        offsets,
-        experts,
-        longest,
+        items,
         c=c,
         num_warps=4,
     )
-    add_pieces_kernel[(4 * programs[0],)](
-        sums, o, o.stride(0), o.stride(1), offsets, experts, longest, c=c, num_warps=4
-    )
+    add_launch(sums, items, experts + slots, o, add, 4 * programs)
     return o
