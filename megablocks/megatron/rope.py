@@ -6,32 +6,21 @@ a pass over memory. `install` puts `apply` in the place where its attention look
 
 from __future__ import annotations
 
-import functools
-import inspect
-import logging
 from typing import Any
 
 from megatron.core.transformer import attention
-from megatron.core.utils import log_single_rank
 from torch import Tensor
 
 from megablocks.megatron.wrap import wrap
 from megablocks.ops.rope import rope
 
-_ARGUMENTS = ["t", "freqs", "config", "cu_seqlens", "mscale", "cp_group", "mla_rotary_interleaved"]
-"""Of the function of megatron-core 0.19.2 that `apply` stands for."""
 _PLAIN = {"apply_rope_fusion": False, "multi_latent_attention": False}
 """Fields of TransformerConfig, with the values under which `apply` computes what Megatron does."""
 
 
-@functools.cache
 def install() -> None:
     """Let Megatron's attention call `apply`; once a process."""
-    if list(inspect.signature(attention.apply_rotary_pos_emb).parameters) == _ARGUMENTS:
-        wrap(attention, apply_rotary_pos_emb=apply)
-    else:
-        message = "rotary embedding: Megatron's own, because its function takes other arguments in this release"
-        log_single_rank(logging.getLogger(__name__), logging.WARNING, message)
+    wrap(attention, apply_rotary_pos_emb=apply)
 
 
 def apply(
@@ -54,5 +43,4 @@ def apply(
     one_layout = cu_seqlens is None and not mla_rotary_interleaved and t.dim() == 4 and not freqs.requires_grad
     if wanted and plain and one_layout and freqs.shape[:-1] == (t.shape[0], 1, 1):
         return rope(t, freqs.reshape(len(freqs), -1), interleaved=config.rotary_interleaved, scale=mscale)
-    rotated: Tensor = original(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
-    return rotated
+    return original(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
