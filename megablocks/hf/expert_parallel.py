@@ -46,8 +46,7 @@ class ExpertParallel(EPImplementation):
         if self.tp_mesh.size() == 1:
             return t
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
-        own: Tensor = whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
-        return own
+        return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _gathered(self, y: Tensor, like: Tensor) -> Tensor:
         """The ranks' rows y → all rows, in the shape of `like`: the reverse of `_own_slice`."""

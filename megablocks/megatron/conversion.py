@@ -454,8 +454,7 @@ def write(
 
 
 def _object_key(name: str, number: tuple[int, ...] = (0,), numbers: tuple[int, ...] = (1,)) -> str:
-    key: str = ShardedObject(name, None, numbers, number).unique_key
-    return key
+    return ShardedObject(name, None, numbers, number).unique_key
 
 
 def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:

@@ -33,5 +33,4 @@ class BiasInProduct(ColumnParallelLinear):
         plain = all(options[name] == value for name, value in _PLAIN.items())
         if bias is not None and plain and weight.requires_grad:  # beside a frozen weight Megatron trains no bias
             return F.linear(input, weight, bias)
-        output: Tensor = super()._forward_impl(input=input, weight=weight, bias=bias, **options)
-        return output
+        return super()._forward_impl(input=input, weight=weight, bias=bias, **options)

@@ -69,17 +69,13 @@ def fused_loss(
             _log(f"fused loss: off, Megatron's own cross entropy instead, because of {obstacle}")
         logits, _bias = output_layer(hidden_states, output_weight, runtime_gather_output=runtime_gather_output)
         logits = scale_logits(logits)
-        plain: Tensor = (
-            logits.transpose(0, 1).contiguous() if labels is None else compute_language_model_loss(labels, logits)
-        )
-        return plain
+        return logits.transpose(0, 1).contiguous() if labels is None else compute_language_model_loss(labels, logits)
     # Called as a module, because hooks of Megatron's data parallelism wait there for the weight.
     output_layer.forward = functools.partial(_project, output_layer)
     try:
-        loss: Tensor = output_layer(hidden_states, output_weight, labels, context)
+        return output_layer(hidden_states, output_weight, labels, context)
     finally:
         del output_layer.forward
-    return loss
 
 
 def _obstacle(layer: Any, weight: Tensor | None, gather_output: bool | None, config: Any) -> str | None:
