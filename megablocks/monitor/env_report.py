@@ -15,19 +15,9 @@ from pathlib import Path
 from typing import Any
 
 PACKAGES = (
-    "megablocks",
-    "torch",
-    "triton",
-    "megatron-core",
-    "transformer-engine",
-    "apex",
-    "tutel",
-    "numpy",
-    "sentencepiece",
-    "transformers",
-    "tensorboard",
-    "wandb",
-)
+    "megablocks", "torch", "triton", "megatron-core", "transformer-engine", "apex", "tutel", "numpy", "sentencepiece",
+    "transformers", "tensorboard", "wandb",
+)  # fmt: skip
 VARIABLES = ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 

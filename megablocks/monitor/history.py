@@ -18,18 +18,9 @@ from megablocks.config import ConfigError
 from megablocks.files import write_durably
 
 LOSS_COLUMNS = (
-    "iteration",
-    "tokens",
-    "train_loss",
-    "validation_loss",
-    "grad_norm",
-    "learning_rate",
-    "tokens_per_second",
-    "mfu",
-    "expert_load_max_over_mean",
-    "empty_experts",
-    "tokens_dropped",
-)
+    "iteration", "tokens", "train_loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu",
+    "expert_load_max_over_mean", "empty_experts", "tokens_dropped",
+)  # fmt: skip
 """tokens: consumed so far. expert_load_max_over_mean: of the log interval, the mean over the layers. empty_experts: of
 the log interval, the sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
 
