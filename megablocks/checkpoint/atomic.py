@@ -126,11 +126,8 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 def find_latest_complete(root: Path | str) -> Latest:
     """The checkpoint to resume from: the one that the pointer names if it is complete, else the newest complete one.
 
-    Torn folders are ignored with a warning.
-
-    Raises:
-        CheckpointError: the chosen checkpoint is damaged (a file is missing or has another size), or the pointer names
-            a checkpoint but no complete one is left.
+    Torn folders are ignored with a warning. Raises CheckpointError if the chosen checkpoint is damaged (a file is
+    missing or has another size), or if the pointer names a checkpoint but no complete one is left.
     """
     root = Path(root)
     pointer, text = _read_pointer(root)

@@ -43,8 +43,7 @@ class _Entry(NamedTuple):
 class SafetensorsFolder:
     """The tensors of a folder, a `layout.Source`.
 
-    Raises:
-        CheckpointError: a file is missing, truncated or no safetensors file; the line names it.
+    Raises CheckpointError, which names the file, if one is missing, truncated or no safetensors file.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -18,9 +18,8 @@ from megablocks.files import sha256_of
 def verify_folder(folder: str | os.PathLike[str], trust_remote_code: bool = False) -> tuple[Manifest, list[str]]:
     """Check a prepared folder against its manifest. Returns the manifest and one line for each check that passed.
 
-    Raises:
-        DataError: names the first file that is wrong, or a tokenizer with Python code that `trust_remote_code` does not
-            allow.
+    Raises DataError, which names the first file that is wrong, or a tokenizer with Python code that
+    `trust_remote_code` does not allow.
     """
     manifest = read_manifest(folder)
     if manifest.tokenizer_runs_code and not trust_remote_code:

@@ -28,8 +28,7 @@ _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 class SDPAttention(MegatronModule):
     """Attention over projected heads, with the arguments of Megatron's DotProductAttention.
 
-    Raises:
-        ConfigError: context parallelism, sliding windows or softmax sinks, for which `supports(config)` is False.
+    Raises ConfigError for context parallelism, sliding windows or softmax sinks, where `supports(config)` is False.
     """
 
     def __init__(

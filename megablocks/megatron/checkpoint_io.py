@@ -73,8 +73,7 @@ _TRUST = "; for a file that you trust, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
 def saved_args(folder: Path) -> argparse.Namespace | None:
     """The flags of the run that saved a torch_dist checkpoint, None if it holds none.
 
-    Raises:
-        CheckpointError: a file cannot be read, or holds a class that may run code.
+    Raises CheckpointError if a file cannot be read, or holds a class that may run code.
     """
     try:
         FileSystemReader(folder).read_metadata()  # the next line reads it too, but hides its errors

@@ -225,8 +225,7 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
 def flags_of(model: Model) -> dict[str, Any]:
     """The flags of the driver that define this model, True for one that takes no value.
 
-    Raises:
-        ConfigError: Megatron has no flag for something in it.
+    Raises ConfigError if Megatron has no flag for something in it.
     """
     if model.rope_theta != int(model.rope_theta):
         refuse("rope_theta", model.rope_theta, "must be a whole number for Megatron")
@@ -292,8 +291,7 @@ def _values(model: Model, names: Mapping[str, str]) -> dict[str, Any]:
 def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
     """The folder of the weights in a run's folder, its files compared with what was recorded, and warnings.
 
-    Raises:
-        CheckpointError: no checkpoint is complete, or a file differs from what was saved.
+    Raises CheckpointError if no checkpoint is complete, or a file differs from what was saved.
     """
     release = folder / "release"
     warnings: list[str] = []
@@ -313,10 +311,8 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
 class Checkpoint:
     """The weights of a distributed checkpoint; what else it holds (optimizer, random states) is left alone.
 
-    args: the flags of the run. per_layer: as in `rules_of`.
-
-    Raises:
-        CheckpointError: a file cannot be read, or the checkpoint holds no flags.
+    args: the flags of the run. per_layer: as in `rules_of`. Raises CheckpointError if a file cannot be read, or the
+    checkpoint holds no flags.
     """
 
     def __init__(self, folder: Path) -> None:

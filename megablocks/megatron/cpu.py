@@ -200,8 +200,7 @@ PATCHES: dict[str, Callable[[], None]] = {
 def hide_engine() -> None:
     """Let Megatron take its own code in place of Transformer Engine's, whose layers and optimizer need CUDA.
 
-    Raises:
-        ConfigError: Transformer Engine is imported already.
+    Raises ConfigError if Transformer Engine is imported already.
     """
     if sys.modules.setdefault("transformer_engine", None) is not None:  # type: ignore[arg-type]
         raise ConfigError(

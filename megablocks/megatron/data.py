@@ -51,8 +51,7 @@ _SOURCES = (
 def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
     """The names and values of Megatron's arguments that a prepared folder stands for. Reads only its manifest.
 
-    Raises:
-        DataError: there is no folder or no manifest, or the manifest is damaged.
+    Raises DataError if there is no folder or no manifest, or the manifest is damaged.
     """
     manifest = read_manifest(folder)
     return {
@@ -67,10 +66,8 @@ def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def check_named(args: argparse.Namespace) -> None:
     """Refuse a run whose flags name no data or no tokenizer, before Megatron builds its default tokenizer.
 
-    That one downloads GPT-2's files by the package wget, so an error there would speak of neither.
-
-    Raises:
-        ConfigError: the flag that is missing.
+    That one downloads GPT-2's files by the package wget, so an error there would speak of neither. The ConfigError
+    names the flag that is missing.
     """
     if not args.mock_data and not any(getattr(args, name) for name in _SOURCES):
         refuse("data_prefix", None, _NO_DATA)

@@ -51,8 +51,7 @@ def cause_of(error: BaseException) -> BaseException:
 def explain(error: BaseException, args: argparse.Namespace | None) -> str:
     """What was wrong with the flags, in one line.
 
-    Args:
-        args: the parsed flags; `megablocks_explicit` names those of the command line. None if parsing failed.
+    args: the parsed flags; `megablocks_explicit` names those of the command line. None if parsing failed.
     """
     text = line_of(error)
     if args is None or type(error).__module__.startswith("megablocks."):

@@ -43,8 +43,7 @@ Observer = Callable[[Tensor, Tensor], None]
 def model_config(args: argparse.Namespace) -> Any:
     """Megatron's GPTModelConfig with our settings and, unless `--spec` names others, our layer specs.
 
-    Raises:
-        ConfigError: our layers refuse a value.
+    Raises ConfigError if our layers refuse a value.
     """
     on_gpu = torch.cuda.is_available()
     if args.cuda_graph_impl == "full_iteration" and not on_gpu:

@@ -150,11 +150,8 @@ class Guards:
     def read(self, before_update: bool = False) -> bool:
         """Read the steps since the last call. Every rank must call it. Synchronizes.
 
-        Returns:
-            whether the last one's loss is a spike, whose update is to be skipped.
-
-        Raises:
-            NonFiniteError: one of them held a NaN or Inf; on every rank.
+        Returns whether the last one's loss is a spike, whose update is to be skipped. Raises NonFiniteError, on every
+        rank, if one of them held a NaN or Inf.
         """
         steps, self._unread = self._unread, []
         if not steps:

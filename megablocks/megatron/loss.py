@@ -37,8 +37,7 @@ _NEEDS_LOGITS: dict[str, tuple[tuple[Any, ...], str]] = {
 def loss_arguments(kept_gib: float | None) -> dict[str, Any]:
     """What `forward` of a GPTModel gets for the fused loss, by name.
 
-    Args:
-        kept_gib: GiB of logits that stay in memory for backward; None: a tenth of the GPU's memory.
+    kept_gib: GiB of logits that stay in memory for backward; None: a tenth of the GPU's memory.
     """
     if kept_gib is None:
         cuda = torch.cuda.is_available()

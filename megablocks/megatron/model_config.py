@@ -106,8 +106,7 @@ def check_fields(values: Any, *, dispatches: bool) -> None:
 def check_config(config: TransformerConfig, *, dispatches: bool = True) -> None:
     """Refuse, with a ConfigError, combinations that our layer does not support or that Megatron trains wrongly.
 
-    Args:
-        dispatches: as in `check_fields`.
+    dispatches: as in `check_fields`.
     """
     check_fields(config, dispatches=dispatches)
     if config.num_moe_experts is not None:
@@ -134,10 +133,7 @@ def _check_experts(config: TransformerConfig) -> None:
 def check_engine(config: TransformerConfig) -> None:
     """Refuse what Megatron accepts and then does wrongly or does not read, with or without Transformer Engine.
 
-    It checks dense models too.
-
-    Raises:
-        ConfigError: the field, its value and why it cannot work here.
+    It checks dense models too. The ConfigError says the field, its value and why it cannot work here.
     """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:

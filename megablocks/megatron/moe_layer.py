@@ -30,9 +30,8 @@ from megablocks.moe.memory import out_of_memory
 class MegaBlocksMoELayer(MoELayer):
     """Takes the place, the arguments and the config of Megatron's MoELayer.
 
-    Args:
-        submodules: builders of the router (a `MegaBlocksRouter`), of the experts (`MegaBlocksExperts`) and, where the
-            config has them, of the shared experts (Megatron's).
+    submodules: builders of the router (a `MegaBlocksRouter`), of the experts (`MegaBlocksExperts`) and, where the
+    config has them, of the shared experts (Megatron's).
     """
 
     def __init__(

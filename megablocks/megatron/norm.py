@@ -24,10 +24,7 @@ class Norm(torch.nn.Module):
     """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
     The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
-    effect.
-
-    Raises:
-        ConfigError: a normalization other than LayerNorm or RMSNorm.
+    effect. Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -59,11 +56,8 @@ class Norm(torch.nn.Module):
 class AllHeadsNorm(Norm):
     """Normalizes queries or keys (S, B, heads, D) over all heads of a token, as OLMoE. weight: (heads · D,).
 
-    Args:
-        of_keys: whether it stands behind the keys, which have one head a query group.
-
-    Raises:
-        ConfigError: tensor parallelism, where no rank has all heads.
+    of_keys: whether it stands behind the keys, which have one head a query group. Raises ConfigError with tensor
+    parallelism, where no rank has all heads.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, of_keys: bool) -> None:

@@ -21,10 +21,8 @@ _UNSAID_LENGTH = ("--train-iters", "1000")
 def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     """The validated arguments of `megablocks.megatron.pretrain_gpt` on rank 0 of a run on this many GPUs.
 
-    Nothing is started, read or written, except the manifest of `--data-prefix`.
-
-    Raises:
-        ConfigError: a flag is refused; the line is the driver's.
+    Nothing is started, read or written, except the manifest of `--data-prefix`. Raises ConfigError with the driver's
+    line if a flag is refused.
     """
     if {"-h", "--help"} & set(argv):
         raise ConfigError("--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help")

@@ -54,11 +54,7 @@ def shape_of(args: argparse.Namespace) -> GPTShape:
 
 
 class Reporter:
-    """One run's report.
-
-    Args:
-        run_dir: folder of the files; None writes no files.
-    """
+    """One run's report. run_dir: folder of the files; None writes no files."""
 
     def __init__(self, args: argparse.Namespace, run_dir: Path | None) -> None:
         self.args, self.run_dir = args, run_dir

@@ -187,8 +187,7 @@ class CountingTopKRouter(TopKRouter):
 def routing_from_map(probs: Tensor, routing_map: Tensor, top_k: int) -> Routing:
     """Megatron's dense routing → pairs, with a static number of them.
 
-    Args:
-        probs: (T, E) weights. routing_map: (T, E) bool, at most `top_k` a row; where fewer, the rest are "no expert".
+    probs: (T, E) weights. routing_map: (T, E) bool, at most `top_k` a row; where fewer, the rest are "no expert".
     """
     chosen, expert = routing_map.int().topk(top_k, dim=1)
     weight = probs.float().gather(1, expert)

@@ -94,8 +94,7 @@ class LayerSentinels:
     def end_step(self, bad_before: Tensor) -> None:
         """Keep the step's flags for `first_bad`, unless an earlier step was bad, and clear them. Call it once per step.
 
-        Args:
-            bad_before: () bool, on the flags' device.
+        bad_before: () bool, on the flags' device.
         """
         self._kept = torch.where(bad_before, self._kept, self._flags)
         self._flags.zero_()

@@ -80,10 +80,8 @@ def read_step(path: Path) -> Step:
     """The recorded steps of a trace.
 
     The kernels of N steps cover N - 1 whole steps, from the first kernel of the first step to the first kernel of the
-    last one, because the host may run ahead of the device. A single step lasts as long as the host says.
-
-    Raises:
-        ConfigError: the file is no trace, or holds no step or no kernel.
+    last one, because the host may run ahead of the device. A single step lasts as long as the host says. Raises
+    ConfigError if the file is no trace, or holds no step or no kernel.
     """
     events = read_events(path)
     hosts, launches = _host_events(events)

@@ -257,8 +257,7 @@ def from_flags(options: argparse.Namespace) -> Model:
 def from_driver(args: argparse.Namespace, gpu: str) -> Model:
     """A model from the validated arguments of a driver's command line.
 
-    Raises:
-        ConfigError: another layer than ours, one with a capacity, or a part that no formula here counts.
+    Raises ConfigError for another layer than ours, one with a capacity, or a part that no formula here counts.
     """
     from megablocks.megatron.reporting import moe_layers
 

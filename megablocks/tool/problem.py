@@ -191,10 +191,8 @@ class Problem:
         """Largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
 
         weights: also compare the gradients of router and experts, and run in memory that holds NaN. Off for peers,
-        because their weights have other layouts.
-
-        Raises:
-            ArithmeticError: an error exceeds its tolerance. The message names the tensor.
+        because their weights have other layouts. Raises ArithmeticError, which names the tensor, if an error exceeds
+        its tolerance.
         """
         import torch
 
