@@ -58,22 +58,17 @@ _UNSUPPORTED: Table = {
 """Fields that our experts refuse."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
 """Why our layer reads nothing of Megatron's dispatchers."""
+_OF_DISPATCHERS = (
+    "moe_flex_dispatcher_backend", "moe_flex_dispatcher_num_sms", "moe_enable_deepep", "moe_deepep_num_sms",
+    "moe_hybridep_num_sms", "moe_hybridep_num_sms_preprocessing", "moe_hybridep_num_blocks_permute",
+    "moe_hybridep_num_blocks_unpermute", "moe_hybridep_pad_uneven_dispatch_inputs", "moe_permute_fusion_into_hybridep",
+    "moe_ncclep_static_shape", "moe_ncclep_zero_copy",
+)  # fmt: skip
 _DISPATCHER: Table = {
     "moe_token_dispatcher_type": (("alltoall", "allgather"), OWN_EXCHANGE),  # the latter is the config's default
-    "moe_flex_dispatcher_backend": (("deepep",), OWN_EXCHANGE),
-    "moe_hybridep_num_sms_preprocessing": ((108,), OWN_EXCHANGE),
-    **dict.fromkeys(
-        ("moe_enable_deepep", "moe_permute_fusion_into_hybridep", "moe_hybridep_pad_uneven_dispatch_inputs",
-         "moe_ncclep_static_shape", "moe_ncclep_zero_copy"),
-        ((False,), OWN_EXCHANGE),
-    ),
-    **dict.fromkeys(
-        ("moe_flex_dispatcher_num_sms", "moe_deepep_num_sms", "moe_hybridep_num_sms", "moe_hybridep_num_blocks_permute",
-         "moe_hybridep_num_blocks_unpermute"),
-        ((None,), OWN_EXCHANGE),
-    ),
-}  # fmt: skip
-"""Fields of Megatron's dispatchers, which stand in its own layer only."""
+    **{name: ((getattr(TransformerConfig, name),), OWN_EXCHANGE) for name in _OF_DISPATCHERS},
+}
+"""Fields of Megatron's dispatchers, which stand in its own layer only, with their defaults."""
 _AS_SET = (*QUANTIZED, "mlp_impl", "router_type", "uniform_assignment", "token_rounding", "token_rounding_tile",
            "capacity_factor", "capacity_rule")  # fmt: skip
 """Fields of MoEConfig that are our settings of the same names."""
