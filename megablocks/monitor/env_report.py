@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -62,21 +63,16 @@ def gpus() -> list[dict[str, Any]]:
     ]
 
 
-def _devices() -> list[str]:
-    try:
-        import torch
-    except ImportError:
-        return []
-    every = [f"GPU {i}: {gpu['name']}, {gpu['gib']:.0f} GiB" for i, gpu in enumerate(gpus())]
-    return [f"torch CUDA: {torch.version.cuda or 'none'}", *every]
-
-
 def env_report() -> str:
     """A text of `name: value` lines, the first with the command of this process."""
     lines = [f"command: {shlex.join(sys.orig_argv)}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
     lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
     lines += [f"{package}: {version(package)}" for package in PACKAGES]
-    lines += _devices()
+    with contextlib.suppress(ImportError):
+        import torch
+
+        lines.append(f"torch CUDA: {torch.version.cuda or 'none'}")
+        lines += [f"GPU {i}: {gpu['name']}, {gpu['gib']:.0f} GiB" for i, gpu in enumerate(gpus())]
     lines += [f"{name}={os.environ[name]}" for name in VARIABLES if name in os.environ]
     return "\n".join(lines) + "\n"
 
