@@ -6,7 +6,7 @@ Legend: T tokens, E experts, K top-k, R pairs. Weights are normally distributed 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,16 +63,11 @@ def ragged(num_tokens: int, num_experts: int, top_k: int, seed: int = 0) -> Rout
 ROUTINGS: dict[str, Callable[..., Routing]] = {fn.__name__: fn for fn in (balanced, one_hot, nobody, zipf, ragged)}
 
 
-class _Router(Protocol):
-    """A router that has a `route` of logits, such as `megablocks.moe.router.TopKRouter`."""
-
-    route: Callable[..., Routing]
-
-
-def steer(router: _Router, ids: Tensor, strength: float = 8.0) -> None:
+def steer(router: Any, ids: Tensor, strength: float = 8.0) -> None:
     """Make a router choose `ids` (T, K) by adding a constant to their logits. The router still does all of its work.
 
-    `strength` must exceed the spread of the logits, otherwise some tokens choose other experts. Check the loads.
+    router: its `route` takes logits, as TopKRouter's. `strength` must exceed the spread of the logits, otherwise some
+    tokens choose other experts. Check the loads.
     """
     original = router.route
     constant: Tensor | None = None
