@@ -115,7 +115,7 @@ def _check_experts(config: TransformerConfig) -> None:
     if experts % ranks:
         refuse("num_moe_experts", experts, f"must be divisible by expert_model_parallel_size={ranks}")
     shards = config.expert_tensor_parallel_size or 1
-    width = config.moe_ffn_hidden_size or config.ffn_hidden_size
+    width = config.moe_ffn_hidden_size  # which Megatron fills in
     assert width is not None
     if width % shards:
         refuse("moe_ffn_hidden_size", width, f"must be divisible by expert_tensor_parallel_size={shards}")

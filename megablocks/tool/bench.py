@@ -15,6 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,20 +35,17 @@ ORDER = "after_topk"
 _IN_QUEUE = 5  # the GPU's queue holds about a thousand launches
 
 
-def timers_of(name: str, step: Step) -> dict[str, Callable[[], float]]:
+def timers_of(name: str, step: Step) -> Mapping[str, Callable[[], float]]:
     """Timers in ms a call: `forward/NAME` and `step/NAME`; on a GPU its own time, and `python/NAME` with the host's."""
     step.total()
     calls = calls_for(step.total)
     parts: dict[str, Callable[[], Any]] = {"forward": step.forward, "step": step.total}
-
-    def timer(fn: Callable[[], Any], calls: int, wait: float) -> Callable[[], float]:
-        return lambda: milliseconds(fn, calls, head_start_ms=wait)
-
     if not on_gpu():
-        return {f"{part}/{name}": timer(fn, calls, 0.0) for part, fn in parts.items()}
+        return {f"{part}/{name}": partial(milliseconds, fn, calls) for part, fn in parts.items()}
     few = min(calls, _IN_QUEUE)
-    timers = {f"{part}/{name}": timer(fn, few, 1.2 * host_milliseconds(fn, few)) for part, fn in parts.items()}
-    return timers | {f"python/{name}": timer(step.total, calls, 0.0)}
+    waits = {part: 1.2 * host_milliseconds(fn, few) for part, fn in parts.items()}
+    timers = {f"{part}/{name}": partial(milliseconds, parts[part], few, head_start_ms=ms) for part, ms in waits.items()}
+    return timers | {f"python/{name}": partial(milliseconds, step.total, calls)}
 
 
 def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: int) -> dict[str, Any]:
