@@ -65,13 +65,12 @@ RULES = (
          within=r"^elementwise$"),
 )  # fmt: skip
 """In order: the first rule that fits counts. In a CUDA graph only the names of kernels are known."""
-_COMPILED = [tuple(re.compile(p, re.MULTILINE) if p else None for p in rule[1:]) for rule in RULES]
 
 
 def part_of(kernel: Kernel) -> str:
     """The part of a kernel."""
     texts = (kernel.name, "\n".join(kernel.callers), kernel.part)
-    for rule, patterns in zip(RULES, _COMPILED, strict=True):
-        if any(pattern and pattern.search(text) for pattern, text in zip(patterns, texts, strict=True)):
-            return rule.part
+    for part, *patterns in RULES:
+        if any(one and re.search(one, text, re.MULTILINE) for one, text in zip(patterns, texts, strict=True)):
+            return part
     return OTHER

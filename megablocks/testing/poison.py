@@ -17,18 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from megablocks.ops import launch
 
 
-def _poison(tensor: Tensor) -> Tensor:
-    if tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.dtype == torch.bool:
-        return tensor
-    with torch.no_grad():
-        if tensor.is_floating_point():
-            return tensor.fill_(float("nan"))
-        return tensor.fill_(torch.iinfo(tensor.dtype).max)
-
-
 def _poisoned(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def allocate(*args: Any, **kwargs: Any) -> Tensor:
-        return _poison(fn(*args, **kwargs))
+        tensor = fn(*args, **kwargs)
+        if not (tensor.is_meta or isinstance(tensor, FakeTensor) or tensor.dtype == torch.bool):
+            with torch.no_grad():
+                tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        return tensor
 
     return allocate
 
