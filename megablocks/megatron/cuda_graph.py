@@ -79,8 +79,7 @@ def check(args: argparse.Namespace) -> None:
     check_table(args, _EXPERTS_NEED, _WITH)
     if needs_megatron_routing(args):
         refuse("cuda_graph_impl", impl, "needs our routing, and the router's flags Megatron's")
-    spread = max(args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1
-    if spread:
+    if max(args.expert_model_parallel_size, args.expert_tensor_parallel_size or 1) > 1:
         symmetric = {"megablocks_dispatcher": (("symmetric",), "the all-to-all reads its sizes on the host")}
         check_table(args, symmetric, _WITH + " and experts on several ranks")
 

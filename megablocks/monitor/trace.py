@@ -85,10 +85,8 @@ def read_step(path: Path) -> Step:
     """
     events = read_events(path)
     hosts, launches = _host_events(events)
-    forward: dict[int, _Event] = {}
-    for event in hosts:  # in order of time: before an op makes a node, ops that make none have its number too
-        if event.is_forward:
-            forward[event.sequence] = event
+    # In order of time, so that the last counts: before an op makes a node, ops that make none have its number too.
+    forward = {event.sequence: event for event in hosts if event.is_forward}
     steps = [event for event in hosts if event.name.startswith(STEP_PREFIX)]
     if not steps:
         raise ConfigError(f"{path}: holds no {STEP_PREFIX} range; {_HOW}")

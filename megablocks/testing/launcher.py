@@ -115,8 +115,7 @@ def run_distributed_test(
         try:
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
-                call = (fn, args, kwargs)
-                arguments = (writer, call, rank, world_size, backend, f"{folder}/store", timeout)
+                arguments = (writer, (fn, args, kwargs), rank, world_size, backend, f"{folder}/store", timeout)
                 process = context.Process(target=_rank_main, args=arguments, daemon=True)
                 process.start()
                 writer.close()

@@ -203,16 +203,15 @@ def _activations(m: Model, last: bool) -> dict[str, float]:
     held = 1 if last else min(pp, m.micro_batches)
     layers = m.num_layers // pp
     parts = {f"activations: {name}": held * layers * size for name, size in layer_activations(m).items()}
-    kept, temporary = 0.0, _backward_of_a_layer(m)
+    temporary = _backward_of_a_layer(m)
     if last:
         parts["activations: last norm"] = 2 * n.rank * m.hidden_size * m.element_bytes
         kept, of_loss = _loss(m)
         # The logits are freed before the layers' backward begins, so only the larger of both needs room.
         temporary = max(of_loss, temporary - kept)
         parts["loss: kept logits"] = kept
-    if (last and pp == 1) or not last:
-        mask = n.rank * m.hidden_size * (1 if m.hidden_dropout else 0)
-        parts["activations: embedding"] = held * mask
+    if m.hidden_dropout and (pp == 1 or not last):
+        parts["activations: embedding"] = held * n.rank * m.hidden_size  # its mask
     parts["temporary tensors"] = temporary
     if m.tensor_model_parallel_size > 1:
         parts["communication: gathered sequence"] = 2 * n.group * m.hidden_size * m.element_bytes
