@@ -40,12 +40,12 @@ def activation_backward_ref(
     return d_pre.to(pre.dtype), d_gate.to(gate.dtype)
 
 
-@custom_op("megablocks::activation", fake=lambda a: torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device))
+@custom_op(
+    "megablocks::activation",
+    fake=lambda a: torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device),
+    kernel="megablocks.ops.activation_triton:activation_launch",
+)
 def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    if pre.is_cuda and runs_triton(pre):
-        from megablocks.ops.activation_triton import activation_launch
-
-        return activation_launch(pre, gate, activation)
     return activation_ref(pre, gate, activation).contiguous()
 
 
@@ -59,7 +59,7 @@ def activation_backward_op(
     grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `pre` and of `gate`, which is empty without one."""
-    if pre.is_cuda and runs_triton(pre):
+    if runs_triton(pre):
         from megablocks.ops.activation_triton import activation_backward_launch
 
         d_pre, d_gate = activation_backward_launch(grad, pre, gate, activation)
@@ -91,7 +91,7 @@ def halves_activation_op(h: Tensor, activation: Activation) -> Tensor:
 def halves_activation_backward_op(grad: Tensor, h: Tensor, activation: Activation) -> Tensor:
     """The gradient of h (R, 2·I)."""
     pre, gate = h.chunk(2, dim=1)
-    if not (h.is_cuda and runs_triton(h)):
+    if not runs_triton(h):
         return torch.cat(activation_backward_ref(grad, pre, gate, activation), dim=1)  # type: ignore[arg-type]
     from megablocks.ops.activation_triton import activation_backward_launch
 

@@ -53,22 +53,21 @@ def clamped_gate_backward_ref(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
     return d_h
 
 
-@custom_op("megablocks::clamped_gate", fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2))
+@custom_op(
+    "megablocks::clamped_gate",
+    fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2),
+    kernel="megablocks.ops.activation_triton:clamped_gate_launch",
+)
 def clamped_gate_op(h: Tensor, clamp: Clamp) -> Tensor:
-    if runs_triton(h):
-        from megablocks.ops.activation_triton import clamped_gate_launch
-
-        return clamped_gate_launch(h, clamp)
     return clamped_gate_ref(h, clamp).contiguous()
 
 
-@custom_op("megablocks::clamped_gate_backward", fake=lambda a: a.h.new_empty(a.h.shape))
-def clamped_gate_backward_op(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
-    if runs_triton(h):
-        from megablocks.ops.activation_triton import clamped_gate_backward_launch
-
-        return clamped_gate_backward_launch(grad, h, clamp)
-    return clamped_gate_backward_ref(grad, h, clamp)
+clamped_gate_backward_op = custom_op(
+    "megablocks::clamped_gate_backward",
+    fake=lambda a: a.h.new_empty(a.h.shape),
+    kernel="megablocks.ops.activation_triton:clamped_gate_backward_launch",
+    takes=lambda grad, h, clamp: runs_triton(h),
+)(clamped_gate_backward_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,7 +1,8 @@
 """What every op file needs: registration with torch, the choice between kernel and reference, and autocast.
 
-`custom_op` registers an op as `torch.library.custom_op` does, with three additions.
+`custom_op` registers an op as `torch.library.custom_op` does, with four additions.
 
+- It may name a kernel's launcher, which computes the op in place of the function where it takes the arguments.
 - A NamedTuple among the parameters, such as a `Dispatch`, is one argument in Python. In torch's schema each of its
   fields is an argument, because schemas know no structures. A NamedTuple is also allowed as the result.
 - The op runs with the device of its tensors as the current device, because Triton launches on the current device.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
 import inspect
 import typing
@@ -219,15 +221,35 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
+@functools.cache
+def _load(path: str) -> Any:
+    """What "module:name" names. Kernels are imported at their first launch, since a CPU needs no Triton."""
+    module, name = path.split(":")
+    return getattr(importlib.import_module(module), name)
+
+
 def custom_op(
-    name: str, *, mutates_args: tuple[str, ...] = (), fake: Callable[[Any], Any]
+    name: str,
+    *,
+    mutates_args: tuple[str, ...] = (),
+    fake: Callable[[Any], Any],
+    kernel: str | None = None,
+    takes: Callable[..., bool] = lambda first, *_: runs_triton(first),
 ) -> Callable[[Callable[..., Any]], Op]:
-    """`torch.library.custom_op` with the additions that this file's docstring lists.
+    """`torch.library.custom_op` with the additions that this file's docstring lists. It decorates the reference.
 
     fake: gives unset results of the right shapes, from one object that has the implementation's parameters by name.
+    kernel: "module:launcher" of the same parameters, for arguments that it `takes`: by default those whose first is a
+        tensor on which Triton runs.
     """
 
-    def register(implementation: Callable[..., Any]) -> Op:
+    def register(reference: Callable[..., Any]) -> Op:
+        @functools.wraps(reference)
+        def kernel_or_reference(*args: Any) -> Any:
+            assert kernel is not None
+            return _load(kernel)(*args) if takes(*args) else reference(*args)
+
+        implementation = reference if kernel is None else kernel_or_reference
         signature = _Signature(implementation)
 
         def of_schema(*args: Any) -> Any:

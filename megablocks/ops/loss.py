@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, once_differentiable, under_autocast
 
 CHUNK_BYTES = 2**29
 """Bytes of a chunk's logits. A chunk reads and writes dW once, 8·V·H bytes: at 8,192 tokens 2 % of its products."""
@@ -62,27 +62,22 @@ def cross_entropy_gradient_ref(logits: Tensor, labels: Tensor, maximum: Tensor, 
     return torch.where(grad[:, None] == 0, 0.0, wide).to(logits.dtype)
 
 
-@custom_op(
+cross_entropy_sums_op = custom_op(
     "megablocks::cross_entropy_sums",
     fake=lambda a: a.logits.new_empty((3, len(a.logits)), dtype=torch.promote_types(a.logits.dtype, torch.float32)),
+    kernel="megablocks.ops.loss_triton:sums_launch",
+)(cross_entropy_sums_ref)
+
+
+@custom_op(
+    "megablocks::cross_entropy_gradient_",
+    mutates_args=("logits",),
+    fake=lambda a: None,
+    kernel="megablocks.ops.loss_triton:gradient_launch",
 )
-def cross_entropy_sums_op(logits: Tensor, labels: Tensor) -> Tensor:
-    if runs_triton(logits):
-        from megablocks.ops.loss_triton import sums_launch
-
-        return sums_launch(logits, labels)
-    return cross_entropy_sums_ref(logits, labels)
-
-
-@custom_op("megablocks::cross_entropy_gradient_", mutates_args=("logits",), fake=lambda a: None)
 def cross_entropy_gradient_op(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
     """Write the gradient of the logits in their place."""
-    if runs_triton(logits):
-        from megablocks.ops.loss_triton import gradient_launch
-
-        gradient_launch(logits, labels, maximum, total, grad)
-    else:
-        logits.copy_(cross_entropy_gradient_ref(logits, labels, maximum, total, grad))
+    logits.copy_(cross_entropy_gradient_ref(logits, labels, maximum, total, grad))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -57,13 +57,14 @@ def _fake_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     return a.x.new_empty(a.x.shape), rstd.new_empty(0) if a.bias is None else torch.empty_like(rstd), rstd
 
 
-@custom_op("megablocks::norm", fake=_fake_norm)
+@custom_op(
+    "megablocks::norm",
+    fake=_fake_norm,
+    kernel="megablocks.ops.norm_triton:norm_launch",
+    takes=lambda x, *_: kernels_take(x),
+)
 def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
     """y, mean and r of `norm_ref`; g = weight + offset."""
-    if kernels_take(x):
-        from megablocks.ops.norm_triton import norm_launch
-
-        return norm_launch(x, weight, bias, eps, offset)
     y, mean, rstd = norm_ref(x, weight, bias, eps, offset)
     return y.contiguous(), mean, rstd
 
@@ -75,15 +76,13 @@ def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: 
         a.rstd.new_empty(a.x.shape[1]),
         a.rstd.new_empty(0 if a.mean is None else a.x.shape[1]),
     ),
+    kernel="megablocks.ops.norm_triton:norm_backward_launch",
+    takes=lambda dy, x, *_: kernels_take(x),
 )
 def norm_backward_op(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx, dg and dbias of `norm_backward_ref`."""
-    if kernels_take(x):
-        from megablocks.ops.norm_triton import norm_backward_launch
-
-        return norm_backward_launch(dy, x, weight, mean, rstd, offset)
     dx, dg, d_bias = norm_backward_ref(dy, x, weight, mean, rstd, offset)
     return dx.contiguous(), dg, d_bias
 

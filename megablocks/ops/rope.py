@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.library import custom_op
 
 
 def _pairs(t: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
@@ -38,14 +38,9 @@ def rope_ref(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transpo
     return torch.cat((y.to(x.dtype), x[..., rotated:]), -1)
 
 
-@custom_op("megablocks::rope", fake=lambda a: a.x.new_empty(a.x.shape))
-def rope_op(x: Tensor, angles: Tensor, interleaved: bool, scale: float, transposed: bool) -> Tensor:
-    """Like `rope_ref`."""
-    if runs_triton(x):
-        from megablocks.ops.rope_triton import rope_launch
-
-        return rope_launch(x, angles, interleaved, scale, transposed)
-    return rope_ref(x, angles, interleaved, scale, transposed)
+rope_op = custom_op(
+    "megablocks::rope", fake=lambda a: a.x.new_empty(a.x.shape), kernel="megablocks.ops.rope_triton:rope_launch"
+)(rope_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -232,8 +232,8 @@ def pair_mm() -> None:
         x, ids = torch.zeros(pairs // 4, inner, dtype=dtype), ints(pairs).long()
         w = torch.zeros(8, inner, outer, dtype=dtype)
         w = w.transpose(1, 2).contiguous().transpose(1, 2) if first else w
-        pair_mm_launch(x, w, ids, None, None, dtype)
-        pair_mm_launch(x, w, ids, torch.zeros(8, outer, dtype=dtype), torch.zeros(pairs), torch.float32)
+        pair_mm_launch(x, w, ids, None, None)
+        pair_mm_launch(x, w, ids, torch.zeros(8, outer, dtype=dtype), torch.zeros(pairs))
     cases = *product(EVERY, (1, 64), ACTIVATIONS[:1], (False,)), *product(EVERY[:1], (1,), ACTIVATIONS, (True,))
     for dtype, tokens, name, biased in cases:
         activation = Activation(name)

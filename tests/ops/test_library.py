@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import pkgutil
 from pathlib import Path
 
@@ -290,6 +291,12 @@ def _samples():
     }
 
 
+def _kernel(op):
+    """"module:launcher" of an op, None if it names none."""
+    return inspect.getclosurevars(op.implementation).nonlocals.get("kernel")
+
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where kernels run, interpreted without a GPU
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -345,6 +352,22 @@ def _compare_eager_with_custom(op, args, inputs):
         results.append([*(o.detach() for o in outs), *grads])
     for eager, custom in zip(*results, strict=True):
         assert torch.equal(eager.nan_to_num(), custom.nan_to_num())
+
+
+WITH_KERNELS = [name for name, (op, _) in _samples().items() if _kernel(op) and name != "router_grouped"]  # too general
+
+
+@pytest.mark.parametrize("name", WITH_KERNELS)
+def test_the_kernel_that_an_op_names_gives_what_its_reference_gives(name):
+    op, args = _samples()[name]
+    args = tree_map_only(torch.Tensor, lambda t: moved(t, DEVICE).detach(), args)
+    inputs, results = tree_map_only(torch.Tensor, torch.clone, args), []
+    for compute, given in ((library._load(_kernel(op)), args), (inspect.unwrap(op.implementation), inputs)):
+        out = compute(*given)
+        out = given[0] if out is None else out
+        results.append([out] if isinstance(out, torch.Tensor) else out)
+    for kernel, reference in zip(*results, strict=True):
+        torch.testing.assert_close(kernel, reference, rtol=1e-2, atol=1e-3, equal_nan=True)
 
 
 def test_N5_a_second_derivative_is_refused_where_it_would_be_lost():

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.library import custom_op
 from megablocks.ops.permute.rows import by_pair
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -59,12 +59,12 @@ def output_bias_dot_ref(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
     return by_pair(rows.sum(1), dispatch)
 
 
-@custom_op("megablocks::add_expert_bias", fake=lambda a: a.rows.new_empty(a.rows.shape))
+@custom_op(
+    "megablocks::add_expert_bias",
+    fake=lambda a: a.rows.new_empty(a.rows.shape),
+    kernel="megablocks.ops.grouped.bias_triton:add_expert_bias_launch",
+)
 def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    if runs_triton(rows):
-        from megablocks.ops.grouped.bias_triton import add_expert_bias_launch
-
-        return add_expert_bias_launch(rows, bias, offsets)
     return add_expert_bias_ref(rows, bias, offsets).contiguous()
 
 
@@ -72,31 +72,21 @@ def _sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-@custom_op("megablocks::expert_sum", fake=lambda a: _sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]))
-def expert_sum_op(rows: Tensor, offsets: Tensor) -> Tensor:
-    if runs_triton(rows):
-        from megablocks.ops.grouped.bias_triton import expert_sum_launch
-
-        return expert_sum_launch(rows, offsets)
-    return expert_sum_ref(rows, offsets)
-
-
-@custom_op("megablocks::output_bias_sum", fake=lambda a: _sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]))
-def output_bias_sum_op(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    if runs_triton(dy):
-        from megablocks.ops.grouped.bias_triton import output_bias_sum_launch
-
-        return output_bias_sum_launch(dy, weight, dispatch)
-    return output_bias_sum_ref(dy, weight, dispatch)
-
-
-@custom_op("megablocks::output_bias_dot", fake=lambda a: _sums(a.dy, a.dispatch.num_pairs))
-def output_bias_dot_op(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
-    if runs_triton(dy):
-        from megablocks.ops.grouped.bias_triton import output_bias_dot_launch
-
-        return output_bias_dot_launch(dy, bias, dispatch)
-    return output_bias_dot_ref(dy, bias, dispatch)
+expert_sum_op = custom_op(
+    "megablocks::expert_sum",
+    fake=lambda a: _sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]),
+    kernel="megablocks.ops.grouped.bias_triton:expert_sum_launch",
+)(expert_sum_ref)
+output_bias_sum_op = custom_op(
+    "megablocks::output_bias_sum",
+    fake=lambda a: _sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]),
+    kernel="megablocks.ops.grouped.bias_triton:output_bias_sum_launch",
+)(output_bias_sum_ref)
+output_bias_dot_op = custom_op(
+    "megablocks::output_bias_dot",
+    fake=lambda a: _sums(a.dy, a.dispatch.num_pairs),
+    kernel="megablocks.ops.grouped.bias_triton:output_bias_dot_launch",
+)(output_bias_dot_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

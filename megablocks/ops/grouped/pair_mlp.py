@@ -33,17 +33,12 @@ def pair_mlp_ref(
     return rows.view(*ids.shape, rows.shape[1]).sum(1).to(x.dtype)
 
 
-@custom_op("megablocks::pair_mlp", fake=lambda a: a.x.new_empty(a.x.shape))
-def pair_mlp_op(
-    x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    activation: Activation,
-) -> Tensor:  # fmt: skip
-    """As `pair_mlp_ref`."""
-    if runs_triton(x) and ids.numel() <= MOST_PAIRS:
-        from megablocks.ops.grouped.pair_mm_triton import pair_mlp_launch
-
-        return pair_mlp_launch(x, ids, weight, up, down, up_bias, down_bias, activation)
-    return pair_mlp_ref(x, ids, weight, up, down, up_bias, down_bias, activation)
+pair_mlp_op = custom_op(
+    "megablocks::pair_mlp",
+    fake=lambda a: a.x.new_empty(a.x.shape),
+    kernel="megablocks.ops.grouped.pair_mm_triton:pair_mlp_launch",
+    takes=lambda x, ids, *_: runs_triton(x) and ids.numel() <= MOST_PAIRS,
+)(pair_mlp_ref)
 
 
 def pair_mlp(

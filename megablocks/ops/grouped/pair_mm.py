@@ -18,7 +18,8 @@ MOST_PAIRS = 512
 """What the kernel takes: each program looks at the ids of all pairs."""
 
 
-def _out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
+def out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
+    """Of the result."""
     return x.dtype if scale is None else torch.promote_types(x.dtype, torch.float32)
 
 
@@ -34,21 +35,16 @@ def pair_mm_ref(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: T
     if bias is not None:
         y = y + bias.index_select(0, known).to(y.dtype)
     if scale is not None:
-        y = y * scale.to(_out_dtype(x, scale)).unsqueeze(1)
+        y = y * scale.to(out_dtype(x, scale)).unsqueeze(1)
     return y.masked_fill((ids != known).unsqueeze(1), 0)
 
 
-@custom_op(
+pair_mm_op = custom_op(
     "megablocks::pair_mm",
-    fake=lambda a: a.x.new_empty((a.ids.shape[0], a.w.shape[2]), dtype=_out_dtype(a.x, a.scale)),
-)
-def pair_mm_op(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """As `pair_mm_ref`."""
-    if runs_triton(x) and ids.shape[0] <= MOST_PAIRS:
-        from megablocks.ops.grouped.pair_mm_triton import pair_mm_launch
-
-        return pair_mm_launch(x, w, ids, bias, scale, _out_dtype(x, scale))
-    return pair_mm_ref(x, w, ids, bias, scale)
+    fake=lambda a: a.x.new_empty((a.ids.shape[0], a.w.shape[2]), dtype=out_dtype(a.x, a.scale)),
+    kernel="megablocks.ops.grouped.pair_mm_triton:pair_mm_launch",
+    takes=lambda x, w, ids, *_: runs_triton(x) and ids.shape[0] <= MOST_PAIRS,
+)(pair_mm_ref)
 
 
 def pair_mm(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.activation_triton import unary
+from megablocks.ops.grouped.pair_mm import out_dtype
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
 _FEW = 64  # pairs, up to which the vector of ids and the blocks of columns are small
@@ -197,12 +198,10 @@ def _plan(
     return Plan(experts, inner, outer, each, w_strides, ids, block, step, *form, half, top_k, counters)
 
 
-def pair_mm_launch(
-    x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    """As `pair_mm_ref`, of at most 512 pairs; the result in `dtype`."""
+def pair_mm_launch(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    """As `pair_mm_ref`, of at most 512 pairs."""
     pairs = ids.shape[0]
-    y = torch.empty(pairs, w.shape[2], dtype=dtype, device=x.device)
+    y = torch.empty(pairs, w.shape[2], dtype=out_dtype(x, scale), device=x.device)
     if y.numel():
         c = _plan(w.shape, w.stride(), pairs // x.shape[0], x.dtype.itemsize, pairs > _FEW, None)
         bias, scale = (t if t is None else t.contiguous() for t in (bias, scale))

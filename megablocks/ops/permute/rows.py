@@ -33,13 +33,11 @@ def gather_ref(x: Tensor, dispatch: Dispatch) -> Tensor:
     return x.index_select(0, token.clamp(min=0)).masked_fill_((token < 0).unsqueeze(1), 0)
 
 
-@custom_op("megablocks::gather", fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.x.shape[1]))
-def gather_op(x: Tensor, dispatch: Dispatch) -> Tensor:
-    if x.is_cuda and runs_triton(x):
-        from megablocks.ops.permute.permute_triton import expand_launch
-
-        return expand_launch(x, dispatch)
-    return gather_ref(x, dispatch)
+gather_op = custom_op(
+    "megablocks::gather",
+    fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.x.shape[1]),
+    kernel="megablocks.ops.permute.permute_triton:expand_launch",
+)(gather_ref)
 
 
 def _save_gather(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -141,7 +139,7 @@ def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits
     ),
 )
 def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    if dy.is_cuda and runs_triton(dy):
+    if runs_triton(dy):
         from megablocks.ops.permute.permute_triton import combine_backward_launch
 
         d_rows, d_weight = combine_backward_launch(dy, rows, weight, dispatch)

@@ -116,22 +116,17 @@ def dequantize_ref(codes: Tensor, scales: Tensor, num_bits: int, width: int, dty
     return torch.where(flat >= levels, -magnitude * s_other, magnitude * s_positive).to(dtype)
 
 
-@custom_op("megablocks::quantize", fake=lambda a: empty_quantized(a.x, a.num_bits))
-def quantize_op(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
-    if runs_triton(x):
-        from megablocks.ops.quant.quant_triton import quantize_launch
-
-        return quantize_launch(x, num_bits)
-    return quantize_ref(x, num_bits)
-
-
-@custom_op("megablocks::dequantize", fake=lambda a: a.codes.new_empty(a.codes.shape[0], a.width, dtype=a.dtype))
-def dequantize_op(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: torch.dtype) -> Tensor:
-    if runs_triton(codes) and dtype != torch.float64:
-        from megablocks.ops.quant.quant_triton import dequantize_launch
-
-        return dequantize_launch(codes, scales, num_bits, width, dtype)
-    return dequantize_ref(codes, scales, num_bits, width, dtype)
+quantize_op = custom_op(
+    "megablocks::quantize",
+    fake=lambda a: empty_quantized(a.x, a.num_bits),
+    kernel="megablocks.ops.quant.quant_triton:quantize_launch",
+)(quantize_ref)
+dequantize_op = custom_op(
+    "megablocks::dequantize",
+    fake=lambda a: a.codes.new_empty(a.codes.shape[0], a.width, dtype=a.dtype),
+    kernel="megablocks.ops.quant.quant_triton:dequantize_launch",
+    takes=lambda codes, scales, num_bits, width, dtype: runs_triton(codes) and dtype != torch.float64,
+)(dequantize_ref)
 
 
 def quantize(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:

@@ -223,13 +223,11 @@ def _fake_build_dispatch(a: Any) -> _Indices:
     return make(a.num_experts + 1), make(a.num_tokens + 1), make(num_pairs), make(num_pairs), make(num_pairs)
 
 
-@custom_op("megablocks::build_dispatch", fake=_fake_build_dispatch)
-def build_dispatch_op(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> _Indices:
-    if expert.is_cuda and expert.shape[0] and runs_triton(expert):
-        from megablocks.ops.routing.dispatch_triton import dispatch_launch
-
-        return dispatch_launch(token, expert, num_tokens, num_experts)
-    return build_dispatch_ref(token, expert, num_tokens, num_experts)
+build_dispatch_op = custom_op(
+    "megablocks::build_dispatch",
+    fake=_fake_build_dispatch,
+    kernel="megablocks.ops.routing.dispatch_triton:dispatch_launch",
+)(build_dispatch_ref)
 
 
 def build_dispatch(routing: Routing) -> Dispatch:
@@ -310,15 +308,12 @@ def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor]:
     return rows, torch.empty_like(a.d.scatter), torch.empty_like(rows)
 
 
-@custom_op("megablocks::pad_indices", fake=_fake_pad_indices)
-def pad_indices_op(
-    d: Dispatch, padded_ends: Tensor | None, capacity: int, num_rows: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    if d.pair.is_cuda and runs_triton(d.pair):
-        from megablocks.ops.permute.padded_triton import pad_launch
-
-        return pad_launch(d, padded_ends, capacity, num_rows)
-    return pad_indices_ref(d, padded_ends, capacity, num_rows)
+pad_indices_op = custom_op(
+    "megablocks::pad_indices",
+    fake=_fake_pad_indices,
+    kernel="megablocks.ops.permute.padded_triton:pad_launch",
+    takes=lambda d, *_: d.pair.is_cuda and runs_triton(d.pair),
+)(pad_indices_ref)
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:

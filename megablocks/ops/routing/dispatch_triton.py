@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.routing.dispatch import build_dispatch_ref
 
 # Pairs a program. Sorting 1024 on chip takes over twice as long as 512; with 256 the scan gets long (notes/indices.md).
 _CHUNK = 512
@@ -123,8 +124,10 @@ def count_launch(expert: Tensor, num_experts: int) -> Tensor:
 def dispatch_launch(
     token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The five index tensors of `Dispatch`; three launches, no host synchronization. R must be at least 1."""
+    """The five index tensors of `Dispatch`; three launches, no host synchronization, and none for R = 0."""
     device, num_pairs = expert.device, expert.shape[0]
+    if num_pairs == 0:
+        return build_dispatch_ref(token, expert, num_tokens, num_experts)
     token, expert = token.contiguous(), expert.contiguous()
     chunks = cdiv(num_pairs, _CHUNK)
     bins = next_power_of_2(num_experts + 2)

@@ -183,20 +183,12 @@ def _fake_rounded_router(a: Any) -> RoundedOutput:
     )
 
 
-@custom_op("megablocks::rounded_router", fake=_fake_rounded_router)
-def rounded_router_op(
-    logits: Tensor,
-    bias: Tensor | None,
-    padding_mask: Tensor | None,
-    draw: Tensor | None,
-    rounding: Rounding,
-    options: RouterOptions,
-) -> RoundedOutput:
-    if logits.shape[0] and kernels_take(logits, logits.shape[1], options):
-        from megablocks.ops.routing.rounding_triton import rounded_route_launch
-
-        return rounded_route_launch(logits, bias, padding_mask, draw, rounding, options)
-    return rounded_router_ref(logits, bias, padding_mask, draw, rounding, options)
+rounded_router_op = custom_op(
+    "megablocks::rounded_router",
+    fake=_fake_rounded_router,
+    kernel="megablocks.ops.routing.rounding_triton:rounded_route_launch",
+    takes=lambda logits, *others: logits.shape[0] > 0 and kernels_take(logits, logits.shape[1], others[-1]),
+)(rounded_router_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

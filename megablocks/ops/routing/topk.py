@@ -203,13 +203,12 @@ def kernels_take(values: Tensor, num_experts: int, options: RouterOptions) -> bo
     return fits and runs_triton(values) and options.norm_p in (0, 1, 2) and not options.num_groups
 
 
-@custom_op("megablocks::router", fake=lambda a: empty_output(a.logits, a.logits.shape[0] * a.options.top_k))
-def router_op(logits: Tensor, bias: Tensor | None, padding_mask: Tensor | None, options: RouterOptions) -> RouterOutput:
-    if kernels_take(logits, logits.shape[1], options):
-        from megablocks.ops.routing.topk_triton import route_launch
-
-        return route_launch(logits, bias, padding_mask, options)
-    return router_ref(logits, bias, padding_mask, options)
+router_op = custom_op(
+    "megablocks::router",
+    fake=lambda a: empty_output(a.logits, a.logits.shape[0] * a.options.top_k),
+    kernel="megablocks.ops.routing.topk_triton:route_launch",
+    takes=lambda logits, bias, padding_mask, options: kernels_take(logits, logits.shape[1], options),
+)(router_ref)
 
 
 def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
@@ -234,6 +233,8 @@ def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
 @custom_op(
     "megablocks::router_backward",
     fake=lambda a: torch.empty_like(a.logits, memory_format=torch.contiguous_format),
+    kernel="megablocks.ops.routing.topk_triton:route_backward_launch",
+    takes=lambda logits, mask, saved, grads, options: kernels_take(logits, logits.shape[1], options),
 )
 def router_backward_op(
     logits: Tensor,
@@ -242,25 +243,15 @@ def router_backward_op(
     grads: RouterGradients,
     options: RouterOptions,
 ) -> Tensor:
-    if kernels_take(logits, logits.shape[1], options):
-        from megablocks.ops.routing.topk_triton import route_backward_launch
-
-        return route_backward_launch(logits, padding_mask, saved, grads, options)
     return router_backward_ref(logits, padding_mask, saved, grads, options).contiguous()
 
 
-@custom_op(
+router_weight_backward_op = custom_op(
     "megablocks::router_weight_backward",
     fake=lambda a: a.weight.new_empty(a.weight.shape[0] // a.options.top_k, a.num_experts, dtype=a.dtype),
-)
-def router_weight_backward_op(
-    weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
-) -> Tensor:
-    if kernels_take(weight, num_experts, options):
-        from megablocks.ops.routing.topk_triton import weight_backward_launch
-
-        return weight_backward_launch(weight, expert, d_weight, num_experts, dtype, options)
-    return router_weight_backward_ref(weight, expert, d_weight, num_experts, dtype, options)
+    kernel="megablocks.ops.routing.topk_triton:weight_backward_launch",
+    takes=lambda weight, expert, d_weight, num_experts, dtype, options: kernels_take(weight, num_experts, options),
+)(router_weight_backward_ref)
 
 
 def has_losses(options: RouterOptions) -> bool:
