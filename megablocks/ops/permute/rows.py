@@ -150,8 +150,7 @@ def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatc
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weight, dispatch, num_bits = inputs
-    need_weight = ctx.needs_input_grad[1]
-    rows = rows if need_weight else None
+    rows = rows if ctx.needs_input_grad[1] else None
     ctx.packed, *kept = (None, rows, None) if num_bits == OFF else pack(rows, num_bits)
     *indices, ctx.padded = dispatch
     ctx.save_for_backward(*kept, weight, *indices)

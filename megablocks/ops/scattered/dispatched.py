@@ -15,7 +15,8 @@ values. linear_combine computes the activation again in backward. Source: Scatte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,12 +35,9 @@ def _at(index: Tensor | None, p: slice, fan: int = 1) -> Tensor | slice:
     return p if index is None else index[p].long() // fan
 
 
-def _experts(ends: Tensor) -> Iterator[tuple[int, slice]]:
+def _experts(ends: Tensor) -> Iterable[tuple[int, slice]]:
     """Each expert with its places. It reads the ends on the host."""
-    start = 0
-    for expert, end in enumerate(ends.tolist()):
-        yield expert, slice(start, end)
-        start = end
+    return enumerate(slice(start, end) for start, end in pairwise([0, *ends.tolist()]))
 
 
 def scattered_mm_ref(
