@@ -6,9 +6,11 @@ None of their launches synchronizes with the host or compiles for a token count.
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -138,6 +140,11 @@ def runs_hopper(t: Tensor) -> bool:
         and is_hopper(t.device.index)
         and has_gluon()
     )
+
+
+def kernels_for(module: str, t: Tensor) -> ModuleType | None:
+    """The module of kernels for Hopper if they may run on t, else None. Which operands they take, the module says."""
+    return importlib.import_module(module) if runs_hopper(t) else None
 
 
 def aligned(t: Tensor, major: int = -1) -> bool:

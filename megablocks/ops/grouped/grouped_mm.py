@@ -18,6 +18,7 @@ MEGABLOCKS_HOPPER=0 in the environment leaves Hopper's kernels out.
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any
@@ -27,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op
-from megablocks.ops.hopper import runs_hopper
+from megablocks.ops.hopper import kernels_for
 from megablocks.ops.library import custom_op, runs_triton, under_autocast
 
 _ALIGN = 8  # bfloat16 values in 16 bytes
@@ -38,8 +39,6 @@ def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     acc = torch.promote_types(x.dtype, torch.float32)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if start == end:
-            continue
         if acc == x.dtype:
             torch.mm(x[start:end], w[expert], out=out[start:end])
         else:
@@ -61,22 +60,13 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def hopper_ragged_m(x: Tensor) -> ModuleType | None:
-    """The module of Hopper's ragged-M kernel if x may go there. Which operands it takes, it says itself."""
-    if not (x.is_cuda and runs_hopper(x)):
-        return None
-    from megablocks.ops.grouped import grouped_mm_hopper
-
-    return grouped_mm_hopper
+def _hopper(module: str, x: Tensor) -> ModuleType | None:
+    """The module of Hopper's ragged-M or ragged-K kernel if x may go there."""
+    return kernels_for(module, x) if x.is_cuda else None
 
 
-def hopper_ragged_k(x: Tensor) -> ModuleType | None:
-    """The module of Hopper's ragged-K kernel if x may go there."""
-    if not (x.is_cuda and runs_hopper(x)):
-        return None
-    from megablocks.ops.grouped import grouped_mm_hopper_dw
-
-    return grouped_mm_hopper_dw
+hopper_ragged_m = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper")
+hopper_ragged_k = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper_dw")
 
 
 def twin_kernels(x: Tensor) -> ModuleType | None:

@@ -278,27 +278,12 @@ def ragged_m_kernel(
 
 def ragged_m(
     x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, bias: Tensor | None = None,
-    tile: Tile | None = None,
+    x2: Tensor | None = None, v: Tensor | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
     """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16.
 
-    bias: (E, N) or None.
+    bias: (E, N) or None. x2, v: as in ragged_m_sum.
     """
-    return _launch(x, w, None, None, offsets, gather, bias, tile)
-
-
-def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum.
-
-    x2 (R, K2), v (E, K2, N): K2 may differ from K.
-    """
-    return _launch(x, w, x2, v, offsets, None, None)
-
-
-def _launch(
-    x: Tensor, w: Tensor, x2: Tensor | None, v: Tensor | None, offsets: Tensor, gather: Tensor | None,
-    bias: Tensor | None, tile: Tile | None = None,
-) -> Tensor:  # fmt: skip
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
     y = torch.empty(rows, N, dtype=x.dtype, device=x.device)
@@ -327,3 +312,11 @@ def _launch(
         num_warps=4,
     )
     return y
+
+
+def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
+    """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum.
+
+    x2 (R, K2), v (E, K2, N): K2 may differ from K.
+    """
+    return ragged_m(x, w, offsets, x2=x2, v=v)

@@ -13,7 +13,7 @@ row or column is empty are zero.
 
 from __future__ import annotations
 
-from types import ModuleType
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_ref, activation_ref
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.hopper import runs_hopper
+from megablocks.ops.hopper import kernels_for
 from megablocks.ops.library import custom_op, under_autocast
 
 from .epilogue import NONE, Epilogue
@@ -85,13 +85,7 @@ def _strided(t: Tensor) -> Tensor:
     return t if 1 in t.stride() and min(t.stride()) > 0 else t.contiguous()
 
 
-def hopper_kernels(t: Tensor) -> ModuleType | None:
-    """The module of Hopper's kernels, if `t` may go there."""
-    if not t.is_cuda or not runs_hopper(t):
-        return None
-    from . import products_hopper
-
-    return products_hopper
+hopper_kernels = partial(kernels_for, "megablocks.ops.sparse.products_hopper")
 
 
 def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tensor:
