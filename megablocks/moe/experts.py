@@ -22,10 +22,10 @@ from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.device_mesh import copy_rows
 from megablocks.moe.groups import ExpertShard
-from megablocks.moe.impls import ExpertCall, batched, fused_remote, impl_for, sorted_dispatch
+from megablocks.moe.impls import ExpertCall, batched, fused_options, impl_for, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
-from megablocks.ops.fused.remote import Remote
+from megablocks.ops.fused.remote import Remote, remote_mlp
 from megablocks.ops.hopper import why_off
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine, gather
@@ -180,7 +180,8 @@ class Experts(nn.Module):
             with without_autocast(x):  # x and the parameters are in its dtype
                 if isinstance(dispatch, Remote):
                     assert weight is not None
-                    return fused_remote(parameters, x, dispatch, weight, self.config, main_grads)
+                    options = fused_options(self.config) | {"main_grads": main_grads}
+                    return remote_mlp(x, weight, dispatch, parameters, self.config.act, **options)
                 return COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads))
 
         # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.

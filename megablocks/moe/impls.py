@@ -21,7 +21,6 @@ from megablocks.kinds import QUANTIZED
 from megablocks.ops.activation import activate, activation_ref
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, fused_mlp
-from megablocks.ops.fused.remote import Remote, remote_mlp
 from megablocks.ops.grouped.bias import add_expert_bias
 from megablocks.ops.grouped.gathered_mm import gathered_mm, gathered_mm_gated
 from megablocks.ops.grouped.grouped_mm import grouped_mm, torch_kernel_on
@@ -117,19 +116,12 @@ def impl_for(
 def fused(call: ExpertCall) -> Tensor:
     """The whole MLP in one op (SonicMoE, arXiv 2512.14080)."""
     p, x, dispatch, weight, config, in_order, main_grads = call
-    options = _fused_options(config)
+    options = fused_options(config)
     return fused_mlp(x, weight, dispatch, p, config.act, in_order=in_order, main_grads=main_grads, **options)
 
 
-def fused_remote(
-    parameters: ExpertParameters, x: Tensor, remote: Remote, weight: Tensor, config: MoEConfig, main_grads: MainGrads
-) -> Tensor:
-    """`fused` with the exchanges between ranks in the op: x (T, H) and weight (T, K) of this rank's tokens → (T, H)."""
-    options = _fused_options(config)
-    return remote_mlp(x, weight, remote, parameters, config.act, main_grads=main_grads, **options)
-
-
-def _fused_options(config: MoEConfig) -> dict[str, Any]:
+def fused_options(config: MoEConfig) -> dict[str, Any]:
+    """What the fused ops save for backward, as their keyword arguments."""
     return {
         "recompute": config.recompute_activation,
         "input_bits": config.quantize_inputs_num_bits,
