@@ -56,11 +56,9 @@ class SparseGLU(SparseMLP):
         pre, gate = (sdd(x, w.flatten(0, 1).t(), pattern).data for w in (weights.w1, weights.v1))
         assert pre is not None and gate is not None
 
-        def product(values: Tensor, w2: Tensor) -> Tensor:
-            return dsd(pattern.with_data(values), w2)
-
-        recompute = self.config.recompute_activation
-        return _gate_and_project(pre, gate, weights.w2.flatten(0, 1), product, self._activation(), recompute)
+        options = self._activation(), self.config.recompute_activation
+        w2 = weights.w2.flatten(0, 1)
+        return _gate_and_project(pre, gate, w2, lambda values, w2: dsd(pattern.with_data(values), w2), *options)
 
     def _activation(self) -> Activation:
         return activation_of(self.args.activation_fn)
@@ -87,12 +85,8 @@ def _grouped(
     x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, offsets: Tensor, activation: Activation, recompute: bool
 ) -> Tensor:
     """The gated MLP by grouped products: x (R, H), w1, v1, w2 (E, I, H), offsets (E+1,) → (R, H)."""
-
-    def product(values: Tensor, w2: Tensor) -> Tensor:
-        return grouped_mm(values, w2, offsets)
-
     pre, gate = (grouped_mm(x, w.transpose(1, 2), offsets) for w in (w1, v1))
-    return _gate_and_project(pre, gate, w2, product, activation, recompute)
+    return _gate_and_project(pre, gate, w2, lambda act, w2: grouped_mm(act, w2, offsets), activation, recompute)
 
 
 def memory_optimized_grouped_glu(
