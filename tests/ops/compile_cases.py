@@ -443,7 +443,7 @@ def sparse_hopper() -> None:
 
 def epilogues(data: Tensor) -> list:
     from megablocks.ops.activation_table import UNARY
-    from megablocks.ops.sparse.epilogue import Epilogue
+    from megablocks.ops.sparse.products import Epilogue
 
     bias = torch.zeros(256)
     forms = [Epilogue("activate", name, act=data) for name in UNARY]

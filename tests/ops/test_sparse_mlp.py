@@ -13,7 +13,7 @@ from megablocks.ops.activation_table import GATED, UNARY, Activation
 from megablocks.ops.hopper import is_available
 from megablocks.ops.sparse import Matrix, kernels, sparse_mlp, topology
 from megablocks.ops.sparse import products_hopper as hopper
-from megablocks.ops.sparse.epilogue import Epilogue
+from megablocks.ops.sparse.products import Epilogue
 from megablocks.testing.poison import poisoned_empty
 from megablocks.testing.tolerances import assert_as_exact_as
 

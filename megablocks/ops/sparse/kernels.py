@@ -21,7 +21,7 @@ from torch import Tensor
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.launch import cdiv, interpreted, quick
 
-from .epilogue import NONE, Epilogue
+from .products import NONE, Epilogue
 
 
 @triton.jit

@@ -23,9 +23,8 @@ from megablocks.ops.activation_table import Activation
 from megablocks.ops.library import custom_op, once_differentiable, under_autocast
 from megablocks.ops.quant.quant import OFF, pack, unpack
 
-from .epilogue import Epilogue
 from .matrix import Blocks, Matrix
-from .products import check_dense, check_device, empty_values, sdd_op, sdd_values, spmm_op
+from .products import Epilogue, check_dense, check_device, empty_values, sdd_op, sdd_values, spmm_op
 
 
 @custom_op("megablocks::sparse_sdd_slope", fake=lambda a: empty_values(a.blocks, a.a))

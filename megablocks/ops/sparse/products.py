@@ -13,6 +13,7 @@ row or column is empty are zero.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -24,11 +25,30 @@ from megablocks.ops.activation_table import Activation
 from megablocks.ops.hopper import kernels_for
 from megablocks.ops.library import custom_op, under_autocast
 
-from .epilogue import NONE, Epilogue
 from .matrix import Blocks, Matrix
 
 # How many blocks' operands a reference holds at a time.
 _REF_CHUNK = 256
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What sdd does to its result before it is written: bias and activation, or in backward the activation's slope.
+
+    kind: "" nothing; "activate": add bias, write that and `act`, its activation; "slope": multiply by act'(pre).
+    name, exact: the activation, one of `activation.UNARY`, and for gelu whether erf's form.
+    bias: (N,) or None. pre: (n, B, B), read by "slope". act: (n, B, B), written by "activate".
+    """
+
+    kind: str = ""
+    name: str = "gelu"
+    exact: bool = False
+    bias: Tensor | None = None
+    pre: Tensor | None = None
+    act: Tensor | None = None
+
+
+NONE = Epilogue()
 
 
 def _blocks_of(t: Tensor, dim: int, block_size: int) -> Tensor:
