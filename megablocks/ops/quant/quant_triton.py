@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.quant import CURVE, GROUP, SLACK, TINY, empty_quantized, largest_scale
+from megablocks.ops.quant.quant import CURVE, GROUP, SLACK, TINY, empty_quantized, largest_scale
 
 
 @triton.jit
