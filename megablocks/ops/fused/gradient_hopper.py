@@ -237,22 +237,19 @@ def down_gradient_kernel(
     outs = (d_pre_desc, d_pre_tail, d_gate_desc, d_gate_tail, scaled_desc, scaled_tail)
     pointers = (weight_ptr, pair_ptr, dots_ptr, offsets_ptr)
     common = (dy_bufs, w_bufs, kept, o_bufs, full, empty, turn, epilogue_turn, outs, pointers, experts)
+    given = (
+        dy_bufs, w_bufs, full, empty, None, w_desc, None, None, dy_ptr, dy_row, gather_ptr, offsets_ptr, experts,
+    )  # fmt: skip
     gl.warp_specialize(
         [
             (_consumer, (common, 0, c)),
             (_consumer, (common, 1, c)),
-            (
-                m_producer,
-                (
-                    dy_bufs, w_bufs, full, empty, None, w_desc, None, None, dy_ptr, dy_row, gather_ptr, offsets_ptr,
-                    experts, c,
-                ),
-            ),
+            (m_producer, (given, c)),
             (_loader, (kept, pre_desc, gate_desc, offsets_ptr, experts, c)),
         ],
         [4, c.producer_warps, 1],
         [c.consumer_regs, c.producer_regs, c.producer_regs],
-    )  # fmt: skip
+    )
 
 
 def down_gradient(

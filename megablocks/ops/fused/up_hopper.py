@@ -98,7 +98,8 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
 
 
 @gluon.jit
-def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, WG: gl.constexpr, c: gl.constexpr):
+def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts = common
     ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
@@ -130,9 +131,8 @@ def _consumer(x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, expe
 
 
 @gluon.jit
-def _producer(
-    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c: gl.constexpr
-):
+def _producer(given, c: gl.constexpr):
+    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts = given
     half: gl.constexpr = c.BN // 2
     ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
@@ -172,20 +172,13 @@ def up_kernel(
     o_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], pre_desc.layout)
     full, empty, turn = barriers(c)
     outs = (pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr)
+    common = (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts)
+    given = (x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts)
     gl.warp_specialize(
-        [
-            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 0, c)),
-            (_consumer, (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts, 1, c)),
-            (
-                _producer,
-                (
-                    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts, c,
-                ),
-            ),
-        ],
+        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (_producer, (given, c))],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
-    )  # fmt: skip
+    )
 
 
 def up(

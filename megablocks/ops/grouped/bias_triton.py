@@ -100,19 +100,11 @@ def add_expert_bias_launch(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tenso
     return y
 
 
-def expert_sum_launch(rows: Tensor, offsets: Tensor) -> Tensor:
-    """rows (R, N) → (E, N) float32; one launch."""
-    return _expert_sum(rows, None, offsets, None, None)
-
-
-def output_bias_sum_launch(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
-    """dy (T, N), weight (R,) → (E, N) float32; one launch."""
-    return _expert_sum(dy, weight.contiguous(), dispatch.expert_offsets, dispatch.gather, dispatch.pair)
-
-
-def _expert_sum(
-    rows: Tensor, weight: Tensor | None, offsets: Tensor, gather: Tensor | None, pair: Tensor | None
-) -> Tensor:
+def expert_sum_launch(
+    rows: Tensor, offsets: Tensor, weight: Tensor | None = None, gather: Tensor | None = None,
+    pair: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """rows (R, N) → (E, N) float32; one launch. With the others as in `output_bias_sum_launch`."""
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     width, experts = rows.shape[1], offsets.shape[0] - 1
     out = torch.empty(experts, width, dtype=torch.float32, device=rows.device)
@@ -122,6 +114,11 @@ def _expert_sum(
             GATHER=gather is not None, ROWS=64, BLOCK=64, num_warps=4,
         )  # fmt: skip
     return out
+
+
+def output_bias_sum_launch(dy: Tensor, weight: Tensor, dispatch: Dispatch) -> Tensor:
+    """dy (T, N), weight (R,) → (E, N) float32; one launch."""
+    return expert_sum_launch(dy, dispatch.expert_offsets, weight.contiguous(), dispatch.gather, dispatch.pair)
 
 
 def output_bias_dot_launch(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:

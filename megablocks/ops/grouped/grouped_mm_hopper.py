@@ -204,10 +204,8 @@ def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
 
 
 @gluon.jit
-def m_producer(
-    x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
-    c: gl.constexpr,
-):  # fmt: skip
+def m_producer(given, c: gl.constexpr):
+    x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts = given
     ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
     e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     if c.gather:
@@ -259,21 +257,14 @@ def ragged_m_kernel(
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
     full, empty, turn = barriers(c)
     common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, bias_ptr, offsets_ptr, experts)
+    given = (
+        x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
+    )  # fmt: skip
     gl.warp_specialize(
-        [
-            (_m_consumer, (common, 0, c)),
-            (_m_consumer, (common, 1, c)),
-            (
-                m_producer,
-                (
-                    x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr,
-                    offsets_ptr, experts, c,
-                ),
-            ),
-        ],
+        [(_m_consumer, (common, 0, c)), (_m_consumer, (common, 1, c)), (m_producer, (given, c))],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
-    )  # fmt: skip
+    )
 
 
 def ragged_m(

@@ -158,9 +158,8 @@ def _store_block(
 
 
 @gluon.jit
-def _consumer(
-    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, WG: gl.constexpr, c: gl.constexpr
-):
+def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr = common
     PARTS: gl.constexpr = c.out_parts
     tiles, turns = _count(list_ptr, c)
     it = gl.to_tensor(0)
@@ -192,9 +191,8 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
 
 
 @gluon.jit
-def _k_producer(
-    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr, c: gl.constexpr
-):
+def _k_producer(given, c: gl.constexpr):
+    a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr = given
     tiles, turns = _count(list_ptr, c)
     it = gl.to_tensor(0)
     _, first, end, m0, n0, _ = _find_block(0, tiles, list_ptr, c)
@@ -260,15 +258,10 @@ def ragged_k_kernel(
         o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
         o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
     full, empty, _ = barriers(c)
+    common = (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr)
+    given = (a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr)
     gl.warp_specialize(
-        [
-            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, 0, c)),
-            (_consumer, (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr, 1, c)),
-            (
-                _k_producer,
-                (a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr, c),
-            ),
-        ],
+        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (_k_producer, (given, c))],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
     )

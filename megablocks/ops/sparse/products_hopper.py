@@ -258,9 +258,8 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
 
 
 @gluon.jit
-def _sdd_producer(
-    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c: gl.constexpr
-):
+def _sdd_producer(given, c: gl.constexpr):
+    a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps = given
     tiles = gl.load(used_ptr + last) // c.run
     count = rounds(tiles)
     it = gl.to_tensor(0)
@@ -280,7 +279,8 @@ def _sdd_producer(
 
 
 @gluon.jit
-def _spmm_consumer(a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, WG: gl.constexpr, c: gl.constexpr):
+def _spmm_consumer(common, WG: gl.constexpr, c: gl.constexpr):
+    a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc = common
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     phase = gl.to_tensor(0)
@@ -310,10 +310,9 @@ def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
 
 
 @gluon.jit
-def _spmm_producer(
-    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles,
-    entries, c: gl.constexpr,
-):  # fmt: skip
+def _spmm_producer(given, work, c: gl.constexpr):
+    a_bufs, b_bufs, full, empty, board, a_desc, b_desc = given
+    work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries = work
     STEPS: gl.constexpr = c.block_steps
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
@@ -381,15 +380,9 @@ def sdd_kernel(
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     outs = (o_desc, act_desc, extra_ptr)
     common = (a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps)
+    given = (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps)
     gl.warp_specialize(
-        [
-            (_sdd_consumer, (common, 0, c)),
-            (_sdd_consumer, (common, 1, c)),
-            (
-                _sdd_producer,
-                (a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps, c),
-            ),
-        ],
+        [(_sdd_consumer, (common, 0, c)), (_sdd_consumer, (common, 1, c)), (_sdd_producer, (given, c))],
         [4, 1],
         [232, 40],
     )
@@ -407,21 +400,14 @@ def spmm_kernel(
     """
     a_bufs, b_bufs, o_bufs, full, empty, turn = _buffers(a_desc, b_desc, o_desc, c)
     board = make_board()
+    common = (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc)
+    given = (a_bufs, b_bufs, full, empty, board, a_desc, b_desc)
+    work = (work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries)
     gl.warp_specialize(
-        [
-            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 0, c)),
-            (_spmm_consumer, (a_bufs, b_bufs, o_bufs, full, empty, turn, board, o_desc, 1, c)),
-            (
-                _spmm_producer,
-                (
-                    a_bufs, b_bufs, full, empty, board, a_desc, b_desc, work_ptr, index_ptr, block_ptr, counter_ptr,
-                    tiles, dense_tiles, entries, c,
-                ),
-            ),
-        ],
+        [(_spmm_consumer, (common, 0, c)), (_spmm_consumer, (common, 1, c)), (_spmm_producer, (given, work, c))],
         [4, 1],
         [232, 40],
-    )  # fmt: skip
+    )
 
 
 def _rows(t: Tensor) -> Tensor:
