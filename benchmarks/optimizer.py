@@ -46,8 +46,7 @@ def make(arm: str, masters: list[Any], models: list[Any]) -> dict[str, Callable[
     """The steps of a candidate by name. The candidates share parameters and gradients, and have their own moments."""
     import torch
 
-    from megablocks.ops.adam import FusedAdam, square_sum
-    from megablocks.ops.adam_triton import Tables
+    from megablocks.ops.adam import FusedAdam, Tables, square_sum
 
     device = masters[0].device
     if arm == "fused":

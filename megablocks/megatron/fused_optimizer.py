@@ -35,7 +35,7 @@ from torch import Tensor
 
 from megablocks.megatron import engine
 from megablocks.megatron.wrap import wrap
-from megablocks.ops.adam import FusedAdam, square_sum
+from megablocks.ops.adam import FusedAdam, Tables, square_sum
 
 _PARTS = (Float16OptimizerWithFloat16Params, FP32Optimizer, DistributedOptimizer)
 _REFUSED = ("optimizer_cpu_offload", "use_precision_aware_optimizer", "optimizer_cuda_graph",
@@ -139,8 +139,6 @@ class _Norm:
     """The norm of all gradients of a ChainedOptimizer, as its `get_grad_norm` defines it, but () float64 on the GPU."""
 
     def __init__(self, optimizer: Any) -> None:
-        from megablocks.ops.adam_triton import Tables
-
         self.parts = optimizer.chained_optimizers
         self.shared = optimizer.grads_states_parallel_group_is_shared()
         self.tables = [Tables() for _ in self.parts]

@@ -14,19 +14,20 @@ The step changes tensors in place by their addresses, so it is no custom op: tor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.library import runs_triton
 
-if TYPE_CHECKING:
-    from megablocks.ops.adam_triton import Tables
-
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 _OF_THE_RUN = ("decoupled_weight_decay", "capturable", "fused", "foreach", *UNSUPPORTED)
+CHUNK = 16384
+"""Elements of a program."""
+ALIGNMENT = 16
+"""Bytes. Where all addresses, and the size in elements, are multiples of it, a thread reads 16 bytes at once."""
 
 
 class Scalars(NamedTuple):
@@ -40,6 +41,57 @@ class Scalars(NamedTuple):
     rate: float  # α / (1 − β1ᵗ)
     root: float  # 1 / √(1 − β2ᵗ)
     eps: float
+
+
+class Item(NamedTuple):
+    """One tensor's row in a table. Tensors of one kind share a launch."""
+
+    kind: Hashable
+    numbers: tuple[int, ...]  # the size first
+
+
+class Table(NamedTuple):
+    """rows (tensors, columns) int64: a tensor's size, then addresses. A program takes one chunk of one tensor.
+
+    chunks (programs, 2) int32: the row and the chunk.
+    """
+
+    kind: Any
+    rows: Tensor
+    chunks: Tensor
+
+
+class Tables:
+    """Tables of addresses on the device. They are made again when any size, address or kind differs from the last."""
+
+    def __init__(self) -> None:
+        self._items: Sequence[Item] = ()
+        self._tables: list[Table] = []
+
+    def of(self, items: list[Item], device: torch.device) -> list[Table]:
+        """The tables of these parameters, one for each kind; made anew only where an address changed."""
+        if items != self._items:
+            kinds: dict[Hashable, list[tuple[int, ...]]] = {}
+            for kind, numbers in items:
+                if numbers[0]:
+                    kinds.setdefault(kind, []).append(numbers)
+            self._tables = [_table(kind, rows, device) for kind, rows in kinds.items()]
+            self._items = items
+        return self._tables
+
+
+def _table(kind: Hashable, rows: list[tuple[int, ...]], device: torch.device) -> Table:
+    """rows: sizes and addresses of parameters of one kind → the table, with a line for each chunk of a parameter."""
+    table = torch.tensor(rows, dtype=torch.int64)
+    count = (table[:, 0] + CHUNK - 1) // CHUNK
+    row = torch.repeat_interleave(torch.arange(len(rows)), count)
+    chunk = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
+    return Table(kind, to_device(table, device), to_device(torch.stack([row, chunk], 1).int(), device))
+
+
+def to_device(t: Tensor, device: torch.device) -> Tensor:
+    """Copy from the host without waiting for the GPU."""
+    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 def scalars_of(group: dict[str, Any], step: float) -> Scalars:
@@ -86,7 +138,7 @@ def square_sum(tensors: Sequence[Tensor], device: torch.device, tables: Tables |
     fit = [t for t in tensors if runs_triton(t) and t.dtype == torch.float32 and t.is_contiguous()]
     if not fit:
         return square_sum_ref(tensors, device)
-    from megablocks.ops.adam_triton import Item, Tables, square_sum_launch
+    from megablocks.ops.adam_triton import square_sum_launch
 
     items = [Item(_aligned(t), (t.numel(), t.data_ptr())) for t in fit]
     total = square_sum_launch((tables or Tables()).of(items, device), device)
@@ -96,8 +148,6 @@ def square_sum(tensors: Sequence[Tensor], device: torch.device, tables: Tables |
 
 
 def _aligned(*tensors: Tensor) -> bool:
-    from megablocks.ops.adam_triton import ALIGNMENT
-
     return not any(t.data_ptr() % ALIGNMENT for t in tensors) and tensors[0].numel() % ALIGNMENT == 0
 
 
@@ -140,8 +190,8 @@ class FusedAdam(torch.optim.Adam):
         """Forget what is prepared for a step: addresses, scalars, copies."""
         self.grad_scale: Tensor | None = None
         self.copies: dict[Tensor, Tensor] = {}
-        self._tables: Tables | None = None
-        self._prepared: list[Any] = []  # the tables of addresses
+        self._tables = Tables()
+        self._prepared: list[Table] = []  # the tables of addresses
         self._references: list[tuple[Any, ...]] = []
         self._scalars: Tensor | None = None
         self._one: Tensor | None = None
@@ -172,7 +222,7 @@ class FusedAdam(torch.optim.Adam):
     @torch.no_grad()
     def prepare(self) -> None:
         """The host's part of a step: count it, and bring its numbers, and any new address, to the GPU."""
-        items: list[Any] = []
+        items: list[Item] = []
         self._references = []
         steps: list[Tensor] = []
         rows: dict[tuple[int, float], int] = {}  # a group's parameters may have stepped different numbers of times
@@ -201,12 +251,8 @@ class FusedAdam(torch.optim.Adam):
         if device is not None:
             self._to_device(items, scalars, device)
 
-    def _to_device(self, items: list[Any], scalars: list[Scalars], device: torch.device) -> None:
+    def _to_device(self, items: list[Item], scalars: list[Scalars], device: torch.device) -> None:
         """Bring addresses and scalars of a step to the GPU; the addresses only where they changed."""
-        from megablocks.ops.adam_triton import Tables, to_device
-
-        if self._tables is None:
-            self._tables = Tables()
         self._prepared = self._tables.of(items, device)
         if self._scalars is None or len(self._scalars) != len(scalars) or self._scalars.device != device:
             self._scalars = torch.empty(len(scalars), len(Scalars._fields), dtype=torch.float32, device=device)
@@ -248,10 +294,8 @@ def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
     )
 
 
-def _item(tensors: tuple[Tensor, ...], copy: Tensor | None, row: int) -> Any:
+def _item(tensors: tuple[Tensor, ...], copy: Tensor | None, row: int) -> Item:
     """What the kernel is told of a parameter: sizes and addresses. row: of its scalars."""
-    from megablocks.ops.adam_triton import Item
-
     every = tensors if copy is None else (*tensors, copy)
     addresses = [t.data_ptr() for t in every] + [0] * (5 - len(every))
     kind = (None if copy is None else copy.dtype, _aligned(*every))

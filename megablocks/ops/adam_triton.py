@@ -1,77 +1,24 @@
-"""Kernels of megablocks.ops.adam, over tables of addresses: one launch takes many tensors.
-
-A table (tensors, columns) int64 holds a tensor in a row: its size, then addresses. A program takes one chunk of one
-tensor; `chunks` (programs, 2) int32 names the row and the chunk.
-"""
+"""Kernels of megablocks.ops.adam, over its tables of addresses: one launch takes many tensors."""
 
 # mypy: allow-untyped-defs
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.adam import CHUNK, Table
 from megablocks.ops.launch import quick
 
-CHUNK = 16384
 _BLOCK = 1024  # elements at once: 4 a thread, one read of 16 bytes; with 8 the copy would pass through shared memory
 _WARPS = 8
-ALIGNMENT = 16
-"""Bytes. Where all addresses, and the size in elements, are multiples of it, a thread reads 16 bytes at once."""
 COPIES: dict[torch.dtype | None, Any] = {
     None: None, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32
 }  # fmt: skip
-
-
-class Item(NamedTuple):
-    """One tensor's row in a table. Tensors of one kind share a launch."""
-
-    kind: Hashable
-    numbers: tuple[int, ...]  # the size first
-
-
-class Table(NamedTuple):
-    kind: Any
-    rows: Tensor
-    chunks: Tensor
-
-
-class Tables:
-    """Tables of addresses on the device. They are made again when any size, address or kind differs from the last."""
-
-    def __init__(self) -> None:
-        self._items: Sequence[Item] = ()
-        self._tables: list[Table] = []
-
-    def of(self, items: list[Item], device: torch.device) -> list[Table]:
-        """The tables of these parameters, one for each kind; made anew only where an address changed."""
-        if items != self._items:
-            kinds: dict[Hashable, list[tuple[int, ...]]] = {}
-            for kind, numbers in items:
-                if numbers[0]:
-                    kinds.setdefault(kind, []).append(numbers)
-            self._tables = [_table(kind, rows, device) for kind, rows in kinds.items()]
-            self._items = items
-        return self._tables
-
-
-def _table(kind: Hashable, rows: list[tuple[int, ...]], device: torch.device) -> Table:
-    """rows: sizes and addresses of parameters of one kind → the table, with a line for each chunk of a parameter."""
-    table = torch.tensor(rows, dtype=torch.int64)
-    count = (table[:, 0] + CHUNK - 1) // CHUNK
-    row = torch.repeat_interleave(torch.arange(len(rows)), count)
-    chunk = torch.arange(len(row)) - (count.cumsum(0) - count)[row]
-    return Table(kind, to_device(table, device), to_device(torch.stack([row, chunk], 1).int(), device))
-
-
-def to_device(t: Tensor, device: torch.device) -> Tensor:
-    """Copy from the host without waiting for the GPU."""
-    return t.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else t
 
 
 @triton.jit

@@ -204,9 +204,10 @@ def linear_cross_entropy() -> None:
 @family("adam_triton", "_adam_kernel", "_square_sum_kernel")
 def adam() -> None:
     from megablocks.ops import adam_triton
+    from megablocks.ops.adam import Item, Tables
 
     for aligned in (True, False):
-        one = adam_triton.Tables().of([adam_triton.Item(aligned, (16, 0))], torch.device("cpu"))
+        one = Tables().of([Item(aligned, (16, 0))], torch.device("cpu"))
         adam_triton.square_sum_launch(one, torch.device("cpu"))
         for dtype in adam_triton.COPIES:
             tables = [table._replace(kind=(dtype, aligned)) for table in one]

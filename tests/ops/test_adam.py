@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops import adam
-from megablocks.ops.adam import FusedAdam, square_sum
-from megablocks.ops.adam_triton import CHUNK, Tables
+from megablocks.ops.adam import CHUNK, FusedAdam, Tables, square_sum
 from megablocks.ops.launch import interpreted
 from megablocks.testing.syncs import no_sync
 
