@@ -203,7 +203,7 @@ def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arm
     import torch.distributed as dist
 
     from megablocks.moe.symmetric import SymmetricDispatcher
-    from megablocks.ops.exchange import Sums, to_experts, to_home
+    from megablocks.ops.exchange import to_experts, to_home
     from megablocks.ops.permute.rows import combine
     from megablocks.ops.routing.dispatch import make_routing
 
@@ -229,7 +229,7 @@ def exchange_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arm
     of_experts = torch.randn(dispatch.num_rows, case.hidden, device=x.device, dtype=x.dtype)
 
     def sums() -> Any:
-        return exchange.to_home(of_experts, local_ids, ids, None, Sums(None, dispatch))[0]
+        return exchange.to_home(of_experts, local_ids, ids, None, dispatch)[0]
 
     judge(gate, f"{key} sums", [sums()], [to_home(exchange, combine(of_experts, None, dispatch), local_ids, ids)])
     # Captured: the launches of a layer's exchanges hide behind its products. One graph of a pair of exchanges.

@@ -53,6 +53,21 @@ def test_L4_import_works_in_a_bare_interpreter() -> None:
     assert seen["version"]
 
 
+def test_L4_the_layers_work_without_triton() -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r}); sys.modules["triton"] = None  # as torch's build for CPUs leaves it out
+import torch
+from megablocks import MoEConfig, dMoE, layers, ops
+from megablocks.kinds import IMPLS
+for impl in IMPLS:
+    x = torch.randn(5, 64, requires_grad=True)
+    dMoE(MoEConfig(hidden_size=64, ffn_hidden_size=64, num_experts=2, mlp_impl=impl))(x).sum().backward()
+for name in (*layers.__all__, *ops.__all__):
+    getattr(layers if name in layers.__all__ else ops, name)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd="/")
+
+
 def test_L4_config_needs_the_standard_library_alone() -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import megablocks as m; c = m.MoEConfig(hidden_size=8, " + (
         "ffn_hidden_size=8, num_experts=2); assert c.to_dict()['num_experts'] == 2"

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megablocks.ops import exchange_triton as kernels
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2
 from megablocks.ops.library import once_differentiable
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
@@ -40,23 +41,14 @@ class Layout:
     """
 
     def __init__(self, ranks: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
-        from megablocks.ops.exchange_triton import CHUNK
-
         self.ranks, self.max_tokens, self.hidden, self.top_k, self.dtype = ranks, max_tokens, hidden, top_k, dtype
-        self.chunks = cdiv(max_tokens, CHUNK)
+        self.chunks = cdiv(max_tokens, kernels.CHUNK)
         slots = ranks * max_tokens
         self.ids_at = _round_up(slots * hidden * dtype.itemsize)
         self.values_at = self.ids_at + _round_up(slots * top_k * 4)
         self.half_bytes = self.values_at + _round_up(slots * top_k * 4)
         self.flags_at = 2 * self.half_bytes
         self.num_bytes = self.flags_at + _round_up(ranks * self.chunks * 4)
-
-
-class Sums(NamedTuple):
-    """What `combine` needs to make a rank's share of each slot of its rows. weight: (W·M·K,) float32, None for ones."""
-
-    weight: Tensor | None
-    dispatch: Dispatch
 
 
 class Exchange:
@@ -113,16 +105,14 @@ class Exchange:
 
     def _common(self, part: str, block: int, warps: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         """The turns of a grid, and the kernels' last arguments."""
-        from megablocks.ops.exchange_triton import CHUNK, LAG
-
         size = self.layout
-        lag, choices = min(LAG, size.chunks), next_power_of_2(size.top_k)
+        lag, choices = min(kernels.LAG, size.chunks), next_power_of_2(size.top_k)
         numbers = (
             size.max_tokens, self.rank, self.experts, size.chunks, lag, int(part != "read"), int(part != "push"),
             size.hidden, size.top_k, size.half_bytes, size.ids_at, size.values_at, size.flags_at,
         )  # fmt: skip
         options = {
-            "WORLD": size.ranks, "CHUNK": CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
+            "WORLD": size.ranks, "CHUNK": kernels.CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
             "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": warps,
             "LIMIT": 0 if interpreted() else math.ceil(self.limit_s * 1e9),  # without a GPU there is no clock to read
         }  # fmt: skip
@@ -142,8 +132,6 @@ class Exchange:
         Returns:
             rows (W·M, H), unspecified for a token without an expert here; local_ids and values (W·M, K).
         """
-        from megablocks.ops.exchange_triton import to_experts_kernel
-
         size, (turns, numbers, options) = self.layout, self._common(part, 512, 4)
         slots = size.ranks * size.max_tokens
         rows = x.new_empty(slots, size.hidden)
@@ -151,37 +139,34 @@ class Exchange:
         with_ids = local_ids is None
         if local_ids is None:
             local_ids = ids.new_empty(slots, size.top_k)
-        to_experts_kernel[(turns * (2 * size.ranks - 1),)](
+        kernels.to_experts_kernel[(turns * (2 * size.ranks - 1),)](
             x, x.stride(0), ids, values, rows, local_ids, local_values, self._peers, self._sent, self._taken,
             self._state, ids.shape[0], *numbers, IDS=with_ids, **options,
         )  # fmt: skip
         return rows, local_ids, local_values
 
     def to_home(
-        self, partial: Tensor, local_ids: Tensor, ids: Tensor, values: Tensor | None, sums: Sums | None = None, *,
-        part: str = "both",
+        self, partial: Tensor, local_ids: Tensor, ids: Tensor, values: Tensor | None, dispatch: Dispatch | None = None,
+        weight: Tensor | None = None, *, part: str = "both",
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Send rows home, and sum those of this rank's tokens.
 
         Args:
-            partial: (W·M, H) contiguous; with `sums` the rows (R, H) of which `combine` would make it.
+            partial: (W·M, H) contiguous; with `dispatch` the rows (R, H) of which `combine` would make it.
             local_ids, ids: (W·M, K) and (T, K), as `to_experts` gave and took them.
             values: (W·M, K) float32 of the local ids, or None.
-            sums: `combine`'s other arguments.
+            dispatch, weight: `combine`'s other arguments; weight (W·M·K,) float32, None for ones.
 
         Returns:
             y (T, H); values (T, K), each from its expert's rank.
         """
-        from megablocks.ops.exchange_triton import to_home_kernel
-
         # Sums hold more in registers. Smaller blocks of more warps let a multiprocessor run more programs at once.
-        block, warps = (512, 4) if sums is None else (256, 8)
+        block, warps = (512, 4) if dispatch is None else (256, 8)
         size, (turns, numbers, options) = self.layout, self._common(part, block, warps)
-        weight, dispatch = sums or (None, None)
         indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)
         y_values = None if values is None else values.new_empty(ids.shape)
-        to_home_kernel[(turns * size.ranks,)](
+        kernels.to_home_kernel[(turns * size.ranks,)](
             partial, weight, *indices, local_ids, values, ids, y, y_values, self._peers, self._sent, self._taken,
             self._state, ids.shape[0], *numbers, SUMS=dispatch is not None, **options,
         )  # fmt: skip
@@ -192,10 +177,8 @@ class Exchange:
         built = Dispatch(*build_dispatch_op(self._token, local_ids.flatten(), local_ids.shape[0], self.experts))
         if self.max_rows == self.num_pairs:
             return built
-        from megablocks.ops.exchange_triton import limit_kernel
-
         offsets, scatter, n = torch.empty_like(built.expert_offsets), torch.empty_like(built.scatter), self.max_rows
-        limit_kernel[(cdiv(self.num_pairs, 1024),)](
+        kernels.limit_kernel[(cdiv(self.num_pairs, 1024),)](
             built.expert_offsets, built.scatter, offsets, scatter, self._peers, self._state, self.experts, n,
             self.num_pairs, WORLD=self.layout.ranks, BLOCK=1024, EXPERTS=next_power_of_2(self.experts + 1),
         )  # fmt: skip

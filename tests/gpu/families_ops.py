@@ -195,7 +195,7 @@ def rope(device: torch.device) -> Step:
 @family
 def exchange(device: torch.device) -> Step:
     """Two ranks whose buffers are on one device; the second brings fewer tokens, and its rows are limited."""
-    from megablocks.ops.exchange import Exchange, Layout, Sums
+    from megablocks.ops.exchange import Exchange, Layout
 
     layout = Layout(2, T, H, K, torch.bfloat16)
     buffers = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -219,11 +219,11 @@ def exchange(device: torch.device) -> Step:
                 rank.to_home(rows, local, ids[r], values, part="push")
             for r, (rank, (rows, local, values)) in enumerate(zip(ranks, taken, strict=True)):
                 out += rank.to_home(rows, local, ids[r], values, part="read")
-            sums = [Sums(values, rank.dispatch(local)) for rank, (_, local, values) in zip(ranks, taken, strict=True)]
-            by_expert = [rows.index_select(0, s.dispatch.gather) for s, (rows, _, _) in zip(sums, taken, strict=True)]
+            built = [rank.dispatch(local) for rank, (_, local, _) in zip(ranks, taken, strict=True)]
+            by_expert = [rows.index_select(0, d.gather) for d, (rows, _, _) in zip(built, taken, strict=True)]
             for part in ("push", "read"):
                 for r, rank in enumerate(ranks):
-                    y, _ = rank.to_home(by_expert[r], taken[r][1], ids[r], None, sums[r], part=part)
+                    y, _ = rank.to_home(by_expert[r], taken[r][1], ids[r], None, built[r], taken[r][2], part=part)
                     out += [y] if part == "read" else []
         return out
 

@@ -257,7 +257,7 @@ def rope() -> None:
 
 @family("exchange_triton", "to_experts_kernel", "to_home_kernel", "limit_kernel")
 def exchange() -> None:
-    from megablocks.ops.exchange import Exchange, Layout, Sums
+    from megablocks.ops.exchange import Exchange, Layout
 
     for (dtype, hidden), ranks in product([(torch.bfloat16, 768), (torch.float32, 520)], (2, 8)):
         layout = Layout(ranks, 64, hidden, 8, dtype)
@@ -265,9 +265,9 @@ def exchange() -> None:
         x, ids, weight = torch.zeros(64, hidden, dtype=dtype), ints(64, 8), torch.zeros(64, 8)
         rows, local, values = one.to_experts(x, ids, weight)
         one.to_experts(x, ids, None, local)
-        sums = Sums(None, one.dispatch(local))
-        for values_home, how in product((None, values), (None, sums, sums._replace(weight=values))):
-            one.to_home(rows, local, ids, values_home, how)
+        d = one.dispatch(local)
+        for values_home, how in product((None, values), ((), (d,), (d, values))):
+            one.to_home(rows, local, ids, values_home, *how)
 
 
 @family("quant.quant_triton", "_quantize_kernel", "_dequantize_kernel")

@@ -10,17 +10,19 @@ computed. A rank's share (W·M, H) of y and of dX is never written: to_home sums
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megablocks.ops.activation_table import Activation
-from megablocks.ops.exchange import Exchange, Sums
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads, Options, fused_mlp_op, gradients, save
 from megablocks.ops.library import once_differentiable
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch
+
+if TYPE_CHECKING:  # it needs Triton, and a CPU may have none
+    from megablocks.ops.exchange import Exchange
 
 
 class Remote(NamedTuple):
@@ -47,7 +49,7 @@ class _RemoteMlp(torch.autograd.Function):
         rows, pre, gate = fused_mlp_op.implementation(*inputs)
         save(ctx, inputs, (rows, pre, gate))
         ctx.remote, ctx.local_ids = remote, local_ids
-        return exchange.to_home(rows, local_ids, ids, None, Sums(local_weight, dispatch))[0]
+        return exchange.to_home(rows, local_ids, ids, None, dispatch, local_weight)[0]
 
     @staticmethod
     @once_differentiable
@@ -58,7 +60,7 @@ class _RemoteMlp(torch.autograd.Function):
 
         def send(rows: Tensor, d_weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
             values = d_weight.view(local_ids.shape)
-            dx, home = exchange.to_home(rows, local_ids, ids, values, Sums(None, dispatch))
+            dx, home = exchange.to_home(rows, local_ids, ids, values, dispatch)
             assert home is not None
             return dx, home
 
