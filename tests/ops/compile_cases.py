@@ -412,10 +412,9 @@ def scattered() -> None:
 @family("sparse.kernels", "_topology_kernel", "_sdd_kernel", "_spmm_kernel")
 def sparse() -> None:
     from megablocks.ops.sparse import kernels
-    from megablocks.ops.sparse.matrix import topology_launch
 
     for experts, per_row in ((8, 4), (128, 32), (512, 3)):
-        topology_launch(ints(experts + 1), per_row, 64, 128)
+        kernels.topology_launch(ints(experts + 1), per_row, 64, 128)
     for dtype, size in product((torch.bfloat16, torch.float32), (64, 128, 256)):
         a, data = torch.zeros(size, 256, dtype=dtype), torch.zeros(1, size, size, dtype=dtype)
         for x, y in ((a, a.t()), (a.t().contiguous().t(), a.t().contiguous())):

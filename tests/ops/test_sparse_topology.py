@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.sparse import from_coordinates, max_block_rows, topology
-from megablocks.ops.sparse.matrix import topology_launch, topology_ref
+from megablocks.ops.sparse.kernels import topology_launch
+from megablocks.ops.sparse.matrix import topology_ref
 from megablocks.testing.syncs import no_sync
 
 COUNTS = {

@@ -19,8 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.activation_triton import unary
-from megablocks.ops.launch import cdiv, interpreted, quick
+from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
+from .matrix import empty_topology
 from .products import NONE, Epilogue
 
 
@@ -189,6 +190,17 @@ def _store_work(at, line, first, last, mask):
     tl.store(at + 1, first, mask=mask)
     tl.store(at + 2, last, mask=mask)
     tl.store(at + 3, 0, mask=mask)
+
+
+def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
+    """Like `topology_ref`; one launch."""
+    experts, out = expert_offsets.shape[0] - 1, empty_topology(expert_offsets, blocks_per_row, block_rows)
+    _topology_kernel[(block_rows + experts,)](
+        expert_offsets, *out, block_rows,
+        E=experts, F=blocks_per_row, B=block_size,
+        E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
+    )  # fmt: skip
+    return out
 
 
 def _settings(t: Tensor, block_size: int) -> dict[str, Any]:

@@ -305,7 +305,7 @@ def max_block_rows(rows: int, num_experts: int, block_size: int = 128) -> int:
     return min(rows, (rows + num_experts * (block_size - 1)) // block_size)
 
 
-def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> tuple[Tensor, ...]:
+def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
     """(padded_offsets, the tensors of `Blocks`), in plain torch; reads the number of block rows on the host."""
     f, experts = blocks_per_row, expert_offsets.shape[0] - 1
     ends = ((expert_offsets.diff() + block_size - 1) // block_size).cumsum(0).clamp(max=block_rows)
@@ -313,10 +313,10 @@ def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, b
     first_column = torch.searchsorted(ends, used, right=True) * f
     columns = (first_column[:, None] + torch.arange(f, device=ends.device)).flatten()
     blocks = _blocks_at(used.repeat_interleave(f), columns, (block_rows, experts * f), block_rows * f, block_size)
-    return F.pad(ends * block_size, (1, 0)).int(), *blocks[:-2]
+    return [F.pad(ends * block_size, (1, 0)).int(), *blocks[:-2]]
 
 
-def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:
+def empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int) -> list[Tensor]:
     """Unset padded_offsets and tensors of `Blocks`."""
     experts = expert_offsets.shape[0] - 1
     n, columns = block_rows * blocks_per_row, experts * blocks_per_row
@@ -326,29 +326,11 @@ def _empty_topology(expert_offsets: Tensor, blocks_per_row: int, block_rows: int
     return [expert_offsets.new_empty(shape) for shape in shapes]
 
 
-def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
-    """Like `topology_ref`; one launch."""
-    from megablocks.ops.launch import next_power_of_2
-
-    from .kernels import _topology_kernel
-
-    experts, out = expert_offsets.shape[0] - 1, _empty_topology(expert_offsets, blocks_per_row, block_rows)
-    _topology_kernel[(block_rows + experts,)](
-        expert_offsets, *out, block_rows,
-        E=experts, F=blocks_per_row, B=block_size,
-        E_POW2=next_power_of_2(experts), F_POW2=next_power_of_2(blocks_per_row), num_warps=1,
-    )  # fmt: skip
-    return out
-
-
-@custom_op(
-    "megablocks::sparse_topology", fake=lambda a: _empty_topology(a.expert_offsets, a.blocks_per_row, a.block_rows)
-)
-def topology_op(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
-    """topology_ref's results."""
-    if expert_offsets.is_cuda:
-        return topology_launch(expert_offsets, blocks_per_row, block_rows, block_size)
-    return list(topology_ref(expert_offsets, blocks_per_row, block_rows, block_size))
+topology_op = custom_op(
+    "megablocks::sparse_topology",
+    fake=lambda a: empty_topology(a.expert_offsets, a.blocks_per_row, a.block_rows),
+    kernel="megablocks.ops.sparse.kernels:topology_launch",
+)(topology_ref)
 
 
 def topology(
