@@ -11,6 +11,7 @@ import argparse
 import math
 import re
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from megablocks.monitor.plots import plot_expert_load, plot_loss
 _SAVE_EVERY_S = 20.0
 
 
-def moe_layers(args: argparse.Namespace) -> list[int]:
+def moe_layers(args: argparse.Namespace) -> Sequence[int]:
     """Numbers (from 1) of the layers that hold experts."""
     if not args.num_experts:
         return []
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
-        return list(range(1, args.num_layers + 1, frequency))
+        return range(1, args.num_layers + 1, frequency)  # no list: `plan` and the check of memory count absurd numbers
     return [number for number, has_experts in enumerate(frequency, start=1) if has_experts]
 
 

@@ -280,6 +280,7 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
         dest = one.name if hasattr(args, one.name) else PREFIX + one.name
         if getattr(args, dest, None) is not None:
             values[one.name] = getattr(args, dest)
+    check_bounds(values)
     if not args.group_query_attention:
         values.pop("num_query_groups", None)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

@@ -645,6 +645,16 @@ def test_absurd_sizes_get_an_answer_at_once(experts: int, capsys: pytest.Capture
     assert "does not fit" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("layers", "code"), [(10**12, 1), (2**63, 2)])
+def test_absurd_numbers_of_the_drivers_layers_get_an_answer_at_once(
+    layers: int, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron.training")
+    assert main(["plan", "--", *DRIVER_FLAGS, "--num-experts", "4", "--num-layers", str(layers)]) == code
+    out, err = capsys.readouterr()
+    assert "does not fit" in out if code == 1 else err.startswith(f"megablocks plan: num_layers={layers}: must be ")
+
+
 def test_many_choices_among_many_experts_get_an_answer_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     words = "--gpus 8 --expert-model-parallel-size 8 --num-experts 1000000 --moe-router-topk 400000".split()
     assert main(["plan", *FLAGS, *words]) == 1
