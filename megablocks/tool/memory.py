@@ -52,7 +52,10 @@ def parameters(m: Model) -> Parameters:
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
     met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that a token meets
     split = sum(met[part] for part in ("attention_projections", "mlp", "shared_experts"))
-    whole = met["router"] + (2 * m.num_layers + 1) * m.hidden_size * (2 if m.normalization == "LayerNorm" else 1)
+    normed = (2 * m.num_layers + 1) * m.hidden_size
+    if m.qk_layernorm:
+        normed += m.num_layers * (s.query_width + s.key_width if m.qk_norm == "all" else 2 * s.head_dim)
+    whole = met["router"] + normed * (2 if m.normalization == "LayerNorm" else 1)
     if m.add_bias_linear:
         dense_layers = m.num_layers - s.num_moe_layers
         split += m.num_layers * (s.query_width + 2 * s.key_width) + dense_layers * s.up_products * s.ffn_hidden_size
@@ -117,11 +120,15 @@ def layer_activations(m: Model) -> dict[str, float]:
         return {"layer inputs": input_}
     # The projections' input; queries, keys and values; the output, and the softmax's sums in float32.
     wide = 2 * query + 2 * key
-    if m.position_embedding_type == "rope":
-        wide += query + key  # turned copies: the projection's output stays, because the values are a part of it
+    if m.position_embedding_type == "rope" or m.qk_layernorm:
+        wide += query + key  # new ones: the projection's output stays, because the values are a part of it
     if key != query:
         wide += 2 * query  # keys and values, repeated for each head of a group
-    attention = input_ + n.group * (wide * e + 4 * s.num_attention_heads) / tp
+    sums = 4 * s.num_attention_heads
+    if m.qk_layernorm:  # their inputs too, where these are copies and no parts of that output; means and scales
+        wide += query + key if m.qk_norm == "all" else query if key != query else 0
+        sums += 8 * (2 if m.qk_norm == "all" else s.num_attention_heads + m.num_query_groups)
+    attention = input_ + n.group * (wide * e + sums) / tp
     # Both norms save their input, and its mean and scale in float32.
     parts = {"attention": attention, "norms": 2 * input_ + 2 * n.rank * 8}
     if m.hidden_dropout:

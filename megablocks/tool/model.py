@@ -70,6 +70,8 @@ class Model:
         "learned_absolute", "positions", ("learned_absolute", "rope", "none", "yarn", "mrope", "relative")
     )
     add_bias_linear: bool = option(False, "biases in dense products")
+    qk_layernorm: bool = option(False, "norms of queries and keys")
+    qk_norm: str = option("head", "what they normalize: each head, or all heads of a token together", ("head", "all"))
     untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
     hidden_dropout: float = option(0.1, "dropout after attention and MLP; its masks take memory", most=1)
     attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time", most=1)
@@ -144,6 +146,8 @@ class Model:
         heads, shards = self.num_attention_heads, self.tensor_model_parallel_size
         if heads % shards:
             refuse("tensor_model_parallel_size", shards, f"must divide num_attention_heads={heads}")
+        if self.qk_norm == "all" and not (self.qk_layernorm and shards == 1):
+            refuse("qk_norm", "all", f"needs qk_layernorm=True and TP 1, not {self.qk_layernorm} and {shards}")
         ranks = self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
         if self.gpus % ranks:
             refuse("gpus", self.gpus, f"must be a multiple of TP · PP · CP = {ranks}")

@@ -264,6 +264,7 @@ def test_a_layout_of_the_driver_is_read(tmp_path: Path, capsys: pytest.CaptureFi
         ("--tensor-model-parallel-size 2 --sequence-parallel", {"tensor_model_parallel_size": 2}),
         ("--context-parallel-size 2", {"context_parallel_size": 2}),
         ("--num-experts 4 --moe-grouped-gemm", {"num_experts": 4}),
+        ("--qk-layernorm --megablocks-qk-norm all", {"qk_layernorm": True, "qk_norm": "all"}),
     ],
 )
 def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str, sizes: dict[str, int]) -> None:
@@ -316,6 +317,7 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
             [*FLAGS, "--num-experts", "4", "--mlp-impl", "sparse", "--moe-ffn-hidden-size", "100"],
             "moe_ffn_hidden_size=100: must be a multiple of 64 with mlp_impl='sparse', or use mlp_impl='auto'",
         ),
+        ([*FLAGS, "--qk-norm", "all"], "qk_norm='all': needs qk_layernorm=True and TP 1, not False and 1"),
         (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
         (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
@@ -463,6 +465,20 @@ def test_parameters_of_small_by_hand() -> None:
     biased = _with(num_experts=0, num_moe_layers=0, ffn_hidden_size=3072, add_bias_linear=True)
     one, rank = (memory.parameters(m).dense_per_gpu for m in (biased, _with(biased, **two)))
     assert 2 * rank - one == 12 * 6 * 768 + 768 * (1024 + 2)
+
+
+def test_norms_of_queries_and_keys_by_hand() -> None:
+    """What attention keeps was counted on a CPU, of Megatron's layer with our norms, in float32 values a token."""
+    sizes = {"num_attention_heads": 8, "kv_channels": 16, "seq_length": 32, "micro_batch_size": 1, "bf16": False}
+    plain = Model(num_layers=3, hidden_size=64, hidden_dropout=0, **sizes)
+    for qk_norm, parameters, values in (("head", 4 * 16, 872), ("all", 2 * 256, 1100)):
+        m = _with(plain, qk_layernorm=True, qk_norm=qk_norm)
+        more = memory.parameters(m).total - memory.parameters(plain).total
+        assert more == 3 * parameters
+        assert memory.layer_activations(m)["attention"] == 4 * 32 * values
+    turned = _with(plain, position_embedding_type="rope")
+    one, more = (memory.layer_activations(m)["attention"] for m in (turned, _with(turned, qk_layernorm=True)))
+    assert more - one == 32 * 8 * 16, "a mean and a scale for each head: the norm's output is not kept"
 
 
 @pytest.mark.parametrize("impl", [name for name in IMPLS if name != "reference"])
