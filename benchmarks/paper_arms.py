@@ -154,6 +154,20 @@ ARMS = {
 BASE, LARGER = "dense", "dense-larger"
 """The arm whose final loss the others' times are measured to, and the one with whose loss the paper compares, too."""
 GROUPS = tuple(dict.fromkeys(arm.group for arm in ARMS.values()))
+_SCHEDULE = "train-iters exit-interval lr-warmup-fraction log-interval eval-interval eval-iters log-memory-interval"
+OWN = {
+    "--seed": "SEEDS",
+    "--lr": "RATES",
+    "--min-lr": "RATES",
+    "--global-batch-size": "BATCH",
+    "--micro-batch-size": "MICRO_BATCH",
+    "--save": "SAVE_EVERY",
+    "--save-interval": "SAVE_EVERY",
+    "--data-prefix": "DATA_PREFIX",
+    **{f"--{name}": "BUDGET" for name in _SCHEDULE.split()},
+}
+"""The driver's flags that a comparison sets for each run, and the variable that decides them. FLAGS, which come last,
+would override them in every run."""
 
 
 def amount(name: str, text: str) -> tuple[float, bool]:
@@ -242,6 +256,9 @@ class Settings:
                 good = False
             if not good:
                 raise ConfigError(f"RATES={rates}: must be published, tuned, or one learning rate below 1 for all arms")
+        for word in (flags := get("FLAGS") or "").split():
+            if own := OWN.get(flag := word.split("=")[0]):
+                raise ConfigError(f"FLAGS={flags}: {flag} is set for each run; leave it out, use {own}")
         return cls(
             model=model,
             budget=budget,
@@ -252,7 +269,7 @@ class Settings:
             micro_batch=micro_batch,
             save_every=save_every,
             ngpu=whole("NGPU", get("NGPU") or "1"),
-            flags=get("FLAGS") or "",
+            flags=flags,
             data=data,
             commit=commit,
         )

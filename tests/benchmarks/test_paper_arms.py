@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from paper_arms import ARMS, BASE, MODELS, ROOT, Schedule, Settings, amount, launch_of, rates_of
+from paper_arms import ARMS, BASE, MODELS, OWN, ROOT, Schedule, Settings, amount, launch_of, rates_of
 
 from megablocks.config import ConfigError
 
@@ -50,6 +51,16 @@ def test_arms_are_equal_in_everything_but_the_method() -> None:
         rest = {k: v for k, v in _flags(arm).items() if k not in method and not k.startswith(its)}
         assert rest == shared, arm
     assert shared["--seed"] == "1234" and shared["--lr"] == "0.0006" and shared["--min-lr"] == "6e-05"
+
+
+def test_flags_that_a_comparison_sets_itself_are_refused_with_their_variable() -> None:
+    assert {"--megablocks-fixed-validation", "--", *OWN} >= {flag.split("=")[0] for flag in _flags(BASE)}
+    for flag, variable in OWN.items():
+        for word in (flag, f"{flag}=3"):
+            said = f"FLAGS=--bf16 {word} 3: {flag} is set for each run; leave it out, use {variable}"
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                _settings(FLAGS=f"--bf16 {word} 3")
+    assert _settings(FLAGS="--seed-everything 3").flags == "--seed-everything 3"
 
 
 @pytest.mark.parametrize("model", list(MODELS))
