@@ -245,15 +245,17 @@ class Guards:
             )
 
     def _compare(self, folder: Path, saved: argparse.Namespace | None) -> None:
-        """Refuse to resume without the optimizer's state, or as another model, unless the flags allow it."""
+        """Refuse to resume without a part of the state, or as another model, unless the flags allow it."""
         if saved is None:
             print_rank_0(f"WARNING: {folder}: holds no flags, so its model is not compared with this run's")
             return
-        if getattr(saved, "no_save_optim", None) and not self.args.no_load_optim:
-            raise CheckpointError(
-                f"{folder}: saved without the optimizer's state (--no-save-optim); give --no-load-optim to start it "
-                "anew, or --finetune to start at iteration 0 with the saved weights"
-            )
+        random = "the random number generators' state"
+        for part, what, them in (("optim", "the optimizer's state", "it"), ("rng", random, "them")):
+            if getattr(saved, f"no_save_{part}", None) and not getattr(self.args, f"no_load_{part}"):
+                raise CheckpointError(
+                    f"{folder}: saved without {what} (--no-save-{part}); give --no-load-{part} to start {them} anew, "
+                    "or --finetune to start at iteration 0 with the saved weights"
+                )
         changed = checkpoint_io.differences(self.args, saved, checkpoint_io.MODEL)
         if changed and not self.settings.allow_other_model:
             raise CheckpointError(
