@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.blended_megatron_dataset_config import (
@@ -26,7 +27,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, Moc
 from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
-from megatron.training import get_args
+from megatron.training import get_args, training
 from megatron.training.arguments import core_transformer_config_from_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
 from torch.utils.data import Subset
@@ -35,6 +36,7 @@ from megablocks.config import refuse
 from megablocks.data.indexed import DataError, check_dataset, read_index
 from megablocks.data.manifest import read_manifest
 from megablocks.data.verify import prefix_fingerprint, verify_folder
+from megablocks.megatron.wrap import wrap
 
 _SPLITS = ("train", "valid", "test")
 _FIXED_SEED = 1234
@@ -181,6 +183,22 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
 
 # Every rank must call the provider; the builder decides which ones open the data sets.
 datasets_provider.is_distributed = True  # type: ignore[attr-defined]
+
+
+def install() -> None:
+    """Let a cyclic data loader draw from a generator of its own.
+
+    It draws a number at its first batch, in a resumed run too. On a CPU dropout uses the default generator, so that the
+    losses of a resumed run were others.
+    """
+    wrap(training, build_pretraining_data_loader=_own_generator)
+
+
+def _own_generator(original: Any, *args: Any) -> Any:
+    loader = original(*args)
+    if loader is not None and get_args().dataloader_type == "cyclic":
+        loader.generator = torch.Generator().manual_seed(get_args().seed)
+    return loader
 
 
 def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, vp_stage: int | None) -> Any:

@@ -188,6 +188,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     fused_optimizer.install(args)
     checkpoint_io.install()
     cuda_graph.install(args)
+    data.install()
     guards.install()
     reporter.install()
     if profiling.is_on(args):

@@ -93,6 +93,16 @@ def test_a_checkpoint_without_random_numbers_names_the_flags_that_do_without_the
     assert sorted(driver.run(*STEPS, "--load", tmp_path / "run", "--no-load-rng", model=MODEL).losses()) == [3, 4]
 
 
+def test_a_run_with_dropout_and_cyclic_data_resumes_exactly(driver: Driver, tmp_path: Path) -> None:
+    """The data loader took its first random number from the generator of dropout, at its first batch."""
+    flags = (*STEPS, "--dataloader-type", "cyclic", "--hidden-dropout", "0.1", "--save", tmp_path / "run")
+    straight = driver.run(*flags, "--save-interval", "2", model=MODEL)
+    shutil.rmtree(atomic.folder_of(tmp_path / "run", 4))
+    atomic.write_pointer(tmp_path / "run", 2)
+    resumed = driver.run(*flags, "--save-interval", "9", "--load", tmp_path / "run", model=MODEL)
+    assert resumed.losses() == {step: straight.losses()[step] for step in (3, 4)}
+
+
 def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowed(
     driver: Driver, checkpoint: Path
 ) -> None:
