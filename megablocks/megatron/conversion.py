@@ -254,6 +254,8 @@ def flags_of(model: Model) -> dict[str, Any]:
     if model.clamp is None:
         flags |= {"--swiglu": True, "--disable-bias-linear": True}
     else:  # our experts have no clamp, our attention no window and no sinks
+        if model.top_k == 1:  # gpt-oss's weight of a single expert is 1, Megatron's own layer has its probability
+            refuse("num_experts_per_tok", 1, "must be > 1 with gpt-oss's router for Megatron")
         flags |= {"--megablocks-layer": "megatron", "--megablocks-attention": "megatron", "--transformer-impl": "local"}
         flags |= {"--activation-func-clamp-value": model.clamp, "--glu-linear-offset": 1, "--softmax-type": "learnable"}
         flags |= {"--window-size": f"{(model.window or 0) - 1},0", "--window-attn-skip-freq": 2}
