@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megablocks.config import ConfigError, MoEConfig, check_flags, check_integers, refuse
 from megablocks.kinds import QUANTIZED
+from megablocks.moe.groups import SharesGroups
 from megablocks.ops.activation_table import Activation
 
 InitFn = Callable[[Tensor], Any]
@@ -67,7 +68,7 @@ def activation_of(function: object) -> Activation:
 
 
 @dataclasses.dataclass
-class Arguments:
+class Arguments(SharesGroups):
     """The fields of megablocks 0.10's `Arguments`, in its order (source: its arguments.py).
 
     The defaults are 0.10's, except those of `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses

@@ -21,7 +21,7 @@ from megablocks.layers.losses import (
 from megablocks.moe import layer
 from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.dispatchers import make_dispatcher
-from megablocks.moe.groups import group_size
+from megablocks.moe.groups import SharesGroups, group_size
 from megablocks.moe.memory import out_of_memory
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op, make_routing, pad_indices
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class ParallelMLP(nn.Module):
+class ParallelMLP(SharesGroups, nn.Module):
     """The experts of a capacity layer behind its router: `mlp`, and the layer's one output `bias` (H,).
 
     All exchange of tokens between ranks happens in it, so it is the module to wrap in FSDP.

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megablocks.kinds import DISPATCHERS, load
-from megablocks.moe.groups import ExpertShard, group_size, shard_of
+from megablocks.moe.groups import ExpertShard, SharesGroups, group_size, shard_of
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, build_dispatch_op
@@ -59,7 +59,7 @@ class LocalDispatcher:
         return experts(x, build_dispatch(routing), routing.weight)
 
 
-class AllToAllDispatcher:
+class AllToAllDispatcher(SharesGroups):
     """Experts in contiguous blocks over the ranks of a group; each expert's width may be cut over several ranks.
 
     A token goes once to each rank that holds experts of it, with their local ids and its weights for them. That rank

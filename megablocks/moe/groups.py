@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed import ProcessGroup
 
@@ -15,6 +17,19 @@ def group_size(group: ProcessGroup | None) -> int:
 def group_rank(group: ProcessGroup | None) -> int:
     """This process's rank in `group`; 0 for None."""
     return 0 if group is None else group.rank()
+
+
+class SharesGroups:
+    """A base of objects whose deep copies, such as the averages of a model's weights, have the same process groups.
+
+    A group stands for connections between processes, and cannot be copied.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        memo |= {id(value): value for value in vars(self).values() if isinstance(value, ProcessGroup)}
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from megablocks.moe.capacity import limit_to_capacity
 from megablocks.moe.device_mesh import as_dtensors, check_expert_mesh
 from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
 from megablocks.moe.experts import Experts
-from megablocks.moe.groups import group_size
+from megablocks.moe.groups import SharesGroups, group_size
 from megablocks.moe.memory import out_of_memory
 from megablocks.moe.router import Router, make_router
 from megablocks.moe.shared_expert import SharedExpert
@@ -41,7 +41,7 @@ class AuxOutput:
     metrics: dict[str, Tensor] = field(default_factory=dict)
 
 
-class MoELayer(nn.Module):
+class MoELayer(SharesGroups, nn.Module):
     """A mixture-of-experts layer; `dMoE` and `MoE` say what happens to tokens beyond an expert's capacity.
 
     Args:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.kinds import ROUTERS, load
+from megablocks.moe.groups import SharesGroups
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped.rows_linear import rows_linear
 from megablocks.ops.routing.dispatch import Routing, check_padding_mask, count_valid, make_routing
@@ -30,7 +31,7 @@ from megablocks.ops.routing.topk import balance_loss, losses_ref, route_topk, ro
 from megablocks.ops.routing.values import RoundedOutput, RouterLosses, RouterOptions, RouterOutput
 
 
-class Router(nn.Module):
+class Router(SharesGroups, nn.Module):
     """A linear layer in front of `route`; the subclasses say which routers there are, `megablocks.kinds.ROUTERS`."""
 
     router_type: str

@@ -1,14 +1,17 @@
 """Whole layers with experts spread over ranks: gradients, losses and capacities against one float64 process."""
 
+import copy
 import dataclasses
 import math
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_map_only
 
-from megablocks.layers import Arguments, dMoE
+from megablocks import moe
+from megablocks.layers import Arguments, MoE, dMoE
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -283,3 +286,32 @@ def _from_arguments():
 def test_arguments_spread_the_experts_as_in_0_10():
     for error, local, scale, marks in run_distributed_test(_from_arguments, 2):
         assert error < 1e-6 and local == 2 and scale == 0.5 and marks == {True}
+
+
+def _copies(kwargs):
+    group = dist.group.WORLD
+    if kwargs.pop("mesh", False):
+        kwargs["expert_mesh"] = init_device_mesh("cpu", (2,))
+    else:
+        kwargs["expert_parallel_group"] = group
+    config = config_of(load_balancing_scope="global")
+    layers = [moe.dMoE(config, **kwargs), moe.MoE(config.replace(capacity_factor=0.0), **kwargs)]
+    values = {"device": "cpu", "fp16": False, "moe_num_experts": 4, "hidden_size": 12, "ffn_hidden_size": 20}
+    values |= {"moe_expert_model_parallelism": True, "expert_parallel_group": group, "return_bias": False}
+    layers += [kind(Arguments(**values)) for kind in (dMoE, MoE)]
+    x, _ = batch(config, 6, seed=dist.get_rank())
+    errors = []
+    for layer in layers:
+        copied = copy.deepcopy(torch.nn.Sequential(layer))[0]
+        assert type(copied) is type(layer) and not {*map(id, copied.modules())} & {*map(id, layer.modules())}
+        with torch.no_grad():
+            outs = [one(x) for one in (layer, copied)]
+            [p.zero_() for p in copied.parameters()]
+            errors.append([torch.equal(*outs), torch.equal(outs[0], layer(x)), bool(copied(x).any())])
+    return errors
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"mesh": True}], ids=["group", "mesh"])
+def test_a_deep_copy_shares_the_groups_and_nothing_else(kwargs):
+    for errors in run_distributed_test(_copies, 2, kwargs):
+        assert errors == [[True, True, False]] * 4
