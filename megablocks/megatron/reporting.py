@@ -244,7 +244,7 @@ class Reporter:
         write_durably(run_dir / "expert_load.csv", "\n".join(lines) + "\n")
         last = max((i for i, row in self.history.rows.items() if "empty_experts" in row), default=0)
         title = f"expert load, log interval that ends at iteration {last}"
-        plot_expert_load(rows, run_dir / "expert_load.png", title=title, layers=self.layers)
+        plot_expert_load(rows, run_dir / "expert_load.png", title=title, layers=list(self.layers))
 
     def summary_line(self) -> str:
         """validation loss | unigram entropy | below by | tokens dropped | tokens/s, without those that are unknown."""

@@ -376,7 +376,7 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
         ),
         ("mixtral", {"rope_parameters": {"rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
         ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5: must be 1.702 for Megatron"),
-        ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok=1: must be > 1 with gpt-oss's router for Megatron"),
+        ("gpt_oss", {"num_experts_per_tok": 1}, "num_experts_per_tok=1: must be > 1 with gpt-oss's router"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 3}, r"layer_types=.*: must alternate, \['sliding_attention'"),
         ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization_config: must be left out; save"),
         ("gpt_oss", {"rope_parameters": YARN}, "truncate=True: must be False for Megatron"),

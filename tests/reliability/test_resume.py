@@ -88,7 +88,7 @@ def test_a_checkpoint_without_random_numbers_names_the_flags_that_do_without_the
     saved = ("--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", "--no-save-rng")
     driver.run(*STEPS, *saved, model=MODEL)
     line = line_of(driver, *STEPS, "--load", tmp_path / "run")
-    assert f"{atomic.folder_of(tmp_path / 'run', 2)}: saved without the random number generators' state (--no-save" in line
+    assert f"{atomic.folder_of(tmp_path / 'run', 2)}: saved without the random number generators' state (--no-" in line
     assert "give --no-load-rng to start them anew, or --finetune to start at iteration 0" in line
     assert sorted(driver.run(*STEPS, "--load", tmp_path / "run", "--no-load-rng", model=MODEL).losses()) == [3, 4]
 
