@@ -154,6 +154,15 @@ class Arguments(SharesGroups):
         for name in ("init_method", "output_layer_init_method"):
             if not callable(getattr(self, name)):
                 refuse(name, getattr(self, name), "must be a function that fills a tensor in place")
+        if not isinstance(self.fc_kwargs, dict):
+            refuse("fc_kwargs", self.fc_kwargs, "must be a dict of arguments for fc_cls")
+        if not isinstance(self.expert_parallel_group, ProcessGroup | None):
+            refuse("expert_parallel_group", self.expert_parallel_group, "must be a ProcessGroup, or None for all ranks")
+        try:
+            self.resolve_device()
+        except (RuntimeError, TypeError, ValueError):
+            allowed = "must be a device, its name such as 'cpu' or 'cuda:1', the number of a GPU, or None"
+            refuse("device", self.device, allowed)
         self.to_config()
 
     def to_config(self) -> MoEConfig:
@@ -182,6 +191,10 @@ class Arguments(SharesGroups):
             )
         except ConfigError as error:
             field, rest = str(error).split("=", 1)
+            if field == "capacity_factor":  # there is no field for Tutel's rule here
+                rest = rest.replace(", or use capacity_rule='tutel'", "")
+            for other, name in _RENAMED.items():
+                rest = rest.replace(f" {other}=", f" {name}=")
             named = {**_RENAMED, "normalize_top_k": "moe_normalize_expert_weights", "gelu_approximate": "activation_fn"}
             raise ConfigError(f"{named.get(field, field)}={rest}") from None
         return config.replace(load_balancing_loss_weight=self.moe_loss_weight / self.num_layers)

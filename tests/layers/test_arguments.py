@@ -71,7 +71,7 @@ def test_activation_functions_are_recognized(function, mlp_type, expected):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(moe_top_k=5), "moe_top_k=5: must be at most num_experts=4"),
+        (dict(moe_top_k=5), "moe_top_k=5: must be at most moe_num_experts=4"),
         (dict(moe_num_experts=0), "moe_num_experts=0: must be an integer >= 1"),
         (dict(hidden_size=1.5), "hidden_size=1.5: must be an integer >= 1"),
         (dict(moe_jitter_eps=1.0), "moe_jitter_eps=1.0: must be below 1"),
@@ -88,12 +88,22 @@ def test_activation_functions_are_recognized(function, mlp_type, expected):
         (dict(init_method=3), "init_method=3: must be a function"),
         (dict(fc_cls=None), "fc_cls=None: must be a class"),
         (dict(moe_capacity_factor=-1), "moe_capacity_factor=-1: must be >= 0"),
+        (dict(device="gpu"), "device='gpu': must be a device, its name such as 'cpu' or 'cuda:1', the number of a GPU"),
+        (dict(device=-1), "device=-1: must be a device"),
+        (dict(device=1.5), "device=1.5: must be a device"),
+        (dict(fc_kwargs=[]), "fc_kwargs=[]: must be a dict"),
+        (dict(expert_parallel_group=4), "expert_parallel_group=4: must be a ProcessGroup, or None for all ranks"),
+        (
+            dict(mlp_impl="fused", memory_optimized_mlp=True, quantize_rematerialize_num_bits=8),
+            "quantize_rematerialize_num_bits=8: must be -1 with mlp_impl='fused' and memory_optimized_mlp=True, which",
+        ),
     ],
 )
 def test_bad_values_end_with_one_line(changes, message):
     with pytest.raises(ConfigError) as error:
         _arguments(**changes)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    assert "capacity_rule" not in str(error.value), "no field of Arguments"
 
 
 def test_a_field_set_later_is_checked_when_a_layer_is_built():
