@@ -154,7 +154,10 @@ class ParallelMLP(SharesGroups, nn.Module):
         y = y.view(x.shape)
         if self.bias is None:
             return y
-        return (y, self.bias) if self.args.return_bias else y + self.bias
+        if not self.args.return_bias:
+            return y + self.bias
+        # A reentrant checkpoint would give the parameter itself a backward: its own, which then never ends.
+        return y, self.bias if torch.is_grad_enabled() else self.bias.detach()
 
 
 class MoE(nn.Module, metaclass=ABCMeta):

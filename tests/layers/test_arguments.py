@@ -263,3 +263,17 @@ def test_no_tokens_mean_no_loss_but_a_graph():
 def test_rows_of_another_width_are_refused(kind, shape, said):
     with pytest.raises(ValueError, match=rf"^x: has shape {said}, its last dimension must be hidden_size=12$"):
         kind(_arguments())(torch.zeros(shape))
+
+
+def test_a_reentrant_checkpoint_around_a_layer_that_returns_its_bias():
+    """It took the parameter for an output of its own, so that its backward called itself without end."""
+    layer = dMoE(_arguments(return_bias=True))
+    inputs = [torch.randn(3, 12, requires_grad=True)]
+    inputs.append(inputs[0].detach().clone().requires_grad_())
+    for x, wrapped in zip(inputs, (layer, partial(checkpoint, layer, use_reentrant=True)), strict=True):
+        y, bias = wrapped(x)
+        assert layer.experts.bias.is_leaf
+        layer.zero_grad()
+        (y + bias).square().sum().backward()
+    torch.testing.assert_close(inputs[1].grad, inputs[0].grad)
+    assert layer.experts.bias.grad.any()
