@@ -226,6 +226,13 @@ class Guards:
                     "--override-opt-param-scheduler for this run's, or --use-checkpoint-opt-param-scheduler for the "
                     "saved one"
                 ) from error
+            name, given = "use_distributed_optimizer", self.args.use_distributed_optimizer
+            of_optimizer = any(text in str(cause) for text in ("parameter group", "flattened_range"))
+            if of_optimizer and getattr(saved, name, given) != given:
+                raise CheckpointError(
+                    f"{folder}: saved with {name}={not given}, this run has {given}; give the saved value, or "
+                    "--no-load-optim to start the optimizer's state anew"
+                ) from error
             raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
 
     def _open(self, folder: Path) -> None:
@@ -264,6 +271,14 @@ class Guards:
             )
         if changed:
             print_rank_0(f"WARNING: {folder}: saved as another model: {changed}")
+        rows, given = getattr(saved, "padded_vocab_size", None), self.args.padded_vocab_size
+        if rows and rows != given:
+            shards = self.args.tensor_model_parallel_size
+            advice = f"; --make-vocab-size-divisible-by {rows // shards} keeps it" if rows % shards == 0 else ""
+            print_rank_0(
+                f"WARNING: {folder}: saved with padded_vocab_size={rows}, this run has {given}: the loss counts other "
+                f"empty rows of the vocabulary, and jumps{advice}"
+            )
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         self.read()

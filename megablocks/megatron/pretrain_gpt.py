@@ -184,7 +184,10 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
 
     run_dir = settings.run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
-    _announce(args, run_dir)
+    try:
+        _announce(args, run_dir)
+    except OSError as error:  # a full disk, or a folder that the user's rights alone do not open
+        raise ArgumentError(f"{run_dir}: cannot be written: {error.strerror}; choose another folder") from error
     fused_optimizer.install(args)
     checkpoint_io.install()
     cuda_graph.install(args)

@@ -103,6 +103,31 @@ def test_a_run_with_dropout_and_cyclic_data_resumes_exactly(driver: Driver, tmp_
     assert resumed.losses() == {step: straight.losses()[step] for step in (3, 4)}
 
 
+def test_another_padding_of_the_vocabulary_is_said_with_the_flag_that_keeps_it(
+    driver: Driver, checkpoint: Path
+) -> None:
+    """Tensor parallelism doubles what the vocabulary is padded to. Such a run went on with a higher loss."""
+    flags = (*STEPS, "--load", checkpoint, "--make-vocab-size-divisible-by")
+    text = driver.run(*flags, "640", model=MODEL).text()
+    [(saved, given, advised)] = re.findall(
+        r"saved with padded_vocab_size=(\d+), this run has (\d+): .* --make-vocab-size-divisible-by (\d+) keeps", text
+    )
+    assert given != saved == advised
+    assert "padded_vocab_size" not in driver.run(*flags, advised, model=MODEL).text().partition("WARNING")[2]
+
+
+def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Path) -> None:
+    line = line_of(driver, *STEPS, "--load", checkpoint, "--use-distributed-optimizer")
+    assert "saved with use_distributed_optimizer=False, this run has True; give the saved value, or --no-load" in line
+    allowed = ("--use-distributed-optimizer", "--no-load-optim")
+    assert sorted(driver.run(*STEPS, "--load", checkpoint, *allowed, model=MODEL).losses()) == [3, 4]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(driver: Driver) -> None:
+    """The rights of /proc let root write, and the system does not: as on a full disk, env.txt is the first to fail."""
+    assert "/proc" in line_of(driver, *STEPS, "--megablocks-run-dir", "/proc/none", expect=2)
+
+
 def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowed(
     driver: Driver, checkpoint: Path
 ) -> None:
