@@ -1,11 +1,12 @@
 """What to compile for each architecture: every kernel of the package, launched as the ops launch it.
 
-    python tests/ops/compile_cases.py ARCHITECTURE [FAMILY…]
+    python tests/ops/compile_cases.py ARCHITECTURE [--few] [FAMILY…]
 
 prints one line of JSON: kernel → [most shared bytes, binaries, products fused across lanes, waits without acquire].
 
 A family is a function below that calls launchers with tensors on the CPU (see megablocks.testing.compile_only) and
-names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing.
+names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing. --few takes two
+activations in place of all, which differ in arithmetic only.
 """
 
 from __future__ import annotations
@@ -435,7 +436,7 @@ def sparse_hopper() -> None:
         b = torch.zeros(k, 256, dtype=torch.bfloat16)
         for x, y in product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
             hopper.sdd(x, y, ints(2), ints(2), ints(2), 2)
-        for epilogue in epilogues(data) if k == 256 else epilogues(data)[4:6]:
+        for epilogue in epilogues(data) if k == 256 else epilogues(data)[:2]:
             hopper.sdd(a, b, ints(2), ints(2), ints(2), 2, epilogue)
     for left, order, d in product((True, False), (None, ints(2)), (a, a.t().contiguous().t())):
         hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left)
@@ -446,18 +447,24 @@ def epilogues(data: Tensor) -> list:
     from megablocks.ops.sparse.products import Epilogue
 
     bias = torch.zeros(256)
-    forms = [Epilogue("activate", name, act=data) for name in UNARY]
-    forms += [Epilogue("activate", "gelu", True, bias=bias, act=data), Epilogue("slope", "gelu", True, pre=data)]
+    forms = [Epilogue("activate", "gelu", True, bias=bias, act=data), Epilogue("slope", "gelu", True, pre=data)]
+    forms += [Epilogue("activate", name, act=data) for name in UNARY]
     return forms + [Epilogue("slope", name, pre=data) for name in UNARY]
 
 
 if __name__ == "__main__":
     from megablocks.testing.compile_only import compiling_for
 
-    architecture = int(sys.argv[1])
+    architecture, names = int(sys.argv[1]), sys.argv[2:]
+    if "--few" in names:
+        from megablocks.ops import activation_table
+
+        names.remove("--few")
+        activation_table.ACTIVATIONS = ("gelu", "swiglu")
+        activation_table.UNARY = {"gelu": activation_table.UNARY["gelu"]}
     with compiling_for(architecture) as compiled:
         for name, one in FAMILIES.items():
-            if architecture in one.architectures and name in (sys.argv[2:] or FAMILIES):
+            if architecture in one.architectures and name in (names or FAMILIES):
                 one.compile()
     shared = {kernel: max(b.metadata.shared for b in built) for kernel, built in compiled.items()}
     fused = {kernel: sum(fused_across_lanes(b.asm["ptx"]) for b in built) for kernel, built in compiled.items()}
