@@ -355,6 +355,7 @@ def _compare_eager_with_custom(op, args, inputs):
 
 
 WITH_KERNELS = [name for name, (op, _) in _samples().items() if _kernel(op) and name != "router_grouped"]  # too general
+assert WITH_KERNELS, "no op names a kernel, or `_kernel` does not find it"
 
 
 @pytest.mark.parametrize("name", WITH_KERNELS)

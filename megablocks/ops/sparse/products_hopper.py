@@ -153,7 +153,7 @@ def make_board():
 
 @gluon.jit
 def announce(i, line, steps, dense, board):
-    """Tell the consumers the i-th tile of this program; steps < 0: there is none."""
+    """Send the consumers the i-th tile of this program; negative `steps` tell them that they are done."""
     slots, ready, free = board
     s = i % SLOTS
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
