@@ -48,16 +48,17 @@ def _losses(record: dict[str, Any], path: Path, column: str, label: str, scale: 
     figure = new_figure(8, 5.5)
     axes = figure.add_subplot()
     named: set[str] = set()
+    summaries = summarize(record)
     runs = [run for run in record["runs"] if ARMS[run["arm"]].has_quality]
     for run in runs:
         arm, validation = run["arm"], run["validation"]
         color, marker, line = _style(arm)
-        text = None if arm in named else ARMS[arm].label
+        text = None if arm in named else summaries[arm].label
         named.add(arm)
         points = [value / scale for value in validation[column]]
         axes.plot(points, validation["loss"], color=color, marker=marker, linestyle=line, markersize=3, linewidth=1.2,
                   alpha=0.9 if text else 0.4, label=text)  # fmt: skip
-    target = summarize(record)[BASE].loss.mean
+    target = summaries[BASE].loss.mean
     axes.axhline(target, color="0.5", linewidth=0.8, linestyle=":")
     curves = [run["validation"]["loss"] for run in runs]
     # The first evaluations are far above all others and would flatten the rest.
@@ -121,7 +122,7 @@ def _final_losses(record: dict[str, Any], arms: Iterable[str], line: Sequence[st
         time, loss = summaries[arm].time_s.mean / scale, summaries[arm].loss
         axes.errorbar(time, loss.mean, [[loss.mean - loss.low], [loss.high - loss.mean]], color=color, marker=marker,
                       capsize=3)  # fmt: skip
-        axes.annotate(ARMS[arm].label, (time, loss.mean), xytext=(7, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(summaries[arm].label, (time, loss.mean), xytext=(7, 4), textcoords="offset points", fontsize=8)
     axes.plot([summaries[arm].time_s.mean / scale for arm in line], [summaries[arm].loss.mean for arm in line],
               color="0.6", zorder=0, label=label)  # fmt: skip
     axes.set(xlabel=f"{unit} of training", ylabel="final validation loss (nats per token)")
@@ -138,7 +139,7 @@ def plot_pareto(record: dict[str, Any], path: Path) -> None:
 
 
 def plot_equal_loss(record: dict[str, Any], path: Path) -> None:
-    arms = [arm for arm in summarize(record) if ARMS[arm].has_quality]
+    arms = [arm for arm, one in summarize(record).items() if ARMS[arm].has_quality and one.losses]
     _final_losses(record, arms, (BASE, LARGER), "dense models of two sizes", path)
 
 
@@ -157,20 +158,22 @@ def plot_drops_and_load(record: dict[str, Any], path: Path) -> None:
     """The fullest expert's load over tokens, the mean of the seeds, below the share of dropped pairs if any."""
     is_dropping = any(any(drop_shares(run)[1]) for run in record["runs"])
     figure = new_figure(8, 7 if is_dropping else 4)
+    summaries = summarize(record)
     *above, loads = figure.subplots(2 if is_dropping else 1, 1, sharex=True, squeeze=False)[:, 0]
     for arm in dict.fromkeys(run["arm"] for run in record["runs"]):
         runs = [run for run in record["runs"] if run["arm"] == arm]
         color, _, line = _style(arm)
-        how = {"color": color, "linestyle": line, "linewidth": 1.2, "label": ARMS[arm].label}
+        how = {"color": color, "linestyle": line, "linewidth": 1.2, "label": summaries[arm].label}
+        # Of a seed that stopped there is less, and the means end with it.
         shares = [drop_shares(run) for run in runs]
         if any(any(values) for _, values in shares):
-            means = [100 * statistics.fmean(those) for those in zip(*(values for _, values in shares), strict=True)]
-            above[0].plot([tokens / 1e6 for tokens in shares[0][0]], means, **how)
+            means = [100 * statistics.fmean(those) for those in zip(*(values for _, values in shares), strict=False)]
+            above[0].plot([tokens / 1e6 for tokens in shares[0][0][: len(means)]], means, **how)
         curve = runs[0]["curve"]
         if any(value is not None for value in curve["expert_load_max_over_mean"]):
-            seeds = zip(*(run["curve"]["expert_load_max_over_mean"] for run in runs), strict=True)
+            seeds = zip(*(run["curve"]["expert_load_max_over_mean"] for run in runs), strict=False)
             means = [statistics.fmean(those) for those in seeds]
-            loads.plot([tokens / 1e6 for tokens in curve["tokens"]], means, **how)
+            loads.plot([tokens / 1e6 for tokens in curve["tokens"][: len(means)]], means, **how)
     for axes in above:
         axes.set(ylabel="dropped pairs, %")
     loads.set(xlabel="million tokens", ylabel="fullest expert's load over the mean")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paper_arms import ARMS, BASE, LARGER, MODELS, Settings
+from paper_arms import ARMS, BASE, LARGER, MODELS, Schedule, Settings
 
 from megablocks.config import ConfigError
 from megablocks.monitor.history import History
@@ -30,7 +31,7 @@ _CURVE = ("tokens", "train_loss", "tokens_per_second", "expert_load_max_over_mea
 
 
 class Span(NamedTuple):
-    """Mean, smallest and largest value over the seeds."""
+    """Mean, smallest and largest value over the seeds. NaN: there is none."""
 
     mean: float
     low: float
@@ -38,14 +39,15 @@ class Span(NamedTuple):
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Span:
-        values = list(values)
+        values = list(values) or [math.nan]
         return cls(statistics.fmean(values), min(values), max(values))
 
 
 class Summary(NamedTuple):
     """An arm's figures.
 
-    losses: final ones, by seed. half_loss: mean loss at the evaluation in the middle.
+    losses: final ones, by seed; stopped: in words, which of the seeds have none. half_loss: mean loss at the evaluation
+        in the middle of the whole runs.
     time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
         over it. None: a seed misses it; missed: how many.
     over_dmoe: its step time over dMoE's of the same steps.
@@ -55,6 +57,8 @@ class Summary(NamedTuple):
     arm: str
     label: str
     losses: Mapping[int, float]
+    seeds: int
+    stopped: str
     half_loss: float
     step_ms: float
     over_dmoe: float | None
@@ -68,10 +72,6 @@ class Summary(NamedTuple):
     load: float | None
     micro_batch: int | None
     learning_rate: float
-
-    @property
-    def seeds(self) -> int:
-        return len(self.losses)
 
     @property
     def loss(self) -> Span:
@@ -149,20 +149,26 @@ def _environment(folder: Path) -> dict[str, str]:
     return {name: values.get(name, "unknown") for name in (*SAME, "python", "tutel", "transformer-engine", "apex")}
 
 
-def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
-    """The record of one finished run. Raises ConfigError if the folder holds none."""
-    if not (folder / "done.json").is_file():
+def run_of(folder: Path, settings: Settings, stopped: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The record of one run: of a finished one, or with the facts `stopped` of one without done.json.
+
+    Raises:
+        ConfigError: there is no such run, or it stopped too early.
+    """
+    if stopped is None and not (folder / "done.json").is_file():
         raise ConfigError(f"{folder}: is no finished run; start the comparison again with the same command")
-    facts = json.loads((folder / "done.json").read_text())
+    facts = stopped or json.loads((folder / "done.json").read_text())
     history = History.of_run(folder)
     log = (folder / "train.log").read_text(errors="replace")
     first = first_intervals(log)
-    seconds = train_seconds(history, first)
-    at = list(seconds)
-    counted = [i for i in at if i not in first and i > _LEFT_OUT * facts["steps"]] or at
-    rate = statistics.median(history.rows[i]["tokens_per_second"] for i in counted)
-    model = MODELS[settings.model]
+    at, _ = history.series("tokens_per_second")
     evaluated, losses = history.series("validation_loss")
+    counted = [i for i in at if i not in first and i > _LEFT_OUT * facts["steps"]]
+    if stopped and not (counted and evaluated):
+        raise ConfigError(f"{folder}: stopped before it had a loss and a step time; leave it out by ARMS or SEEDS")
+    seconds = train_seconds(history, first)
+    rate = statistics.median(history.rows[i]["tokens_per_second"] for i in counted or at)
+    model = MODELS[settings.model]
     passed = [between(at, list(seconds.values()), i) for i in evaluated]
     environment = _environment(folder)
     if environment["commit"] == "unknown":
@@ -189,10 +195,17 @@ def run_of(folder: Path, settings: Settings) -> dict[str, Any]:
     }
 
 
-def record_of(out: Path, settings: Settings, not_run: dict[str, str], failed: dict[str, str]) -> dict[str, Any]:
-    """The record of a comparison. Raises ConfigError for a run that is not finished."""
+def record_of(
+    out: Path,
+    settings: Settings,
+    not_run: dict[str, str],
+    failed: dict[str, str],
+    stopped: Mapping[Path, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The record of a comparison. Raises ConfigError for a run that is not finished and has no facts in `stopped`."""
     arms = [arm for arm in settings.arms if arm not in not_run and arm not in failed]
-    runs = [run_of(out / "runs" / arm / str(seed), settings) for arm in arms for seed in settings.seeds_of(arm)]
+    folders = [out / "runs" / arm / str(seed) for arm in arms for seed in settings.seeds_of(arm)]
+    runs = [run_of(folder, settings, (stopped or {}).get(folder)) for folder in folders]
     return {
         "format": FORMAT, "settings": settings.to_dict(), "not_run": not_run, "failed": failed,
         "tuning": {arm: _tried(out / "tuning" / arm) for arm in arms if (out / "tuning" / arm).is_dir()},
@@ -232,7 +245,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def check(record: dict[str, Any], path: Path) -> None:
-    """Raises ConfigError if runs are missing or if they differ in what must be equal."""
+    """Raises ConfigError if runs are missing, differ in what must be equal, or have a wrong mark of a stop."""
     settings, again = Settings.from_dict(record["settings"]), "start exp/paper/compare.sh again with the same settings"
     for arm, why in record["failed"].items():
         raise ConfigError(f"{path}: {arm} failed ({why}); {again}")
@@ -251,6 +264,26 @@ def check(record: dict[str, Any], path: Path) -> None:
                     f"{path}: {run['arm']}, seed {run['seed']}, has {name}={value}, {first['arm']} has {other}; "
                     "make all runs of a comparison with the same code and machine"
                 )
+        at, last, mark = run["curve"]["iteration"][-1], last_step(run), run.get("stopped_at")
+        if mark != (None if run["validation"]["iteration"][-1] >= last else at) or (mark and run["arm"] == BASE):
+            ends = f"ends at step {at} of {last} with stopped_at={mark}"
+            why = f"{BASE} must be whole, another arm that stopped must say so"
+            raise ConfigError(f"{path}: {run['arm']}, seed {run['seed']}, {ends}; {why}; {again}")
+
+
+def last_step(run: dict[str, Any]) -> int:
+    """The step at which a run ends if nothing stops it."""
+    every = run["validation"]["iteration"][0]
+    return Schedule(run["steps"], run["batch"], every, every, 0, 0).last_step(run["arm"])
+
+
+def stop_of(run: dict[str, Any]) -> str:
+    """Where a run stopped, and its last loss; empty for a finished one."""
+    if "stopped_at" not in run:
+        return ""
+    step, loss = (run["validation"][name][-1] for name in ("iteration", "loss"))
+    stop = f"stopped at step {run['stopped_at']:,} of {last_step(run):,}"
+    return f"{stop}; its last evaluation, at step {step:,}: {loss:.4f}"
 
 
 def drop_shares(run: dict[str, Any]) -> tuple[list[int], list[float]]:
@@ -271,6 +304,10 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
     out = {}
     for arm, by_seed in runs.items():
         those = list(by_seed.values())
+        stops = [f"seed {seed} {stop_of(run)}" for seed, run in by_seed.items() if stop_of(run)]
+        whole = {seed: run for seed, run in by_seed.items() if not stop_of(run)}
+        losses = {seed: run["validation"]["loss"] for seed, run in whole.items()}
+        mark = " (stopped)" if not whole else f" ({len(stops)} of {len(those)} stopped)" if stops else ""
         times = {seed: _to_dense_loss(run, dense[seed]) for seed, run in by_seed.items()}
         reached = {seed: time for seed, time in times.items() if time is not None}
         missed = len(times) - len(reached)
@@ -281,16 +318,16 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
         step_ms = statistics.median(run["step_ms"] for run in those)
         out[arm] = Summary(
             arm=arm,
-            label=ARMS[arm].label,
-            losses={seed: run["validation"]["loss"][-1] for seed, run in by_seed.items()},
-            half_loss=statistics.fmean(
-                run["validation"]["loss"][(len(run["validation"]["loss"]) - 1) // 2] for run in those
-            ),
+            label=ARMS[arm].label + mark,
+            losses={seed: one[-1] for seed, one in losses.items()},
+            seeds=len(those),
+            stopped="; ".join(stops),
+            half_loss=Span.of(one[(len(one) - 1) // 2] for one in losses.values()).mean,
             step_ms=step_ms,
             over_dmoe=step_ms / _step_ms(runs["dmoe"], those[0]["curve"]["iteration"][-1]) if "dmoe" in runs else None,
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
             peak_gib=max(peaks) if peaks else None,
-            time_s=Span.of(_seconds(run) for run in those),
+            time_s=Span.of(_seconds(run) for run in whole.values()),
             to_base_s=None if missed else Span.of(reached.values()),
             sooner=None if missed else Span.of(_seconds(dense[seed]) / time for seed, time in reached.items()),
             missed=missed,
@@ -339,7 +376,7 @@ def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
     the word "less than" and the time of the dense one; a better one "more than" and that of the better of both. None
     without those arms.
     """
-    if not {"dmoe", LARGER} <= summaries.keys():
+    if not all(arm in summaries and summaries[arm].losses for arm in ("dmoe", LARGER)):
         return None
     (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (summaries[BASE], summaries[LARGER]))
     loss = summaries["dmoe"].loss.mean
@@ -353,5 +390,6 @@ def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
 def capacity_front(summaries: dict[str, Summary]) -> tuple[dict[str, tuple[float, float]], list[str]]:
     """(seconds of a whole run, final loss) of dMoE and of every arm with a capacity, and the front's names."""
     points = {arm: (one.time_s.mean, one.loss.mean) for arm, one in summaries.items()
-              if arm == "dmoe" or (ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")))}  # fmt: skip
+              if one.losses and (arm == "dmoe" or ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")))
+              }  # fmt: skip
     return points, pareto(points)

@@ -9,16 +9,19 @@
     OUT/RESULTS.md              the report on them
 
 AT_ONCE runs go on side by side. A run with done.json is not repeated. One that was stopped resumes from its checkpoint;
-without a checkpoint it starts again in an empty folder, and with the same seed it is the same run.
+without a checkpoint it starts again in an empty folder, and with the same seed it is the same run. With
+UNFINISHED=record nothing runs, and the record has each such run up to the step at which it stopped.
 """
 
 from __future__ import annotations
 
 import fcntl
 import importlib.util
+import itertools
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import sys
@@ -247,16 +250,49 @@ class Comparison:
                 raise Failed(f"{folder}: ended before step {last}; see its train.log")
             if ARMS[arm].log not in (folder / "train.log").read_text(errors="replace"):
                 raise Failed(f"{folder}: its log lacks {ARMS[arm].log!r}: another layer ran; see its train.log")
-            facts = {
-                "launch": launch.portable(folder), "arm": arm, "seed": seed, "steps": schedule.steps,
-                "batch": schedule.batch, "micro_batch": size, "learning_rate": float(rate[0]),
-                "at_once": self.places.at_once, "wall_s": time.time() - began,
-            }  # fmt: skip
+            facts = self._facts(job, launch, schedule, size, rate)
+            facts |= {"at_once": self.places.at_once, "wall_s": time.time() - began}
             write_durably(done, json.dumps(facts, indent=1) + "\n")
         # After done.json: a comparison that is killed here must not resume from half a checkpoint.
         for name in ("checkpoints", "data_cache", "tensorboard"):
             shutil.rmtree(folder / name, ignore_errors=True)
         return History.of_run(folder)
+
+    def _facts(self, job: Job, launch: Launch, schedule: Schedule, size: int | None, rate: tuple[str, str]) -> dict:
+        return {
+            "launch": launch.portable(self.folder(job)), "arm": job.arm, "seed": job.seed, "steps": schedule.steps,
+            "batch": schedule.batch, "micro_batch": size, "learning_rate": float(rate[0]),
+        }  # fmt: skip
+
+    def record_as_it_is(self) -> dict[str, Any]:
+        """The record with unfinished runs up to their last logged steps. Raises ConfigError for one of no use."""
+        runs = [Job(arm, seed) for arm in self.settings.arms for seed in self.settings.seeds_of(arm)]
+        stopped = {self.folder(job): self._stopped(job) for job in runs if not self._is_done(job)}
+        record = paper_results.record_of(self.out, self.settings, {}, {}, stopped)
+        paper_results.check(record, self.out)
+        for run in record["runs"]:
+            _say(f"{Job(run['arm'], run['seed'])}: {paper_results.stop_of(run) or 'finished'}")
+        return record
+
+    def _stopped(self, job: Job) -> dict[str, Any]:
+        """What done.json would say of a run, as far as the folder tells it, and where it stopped."""
+        folder, command = self.folder(job), self.folder(job) / "command.txt"
+        if not command.is_file() or not all(self._is_done(trial) for trial in self._trials(job.arm)):
+            raise ConfigError(f"{folder}: holds no run; leave it out by ARMS or SEEDS")
+        value, is_time = amount("BUDGET", self.settings.budget)
+        tokens = json.loads((self.out / "tokens.json").read_text())["tokens"] if is_time else value
+        words, size, rate = shlex.split(command.read_text()), self.found(job.arm)["micro_batch_size"], self._rate(job)
+        # How long an evaluation is depends on the data set, which need not be here.
+        iters = [int(count) for flag, count in itertools.pairwise(words) if flag == "--eval-iters"] or [0]
+        schedule = self._schedule(job, tokens)._replace(eval_iters=iters[-1])
+        launch = launch_of(self.settings, job.arm, schedule, folder, seed=job.seed, rate=rate, micro_batch=size)
+        flags, log = launch.variables["FLAGS"].split(), (folder / "train.log").read_text(errors="replace")
+        if words[-len(flags) :] != flags or ARMS[job.arm].log not in log:
+            raise ConfigError(f"{folder}: is a run of other settings; use those, or leave it out by ARMS or SEEDS")
+        facts, history = self._facts(job, launch, schedule, size, rate), History.of_run(folder)
+        if "validation_loss" not in history.rows.get(schedule.last_step(job.arm), {}):
+            facts["stopped_at"] = max(history.series("tokens_per_second")[0], default=0)
+        return facts
 
     def _schedule(self, job: Job, tokens: float) -> Schedule:
         schedule = Schedule.of(self.settings, tokens, self.valid_tokens)
@@ -405,6 +441,17 @@ def _data(folder: Path) -> tuple[str, int]:
         ) from None
 
 
+def _report(record: dict[str, Any], out: Path) -> int:
+    write_durably(out / "record.json", paper_results.dump(record))
+    for arm, why in record["failed"].items():
+        print(f"paper: {arm}: {why}; the same command tries it again", file=sys.stderr)
+    if record["failed"]:
+        return 1
+    for path in paper_plots.draw(record, out):
+        _say(f"drew {path}")
+    return report.main([str(out)])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: all arms are recorded. 1: an arm failed. 2: a bad setting. 130: stopped by a signal."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -412,17 +459,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("usage: bash exp/paper/compare.sh OUT [MODEL]     (docs/comparing_methods.md)", file=sys.stderr)
         return 2
     out, model = Path(words[0]).resolve(), words[1] if len(words) > 1 else "xs"
-    began = time.time()
+    began, unfinished = time.time(), os.environ.get("UNFINISHED") or "resume"
     try:
-        data = Path(os.environ.get("DATA_PREFIX") or ROOT / "data/stdlib").resolve()
-        fingerprint, valid_tokens = _data(data)
-        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=commit())
-        places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, os.environ)
+        if unfinished not in ("resume", "record"):
+            raise ConfigError(f"UNFINISHED={unfinished}: must be resume or record")
+        data, code = Path(os.environ.get("DATA_PREFIX") or ROOT / "data/stdlib").resolve(), commit()
+        if unfinished == "record":  # data and code decide no more
+            if not (out / "settings.json").is_file():
+                raise ConfigError(f"OUT={out}: holds no comparison; UNFINISHED=record reports one that has begun")
+            there, valid_tokens = json.loads((out / "settings.json").read_text()), 0
+            fingerprint, code = there["data"], there["commit"]
+        else:
+            fingerprint, valid_tokens = _data(data)
+        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=code)
+        gpus = {} if unfinished == "record" else os.environ
+        places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, gpus)
         comparison = Comparison(out, settings, data, valid_tokens, places)
         if is_dry_run():
-            comparison.dry_run()
+            (comparison.record_as_it_is if unfinished == "record" else comparison.dry_run)()
             return 0
         comparison.open()
+        if unfinished == "record":
+            return _report(comparison.record_as_it_is(), out)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, places.stop)
         for arm, why in comparison.not_run.items():
@@ -431,14 +489,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         comparison.find_micro_batches(Schedule.of(settings, 1 if is_time else value, valid_tokens), is_time)
         comparison.train(comparison.tokens(time.time() - began))
         record = paper_results.record_of(out, settings, comparison.not_run, comparison.failed)
-        write_durably(out / "record.json", paper_results.dump(record))
-        if comparison.failed:
-            for arm, why in comparison.failed.items():
-                print(f"paper: {arm}: {why}; the same command tries it again", file=sys.stderr)
-            return 1
-        for path in paper_plots.draw(record, out):
-            _say(f"drew {path}")
-        return report.main([str(out)])
+        return _report(record, out)
     except Stopped:
         print(f"paper: stopped; the same command with OUT={out} goes on", file=sys.stderr)
         return 130

@@ -10,6 +10,7 @@ differ in GPU, versions, commit, steps or batch, is refused in one line.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import shlex
@@ -69,6 +70,8 @@ def span(value: Span | None, form: str, scale: float = 1.0) -> str:
     """The mean, and the smallest and largest value if they differ."""
     if value is None:
         return "not reached"
+    if math.isnan(value.mean):
+        return "–"
     mean, low, high = (f"{one / scale:{form}}" for one in value)
     return mean if low == high else f"{mean} ({low} to {high})"
 
@@ -146,6 +149,11 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         "losses, speeds, drops and loads. The command of the comparison, for the code of that commit, where DATA is "
         "the folder of this data set:",
     ]
+    if stopped := [f"{ARMS[one.arm].label}, {one.stopped}" for one in summaries.values() if one.stopped]:
+        text[1] += (
+            f"\n\nNot every run is finished: {'; '.join(stopped)}. Such a run has no final loss, so nothing that "
+            "compares final losses includes it. Its other figures are those of the steps that it did."
+        )
     if record["tuning"]:
         tried = "; ".join(f"{ARMS[arm].label}: {', '.join(f'{rate} → {loss:.4f}' for rate, loss in losses.items())}"
                           for arm, losses in record["tuning"].items())  # fmt: skip
@@ -162,7 +170,8 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     gains = PUBLISHED["small"].gain if record["settings"]["model"] in PUBLISHED else {}
     base, dmoe = summaries[BASE], summaries.get("dmoe")
     rows = [
-        [one.label, span(one.loss, ".4f"), "–" if one is base else span(one.below(base), "+.4f"),
+        [one.label, "; ".join([span(one.loss, ".4f")] * bool(one.losses) + [one.stopped] * bool(one.stopped)),
+         "–" if one is base else span(one.below(base), "+.4f"),
          "–" if dmoe is None or one is dmoe else span(dmoe.below(one), "+.4f"),
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
          "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
@@ -182,7 +191,8 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
 
 def orders(summaries: dict[str, Summary]) -> list[str]:
     """Does the paper's order hold: in how many seeds, and for each neighboring pair by how much and why not."""
-    order = [summaries[arm] for arm in ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE) if arm in summaries]
+    names = ("dmoe", "capacity-2", "capacity-1.5", "capacity-1", BASE)
+    order = [summaries[arm] for arm in names if arm in summaries and summaries[arm].losses]
     seeds = [seed for seed in summaries[BASE].losses if all(seed in one.losses for one in order)]
     hold = sum(all(a.losses[seed] < b.losses[seed] for a, b in pairwise(order)) for seed in seeds)
     named = " below ".join(one.label for one in order)
@@ -192,6 +202,8 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
         around = f"({apart.low:+.4f} to {apart.high:+.4f})"
         if apart.mean <= 0:
             verdict = "so the paper's order does not hold here."
+        elif n == 0:
+            continue  # no seed of both is finished
         elif n == 1:
             verdict = "which may be chance with one seed."
         elif apart.low <= 0:
@@ -216,7 +228,7 @@ def count_of(number: int, what: str) -> str:
 
 def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     base = summaries[BASE]
-    scale, unit = time_unit(max(one.time_s.high for one in summaries.values()))
+    scale, unit = time_unit(max(one.time_s.high for one in summaries.values() if one.losses))
     rows = [
         [one.label, span(one.to_base_s, ".2f", scale), _sooner(one), span(one.time_s, ".2f", scale),
          f"{one.tokens_per_second:,.0f}"]
@@ -277,7 +289,8 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         best = "; ".join(ARMS[arm].label for arm in front)
         tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
         if len(front) < len(points):
-            tail += " Every other arm takes at least as long as one of these, and its loss is not lower."
+            with_loss = " with a final loss" if any(one.stopped for one in summaries.values()) else ""
+            tail += f" Every other arm{with_loss} takes at least as long as one of these, and its loss is not lower."
         parts += [tail, _picture("pareto", "Loss and time by capacity factor")]
     return "\n\n".join([*parts, _picture("drops_and_load", "Dropped pairs and load over tokens")])
 
@@ -309,13 +322,13 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}", "–", paper])
     rows += [
         [f"{one.label}: loss below dense", span(one.below(base), "+.3f"), "–", f"{gain:+.2f} (Small)"]
-        for one in summaries.values() if (gain := PUBLISHED["small"].gain.get(one.arm)) is not None
+        for one in summaries.values() if one.losses and (gain := PUBLISHED["small"].gain.get(one.arm)) is not None
     ]  # fmt: skip
     rows += [
         [f"{summaries[arm].label}: final loss, minutes",
          f"{summaries[arm].loss.mean:.2f}, {summaries[arm].time_s.mean / 60:.1f}", "–",
          f"{loss}, {days * DAY_S / 60:.0f}"]
-        for arm, (days, loss) in published.curve.items() if arm in summaries
+        for arm, (days, loss) in published.curve.items() if arm in summaries and summaries[arm].losses
     ]  # fmt: skip
     return (
         table(["figure", "here", "goal", "paper"], rows)
@@ -370,7 +383,7 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             "Easy samples lower the loss of one evaluation, and this changes a time to the dense loss."
         )
     lines += [f"{one.label}: {ARMS[one.arm].note}." for one in summaries.values() if one.arm == "expert-choice"]
-    if single := [one.label for one in summaries.values() if one.seeds == 1]:
+    if single := [one.label for one in summaries.values() if len(one.losses) < 2]:
         named = "every arm" if len(single) == len(summaries) else ", ".join(single)
         lines.append(f"One seed, so no spread: {named}.")
     if record["settings"]["rates"] != "tuned":

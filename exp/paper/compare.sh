@@ -11,6 +11,7 @@
 #                for each arm the largest that fits)
 #   AT_ONCE      runs at once, each on NGPU GPUs of its own (default 1)
 #   SAVE_EVERY   tokens between checkpoints (default 500M; 0: never)
+#   UNFINISHED   what happens to unfinished runs: resume (default), or record them up to where they stopped, run nothing
 # Ctrl-C stops; the same command goes on. Writes OUT/record.json, pictures and OUT/RESULTS.md.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
@@ -27,6 +28,6 @@ if is_dry_run; then
     PYTHON=${PYTHON:-python3}
 else
     find_python
-    STEPS=1 default_data
+    [ "${UNFINISHED:-}" = record ] || STEPS=1 default_data
 fi
 exec "$PYTHON" "$ROOT/benchmarks/paper_run.py" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,17 @@ def write_run(folder: Path, arm: str, seed: int, settings: Settings, final: floa
     write_durably(folder / "done.json", json.dumps(facts))
 
 
+def stop_run(folder: Path, at: int) -> None:
+    """Make of a finished run one that stopped at the logged step `at`."""
+    done = folder / "done.json"
+    flags = next(word for word in shlex.split(json.loads(done.read_text())["launch"]) if word.startswith("FLAGS="))
+    (folder / "command.txt").write_text(shlex.join(["-m", "driver", *flags.removeprefix("FLAGS=").split()]))
+    done.unlink()
+    history = History.of_run(folder)
+    history.rows = {i: row for i, row in history.rows.items() if i <= at}
+    history.save()
+
+
 def write_runs(out: Path, *, model: str = "toy", seeds: int = 2) -> dict[str, Any]:
     """Runs of dense, dMoE and capacity 1 in `out`, and their record, which is returned."""
     variables = {"BUDGET": "10k", "ARMS": ",".join(FINAL), "SEEDS": str(seeds), "BATCH": "8", "MICRO_BATCH": "8"}
@@ -56,4 +68,5 @@ def write_runs(out: Path, *, model: str = "toy", seeds: int = 2) -> dict[str, An
             write_run(out / "runs" / arm / str(seed), arm, seed, settings, final + 0.02 * n)
     record = paper_results.record_of(out, settings, {}, {})
     write_durably(out / "record.json", paper_results.dump(record))
+    write_durably(out / "settings.json", json.dumps(settings.to_dict()))
     return record

@@ -137,6 +137,25 @@ def test_an_unfinished_run_is_refused(tmp_path: Path) -> None:
         paper_results.record_of(tmp_path, settings, {}, {})
 
 
+@pytest.mark.parametrize(("arm", "marks"), [("dmoe", {}), ("dmoe", {"stopped_at": 10}), ("dense", {"stopped_at": 15})])
+def test_a_run_that_stopped_is_refused_without_its_mark_and_if_it_is_dense(
+    tmp_path: Path, arm: str, marks: dict[str, int]
+) -> None:
+    record = write_runs(tmp_path)
+    run = next(run for run in record["runs"] if run["arm"] == arm)
+    run |= marks
+    for part in (run["validation"], run["curve"]):
+        for name, values in part.items():
+            part[name] = values[:-1]
+    _refused(tmp_path, record, f"{arm}, seed 1234, ends at step 15 of 20 with stopped_at={marks.get('stopped_at')};")
+
+
+def test_a_finished_run_with_the_mark_of_a_stop_is_refused(tmp_path: Path) -> None:
+    record = write_runs(tmp_path)
+    record["runs"][-1]["stopped_at"] = 20
+    _refused(tmp_path, record, "capacity-1, seed 1235, ends at step 20 of 20 with stopped_at=20;")
+
+
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     paths = paper_plots.draw(write_runs(tmp_path), tmp_path)
     assert {path.stem for path in paths} == set(paper_plots.PICTURES) - {"equal_loss"}  # needs a larger dense one

@@ -350,6 +350,76 @@ def test_a_failed_launch_says_its_last_line(tmp_path: Path) -> None:
         _comparison(tmp_path)._call(Launch(["bash", "-c", "echo noise; echo the reason; exit 3"], {}))
 
 
+def _stopped(out: Path) -> Comparison:
+    """A comparison on another machine, which has no such GPUs, code and data set; one run of dMoE stopped."""
+    record = paper_runs.write_runs(out)
+    paper_runs.stop_run(out / "runs/dmoe/1235", 15)
+    return Comparison(out, Settings.from_dict(record["settings"]), out, 0)
+
+
+def test_an_unfinished_run_is_recorded_on_request_and_resumes_without(tmp_path: Path, launches: list[str]) -> None:
+    _stopped(tmp_path)
+    record_of, files = (tmp_path / "record.json"), ("record.json", "lock", "RESULTS.md")
+    whole = json.loads(record_of.read_text())
+    record_of.unlink()
+    variables = {"MEGABLOCKS_COMMIT": "another", "AT_ONCE": "3", "CUDA_VISIBLE_DEVICES": "0"}
+    environment = _environment(SEEDS="2", UNFINISHED="record", **variables)
+    had_data = (ROOT / "data/stdlib").exists()
+    for dry, written in (("1", [False] * 3), ("0", [True] * 3)):
+        done = subprocess.run(
+            [*COMPARE, str(tmp_path), "toy"], env=environment | {"DRY_RUN": dry}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        assert "dmoe, seed 1235: stopped at step 15 of 20; its last evaluation, at step 15: 4.0200\n" in done.stdout
+        assert "dmoe, seed 1234: finished\n" in done.stdout
+        assert [(tmp_path / name).exists() for name in files] == written
+    assert (ROOT / "data/stdlib").exists() == had_data
+    record = json.loads(record_of.read_text())
+    (run,), (before,) = ([run for run in one["runs"] if (run["arm"], run["seed"]) == ("dmoe", 1235)]
+                         for one in (record, whole))  # fmt: skip
+    assert [one for one in record["runs"] if one is not run] == [one for one in whole["runs"] if one is not before]
+    assert run["stopped_at"] == run["curve"]["iteration"][-1] == 15 and "wall_s" not in run
+    same = ("launch", "steps", "batch", "micro_batch", "learning_rate", "step_ms", "environment", "pairs_a_token")
+    assert [run[name] for name in same] == [before[name] for name in same]
+    assert run["validation"]["loss"] == before["validation"]["loss"][:-1]
+    Comparison(tmp_path, Settings.from_dict(record["settings"]), tmp_path, 10**6).train(10e3)
+    assert launches == ["dmoe 1235"]
+
+
+def test_a_run_without_done_json_that_did_all_steps_is_whole(tmp_path: Path) -> None:
+    comparison = _stopped(tmp_path)
+    paper_runs.stop_run(tmp_path / "runs/dmoe/1234", 20)
+    runs = {(run["arm"], run["seed"]): run for run in comparison.record_as_it_is()["runs"]}
+    assert "stopped_at" not in runs["dmoe", 1234] and "stopped_at" in runs["dmoe", 1235]
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "said"),
+    [
+        ("dmoe/1234", lambda folder: paper_runs.stop_run(folder, 1), "stopped before it had a loss and a step time"),
+        ("dmoe/1235", shutil.rmtree, "holds no run; leave it out by ARMS or SEEDS"),
+        ("dmoe/1235", lambda folder: _replace(folder / "command.txt", "--lr 0.0006", "--lr 0.0003"),
+         "is a run of other settings"),
+        ("dmoe/1235", lambda folder: _replace(folder / "env.txt", "torch: 2.13.0", "torch: 2.12.0"), "has torch=2.12"),
+        ("dense/1235", lambda folder: paper_runs.stop_run(folder, 15), "dense must be whole"),
+    ],
+)  # fmt: skip
+def test_an_unfinished_run_of_no_use_is_refused_in_one_line(
+    tmp_path: Path, run: str, change: Callable[[Path], None], said: str
+) -> None:
+    comparison = _stopped(tmp_path)
+    change(tmp_path / "runs" / run)
+    with pytest.raises(ConfigError) as refused:
+        comparison.record_as_it_is()
+    line = str(refused.value)
+    assert said in line and (run in line or run.replace("/", ", seed ") in line) and "\n" not in line
+
+
+def _replace(path: Path, before: str, after: str) -> None:
+    assert before in path.read_text()
+    path.write_text(path.read_text().replace(before, after))
+
+
 COMPARE = ["bash", str(ROOT / "exp/paper/compare.sh")]
 
 
@@ -360,6 +430,8 @@ def _environment(**variables: str) -> dict[str, str]:
 
 def test_bad_settings_are_one_line(tmp_path: Path) -> None:
     cases = (
+        ({"UNFINISHED": "yes"}, "paper: UNFINISHED=yes: must be resume or record"),
+        ({"UNFINISHED": "record"}, f"paper: OUT={tmp_path}/out: holds no comparison"),
         ({"SEEDS": "x"}, "paper: SEEDS=x: must be a whole number"),
         ({"BUDGET": "soon"}, "paper: BUDGET=soon: must be tokens or minutes"),
         ({"DATA_PREFIX": str(tmp_path)}, f"paper: DATA_PREFIX={tmp_path}: holds no manifest.json"),

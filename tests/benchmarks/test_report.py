@@ -201,6 +201,52 @@ def test_dmoe_is_compared_with_a_dense_model_of_the_same_loss(tmp_path: Path, dm
     assert tmp_path / "equal_loss.png" in paper_plots.draw(record, tmp_path)
 
 
+def _stop(record: dict, arm: str, *seeds: int) -> None:
+    for run in record["runs"]:
+        if run["arm"] == arm and run["seed"] in seeds:
+            run["stopped_at"] = 15
+            for part in (run["validation"], run["curve"]):
+                part.update({name: values[:-1] for name, values in part.items()})
+
+
+def test_an_arm_that_stopped_has_figures_but_no_final_loss(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, model="small")
+    whole = _text(tmp_path)
+    _stop(record, "dmoe", 1234, 1235)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = _text(tmp_path)
+    stops = [f"seed {seed} stopped at step 15 of 20; its last evaluation, at step 15: {loss}"
+             for seed, loss in ((1234, "4.0000"), (1235, "4.0200"))]  # fmt: skip
+    assert f"| dMoE (stopped) | {'; '.join(stops)} | – | – | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
+    assert f"Not every run is finished: dMoE, {'; '.join(stops)}. Such a run has no final loss" in text
+    assert "Not every run" not in whole and "stopped" not in whole
+    # Its time to the dense loss, its step time and load are those of the whole runs.
+    [time, step] = [line for line in whole.splitlines() if line.startswith("| dMoE |")][1:]
+    assert f"| dMoE (stopped) | {time.split(' | ')[1]} | {time.split(' | ')[2]} | – | 1,000 |" in text
+    assert step.replace("dMoE", "dMoE (stopped)", 1) in text
+    assert "The paper's order of losses, ours, capacity 1 below dense, holds in 2 of 2 seeds." in text
+    assert "Pareto" not in text and "dMoE (stopped): loss below dense" not in text and "final loss, minutes" in text
+    assert not [line for line in text.splitlines() if line.startswith("| dMoE") and "final loss" in line]
+    assert "nan" not in text
+    assert "pareto" not in {path.stem for path in paper_plots.draw(record, tmp_path)}
+
+
+def test_of_an_arm_with_a_stopped_seed_the_others_are_compared(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, model="small")
+    _stop(record, "dmoe", 1235)
+    _stop(record, "capacity-1", 1234)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    text = _text(tmp_path)
+    assert "| dMoE (1 of 2 stopped) | 3.5000; seed 1235 stopped at step 15 of 20; " in text
+    assert "at step 15: 4.0200 | +0.5000 | – | +0.26 | 2 |" in text
+    assert "at step 15: 4.3000 | +0.2000 | – | +0.15 | 2 |" in text, "no seed of it and dMoE is finished"
+    assert "| ours, capacity 1 (1 of 2 stopped) | not reached | 1 of 2 seeds miss it | " in text
+    assert "- dMoE" not in text and "- ours, capacity 1 (1 of 2 stopped) is 0.2000 below dense" in text
+    assert "Every other arm with a final loss takes at least" in text and "nan" not in text
+    assert "One seed, so no spread: dMoE (1 of 2 stopped), ours, capacity 1 (1 of 2 stopped)." in text
+    assert tmp_path / "drops_and_load.png" in paper_plots.draw(record, tmp_path)
+
+
 def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = write_runs(tmp_path)
     record["runs"][0]["environment"]["gpu"] = "NVIDIA H200"
