@@ -103,7 +103,9 @@ class Exchange:
                 f"{self.rank}: see its log. {_STAYS}"
             )
 
-    def _common(self, part: str, block: int, warps: int) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
+    def _common(
+        self, part: str, block: int, warps: int, registers: int | None = None
+    ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
         """The turns of a grid, and the kernels' last arguments."""
         size = self.layout
         lag, choices = min(kernels.LAG, size.chunks), next_power_of_2(size.top_k)
@@ -112,8 +114,9 @@ class Exchange:
             size.hidden, size.top_k, size.half_bytes, size.ids_at, size.values_at, size.flags_at,
         )  # fmt: skip
         options = {
-            "WORLD": size.ranks, "CHUNK": kernels.CHUNK, "CHOICES": choices, "UNROLL": min(choices, 4),
+            "WORLD": size.ranks, "CHUNK": kernels.CHUNK, "CHOICES": choices, "UNROLL": min(choices, kernels.UNROLL),
             "BLOCK": min(next_power_of_2(size.hidden), block), "DELAY": self.delay_ns, "num_warps": warps,
+            "maxnreg": registers,
             "LIMIT": 0 if interpreted() else math.ceil(self.limit_s * 1e9),  # without a GPU there is no clock to read
         }  # fmt: skip
         return size.chunks + lag, numbers, options
@@ -160,9 +163,10 @@ class Exchange:
         Returns:
             y (T, H); values (T, K), each from its expert's rank.
         """
-        # Sums hold more in registers. Smaller blocks of more warps let a multiprocessor run more programs at once.
-        block, warps = (512, 4) if dispatch is None else (256, 8)
-        size, (turns, numbers, options) = self.layout, self._common(part, block, warps)
+        size, block, warps, registers = self.layout, 512, 4, None
+        if dispatch is not None:  # sums wait for memory: few registers let many programs run at once
+            block, warps, registers = (128, 4, 64) if size.hidden <= 1024 else (256, 8, 64)
+        turns, numbers, options = self._common(part, block, warps, registers)
         indices = (None,) * 3 if dispatch is None else (dispatch.token_offsets, dispatch.scatter, dispatch.pair)
         y = partial.new_empty(ids.shape[0], size.hidden)
         y_values = None if values is None else values.new_empty(ids.shape)

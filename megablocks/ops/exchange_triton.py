@@ -26,7 +26,7 @@ A wait ends after LIMIT ns. Then the peer's rank is written to `state` here and 
 at once, and all rows that go home and all totals are NaN, on other ranks too, so that no optimizer step uses them.
 """
 
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ CHUNK = 8
 """Tokens of a flag."""
 LAG = 512
 """Chunks between a push and its reading: about as many programs as a GPU runs at once, so that few of them wait."""
+UNROLL = 8
+"""Most pairs of a slot that are read at once. A program reads their indices once, and those of more for each block."""
 
 
 @triton.jit
@@ -85,23 +87,59 @@ def _copy(to_ptr, from_ptr, to_row, from_row, from_stride, mask, H, BLOCK: tl.co
 
 
 @triton.jit
-def _share(rows_ptr, sums, slot, mask, h, H, SUMS: tl.constexpr, UNROLL: tl.constexpr):
-    """What this rank's experts give to slots of `mask`, columns h: partial's rows, or with SUMS as `combine` has it."""
-    weight_ptr, token_offsets_ptr, scatter_ptr, pair_ptr = sums
+def _pairs(sums, first, last, UNROLL: tl.constexpr):
+    """Of UNROLL pairs of slots from `first` on: rows, -1 from `last` on, and weights, () for ones."""
+    weight_ptr, _, scatter_ptr, pair_ptr = sums
+    rows = ()
+    weights = ()
+    for u in tl.static_range(UNROLL):
+        rows = rows + (tl.load(scatter_ptr + first + u, mask=first + u < last, other=-1),)
+    if weight_ptr is not None:
+        for u in tl.static_range(UNROLL):
+            pair = tl.load(pair_ptr + rows[u], mask=rows[u] >= 0, other=0)
+            weights = weights + (tl.load(weight_ptr + pair, mask=rows[u] >= 0, other=0),)
+    return rows, weights
+
+
+@triton.jit
+def _spans(sums, slot, mask, SUMS: tl.constexpr, UNROLL: tl.constexpr):
+    """Of slots of `mask`, with SUMS: where their pairs begin and end, and the first UNROLL. All columns share them."""
     if SUMS:
-        first = tl.load(token_offsets_ptr + slot, mask=mask, other=0)
-        last = tl.load(token_offsets_ptr + slot + 1, mask=mask, other=0)
-        acc = tl.zeros((slot.shape[0], h.shape[0]), tl.float32)
-        for start in range(0, tl.max(last - first, 0), UNROLL):
-            for u in tl.static_range(UNROLL):
-                live = first + start + u < last
-                row = tl.load(scatter_ptr + first + start + u, mask=live, other=0)
-                at = row.to(tl.int64)[:, None] * H + h[None, :]
-                value = tl.load(rows_ptr + at, mask=live[:, None] & (h < H)[None, :], other=0).to(tl.float32)
-                if weight_ptr is not None:
-                    pair = tl.load(pair_ptr + row, mask=live, other=0)
-                    value *= tl.load(weight_ptr + pair, mask=live, other=0)[:, None]
-                acc += value
+        first = tl.load(sums[1] + slot, mask=mask, other=0)
+        last = tl.load(sums[1] + slot + 1, mask=mask, other=0)
+        spans = (first, last, _pairs(sums, first, last, UNROLL))
+    else:
+        spans = ()
+    return spans
+
+
+@triton.jit
+def _add(acc, rows_ptr, pairs, h, H, UNROLL: tl.constexpr):
+    """acc plus columns h of the pairs. All loads stand before the first sum, so that ptxas keeps them in flight."""
+    rows, weights = pairs
+    values = ()
+    for u in tl.static_range(UNROLL):
+        at = rows[u].to(tl.int64)[:, None] * H + h[None, :]
+        values = values + (tl.load(rows_ptr + at, mask=(rows[u] >= 0)[:, None] & (h < H)[None, :], other=0),)
+    for u in tl.static_range(UNROLL):
+        if len(weights) > 0:
+            acc += values[u].to(tl.float32) * weights[u][:, None]
+        else:
+            acc += values[u].to(tl.float32)
+    return acc
+
+
+@triton.jit
+def _share(
+    rows_ptr, sums, spans, slot, mask, h, H, SUMS: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr
+):  # fmt: skip
+    """What this rank's experts give to slots of `mask`, columns h: partial's rows, or with SUMS as `combine` has it."""
+    if SUMS:
+        first, last, pairs = spans
+        acc = _add(tl.zeros((slot.shape[0], h.shape[0]), tl.float32), rows_ptr, pairs, h, H, UNROLL)
+        if CHOICES > UNROLL:
+            for start in range(UNROLL, tl.max(last - first, 0), UNROLL):
+                acc = _add(acc, rows_ptr, _pairs(sums, first + start, last, UNROLL), h, H, UNROLL)
         share = acc.to(rows_ptr.dtype.element_ty)
     else:
         share = tl.load(rows_ptr + slot[:, None] * H + h[None, :], mask=mask[:, None] & (h < H)[None, :], other=0)
@@ -133,9 +171,10 @@ def _push(
     wanted = tl.max(mine.to(tl.int32), 1) > 0
     if HOME:
         broken = tl.load(state_ptr, volatile=True) != 0
+        spans = _spans(sums, row, wanted, SUMS, UNROLL)
         for start in range(0, H, BLOCK):
             h = start + tl.arange(0, BLOCK)
-            share = _share(x_ptr, sums, row, wanted, h, H, SUMS, UNROLL)
+            share = _share(x_ptr, sums, spans, row, wanted, h, H, SUMS, CHOICES, UNROLL)
             share = tl.where(broken, float("nan"), share)
             tl.store(rows_ptr + slot[:, None] * H + h[None, :], share, mask=wanted[:, None] & (h < H)[None, :])
     else:
@@ -219,6 +258,7 @@ def _total(
     flags = (tl.load(peers_ptr + rank) + flags_at).to(tl.pointer_type(tl.int32))
     senders = tl.zeros((CHUNK,), tl.int32)  # bit r: rank r has an expert of the token
     came = tl.load(state_ptr, volatile=True) == 0
+    spans = _spans(sums, own, here, SUMS, UNROLL)
     for source in tl.static_range(WORLD):
         senders += tl.max((owner == source).to(tl.int32), 1) << source
         if source != rank:
@@ -232,7 +272,7 @@ def _total(
         tl.store(y_values_ptr + t[:, None] * K + k, values, mask=inside)
     for start in range(0, H, BLOCK):
         h = start + tl.arange(0, BLOCK)
-        share = _share(partial_ptr, sums, own, here, h, H, SUMS, UNROLL)
+        share = _share(partial_ptr, sums, spans, own, here, h, H, SUMS, CHOICES, UNROLL)
         acc = tl.zeros((CHUNK, BLOCK), tl.float32)
         for source in tl.static_range(WORLD):
             sends = (((senders >> source) & 1) > 0)[:, None] & (h < H)[None, :]
