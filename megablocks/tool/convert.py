@@ -125,7 +125,7 @@ class Opened:
         self.layout = layout_of(self.model, rules)
         check_names(source, self.layout, str(folder), lambda name: _DERIVED.search(name) is not None)
         self.units = Units(self.model, source, self.layout)
-        if self.format == "megatron":  # else transformers would round to the dtype of --like
+        if self.format == "megatron" or like is not None:  # transformers would round to the dtype of --like
             self.config.pop("torch_dtype", None)
             self.config["dtype"] = str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch.")
 

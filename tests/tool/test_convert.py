@@ -494,6 +494,17 @@ def test_a_like_that_computes_otherwise_is_refused(
         convert(source, tmp_path / "ours", "ours", tmp_path / "like")
 
 
+def test_a_like_of_another_dtype_leaves_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
+    (tmp_path / "like").mkdir()
+    (tmp_path / "like/config.json").write_text(json.dumps({**CONFIG, "torch_dtype": "float16"}))
+    dtype = str(_tensors()["model.embed_tokens.weight"].dtype).removeprefix("torch.")
+    convert(source, tmp_path / "ours", "ours", tmp_path / "like")
+    convert(tmp_path / "ours", tmp_path / "again", "hf", tmp_path / "like")
+    for folder in (tmp_path / "ours", tmp_path / "again"):  # transformers rounds the weights to what is here
+        written = json.loads((folder / "config.json").read_text())
+        assert written.get("dtype") == dtype and "torch_dtype" not in written
+
+
 def test_scaled_positions_of_like_may_be_written_otherwise() -> None:
     config = {**CONFIGS["gpt_oss"], "model_type": "gpt_oss"}
     other = {**config, "rope_parameters": None, "rope_scaling": {**YARN, "truncate": False, "mscale": 1.0}}
