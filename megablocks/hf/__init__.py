@@ -68,7 +68,8 @@ def replace_moe(model: Any) -> Replaced:
     """Let our products compute every experts module of `model` that transformers decorates, and say which those are.
 
     `model.set_experts_implementation` does the same for a model of transformers. This also takes any other
-    `torch.nn.Module` that holds such experts: remote code, wrappers, a part of a model.
+    `torch.nn.Module` that holds such experts: remote code, wrappers, a part of a model. transformers keeps the choice
+    in the config of the experts, so modules with the same config object change together, as all layers of a model.
 
     Args:
         model: any `torch.nn.Module`.

@@ -78,3 +78,14 @@ def test_experts_that_share_a_config_with_refused_ones_are_left_too() -> None:
     assert done.left[first[0]] == f"its config is also that of {first[1]}, which cannot be replaced"
     assert "float8_e4m3fn" in done.left[first[1]]
     assert model.first.config._experts_implementation == before
+
+
+def test_modules_of_one_config_change_together() -> None:
+    model = _model("Mixtral")
+    twin = type(model)(model.config)
+    before = model.config._experts_implementation
+    done = megablocks.hf.replace_moe(model.model.layers[0])
+    experts = [layer.mlp.experts for part in (model, twin) for layer in part.model.layers]
+    assert {module.config._experts_implementation for module in experts} == {megablocks.hf.NAME}
+    done.undo()
+    assert {module.config._experts_implementation for module in experts} == {before}
