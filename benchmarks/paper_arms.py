@@ -6,12 +6,13 @@ number of steps and schedule of the learning rate, so they see the same tokens i
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
 
@@ -275,6 +276,11 @@ class Settings:
         )
 
     @classmethod
+    def read(cls, path: Path) -> Settings:
+        """Those in `path`, a settings.json. Raises ConfigError if there are none."""
+        return cls.from_dict(read_written(path, *(field.name for field in fields(cls))))
+
+    @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> Settings:
         known = {name: values[name] for name in (field.name for field in fields(cls))}
         for name in ("micro_batch", "seeds"):  # numbers in older folders and records
@@ -306,6 +312,16 @@ class Settings:
     def seeds_of(self, arm: str) -> range:
         numbers = _by_arm("SEEDS", self.seeds, 1)
         return range(FIRST_SEED, FIRST_SEED + min(numbers.get(arm, numbers[""]), ARMS[arm].seeds))
+
+
+def read_written(path: Path, *names: str) -> dict[str, Any]:
+    """The JSON object with `names` that a comparison wrote to `path`. Raises ConfigError if it is not there."""
+    try:
+        values = json.loads(path.read_text())
+        return {**values, **{name: values[name] for name in names}}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        why = f"({type(error).__name__}: {error}); restore the file, or choose another folder"
+        raise ConfigError(f"{path}: is not as a comparison wrote it {why}") from None
 
 
 class Schedule(NamedTuple):

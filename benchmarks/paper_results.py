@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from paper_arms import ARMS, BASE, LARGER, MODELS, Schedule, Settings
+from paper_arms import ARMS, BASE, LARGER, MODELS, Schedule, Settings, read_written
 
 from megablocks.config import ConfigError
 from megablocks.monitor.history import History
@@ -157,7 +157,7 @@ def run_of(folder: Path, settings: Settings, stopped: dict[str, Any] | None = No
     """
     if stopped is None and not (folder / "done.json").is_file():
         raise ConfigError(f"{folder}: is no finished run; start the comparison again with the same command")
-    facts = stopped or json.loads((folder / "done.json").read_text())
+    facts = stopped or read_written(folder / "done.json", "arm", "seed", "steps", "batch", "launch")
     history = History.of_run(folder)
     log = (folder / "train.log").read_text(errors="replace")
     first = first_intervals(log)
@@ -252,8 +252,9 @@ def check(record: dict[str, Any], path: Path) -> None:
     there = {(run["arm"], run["seed"]): run for run in record["runs"]}
     for arm in settings.arms:
         for seed in settings.seeds_of(arm):
-            if arm not in record["not_run"] and (arm, seed) not in there:
-                raise ConfigError(f"{path}: {arm}, seed {seed}, is missing; {again}")
+            why = record["not_run"].get(arm)
+            if (arm == BASE or why is None) and (arm, seed) not in there:
+                raise ConfigError(f"{path}: {arm}, seed {seed}, is missing{f' ({why})' if why else ''}; {again}")
     first = record["runs"][0]
     for run in record["runs"]:
         values = [("steps", run["steps"], first["steps"]), ("batch", run["batch"], first["batch"])]
@@ -267,8 +268,10 @@ def check(record: dict[str, Any], path: Path) -> None:
         at, last, mark = run["curve"]["iteration"][-1], last_step(run), run.get("stopped_at")
         if mark != (None if run["validation"]["iteration"][-1] >= last else at) or (mark and run["arm"] == BASE):
             ends = f"ends at step {at} of {last} with stopped_at={mark}"
-            why = f"{BASE} must be whole, another arm that stopped must say so"
-            raise ConfigError(f"{path}: {run['arm']}, seed {run['seed']}, {ends}; {why}; {again}")
+            why = f"a run that stopped must have its last step there; {again}"
+            if run["arm"] == BASE:
+                why = f"{BASE} must be whole, for all arms are compared with it; finish it, or use fewer SEEDS"
+            raise ConfigError(f"{path}: {run['arm']}, seed {run['seed']}, {ends}; {why}")
 
 
 def last_step(run: dict[str, Any]) -> int:

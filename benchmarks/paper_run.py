@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
-import itertools
 import json
 import os
 import re
@@ -38,6 +37,7 @@ import paper_results
 import report
 from paper_arms import (
     ARMS,
+    BASE,
     MODELS,
     ROOT,
     TRIED_RATES,
@@ -48,6 +48,7 @@ from paper_arms import (
     amount,
     launch_of,
     rates_of,
+    read_written,
     time_unit,
     whole,
 )
@@ -118,7 +119,7 @@ class Comparison:
         if there - {"lock"} and not path.is_file():  # a comparison that was killed at its start left no more than these
             raise ConfigError(f"OUT={self.out}: is not empty and holds no comparison; choose another folder")
         if path.is_file():
-            self.settings.refuse_change(Settings.from_dict(json.loads(path.read_text())), self.out)
+            self.settings.refuse_change(Settings.read(path), self.out)
         if self.out.exists() and not self.out.is_dir():
             raise ConfigError(f"OUT={self.out}: is a file; choose another folder")
         self.out.mkdir(parents=True, exist_ok=True)
@@ -150,7 +151,7 @@ class Comparison:
         """What the search wrote: micro_batch_size (None: none fits) and trials. With MICRO_BATCH there may be none."""
         path = self.out / "micro_batch" / arm / "micro_batch.json"
         given: dict[str, Any] = {"micro_batch_size": self.settings.micro_batch_of(arm), "trials": []}
-        return json.loads(path.read_text()) if path.is_file() else given
+        return read_written(path, *given) if path.is_file() else given
 
     def find_micro_batches(self, schedule: Schedule, rates: bool) -> None:
         """The micro-batch of every arm, once. rates: also where MICRO_BATCH gives it, because tokens/s are wanted."""
@@ -174,6 +175,9 @@ class Comparison:
                 self._leave_out(arm, "no micro-batch fits into memory")
 
         self.places.each(lambda: waiting.pop(0) if waiting else None, find, ended)
+        if why := self.not_run.get(BASE):
+            change = "use another folder and a smaller model or MICRO_BATCH, or GPUs with more memory"
+            raise ConfigError(f"{BASE}: not run: {why}, and all arms are compared with it; {change}")
 
     def _leave_out(self, arm: str, why: str) -> None:
         self.not_run[arm] = why
@@ -192,18 +196,24 @@ class Comparison:
         rates = [trial["tokens_per_second"] for trial in self.found(arm)["trials"] if trial["tokens_per_second"]]
         return max(rates, default=self.model.rate * self.settings.ngpu)
 
-    def tokens(self, spent_s: float) -> float:
+    def tokens(self, spent_s: float | None) -> float:
         """Tokens of a run. A budget in minutes is shared once, by the arms' rates, and written down.
 
+        Args:
+            spent_s: seconds of the budget that the searches took; None: it must have been shared before.
+
         Raises:
-            ConfigError: the minutes do not suffice.
+            ConfigError: the minutes do not suffice, or tokens.json is missing or damaged.
         """
         value, is_time = amount("BUDGET", self.settings.budget)
         path = self.out / "tokens.json"
         if not is_time:
             return value
         if path.is_file():
-            return json.loads(path.read_text())["tokens"]
+            return read_written(path, "tokens")["tokens"]
+        if spent_s is None:
+            why = f"it holds the tokens of a run of BUDGET={self.settings.budget}"
+            raise ConfigError(f"{path}: is missing, and {why}; copy it from where the comparison ran")
         tries = len(TRIED_RATES) if self.settings.rates == "tuned" else 0
         runs = {arm: len(self.settings.seeds_of(arm)) for arm in self.arms}
         starts = (sum(runs.values()) + tries * len(runs)) * START_S
@@ -239,7 +249,7 @@ class Comparison:
         launch = launch_of(self.settings, arm, schedule, folder, seed=seed, rate=rate, micro_batch=size)
         done = folder / "done.json"
         if done.is_file():
-            if json.loads(done.read_text())["launch"] != launch.portable(folder):
+            if read_written(done, "launch")["launch"] != launch.portable(folder):
                 raise Failed(f"{folder}: holds a run of another command; remove it or choose another OUT")
         else:
             if folder.is_dir() and not any(folder.glob("checkpoints/iter_*")):
@@ -276,18 +286,20 @@ class Comparison:
 
     def _stopped(self, job: Job) -> dict[str, Any]:
         """What done.json would say of a run, as far as the folder tells it, and where it stopped."""
-        folder, command = self.folder(job), self.folder(job) / "command.txt"
-        if not command.is_file() or not all(self._is_done(trial) for trial in self._trials(job.arm)):
+        folder = self.folder(job)
+        files = [folder / name for name in ("command.txt", "train.log", "env.txt")]
+        trials = [self.folder(trial) / "done.json" for trial in self._trials(job.arm)]
+        if not all(path.is_file() for path in (*files, *trials)):
             raise ConfigError(f"{folder}: holds no run; leave it out by ARMS or SEEDS")
-        value, is_time = amount("BUDGET", self.settings.budget)
-        tokens = json.loads((self.out / "tokens.json").read_text())["tokens"] if is_time else value
-        words, size, rate = shlex.split(command.read_text()), self.found(job.arm)["micro_batch_size"], self._rate(job)
+        command, log = (path.read_text(errors="replace") for path in files[:2])
+        words = " ".join(shlex.split(command))
+        size, rate = self.found(job.arm)["micro_batch_size"], self._rate(job)
         # How long an evaluation is depends on the data set, which need not be here.
-        iters = [int(count) for flag, count in itertools.pairwise(words) if flag == "--eval-iters"] or [0]
-        schedule = self._schedule(job, tokens)._replace(eval_iters=iters[-1])
+        iters = re.findall(r"--eval-iters (\d+)", words) or [0]
+        schedule = self._schedule(job, self.tokens(None))._replace(eval_iters=int(iters[-1]))
         launch = launch_of(self.settings, job.arm, schedule, folder, seed=job.seed, rate=rate, micro_batch=size)
-        flags, log = launch.variables["FLAGS"].split(), (folder / "train.log").read_text(errors="replace")
-        if words[-len(flags) :] != flags or ARMS[job.arm].log not in log:
+        flags = " ".join(launch.variables["FLAGS"].split())
+        if not words.endswith(flags) or ARMS[job.arm].log not in log:
             raise ConfigError(f"{folder}: is a run of other settings; use those, or leave it out by ARMS or SEEDS")
         facts, history = self._facts(job, launch, schedule, size, rate), History.of_run(folder)
         if "validation_loss" not in history.rows.get(schedule.last_step(job.arm), {}):
@@ -452,6 +464,21 @@ def _report(record: dict[str, Any], out: Path) -> int:
     return report.main([str(out)])
 
 
+def _record(out: Path, model: str) -> int:
+    """UNFINISHED=record. GPUs, data set and code decide nothing that is left to do, so they may be others."""
+    path = out / "settings.json"
+    if not path.is_file():
+        raise ConfigError(f"OUT={out}: holds no comparison; UNFINISHED=record reports one that has begun")
+    before = Settings.read(path)
+    settings = Settings.from_environment(model, os.environ, data=before.data, commit=before.commit)
+    settings.refuse_change(before, out)
+    comparison = Comparison(out, settings, Path(), 0, Places(1, settings.ngpu, {}))
+    if not is_dry_run():
+        comparison.open()
+    record = comparison.record_as_it_is()
+    return 0 if is_dry_run() else _report(record, out)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 0: all arms are recorded. 1: an arm failed. 2: a bad setting. 130: stopped by a signal."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -463,24 +490,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if unfinished not in ("resume", "record"):
             raise ConfigError(f"UNFINISHED={unfinished}: must be resume or record")
-        data, code = Path(os.environ.get("DATA_PREFIX") or ROOT / "data/stdlib").resolve(), commit()
-        if unfinished == "record":  # data and code decide no more
-            if not (out / "settings.json").is_file():
-                raise ConfigError(f"OUT={out}: holds no comparison; UNFINISHED=record reports one that has begun")
-            there, valid_tokens = json.loads((out / "settings.json").read_text()), 0
-            fingerprint, code = there["data"], there["commit"]
-        else:
-            fingerprint, valid_tokens = _data(data)
-        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=code)
-        gpus = {} if unfinished == "record" else os.environ
-        places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, gpus)
+        if unfinished == "record":
+            return _record(out, model)
+        data = Path(os.environ.get("DATA_PREFIX") or ROOT / "data/stdlib").resolve()
+        fingerprint, valid_tokens = _data(data)
+        settings = Settings.from_environment(model, os.environ, data=fingerprint, commit=commit())
+        places = Places(whole("AT_ONCE", os.environ.get("AT_ONCE") or "1"), settings.ngpu, os.environ)
         comparison = Comparison(out, settings, data, valid_tokens, places)
         if is_dry_run():
-            (comparison.record_as_it_is if unfinished == "record" else comparison.dry_run)()
+            comparison.dry_run()
             return 0
         comparison.open()
-        if unfinished == "record":
-            return _report(comparison.record_as_it_is(), out)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, places.stop)
         for arm, why in comparison.not_run.items():

@@ -156,6 +156,13 @@ def test_a_finished_run_with_the_mark_of_a_stop_is_refused(tmp_path: Path) -> No
     _refused(tmp_path, record, "capacity-1, seed 1235, ends at step 20 of 20 with stopped_at=20;")
 
 
+def test_a_record_without_dense_is_refused(tmp_path: Path) -> None:
+    record = write_runs(tmp_path)
+    record["runs"] = [run for run in record["runs"] if run["arm"] != "dense"]
+    record["not_run"] = {"dense": "no micro-batch fits into memory"}
+    _refused(tmp_path, record, "dense, seed 1234, is missing (no micro-batch fits into memory); ")
+
+
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     paths = paper_plots.draw(write_runs(tmp_path), tmp_path)
     assert {path.stem for path in paths} == set(paper_plots.PICTURES) - {"equal_loss"}  # needs a larger dense one

@@ -415,6 +415,66 @@ def test_an_unfinished_run_of_no_use_is_refused_in_one_line(
     assert said in line and (run in line or run.replace("/", ", seed ") in line) and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("settings.json", "{", "settings.json: is not as a comparison wrote it (JSONDecodeError"),
+        ("settings.json", "[]", "settings.json: is not as a comparison wrote it (TypeError"),
+        ("settings.json", "{}", "settings.json: is not as a comparison wrote it (KeyError: 'model'); restore the file"),
+        ("runs/dmoe/1234/done.json", "{}", "1234/done.json: is not as a comparison wrote it (KeyError: 'arm')"),
+        ("tokens.json", None, "tokens.json: is missing, and it holds the tokens of a run of BUDGET=10min; copy it"),
+        ("tokens.json", "{}", "tokens.json: is not as a comparison wrote it (KeyError: 'tokens')"),
+        ("runs/dmoe/1235/train.log", None, "runs/dmoe/1235: holds no run"),
+        ("runs/dmoe/1235/env.txt", None, "runs/dmoe/1235: holds no run"),
+        ("settings.json", '"batch": 16', "BATCH=8: "),
+    ],
+)
+def test_a_file_that_is_missing_or_damaged_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    name: str, text: str | None, said: str,
+) -> None:  # fmt: skip
+    _stopped(tmp_path)
+    budget = "10min" if name == "tokens.json" else "10k"
+    _replace(tmp_path / "settings.json", '"budget": "10k"', f'"budget": "{budget}"')
+    path = tmp_path / name
+    if text is None:
+        path.unlink(missing_ok=True)
+    elif text.startswith('"batch"'):
+        _replace(path, '"batch": 8', text)
+    else:
+        path.write_text(text)
+    for variable, value in _environment(SEEDS="2", BUDGET=budget, UNFINISHED="record", DRY_RUN="1").items():
+        monkeypatch.setenv(variable, value)
+    assert paper_run.main([str(tmp_path), "toy"]) == 2
+    line = capsys.readouterr().err
+    assert said in line and str(tmp_path) in line and line.count("\n") == 1
+
+
+def test_a_record_of_many_gpus_is_made_with_fewer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _stopped(tmp_path)
+    _replace(tmp_path / "settings.json", '"ngpu": 1', '"ngpu": 2')
+    variables = {"NGPU": "2", "CUDA_VISIBLE_DEVICES": "0", "UNFINISHED": "record", "DRY_RUN": "1"}
+    for variable, value in _environment(SEEDS="2", **variables).items():
+        monkeypatch.setenv(variable, value)
+    assert paper_run.main([str(tmp_path), "toy"]) == 0, capsys.readouterr().err
+
+
+def test_nothing_trains_where_no_micro_batch_of_dense_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = _comparison(tmp_path, MICRO_BATCH="0")
+
+    def call(self: Comparison, launch: Launch) -> str:
+        folder = Path(launch.command[2])
+        folder.mkdir(parents=True)
+        (folder / "micro_batch.json").write_text('{"micro_batch_size": null, "trials": []}')
+        return ""
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    with pytest.raises(ConfigError, match="^dense: not run: no micro-batch fits into memory, and all arms are .*; use"):
+        comparison.find_micro_batches(Schedule.of(comparison.settings, 10e3, 10**6), rates=False)
+
+
 def _replace(path: Path, before: str, after: str) -> None:
     assert before in path.read_text()
     path.write_text(path.read_text().replace(before, after))
