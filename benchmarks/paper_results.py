@@ -319,6 +319,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
         loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
         peaks = [run["peak_gib"] for run in those if run["peak_gib"] is not None]
         step_ms = statistics.median(run["step_ms"] for run in those)
+        last = max(run["curve"]["iteration"][-1] for run in those)
         out[arm] = Summary(
             arm=arm,
             label=ARMS[arm].label + mark,
@@ -327,7 +328,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             stopped="; ".join(stops),
             half_loss=Span.of(one[(len(one) - 1) // 2] for one in losses.values()).mean,
             step_ms=step_ms,
-            over_dmoe=step_ms / _step_ms(runs["dmoe"], those[0]["curve"]["iteration"][-1]) if "dmoe" in runs else None,
+            over_dmoe=step_ms / _step_ms(runs["dmoe"], last) if "dmoe" in runs else None,
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
             peak_gib=max(peaks) if peaks else None,
             time_s=Span.of(_seconds(run) for run in whole.values()),

@@ -170,7 +170,7 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     gains = PUBLISHED["small"].gain if record["settings"]["model"] in PUBLISHED else {}
     base, dmoe = summaries[BASE], summaries.get("dmoe")
     rows = [
-        [one.label, "; ".join([span(one.loss, ".4f")] * bool(one.losses) + [one.stopped] * bool(one.stopped)),
+        [one.label, "; ".join(filter(None, [span(one.loss, ".4f") if one.losses else "", one.stopped])),
          "–" if one is base else span(one.below(base), "+.4f"),
          "–" if dmoe is None or one is dmoe else span(dmoe.below(one), "+.4f"),
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
@@ -186,7 +186,7 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             "runs of one seed read the same data in the same order."
         )
     picture = _picture("loss_tokens", "Loss against tokens")
-    return "\n\n".join([text, table(head, rows), "\n".join(orders(summaries)), picture])
+    return "\n\n".join(filter(None, [text, table(head, rows), "\n".join(orders(summaries)), picture]))
 
 
 def orders(summaries: dict[str, Summary]) -> list[str]:
@@ -196,14 +196,16 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
     seeds = [seed for seed in summaries[BASE].losses if all(seed in one.losses for one in order)]
     hold = sum(all(a.losses[seed] < b.losses[seed] for a, b in pairwise(order)) for seed in seeds)
     named = " below ".join(one.label for one in order)
-    lines = [f"- The paper's order of losses, {named}, holds in {hold} of {count_of(len(seeds), 'seed')}."]
+    lines = []
+    if seeds and len(order) > 1:
+        lines.append(f"- The paper's order of losses, {named}, holds in {hold} of {count_of(len(seeds), 'seed')}.")
     for a, b in pairwise(order):
         apart, n = a.below(b), len(a.losses.keys() & b.losses.keys())
         around = f"({apart.low:+.4f} to {apart.high:+.4f})"
+        if n == 0:
+            continue  # no seed of both is finished
         if apart.mean <= 0:
             verdict = "so the paper's order does not hold here."
-        elif n == 0:
-            continue  # no seed of both is finished
         elif n == 1:
             verdict = "which may be chance with one seed."
         elif apart.low <= 0:

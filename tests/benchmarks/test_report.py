@@ -247,6 +247,27 @@ def test_of_an_arm_with_a_stopped_seed_the_others_are_compared(tmp_path: Path) -
     assert tmp_path / "drops_and_load.png" in paper_plots.draw(record, tmp_path)
 
 
+def test_no_order_is_claimed_of_dense_alone_or_of_no_seed(tmp_path: Path) -> None:
+    whole = write_runs(tmp_path)
+    assert "The paper's order of losses" in _text(tmp_path)
+    for stopped in ({"dmoe": (1234, 1235), "capacity-1": (1234, 1235)}, {"dmoe": (1234,), "capacity-1": (1235,)}):
+        record = copy.deepcopy(whole)
+        for arm, seeds in stopped.items():
+            _stop(record, arm, *seeds)
+        (tmp_path / "record.json").write_text(json.dumps(record))
+        text = _text(tmp_path)
+        assert "The paper's order of losses" not in text and "\n\n\n" not in text
+
+
+def test_dmoe_takes_its_own_time_a_step_whichever_seed_stopped(tmp_path: Path) -> None:
+    record = write_runs(tmp_path)
+    for run in record["runs"]:
+        run["curve"]["tokens_per_second"][-2:] = [1000.0, 500.0]  # slower at the end
+        run["tokens_per_second"] = 750.0
+    _stop(record, "dmoe", 1234)
+    assert summarize(record)["dmoe"].over_dmoe == 1
+
+
 def test_a_mixed_or_missing_record_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = write_runs(tmp_path)
     record["runs"][0]["environment"]["gpu"] = "NVIDIA H200"
