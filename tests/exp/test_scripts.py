@@ -409,6 +409,7 @@ while time.monotonic() < end:
     if signal.SIGQUIT in asked:
         sys.exit("killed")
 print("saved", flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a late one would kill the interpreter while it ends
 sys.exit(int((here / "status").read_text()))
 """
 
