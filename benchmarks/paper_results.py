@@ -31,7 +31,7 @@ _CURVE = ("tokens", "train_loss", "tokens_per_second", "expert_load_max_over_mea
 
 
 class Span(NamedTuple):
-    """Mean, smallest and largest value over the seeds. NaN: there is none."""
+    """Mean, smallest and largest value over the seeds; NaN where no seed has a value."""
 
     mean: float
     low: float
