@@ -108,6 +108,7 @@ class StepProfile:
             expert_optimizer_shards=args.world_size // expert_shards if sharded else 1,
             element_bytes=2 if args.bf16 or args.fp16 else 4,
             rotary=args.position_embedding_type == "rope",
+            qk_norms=args.qk_layernorm or args.qk_l2_norm,
             device=torch.cuda.get_device_name() if on_gpu else "cpu",
             peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
             tokens_per_second=median(rates) if rates else None,

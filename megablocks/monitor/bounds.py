@@ -42,6 +42,7 @@ class RunSizes:
     expert_optimizer_shards: int | None = None
     element_bytes: int = 2
     rotary: bool = False
+    qk_norms: bool = False
     peak_memory_bytes: int | None = None
     tokens_per_second: float | None = None
 
@@ -128,9 +129,10 @@ def _products(run: RunSizes) -> Work:
 
 
 def _norms(run: RunSizes) -> Work:
-    # Two a layer and one at the end. Forward reads x, writes y; backward reads x, dy and writes dx.
+    # Two a layer and one at the end, and those of q and k. Forward reads x, writes y; backward reads x, dy, writes dx.
     s = run.shape
-    return Work(0, run.activations((2 * s.num_layers + 1) * 5 * s.hidden_size))
+    normed = (2 * s.num_layers + 1) * s.hidden_size + run.qk_norms * s.num_layers * (s.query_width + s.key_width)
+    return Work(0, run.activations(5 * normed))
 
 
 def _embedding_and_loss(run: RunSizes) -> Work:

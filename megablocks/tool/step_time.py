@@ -106,6 +106,7 @@ def run_sizes(m: Model) -> RunSizes:
         expert_optimizer_shards=m.expert_data_parallel_size if m.use_distributed_optimizer else 1,
         element_bytes=m.element_bytes,
         rotary=m.position_embedding_type == "rope",
+        qk_norms=m.qk_layernorm,
     )
 
 

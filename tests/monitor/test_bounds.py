@@ -54,9 +54,10 @@ def test_ranks_share_the_work_and_models_differ() -> None:
     experts = SMALL.expert_parameters
     assert FORMULAS["optimizer"](spread).bytes == 30 * ((3_680_000_000 - experts) / 2 + experts)
     shape = dataclasses.replace(SMALL.shape, num_moe_layers=0, gated=True, num_query_groups=4)
-    dense = dataclasses.replace(SMALL, shape=shape, expert_parameters=0, rotary=True)
+    dense = dataclasses.replace(SMALL, shape=shape, expert_parameters=0, rotary=True, qk_norms=True)
     tokens, matrices = 131072, 2 * 768**2 + 2 * 768 * 256 + 3 * 768 * 3072
     assert FORMULAS["dense products"](dense).flops == 12 * 6 * tokens * matrices
+    assert FORMULAS["norms"](dense).bytes == 5 * tokens * (25 * 768 + 12 * (768 + 256)) * 2
     rows = 3 * (4 * 768 + 2 * 256 + 2 * 768 + 3 * 3072)
     assert FORMULAS["dense products"](dense).bytes == 12 * (4 * matrices * 12 + tokens * 2 * rows)
     assert FORMULAS["elementwise"](dense).bytes == 12 * tokens * 2 * (12 * 768 + 8 * 3072 + 4 * (768 + 256))

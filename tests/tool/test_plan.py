@@ -476,6 +476,7 @@ def test_norms_of_queries_and_keys_by_hand() -> None:
         more = memory.parameters(m).total - memory.parameters(plain).total
         assert more == 3 * parameters
         assert memory.layer_activations(m)["attention"] == 4 * 32 * values
+        assert step_time.run_sizes(m).qk_norms and not step_time.run_sizes(plain).qk_norms
     turned = _with(plain, position_embedding_type="rope")
     one, more = (memory.layer_activations(m)["attention"] for m in (turned, _with(turned, qk_layernorm=True)))
     assert more - one == 32 * 8 * 16, "a mean and a scale for each head: the norm's output is not kept"
