@@ -292,7 +292,10 @@ class Comparison:
         if not all(path.is_file() for path in (*files, *trials)):
             raise ConfigError(f"{folder}: holds no run; leave it out by ARMS or SEEDS")
         command, log = (path.read_text(errors="replace") for path in files[:2])
-        words = " ".join(shlex.split(command))
+        try:
+            words = " ".join(shlex.split(command))
+        except ValueError:  # cut inside a quote
+            words = ""
         size, rate = self.found(job.arm)["micro_batch_size"], self._rate(job)
         # How long an evaluation is depends on the data set, which need not be here.
         iters = re.findall(r"--eval-iters (\d+)", words) or [0]
@@ -300,7 +303,10 @@ class Comparison:
         launch = launch_of(self.settings, job.arm, schedule, folder, seed=job.seed, rate=rate, micro_batch=size)
         flags = " ".join(launch.variables["FLAGS"].split())
         if not words.endswith(flags) or ARMS[job.arm].log not in log:
-            raise ConfigError(f"{folder}: is a run of other settings; use those, or leave it out by ARMS or SEEDS")
+            raise ConfigError(
+                f"{folder}: is a run of other settings, or its command.txt is damaged; use those settings, or leave it "
+                "out by ARMS or SEEDS"
+            )
         facts, history = self._facts(job, launch, schedule, size, rate), History.of_run(folder)
         if "validation_loss" not in history.rows.get(schedule.last_step(job.arm), {}):
             facts["stopped_at"] = max(history.series("tokens_per_second")[0], default=0)

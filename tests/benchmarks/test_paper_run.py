@@ -400,6 +400,7 @@ def test_a_run_without_done_json_that_did_all_steps_is_whole(tmp_path: Path) -> 
         ("dmoe/1235", shutil.rmtree, "holds no run; leave it out by ARMS or SEEDS"),
         ("dmoe/1235", lambda folder: _replace(folder / "command.txt", "--lr 0.0006", "--lr 0.0003"),
          "is a run of other settings"),
+        ("dmoe/1235", lambda folder: (folder / "command.txt").write_text("'-m' 'mega"), "its command.txt is damaged"),
         ("dmoe/1235", lambda folder: _replace(folder / "env.txt", "torch: 2.13.0", "torch: 2.12.0"), "has torch=2.12"),
         ("dense/1235", lambda folder: paper_runs.stop_run(folder, 15), "dense must be whole"),
     ],
