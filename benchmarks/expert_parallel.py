@@ -1,7 +1,7 @@
 """A dMoE layer with its experts over the GPUs of one host: forward and backward, by dispatcher, and the exchange alone.
 
     torchrun --nproc-per-node 2 benchmarks/expert_parallel.py [--rounds N] [--cases NAME,…] [--out FILE.json]
-    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py --peer vdev_2d [--rows-factor F] [the same]
+    torchrun --nproc-per-node 2 benchmarks/expert_parallel.py --peer NAME [--rows-factor F] [the same]
 
 Arms: "symmetric", captured in a CUDA graph and eager; "all_to_all" over NCCL, eager, because it reads sizes on the
 host; "one GPU" with all experts and the same number of tokens, eager, while the other GPUs do the same. The arms run in
@@ -10,13 +10,15 @@ experts' products only; the times include the router. Backward is the whole step
 
 The gate: y, dx and the gradients of w1 and the router by "symmetric" against "all_to_all". DRY_RUN=1 prints the cases.
 
-With --peer: only "all_to_all" and torch's own exchange over NVSHMEM (vdev_2d.py), which needs a launch of its own. The
-gate compares y, dx and the gradient of w1. A peer that fails is left out, and the program still ends with 0.
+--peer vdev_2d: only "all_to_all" and torch's own exchange over NVSHMEM (vdev_2d.py), which needs a launch of its own.
+--peer liger_cute: only "symmetric" and LigerCute (liger_cute.py). The gate compares y and all gradients. A peer that
+fails is left out, and the program still ends with 0.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -56,7 +58,7 @@ CASES |= {
     "exchange-Small": Case(65536, 768, 3072, 64, 1, alone=True),
 }
 CALLS = 10
-PEERS = ("vdev_2d",)
+PEERS = ("vdev_2d", "liger_cute")
 PHASES = {"forward": False, "step": True}
 """Whether the phase runs the backward pass."""
 
@@ -132,7 +134,7 @@ def layer_of(case: Case, kind: str, group: Any) -> Any:
     return dMoE(config, expert_parallel_group=group, seed=1, device=device, dtype=torch.bfloat16)
 
 
-def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
+def judge(gate: Gate, key: str, got: list[Any], want: list[Any], tolerance: float = TOLERANCE) -> bool:
     """Whether all of `got` are right on every rank."""
     import torch
     import torch.distributed as dist
@@ -140,9 +142,22 @@ def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
     worst = torch.tensor(max(relative_error(a, b) for a, b in zip(got, want, strict=True)), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     error = worst.item()
-    good = error <= TOLERANCE
+    good = error <= tolerance
     gate.take({"good": key, "error": error} if good else {"bad": key, "why": f"error {error:.2g}"})
     return good
+
+
+def fullest_rank(layer: Any, x: Any, case: Case) -> float:
+    """Pairs of the fullest rank over the mean of the ranks."""
+    import torch
+    import torch.distributed as dist
+
+    world = dist.get_world_size()
+    with torch.no_grad():
+        rank = layer.router(x).expert.long() // (case.experts // world)
+    loads = rank.bincount(minlength=world)
+    dist.all_reduce(loads)
+    return (loads.max() / loads.float().mean()).item()
 
 
 def times_of(timers: dict[str, Callable[[], float]], rounds: int) -> Arms:
@@ -171,13 +186,14 @@ def layer_case(case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
         ]
     judge(gate, f"{key}/symmetric", got["symmetric"], got["all_to_all"])
     del got
+    load = fullest_rank(layers["symmetric"], x, case)
     layers["one GPU"] = layer_of(case, "auto", None)
     timers = {}
     for phase, backward in PHASES.items():
         for kind, module in layers.items():
             timers[f"{kind}, eager/{phase}"] = timer(partial(step_of, module, x, dy, backward))
         timers[f"symmetric, captured/{phase}"] = timer(graph(partial(step_of, layers["symmetric"], x, dy, backward)))
-    yield times_of(timers, rounds)
+    yield {arm: {**figures, "fullest_rank": load} for arm, figures in times_of(timers, rounds).items()}
 
 
 def exchange_inputs(case: Case) -> tuple[Any, Any]:
@@ -252,13 +268,12 @@ def main() -> None:
     parser.add_argument("--rows-factor", type=float, default=1.25, help="of the peer's buffers, see vdev_2d.py")
     options = parser.parse_args()
     chosen = pick(parser, "--cases", options.cases, CASES)
-    if options.peer:
-        import vdev_2d
+    peers = importlib.import_module(options.peer) if options.peer else None
     if dry_run():
         for name in chosen:
             print(name, CASES[name])
-        if options.peer:
-            print(*vdev_2d.ARMS, sep="\n")
+        if peers:
+            print(*peers.ARMS, sep="\n")
         return
     need_gpu()
     if "LOCAL_RANK" not in os.environ:
@@ -270,8 +285,8 @@ def main() -> None:
     dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them
     of_layer, of_exchange = layer_case, exchange_case
-    if options.peer:
-        peer = vdev_2d.Peer([CASES[name] for name in chosen], options.rows_factor)
+    if peers:
+        peer = peers.Peer([CASES[name] for name in chosen], options.rows_factor)
         of_layer, of_exchange = peer.layer_case, peer.exchange_case
     gate, records, taken_on = Gate(ours=lambda key: not options.peer), [], environment()
     path = options.out or result_path(f"expert_parallel_{options.peer}" if options.peer else "expert_parallel",

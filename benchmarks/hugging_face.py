@@ -1,6 +1,6 @@
 """A transformers model of Qwen3-30B-A3B's shape: our experts beside those of transformers.
 
-    python benchmarks/hugging_face.py [--layers N] [--tokens N] [--rounds N] [--brief] [--toy]
+    python benchmarks/hugging_face.py [--layers N] [--tokens N] [--rounds N] [--cases NAME,…] [--brief] [--liger]
 
 Four layers, bf16, without the output head: hidden 2048, 128 experts of width 768, top-8. The cases:
 
@@ -13,9 +13,10 @@ Four layers, bf16, without the output head: hidden 2048, 128 experts of width 76
            top-4, biases and a clamped gate
 
 The arms are transformers' grouped_mm, batched_mm (decode) and sonicmoe where it loads; ours as it chooses, and each of
-its ways by itself. --brief leaves the ways out where tokens are few. First each arm's experts are compared with
-float32, and the gradients of those that train. Prints medians in milliseconds, the speed beside grouped_mm (tokens are
-few: beside the faster of transformers' own) and the peak memory of a step. --toy runs small on a CPU.
+its ways by itself. --brief leaves the ways out where tokens are few. --liger gives every arm the norms and rotary
+embeddings of the package liger-kernel. First each arm's experts are compared with float32, and the gradients of those
+that train. Prints medians in milliseconds, the speed beside grouped_mm (tokens are few: beside the faster of
+transformers' own) and the peak memory of a step. --toy runs small on a CPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+from children import chosen
 from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
 
 THEIRS = ("grouped_mm", "batched_mm", "sonicmoe")
@@ -34,15 +36,20 @@ WAYS = ("fused", "grouped", "few")
 OURS = ("megablocks", *(f"megablocks_{way}" for way in WAYS))
 FORWARD_ONLY = ("batched_mm", "megablocks_few")
 DECODE = (1, 2, 4, 8, 64)
+CASES = ("decode", "kernels", "train", "gpt-oss", "frozen", "lora")
 SIZES = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}
 TOY = {"hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 8, "num_experts_per_tok": 2}
 
 
-def make_model(layers: int, toy: bool) -> Any:
+def make_model(layers: int, toy: bool, liger: bool = False) -> Any:
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeModel
 
+    if liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen3_moe
+
+        apply_liger_kernel_to_qwen3_moe(swiglu=False, fused_linear_cross_entropy=False)
     heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
     if toy:
         heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
@@ -209,14 +216,27 @@ def lora_of(model: Any) -> Any:
     return get_peft_model(model, LoraConfig(r=16, target_modules=[], target_parameters=names)).get_base_model()
 
 
+def compare_gpt_oss(tokens: int, rounds: int, toy: bool) -> bool:
+    """Whether the results were right."""
+    alone, gate, arms = make_gpt_oss(toy), Gate(ours=lambda arm: arm in OURS), ("grouped_mm", OURS[0])
+    check(alone, gate, arms)
+    gate.report()
+    if gate.green:
+        report("gpt-oss", alone, list(arms), experts_step(alone, tokens), rounds, ("grouped_mm",))
+    return gate.green
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--liger", action="store_true", help="norms and rotary embeddings of liger-kernel")
     parser.add_argument("--brief", action="store_true", help="without most of our ways by themselves")
     parser.add_argument("--toy", action="store_true", help="small sizes, on a CPU too; its times mean nothing")
     options = parser.parse_args()
+    cases = chosen(parser, "--cases", options.cases, CASES)
     tokens = min(options.tokens, 64) if options.toy else options.tokens
     print(f"{options.layers} layers, {tokens} tokens, {TOY if options.toy else SIZES}")
     if dry_run():
@@ -225,7 +245,7 @@ def main() -> int:
     import torch
 
     register()
-    model = make_model(options.layers, options.toy)
+    model = make_model(options.layers, options.toy, options.liger)
     device, rows = model.device, max(1, tokens // 4096)
     gate = Gate(ours=lambda arm: arm in OURS)
     check(model, gate)
@@ -234,26 +254,25 @@ def main() -> int:
         return 1
     arms = [arm for arm in (*THEIRS, *OURS) if arm in gate.errors]
     generating = [arm for arm in arms if arm in (*THEIRS, OURS[0])] if options.brief else arms
-    for count in DECODE:
+    for count in DECODE if "decode" in cases else ():
         ids = torch.randint(1024, (count, 1), device=device)
         step = step_of(model, ids, False)
         report(f"decode {count}", model, generating, step, options.rounds, THEIRS, calls=5)
-    for count in DECODE:
+    for count in DECODE if "kernels" in cases else ():
         step = kernels_of(model, count)
         report(f"kernels {count}", model, generating, step, options.rounds, THEIRS, calls=3, head_start_ms=30)
     ids = torch.randint(1024, (rows, tokens // rows), device=device)
     arms = [arm for arm in arms if arm not in FORWARD_ONLY]
-    report("train", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
-    alone, of_gpt_oss = make_gpt_oss(options.toy), Gate(ours=lambda arm: arm in OURS)
-    check(alone, of_gpt_oss, ("grouped_mm", OURS[0]))
-    of_gpt_oss.report()
-    if not of_gpt_oss.green:
+    if "train" in cases:
+        report("train", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
+    if "gpt-oss" in cases and not compare_gpt_oss(tokens, options.rounds, options.toy):
         return 1
-    report("gpt-oss", alone, ["grouped_mm", OURS[0]], experts_step(alone, tokens), options.rounds, ("grouped_mm",))
-    del alone
     for layer in model.layers:
         layer.mlp.experts.requires_grad_(False)
-    report("frozen", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
+    if "frozen" in cases:
+        report("frozen", model, arms, step_of(model, ids, True), options.rounds, ("grouped_mm",))
+    if "lora" not in cases:
+        return 0
     try:
         tuned = lora_of(model)
     except ImportError:

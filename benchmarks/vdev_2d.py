@@ -38,28 +38,16 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from expert_parallel import (
-    PHASES,
-    Arms,
-    Case,
-    exchange_inputs,
-    graph,
-    judge,
-    layer_inputs,
-    layer_of,
-    step_of,
-    timer,
-    times_of,
-    with_rates,
-)
-from measure import TOLERANCE, Gate, relative_error
+from expert_parallel import Arms, Case, exchange_inputs, judge, timer, times_of, with_rates
+from expert_parallel_peers import Peer as _Peer
+from expert_parallel_peers import attempt, captured
+from measure import Gate
 from torch import Tensor, nn
 
 from megablocks.moe.router import make_router
 
 NAME = "torch all_to_all_vdev_2d"
-LINK = "all_to_all, eager"
-ARMS = (LINK, f"{NAME}, eager", f"{NAME}, captured")
+ARMS = ("all_to_all, eager", f"{NAME}, eager", f"{NAME}, captured")
 """The first is ours, as in the launch without the peer. It joins the two launches."""
 
 MOST_EXPERTS = 16
@@ -347,6 +335,9 @@ class Layer(nn.Module):
         pairs = _ToHome.apply(plan, self.exchange, *done)
         return weighted_sum(pairs, routing.weight.view(expert.shape).to(x.dtype))
 
+    def poison(self) -> None:
+        self.exchange.poison()
+
     def gradients(self) -> dict[str, Tensor]:
         """By our names, in our layouts; the experts' divided by W, as ours are."""
         up = torch.cat([w.grad for w in self.up])
@@ -357,32 +348,16 @@ class Layer(nn.Module):
         return got | {"router": self.router.layer.weight.grad}
 
 
-def attempt(fn: Callable[[], Any]) -> tuple[Any, str]:
-    """The result of fn, and why it failed on the first rank where it did, or "". A collective."""
-    result, problem = None, ""
-    try:
-        result = fn()
-    except Exception as error:  # a peer may raise anything; our arm goes on
-        problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    return result, next((p for p in problems if p), "")
-
-
-class Peer:
-    """The cases of expert_parallel.py with this peer. Without NVSHMEM a line says so, and only our arm is measured."""
+class Peer(_Peer):
+    NAME, OURS = NAME, "all_to_all"
 
     def __init__(self, cases: Sequence[Case], factor: float) -> None:
         self.factor = factor
         needed = sum((1 + case.alone) * self.sizes(case).symmetric_bytes for case in cases) + 64 * MIB
-        self.transport, problem = attempt(lambda: Nvshmem(needed))
-        if not problem:
-            problem = attempt(lambda: self.transport.empty(1, dtype=torch.int64))[1]  # starts NVSHMEM
-        if problem:
-            self.transport = None
-        if dist.get_rank() == 0:
-            memory = f"{needed / MIB:.0f} MiB of symmetric memory, {factor:g} times the rows of an even load"
-            print(f"{NAME}: {f'left out, {problem}' if problem else memory}", flush=True)
+        self.transport, self.problem = attempt(lambda: Nvshmem(needed))
+        if not self.problem:
+            self.problem = attempt(lambda: self.transport.empty(1, dtype=torch.int64))[1]  # starts NVSHMEM
+        self.announce(f"{needed / MIB:.0f} MiB of symmetric memory, {factor:g} times the rows of an even load")
 
     def sizes(self, case: Case) -> Sizes:
         world = dist.get_world_size()
@@ -390,60 +365,25 @@ class Peer:
 
     def exchange(self, case: Case, expert: Tensor) -> Exchange:
         """With buffers that are large enough for expert (T, K)."""
-        assert self.transport is not None
         exchange = Exchange(self.transport, self.sizes(case), torch.bfloat16, expert.device)
         exchange.check(expert)
         return exchange
 
-    def layer_case(self, case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
-        """The eager arms, then the captured one beside them."""
-        x, dy = layer_inputs(case)
-        ours = layer_of(case, "all_to_all", dist.group.WORLD)
-        want = [step_of(ours, x, dy, True), x.grad, ours.experts.w1.grad]
-        want = [t.detach().clone() for t in want]
-        layers, theirs = {LINK: ours}, None
-        if self.transport is not None:
-            with torch.no_grad():
-                expert = ours.router(x).expert.view(case.tokens, -1)
-            theirs, problem = attempt(lambda: Layer(ours, self.exchange(case, expert)))
-            if not problem:
-                theirs.exchange.poison()
-                y, problem = attempt(lambda: step_of(theirs, x, dy, True).detach())
-            eager = f"{NAME}, eager"
-            if problem:
-                gate.take({"bad": f"{key}/{eager}", "why": problem})
-            elif judge(gate, f"{key}/{eager}", [y, x.grad, theirs.gradients()["w1"]], want):
-                layers[eager] = theirs
-        timers = {
-            f"{arm}/{phase}": timer(partial(step_of, module, x, dy, backward))
-            for arm, module in layers.items()
-            for phase, backward in PHASES.items()
-        }
-        yield self._described(case, times_of(timers, rounds))
-        if len(layers) == 1:
-            return
+    def layer(self, ours: Any, case: Case, x: Tensor) -> Layer:
+        with torch.no_grad():
+            expert = ours.router(x).expert.view(case.tokens, -1)
+        return Layer(ours, self.exchange(case, expert))
 
-        def check(phase: str, y: Tensor) -> None:
-            got = [y.detach(), *([x.grad, theirs.gradients()["w1"]] if PHASES[phase] else [])]
-            error = max(relative_error(a, b) for a, b in zip(got, want, strict=False))
-            if error > TOLERANCE:
-                raise ArithmeticError(f"a replay has error {error:.2g}")
-
-        arm = f"{NAME}, captured"
-        for phase, backward in PHASES.items():
-            call = _captured(partial(step_of, theirs, x, dy, backward), theirs.exchange, partial(check, phase))
-            if isinstance(call, str):
-                gate.take({"bad": f"{key}/{arm}", "why": f"{phase}: {call}"})
-                return
-            timers[f"{arm}/{phase}"] = timer(call)
-        yield self._described(case, {arm: times_of(timers, rounds)[arm]})
+    def facts(self, case: Case) -> dict[str, float]:
+        sizes = self.sizes(case)
+        return {"rows_factor": self.factor, "calls": sizes.groups, "symmetric_mb": sizes.symmetric_bytes / 1e6}
 
     def exchange_case(self, case: Case, rounds: int, key: str, gate: Gate) -> Iterator[Arms]:
         """dispatch is gather and op, combine is copy, op, gather and sum over K; "…_op" is the op alone.
 
         Two exchanges take turns, because two ops in a row must not share splits.
         """
-        if self.transport is None:
+        if self.problem:
             return
         x, ids = exchange_inputs(case)
         two, problem = attempt(lambda: [self.exchange(case, ids) for _ in range(2)])
@@ -467,7 +407,7 @@ class Peer:
         for how in ("eager", "captured"):
             arm = f"{NAME}, {how}"
             if how == "captured":
-                graphs = {name: _captured(call) for name, call in calls.items()}
+                graphs = {name: captured(call) for name, call in calls.items()}
                 if problem := next((c for c in graphs.values() if isinstance(c, str)), ""):
                     gate.take({"bad": f"{key}/{arm}", "why": problem})
                     return
@@ -485,33 +425,7 @@ class Peer:
             each = {name: ms / len(two) for name, ms in times.items()}
             yield self._described(case, {arm: with_rates(each, sent)})
 
-    def _described(self, case: Case, arms: Arms) -> Arms:
-        sizes = self.sizes(case)
-        facts = {"rows_factor": self.factor, "calls": sizes.groups, "symmetric_mb": sizes.symmetric_bytes / 1e6}
-        return {arm: figures | (facts if arm.startswith(NAME) else {}) for arm, figures in arms.items()}
-
 
 def _of_each(part: Callable[[Exchange], object], exchanges: Sequence[Exchange]) -> None:
     for exchange in exchanges:
         part(exchange)
-
-
-def _captured(
-    fn: Callable[[], Any], exchange: Exchange | None = None, check: Callable[[Any], None] | None = None
-) -> Callable[[], object] | str:
-    """A replay of fn, or why there is none: on one rank the capture failed, or `check` refused a replay's result.
-
-    The ops do not look whether their launches succeeded, so a graph may lack them although nothing was raised.
-    """
-    result: list[Any] = []
-
-    def call() -> None:
-        result[:] = [fn()]
-
-    replay, problem = attempt(lambda: graph(call))
-    if not problem and exchange is not None and check is not None:
-        exchange.poison()
-        result[0].detach().fill_(math.nan)
-        replay()
-        problem = attempt(lambda: check(result[0]))[1]
-    return problem or replay
