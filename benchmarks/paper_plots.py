@@ -101,7 +101,9 @@ def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
     scale, unit = _unit(record)
     rows: list[tuple[Summary, float | None, str]] = []
     for one in summaries:
-        if one.to_base_s is None or one.sooner is None:
+        if one.beyond:
+            rows.append((one, one.beyond[0] / scale, "not reached when it stopped"))
+        elif one.to_base_s is None or one.sooner is None:
             rows.append((one, None, "not reached"))
         else:
             rows.append((one, one.to_base_s.mean / scale, f"{one.sooner.mean:.2f}×"))

@@ -49,7 +49,8 @@ class Summary(NamedTuple):
     losses: final ones, by seed; stopped: in words, which of the seeds have none. half_loss: mean loss at the evaluation
         in the middle of the whole runs.
     time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
-        over it. None: a seed misses it; missed: how many.
+        over it. None: a seed has not reached it. missed: whole runs that never do. beyond: of a stopped run that had
+        not, its time until then and the dense run's time over it; the least of such seeds.
     over_dmoe: its step time over dMoE's of the same steps.
     dropped: share of all pairs. load: of the fullest expert over the mean, in the last quarter.
     """
@@ -68,6 +69,7 @@ class Summary(NamedTuple):
     to_base_s: Span | None
     sooner: Span | None
     missed: int
+    beyond: tuple[float, float] | None
     dropped: float | None
     load: float | None
     micro_batch: int | None
@@ -313,7 +315,9 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
         mark = " (stopped)" if not whole else f" ({len(stops)} of {len(those)} stopped)" if stops else ""
         times = {seed: _to_dense_loss(run, dense[seed]) for seed, run in by_seed.items()}
         reached = {seed: time for seed, time in times.items() if time is not None}
-        missed = len(times) - len(reached)
+        until = {seed: run["validation"]["seconds"][-1] for seed, run in by_seed.items() if seed not in whole}
+        beyond = [(time, _seconds(dense[seed]) / time) for seed, time in until.items() if seed not in reached]
+        all_reached = len(reached) == len(times)
         drops = [run["curve"]["tokens_dropped"][-1] for run in those]
         counted = [run["pairs_a_token"] * run["curve"]["tokens"][-1] for run in those]
         loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
@@ -332,9 +336,10 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
             peak_gib=max(peaks) if peaks else None,
             time_s=Span.of(_seconds(run) for run in whole.values()),
-            to_base_s=None if missed else Span.of(reached.values()),
-            sooner=None if missed else Span.of(_seconds(dense[seed]) / time for seed, time in reached.items()),
-            missed=missed,
+            to_base_s=Span.of(reached.values()) if all_reached else None,
+            sooner=Span.of(_seconds(dense[seed]) / time for seed, time in reached.items()) if all_reached else None,
+            missed=len(times) - len(reached) - len(beyond),
+            beyond=min(beyond, default=None),
             dropped=sum(drops) / sum(counted) if counted[0] and None not in drops else None,
             load=statistics.fmean(loads) if loads else None,
             micro_batch=those[0]["micro_batch"],

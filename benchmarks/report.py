@@ -78,8 +78,16 @@ def span(value: Span | None, form: str, scale: float = 1.0) -> str:
 
 def _sooner(one: Summary, form: str = ".2f") -> str:
     if one.sooner is None and one.seeds > 1:
-        return f"{one.missed} of {one.seeds} seeds miss it"
+        return f"{one.missed} of {one.seeds} seeds miss it{', some stopped before it' if one.beyond else ''}"
+    if one.beyond:
+        return f"less than {one.beyond[1]:{form}}"
     return span(one.sooner, form)
+
+
+def _to_base(one: Summary, scale: float, form: str = ".2f") -> str:
+    if one.beyond and one.seeds == 1:
+        return f"more than {one.beyond[0] / scale:{form}}"
+    return span(one.to_base_s, form, scale)
 
 
 def _at_once(record: dict[str, Any]) -> int:
@@ -232,7 +240,7 @@ def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     base = summaries[BASE]
     scale, unit = time_unit(max(one.time_s.high for one in summaries.values() if one.losses))
     rows = [
-        [one.label, span(one.to_base_s, ".2f", scale), _sooner(one), span(one.time_s, ".2f", scale),
+        [one.label, _to_base(one, scale), _sooner(one), span(one.time_s, ".2f", scale),
          f"{one.tokens_per_second:,.0f}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip

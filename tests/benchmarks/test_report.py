@@ -231,6 +231,15 @@ def test_an_arm_that_stopped_has_figures_but_no_final_loss(tmp_path: Path) -> No
     assert "pareto" not in {path.stem for path in paper_plots.draw(record, tmp_path)}
 
 
+def test_an_arm_that_stopped_before_the_dense_loss_has_a_bound(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, model="small", seeds=1)
+    _stop(record, "capacity-1", 1234)
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    # 15 of 20 steps of 8.192 s each, after which its loss is 4.3 and the dense one's in the end 4.0
+    assert "| ours, capacity 1 (stopped) | more than 2.05 | less than 1.33 | – | 1,000 |" in _text(tmp_path)
+    assert "time_to_dense_loss" in {path.stem for path in paper_plots.draw(record, tmp_path)}
+
+
 def test_of_an_arm_with_a_stopped_seed_the_others_are_compared(tmp_path: Path) -> None:
     record = write_runs(tmp_path, model="small")
     _stop(record, "dmoe", 1235)
@@ -240,7 +249,7 @@ def test_of_an_arm_with_a_stopped_seed_the_others_are_compared(tmp_path: Path) -
     assert "| dMoE (1 of 2 stopped) | 3.5000; seed 1235 stopped at step 15 of 20; " in text
     assert "at step 15: 4.0200 | +0.5000 | – | +0.26 | 2 |" in text
     assert "at step 15: 4.3000 | +0.2000 | – | +0.15 | 2 |" in text, "no seed of it and dMoE is finished"
-    assert "| ours, capacity 1 (1 of 2 stopped) | not reached | 1 of 2 seeds miss it | " in text
+    assert "| ours, capacity 1 (1 of 2 stopped) | not reached | 0 of 2 seeds miss it, some stopped before it | " in text
     assert "- dMoE" not in text and "- ours, capacity 1 (1 of 2 stopped) is 0.2000 below dense" in text
     assert "Every other arm with a final loss takes at least" in text and "nan" not in text
     assert "One seed, so no spread: dMoE (1 of 2 stopped), ours, capacity 1 (1 of 2 stopped)." in text
