@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from typing import Any
@@ -176,13 +177,20 @@ class Experts(nn.Module):
                 _log_once(f"mlp_impl='auto' on {x.device.type} in {x.dtype}: using {impl!r}")
 
         def step(x: Tensor, weight: Tensor | None) -> Tensor:
-            parameters, main_grads = self._parameters_in(x.dtype), self._main_grads(x.dtype)
+            of_parameters, of_output = self._grad_scales(x)
+            x = scale_gradient(x, 1 / of_output)
+            weight = None if weight is None else scale_gradient(weight, 1 / of_output)
+            parameters = self._parameters_in(x.dtype, of_parameters)
+            main_grads = MainGrads() if of_parameters != 1.0 else self._main_grads(x.dtype)
             with without_autocast(x):  # x and the parameters are in its dtype
                 if isinstance(dispatch, Remote):
                     assert weight is not None
                     options = fused_options(self.config) | {"main_grads": main_grads}
-                    return remote_mlp(x, weight, dispatch, parameters, self.config.act, **options)
-                return COMPUTE[impl](ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads))
+                    y = remote_mlp(x, weight, dispatch, parameters, self.config.act, **options)
+                else:
+                    call = ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads)
+                    y = COMPUTE[impl](call)
+            return scale_gradient(y, of_output)
 
         # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.
         if x.is_cuda and type(self.w1) is nn.Parameter:
@@ -221,10 +229,21 @@ class Experts(nn.Module):
         device, dtype = device or self.w1.device, dtype or self.w1.dtype
         return impl_for(self.config, device, dtype, self.num_local_experts, self.ffn_hidden_size)
 
+    def _grad_scales(self, x: Tensor) -> tuple[float, float]:
+        """How backward of rows like x (R, H) scales: the gradients of the parameters by grad_scale, or that of the
+        output, which x's and weight's then undo.
+
+        The second writes fewer bytes where there are fewer rows than the matrices have. A power of two changes no bit
+        of it, but float16 may be too small for it.
+        """
+        exact = x.dtype != torch.float16 and math.frexp(self.grad_scale)[0] == 0.5
+        few = not torch.compiler.is_compiling() and x.shape[0] < self.num_local_experts * self.ffn_hidden_size
+        return (1.0, self.grad_scale) if exact and few and self.w1.requires_grad else (self.grad_scale, 1.0)
+
     def _main_grads(self, dtype: torch.dtype) -> MainGrads:
         """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""
 
-        if not self.config.gradient_accumulation_fusion or self.grad_scale != 1.0:
+        if not self.config.gradient_accumulation_fusion:
             return MainGrads()
         wanted = torch.promote_types(dtype, torch.float32)
 
@@ -236,16 +255,18 @@ class Experts(nn.Module):
 
         return MainGrads(of(self.w1), of(self.v1), of(self.w2))
 
-    def _parameters_in(self, dtype: torch.dtype) -> ExpertParameters:
-        """The parameters by expert, in the dtype of the rows, their gradients scaled and added to main_grad."""
+    def _parameters_in(self, dtype: torch.dtype, scale: float | None = None) -> ExpertParameters:
+        """The parameters by expert, in the dtype of the rows, their gradients scaled (None: by grad_scale) and added to
+        main_grad."""
+        scale = self.grad_scale if scale is None else scale
 
         def matrix(parameter: nn.Parameter) -> Tensor:
             # Whichever implementation runs: either its product adds to main_grad, or this node of autograd does.
             fused = to_main_grad(parameter) if self.config.gradient_accumulation_fusion else parameter
-            return scale_gradient(self._per_expert(fused), self.grad_scale).to(dtype)
+            return scale_gradient(self._per_expert(fused), scale).to(dtype)
 
         def vector(bias: Tensor | None) -> Tensor | None:
-            return None if bias is None else scale_gradient(local_part(bias), self.grad_scale).to(dtype)
+            return None if bias is None else scale_gradient(local_part(bias), scale).to(dtype)
 
         return ExpertParameters(
             matrix(self.w1),

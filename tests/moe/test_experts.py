@@ -170,16 +170,39 @@ def test_impossible_shards_are_refused(shard, message):
         Experts(config_of(), shard=shard)
 
 
-def test_gradients_are_scaled_and_values_are_not():
-    config = config_of()
-    whole, scaled = Experts(config, seed=0), Experts(config, seed=0, grad_scale=0.25)
-    routing = make_routing(torch.tensor([[0, 1], [2, 3], [3, 0]]), torch.ones(3, 2), 4)
-    x = torch.randn(3, 12)
+@pytest.mark.parametrize("impl", ["reference", "grouped", "sparse", "scatter", "fused"])
+@pytest.mark.parametrize(
+    "scale, tokens, dtype, of_output",
+    [
+        (0.25, 9, torch.float32, True),
+        (0.25, 9, torch.bfloat16, True),
+        (1 / 3, 9, torch.float32, False),  # not a power of two
+        (0.25, 9, torch.float16, False),  # too small a range
+        (0.25, 300, torch.float32, False),  # more rows than the matrices have
+    ],
+)
+def test_only_gradients_of_parameters_are_scaled(impl, scale, tokens, dtype, of_output):
+    config = config_of("sparse", mlp_impl=impl)
+    whole, scaled = (Experts(config, seed=0, grad_scale=s, dtype=dtype) for s in (1.0, scale))
+    draw = torch.Generator().manual_seed(0)
+    ids = torch.rand(tokens, config.num_experts, generator=draw).topk(2, 1).indices
+    values, weights = torch.randn(tokens, config.hidden_size, generator=draw).to(dtype), torch.rand(tokens, 2)
+    results = []
     for experts in (whole, scaled):
-        experts(x, build_dispatch(routing), routing.weight).sum().backward()
+        x, weight = (t.clone().requires_grad_() for t in (values, weights))
+        routing = make_routing(ids, weight, config.num_experts)
+        y = experts(x, build_dispatch(routing), routing.weight)
+        y.backward(values.flip(0))
+        results.append([y.detach(), x.grad, weight.grad])
+        assert experts._grad_scales(x) == ((1.0, experts.grad_scale) if experts is whole or of_output else (scale, 1.0))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
     for (name, p), q in zip(whole.named_parameters(), scaled.parameters(), strict=True):
         assert torch.equal(p, q)
-        assert torch.allclose(q.grad, p.grad / 4), name
+        if of_output:
+            assert torch.equal(q.grad, p.grad * scale), name
+        else:
+            assert relative_error(q.grad.double(), p.grad.double() * scale) < 1e-3, name
 
 
 @pytest.mark.parametrize("impl", ["reference", "grouped", "sparse"])

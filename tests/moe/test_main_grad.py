@@ -72,10 +72,11 @@ def test_N6_main_grad_under_activation_checkpointing(kind, reentrant):
     _equal(*_both(kind, run_of))
 
 
+@pytest.mark.parametrize("scale", [0.25, 1 / 3])  # of the output's gradient, of the parameters'
 @pytest.mark.parametrize("kind", ["grouped", "fused"])
-def test_N6_main_grad_of_scaled_gradients(kind):
+def test_N6_main_grad_of_scaled_gradients(kind, scale):
     def prepare(layer):
-        layer.experts.grad_scale = 0.25
+        layer.experts.grad_scale = scale
 
     _equal(*_both(kind, prepare=prepare))
 
