@@ -134,7 +134,7 @@ def layer_of(case: Case, kind: str, group: Any) -> Any:
     return dMoE(config, expert_parallel_group=group, seed=1, device=device, dtype=torch.bfloat16)
 
 
-def judge(gate: Gate, key: str, got: list[Any], want: list[Any], tolerance: float = TOLERANCE) -> bool:
+def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
     """Whether all of `got` are right on every rank."""
     import torch
     import torch.distributed as dist
@@ -142,7 +142,7 @@ def judge(gate: Gate, key: str, got: list[Any], want: list[Any], tolerance: floa
     worst = torch.tensor(max(relative_error(a, b) for a, b in zip(got, want, strict=True)), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     error = worst.item()
-    good = error <= tolerance
+    good = error <= TOLERANCE
     gate.take({"good": key, "error": error} if good else {"bad": key, "why": f"error {error:.2g}"})
     return good
 

@@ -32,9 +32,10 @@ def attempt(fn: Callable[[], Any]) -> tuple[Any, str]:
 def captured(
     fn: Callable[[], Any], poison: Callable[[], None] | None = None, check: Callable[[Any], None] | None = None
 ) -> Callable[[], object] | str:
-    """A replay of fn, or why there is none: on one rank the capture failed, or `check` refused a replay's result.
+    """fn as a CUDA graph: the call that replays it, or a line that says why a rank has none.
 
-    A peer may not look whether its launches succeeded, so a graph may lack them although nothing was raised.
+    check: raises where a replay's result is wrong. poison: fills before that replay what it must write. A peer may not
+    look whether its launches succeeded, so a graph may lack them although nothing was raised.
     """
     result: list[Any] = []
 
@@ -54,13 +55,11 @@ def captured(
 class Peer:
     """The cases of expert_parallel.py with one peer. If it cannot run, a line says so, and only our arms are measured.
 
-    NAME: of its arms. OURS: our dispatcher beside it. TOLERANCE: the largest relative error of a result. problem: why
-    it is left out, or "".
+    NAME: of its arms. OURS: our dispatcher beside it. problem: why it is left out, or "".
     """
 
     NAME: str
     OURS: str
-    TOLERANCE: float = TOLERANCE
     problem: str
 
     def layer(self, ours: Any, case: Case, x: Tensor) -> Any:
@@ -101,7 +100,7 @@ class Peer:
                 gate.take({"bad": f"{key}/{eager}", "why": problem})
             else:
                 got = found(y, True)
-                if judge(gate, f"{key}/{eager}", [got[name] for name in want], list(want.values()), self.TOLERANCE):
+                if judge(gate, f"{key}/{eager}", [got[name] for name in want], list(want.values())):
                     steps[self.NAME] = partial(self.step, theirs, x, dy)
         timers = {
             f"{arm}, eager/{phase}": timer(partial(step, backward))
@@ -114,7 +113,7 @@ class Peer:
 
         def check(backward: bool, y: Tensor) -> None:
             error = max(relative_error(value, want[name]) for name, value in found(y, backward).items())
-            if error > self.TOLERANCE:
+            if error > TOLERANCE:
                 raise ArithmeticError(f"a replay has error {error:.2g}")
 
         arms = [f"{self.NAME}, captured"]

@@ -6,17 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks import MoEConfig, dMoE
 from megablocks.testing.launcher import run_distributed_test
-from megablocks.testing.oracle import relative_error
 
 from .conftest import BENCHMARKS  # noqa: F401  puts the benchmarks on the path
+from .peer_layers import errors_of, our_layer
 from .test_measure import run_script
 
 liger_cute = importlib.import_module("liger_cute")
 
 pytestmark = pytest.mark.xdist_group("ranks")
-WORLD, HIDDEN, TOKENS, EXPERTS, TOP_K = 2, 16, 24, 8, 2
+WORLD, EXPERTS = 2, 8
 
 
 class Gather(torch.autograd.Function):
@@ -46,27 +45,8 @@ def moe_fused(x, expert, weight, gate, up, down, num_experts, top_k):
 
 
 def compare() -> dict[str, float]:
-    config = MoEConfig(
-        hidden_size=HIDDEN, ffn_hidden_size=24, num_experts=EXPERTS, top_k=TOP_K, activation="swiglu", init_std=0.3,
-        load_balancing_loss_weight=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    ours = dMoE(config, expert_parallel_group=dist.group.WORLD, seed=1)
-    theirs = liger_cute.Layer(ours, moe_fused)
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(TOKENS, HIDDEN, generator=draw).requires_grad_()
-    dy = torch.randn(TOKENS, HIDDEN, generator=draw)
-    results = []
-    for layer in (ours, theirs):
-        x.grad = None
-        y = layer(x)
-        y.backward(dy)
-        results.append({"y": y.detach(), "dx": x.grad})
-    results[1] |= theirs.gradients()
-    results[0] |= {name: getattr(ours.experts, name).grad for name in ("w1", "v1", "w2")}
-    results[0]["router"] = ours.router.layer.weight.grad
-    assert results[1].keys() == results[0].keys()
-    return {name: relative_error(results[1][name], want) for name, want in results[0].items()}
+    ours = our_layer(EXPERTS)
+    return errors_of(ours, liger_cute.Layer(ours, moe_fused))
 
 
 def test_the_peer_computes_our_layer() -> None:

@@ -6,17 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megablocks import MoEConfig, dMoE
 from megablocks.testing.launcher import run_distributed_test
-from megablocks.testing.oracle import relative_error
 
 from .conftest import BENCHMARKS  # noqa: F401  puts the benchmarks on the path
+from .peer_layers import HIDDEN, TOKENS, TOP_K, errors_of, our_layer
 from .test_measure import run_script
 
 vdev_2d = importlib.import_module("vdev_2d")
 
 pytestmark = pytest.mark.xdist_group("ranks")
-WORLD, HIDDEN, TOKENS, TOP_K = 2, 16, 24, 2
+WORLD = 2
 
 
 def exchange_rows(rows: torch.Tensor, send: torch.Tensor, receive: torch.Tensor) -> torch.Tensor:
@@ -59,32 +58,12 @@ class Gloo:
 
 
 def compare(experts: int) -> tuple[dict[str, float], int]:
-    """Largest relative errors of the second step, and the number of groups."""
-    config = MoEConfig(
-        hidden_size=HIDDEN, ffn_hidden_size=24, num_experts=experts, top_k=TOP_K, activation="swiglu", init_std=0.3,
-        load_balancing_loss_weight=0.0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    ours = dMoE(config, expert_parallel_group=dist.group.WORLD, seed=1)
+    """Errors of the second step, which finds the rows of the first in the buffers, and the number of groups."""
+    ours = our_layer(experts)
     sizes = vdev_2d.Sizes(WORLD, experts // WORLD, TOKENS * TOP_K, HIDDEN, 2.0)
-    exchange = vdev_2d.Exchange(Gloo(), sizes, torch.float32, torch.device("cpu"))
-    theirs = vdev_2d.Layer(ours, exchange)
-    for step in range(2):  # the second one finds the rows of the first in the buffers
-        draw = torch.Generator().manual_seed(WORLD * step + dist.get_rank())
-        x = torch.randn(TOKENS, HIDDEN, generator=draw).requires_grad_()
-        dy = torch.randn(TOKENS, HIDDEN, generator=draw)
-        results = []
-        for layer in (ours, theirs):
-            layer.zero_grad()
-            x.grad = None
-            y = layer(x)
-            y.backward(dy)
-            results.append({"y": y.detach(), "dx": x.grad})
-    results[1] |= theirs.gradients()
-    results[0] |= {name: getattr(ours.experts, name).grad for name in ("w1", "v1", "w2")}
-    results[0]["router"] = ours.router.layer.weight.grad
-    exchange.check(ours.router(x).expert.view(TOKENS, TOP_K))
-    return {name: relative_error(results[1][name], want) for name, want in results[0].items()}, sizes.groups
+    theirs = vdev_2d.Layer(ours, vdev_2d.Exchange(Gloo(), sizes, torch.float32, torch.device("cpu")))
+    errors = [errors_of(ours, theirs, step) for step in range(2)]
+    return errors[1], sizes.groups
 
 
 # 20 experts a rank go in two groups, and some of them get no pair

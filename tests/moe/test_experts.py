@@ -186,8 +186,8 @@ def test_only_gradients_of_parameters_are_scaled(impl, scale, tokens, dtype, of_
     whole, scaled = (Experts(config, seed=0, grad_scale=s, dtype=dtype) for s in (1.0, scale))
     draw = torch.Generator().manual_seed(0)
     ids = torch.rand(tokens, config.num_experts, generator=draw).topk(2, 1).indices
-    values, weights = torch.randn(tokens, config.hidden_size, generator=draw).to(dtype), torch.rand(tokens, 2)
-    results = []
+    values, weights = (torch.randn(tokens, n, generator=draw) for n in (config.hidden_size, 2))
+    values, results = values.to(dtype), []
     for experts in (whole, scaled):
         x, weight = (t.clone().requires_grad_() for t in (values, weights))
         routing = make_routing(ids, weight, config.num_experts)
