@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,9 +61,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
+def _patch_once_a_launch(interpreter: Any) -> None:
+    """Triton's interpreter patches its language anew at each call of a device function, a fifth of its time."""
+    patch_lang, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    patched: set[Any] = set()
+
+    def patch(fn: Any) -> Any:
+        if fn in patched:
+            return interpreter._LangPatchScope()
+        patched.add(fn)
+        return patch_lang(fn)
+
+    def launch_anew(self: Any, *args: Any, **kwargs: Any) -> None:
+        patched.clear()
+        launch(self, *args, **kwargs)
+        patched.clear()  # the launch restored the language
+
+    interpreter._patch_lang, interpreter.GridExecutor.__call__ = patch, launch_anew
+
+
 def _mend_interpreter() -> None:
     """Triton 3.9 interprets a block of a compared scalar as int32, no mask to it. Compiled kernels are right."""
     triton, interpreter = (sys.modules.get(name) for name in ("triton", "triton.runtime.interpreter"))
+    if interpreter is not None and interpreter.GridExecutor.__call__.__name__ == "__call__":
+        _patch_once_a_launch(interpreter)
     if interpreter is not None and triton is not None and triton.__version__.startswith("3.9."):
         numpy = sys.modules["numpy"]
         interpreter.InterpreterBuilder.create_splat = lambda _, kind, value: interpreter.TensorHandle(
