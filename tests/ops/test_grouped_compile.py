@@ -1,4 +1,4 @@
-"""The Hopper kernels of the grouped products compile once for all token counts, and load each tile's bounds.
+"""The Hopper kernels of the grouped products as compiled: they load each tile's bounds, and their products overlap.
 
 No GPU is needed: a process of its own compiles for a GPU that is not there. Shared memory: see test_compile.py.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 PROGRAM = """
 import re
 import torch
-from megablocks.ops.grouped import grouped_mm_hopper as hopper, grouped_mm_hopper_dw as hopper_dw
+from megablocks.ops.grouped import grouped_mm_hopper_dw as hopper_dw
 from megablocks.ops.hopper import descriptor
 from megablocks.testing.compile_only import compiling_for
 
@@ -22,33 +22,18 @@ for t, box in ((torch.empty(6, 64).bfloat16(), [2, 64]), (torch.empty(1, 3, 64).
     assert made == type(made)(t, made.shape, made.strides, made.block_shape, made.layout), made
     assert made.shape == list(t.shape), made
 
-E, K, N = 5, 192, 384
-counts = []
+E, K, N, R = 5, 192, 384, 4000
+offsets, gather = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(R, dtype=torch.int32)
 with compiling_for(90) as compiled:
-    for rows in (4000, 512, 513, 20):
-        offsets, gather = torch.zeros(E + 1, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
-        x, x2, dy = (torch.empty(rows, size, dtype=torch.bfloat16) for size in (K, K, N))
-        w = torch.empty(E, N, K, dtype=torch.bfloat16).transpose(1, 2)
-        hopper.ragged_m(x, w, offsets)
-        hopper.ragged_m(x, w, offsets, gather)
-        hopper.ragged_m_sum(x, w, x2, w, offsets)
-        hopper_dw.ragged_k(dy, x, offsets)
-        hopper_dw.ragged_k(dy, x, offsets, gather)
-        key = None, E, N, K, False, True, 0, False
-        assert hopper._plan(*key) is hopper._plan(*key)
-        counts.append({name: len(made) for name, made in compiled.items()})
-    ops = "megablocks.ops.grouped"
-    dw, *pieces = (
-        f"{ops}.{name}_kernel"
-        for name in ("grouped_mm_hopper_dw.ragged_k", "pieces_triton.list_pieces", "pieces_triton.add_pieces")
-    )
-    assert counts[0] == {f"{ops}.grouped_mm_hopper.ragged_m_kernel": 3, dw: 2} | dict.fromkeys(pieces, 1), counts
-    assert counts == [counts[0]] * 4, f"{counts} kernels after each number of tokens"
-    for made in compiled[dw]:
-        text = re.sub(r"loc\\([^)]*\\)", "", made.asm["ttgir"])
-        for role in re.split(r"\\n    (?=default|partition[0-9])", text)[1:]:
-            before, inside = role.split("scf.for", 1)
-            assert before.count("tt.load") >= 2 and inside.count("tt.load") >= 2, "a tile's bounds are not loaded"
+    dy, x = torch.empty(R, N, dtype=torch.bfloat16), torch.empty(R, K, dtype=torch.bfloat16)
+    hopper_dw.ragged_k(dy, x, offsets, gather)
+(made,) = compiled["megablocks.ops.grouped.grouped_mm_hopper_dw.ragged_k_kernel"]
+text = re.sub(r"loc\\([^)]*\\)", "", made.asm["ttgir"])
+roles = re.split(r"\\n    (?=default|partition[0-9])", text)[1:]
+assert roles
+for role in roles:
+    before, inside = role.split("scf.for", 1)
+    assert before.count("tt.load") >= 2 and inside.count("tt.load") >= 2, "a tile's bounds are not loaded"
 """
 
 
@@ -101,7 +86,7 @@ def run(program: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_hopper_kernels_compile_once_for_all_token_counts_and_load_each_tiles_bounds(tmp_path: Path) -> None:
+def test_hopper_kernels_load_each_tiles_bounds(tmp_path: Path) -> None:
     """Triton drops a value carried around a loop whose only use is to bound an inner one; that kernel hangs."""
     run(PROGRAM, tmp_path)
 
