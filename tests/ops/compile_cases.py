@@ -6,7 +6,7 @@ prints one line of JSON: kernel → [most shared bytes, binaries, products fused
 
 A family is a function below that calls launchers with tensors on the CPU (see megablocks.testing.compile_only) and
 names its kernels. A new kernel is put into a family; test_compile.py fails while one is missing. --few takes two
-activations in place of all, which differ in arithmetic only, and one of `TILED` in place of three.
+activations in place of all, which differ in arithmetic only, and one of `TILED` and `SUMMED` in place of three.
 """
 
 from __future__ import annotations
@@ -67,6 +67,8 @@ EVERY = (torch.bfloat16, torch.float16, torch.float32)
 ARCHITECTURES = (80, 86, 90, 100, 120)
 TILED = ((256, 128), (1024, 512), (4096, 1024))
 """(k, n) of products that reach each tile of choose_m."""
+SUMMED = ((64, 128), (512, 128), (512, 512))
+"""(m, n) of weight gradients that reach each tile of choose_k."""
 
 
 @dataclass(frozen=True)
@@ -305,7 +307,7 @@ def grouped_hopper() -> None:
 def grouped_hopper_dw() -> None:
     from megablocks.ops.grouped.grouped_mm_hopper_dw import ragged_k
 
-    for m, n in ((64, 128), (512, 128), (512, 512)):  # each tile of choose_k
+    for m, n in SUMMED:
         a, b = torch.zeros(1024, m, dtype=torch.bfloat16), torch.zeros(1024, n, dtype=torch.bfloat16)
         for gather in (None, ints(1024)):
             ragged_k(a, b, ints(17), gather)
@@ -435,11 +437,12 @@ def sparse_hopper() -> None:
     for k in (256, 1024):  # either tile of choose_sdd
         a = torch.zeros(128, k, dtype=torch.bfloat16)
         b = torch.zeros(k, 256, dtype=torch.bfloat16)
-        for x, y in product((a, a.t().contiguous().t()), (b, b.t().contiguous().t())):
+        for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
             hopper.sdd(x, y, ints(2), ints(2), ints(2), 2)
         for epilogue in epilogues(data) if k == 256 else epilogues(data)[:2]:
             hopper.sdd(a, b, ints(2), ints(2), ints(2), 2, epilogue)
-    for left, order, d in product((True, False), (None, ints(2)), (a, a.t().contiguous().t())):
+    turned = a.t().contiguous().t()  # each pair of the three choices once
+    for left, order, d in ((True, None, a), (True, ints(2), turned), (False, None, turned), (False, ints(2), a)):
         hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left)
 
 
@@ -463,7 +466,7 @@ if __name__ == "__main__":
         names.remove("--few")
         activation_table.ACTIVATIONS = ("gelu", "swiglu")
         activation_table.UNARY = {"gelu": activation_table.UNARY["gelu"]}
-        TILED = TILED[1:2]
+        TILED, SUMMED = TILED[1:2], SUMMED[-1:]
     with compiling_for(architecture) as compiled:
         for name, one in FAMILIES.items():
             if architecture in one.architectures and name in (names or FAMILIES):
