@@ -48,7 +48,7 @@ def check_files(folder: Path, text: str, layers: int) -> None:
         load = read_csv(folder / "expert_load.csv")
         assert (folder / "expert_load.png").read_bytes().startswith(b"\x89PNG")
         per_layer = [sum(int(row["tokens"]) for row in load if row["layer"] == str(n + 1)) for n in range(layers)]
-        assert per_layer == [8 * 32 * 2] * layers  # the last interval: 8 sequences of 32 tokens, top-2
+        assert per_layer == [4 * 32 * 2] * layers  # the last interval: 4 sequences of 32 tokens, top-2
         last = rows[max(rows)]
         shares = [max(float(r["tokens_over_mean"]) for r in load if r["layer"] == str(n + 1)) for n in range(layers)]
         assert float(last["expert_load_max_over_mean"]) == pytest.approx(sum(shares) / layers, abs=1e-3)
@@ -176,7 +176,7 @@ def test_capacity_drops_tokens_and_the_log_counts_them(driver: Driver, tmp_path:
         total += int(parse_log_line(line)["tokens dropped"])
         assert int(row["tokens_dropped"]) == total
     # 128 pairs a layer and micro-batch, at most half of them fit.
-    assert total >= 2 * 2 * 4 * 64
+    assert total >= 2 * 2 * 2 * 64
     assert f"tokens dropped: {total} | tokens/s" in run.text()
 
 
@@ -201,7 +201,8 @@ def test_a_resumed_run_has_the_rows_of_one_that_was_not_stopped(driver: Driver, 
     assert [(row["iteration"], row["train_loss"] == "") for row in resumed] == [
         ("1", False), ("2", False), ("3", True), ("4", False),
     ]  # fmt: skip
-    assert resumed[-1]["tokens_dropped"] == straight[-1]["tokens_dropped"] > straight[1]["tokens_dropped"]
+    assert resumed[-1]["tokens_dropped"] == straight[-1]["tokens_dropped"]
+    assert int(straight[-1]["tokens_dropped"]) > int(straight[1]["tokens_dropped"])
 
 
 def test_K1_a_run_resumes_with_or_without_fused_main_gradients(driver: Driver, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 TINY = (
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --ffn-hidden-size 64 --seq-length 32 "
-    "--micro-batch-size 2 --global-batch-size 8 --lr 1e-2 --lr-decay-iters 100 --log-interval 1 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --lr-decay-iters 100 --log-interval 1 "
     "--eval-interval 100 --eval-iters 1 "
     "--log-memory-interval 1000000"
 ).split()

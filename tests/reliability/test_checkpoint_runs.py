@@ -82,6 +82,7 @@ def save_at(source: Path, target: Path, *iterations: int) -> Path:
 class History:
     """The runs and what they left. `resumed`: the second folder; `stopped_at`: the iteration at which SIGTERM came.
 
+    killed_at: that whose save was torn by a kill.
     kept: the iterations with a folder after the last run, which keeps two.
     """
 
@@ -96,6 +97,7 @@ class History:
     terminated_codes: list[int | None]
     killed_codes: list[int | None]
     stopped_at: int
+    killed_at: int
     after_kill: atomic.Latest
     torn: list[str]
     kept: list[int]
@@ -116,11 +118,12 @@ def history(zygote, tiny_data, tmp_path_factory) -> History:
         terminated_codes = terminated.wait()
     stopped_at = atomic.iterations(resumed)[-1]
 
-    fault = ("kill_while_writing", {"rank": 1, "step": 80})
-    with driver.start(*resume, 80, ranks=2, model=MODEL, faults=[fault]) as killed:
+    killed_at = stopped_at + 3
+    fault = ("kill_while_writing", {"rank": 1, "step": killed_at})
+    with driver.start(*resume, killed_at, ranks=2, model=MODEL, faults=[fault]) as killed:
         killed_codes = killed.wait()
     after_kill = atomic.find_latest_complete(resumed)
-    torn = atomic.files_of(atomic.folder_of(resumed, 80))
+    torn = atomic.files_of(atomic.folder_of(resumed, killed_at))
 
     fault = ("nan_in_loss", {"rank": 1, "step": stopped_at + 2})
     nan = driver.run(*resume, 1000, ranks=2, model=MODEL, faults=[fault], expect=1)
@@ -132,7 +135,7 @@ def history(zygote, tiny_data, tmp_path_factory) -> History:
     last = driver.run(*resume, 100, "--megablocks-keep-checkpoints", 2, ranks=2, model=MODEL, expect=None)
     codes, kept = (terminated_codes, killed_codes), atomic.iterations(resumed)
     runs = (full, terminated, killed, nan, full_disk, last)
-    return History(straight, resumed, *runs, *codes, stopped_at, after_kill, torn, kept)
+    return History(straight, resumed, *runs, *codes, stopped_at, killed_at, after_kill, torn, kept)
 
 
 def assert_bit_identical(first: Path, second: Path) -> tuple[dict[str, Any], Any]:
@@ -160,7 +163,7 @@ def test_K1_resumed_run_equals_the_straight_one_bit_for_bit(history: History) ->
         assert any(name in key for key in one), f"no {name} among {sorted(one)}"
     bias = next(value for key, value in one.items() if key.endswith("expert_bias"))
     assert bias.abs().max() > 0.005, "the expert bias moved"
-    assert args.consumed_train_samples == 800
+    assert args.consumed_train_samples == 400
 
 
 def test_K1_losses_continue_as_if_nothing_had_happened(history: History) -> None:
@@ -168,7 +171,7 @@ def test_K1_losses_continue_as_if_nothing_had_happened(history: History) -> None
     assert sorted(losses) == list(range(1, 101)) and losses[100] < losses[1]
     for run, first, end in (
         (history.terminated, 51, history.stopped_at),
-        (history.killed, history.stopped_at + 1, 80),
+        (history.killed, history.stopped_at + 1, history.killed_at),
         (history.last, history.stopped_at + 1, 100),
     ):
         again = run.losses()
@@ -181,7 +184,7 @@ def test_K3_kill_in_mid_save_leaves_a_torn_checkpoint_that_is_ignored(history: H
     shards = [name for name in history.torn if name.endswith(".distcp")]
     assert shards and not {atomic.MARKER, ".metadata"} & set(history.torn), history.torn
     assert history.after_kill.iteration == history.stopped_at and history.after_kill.has_marker
-    assert re.search(rf"iter_0*80: torn \(no {atomic.MARKER}\), ignored", history.last.text())
+    assert re.search(rf"iter_0*{history.killed_at}: torn \(no {atomic.MARKER}\), ignored", history.last.text())
     assert min(history.last.losses()) == history.stopped_at + 1
 
 
@@ -225,7 +228,7 @@ def test_K4_garbled_pointer_falls_back_with_a_warning(history: History) -> None:
 
 def test_K7_sigterm_saves_and_exits_zero(history: History) -> None:
     assert history.terminated_codes == [0, 0]
-    assert 53 <= history.stopped_at < 80 and max(history.terminated.losses()) == history.stopped_at
+    assert 53 <= history.stopped_at < 95 and max(history.terminated.losses()) == history.stopped_at
     folder = atomic.folder_of(history.resumed, history.stopped_at)
     assert atomic.read_marker(folder) and "__0_0.distcp" in atomic.files_of(folder)
     atomic.verify(folder)

@@ -21,7 +21,7 @@ FLAGS = "--profile --use-pytorch-profiler --profile-step-start 2 --profile-step-
 def test_a_profiled_run_names_every_part(driver: Driver, tmp_path: Path) -> None:
     driver.run(*EXPERTS, *FLAGS, "--train-iters", "6", "--tensorboard-dir", tmp_path / "run" / "tensorboard")
     run = RunSizes.read(tmp_path / "run/torch_profile/run.json")
-    assert (run.tokens, run.micro_batches, run.device, run.element_bytes) == (8 * 32, 4, "cpu", 4)
+    assert (run.tokens, run.micro_batches, run.device, run.element_bytes) == (4 * 32, 2, "cpu", 4)
     assert run.expert_parameters == 2 * 4 * 2 * 32 * 64 and run.tokens_per_second is not None
     step = read_step(tmp_path / "run/torch_profile/rank-0.json.gz")
     profile = profile_of(step, run)
