@@ -68,7 +68,8 @@ def share_of(command: Sequence[str]) -> int:
     Raises:
         ConfigError: the ranks do not divide the global batch, or the command has no global batch.
     """
-    values = {flag: following for flag, following in zip(command, command[1:], strict=False) if flag.startswith("--")}
+    words = [part for word in command for part in (word.split("=", 1) if word.startswith("--") else [word])]
+    values = {flag: following for flag, following in zip(words, words[1:], strict=False) if flag.startswith("--")}
 
     def value(flag: str) -> int:
         text = values.get(flag, "1")

@@ -62,6 +62,7 @@ def test_the_largest_size_that_fits_is_found(sizes: list[int]) -> None:
         ("--nproc-per-node 8 --global-batch-size 512", 64),
         ("--nnodes 2 --nproc-per-node 8 --global-batch-size 512 --tensor-model-parallel-size 4", 128),
         ("--nproc-per-node 1 --global-batch-size 512 --bf16 --global-batch-size 128", 128),
+        ("--nproc-per-node=2 --global-batch-size 512 --lr=1e-3 --global-batch-size=64", 32),
     ],
 )
 def test_share_of_a_data_parallel_rank(flags: str, share: int) -> None:
