@@ -9,11 +9,12 @@ that is an error.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -173,21 +174,32 @@ def write_pointer(root: Path | str, iteration: int) -> None:
     write_durably(Path(root) / POINTER, str(iteration))
 
 
-def make_room(root: Path | str, iteration: int) -> Path | None:
-    """Clear the folder of a save: remove a torn checkpoint; rename a complete one and return its new path.
+@contextlib.contextmanager
+def room_for(root: Path | str, iteration: int) -> Iterator[None]:
+    """Clear the folder of a save, which the block writes.
 
-    After the save, `drop` the renamed one; if the save failed, `restore` it.
+    A torn checkpoint there is removed. A complete one is renamed; it is removed after the block, and gets its name back
+    if the block raises.
     """
     folder = folder_of(root, iteration)
-    if not folder.exists():
-        return None
-    if not (folder / MARKER).is_file():
+    aside, replaces = folder.with_name(f"{folder.name}.replaced"), (folder / MARKER).is_file()
+    _remove(aside if replaces else folder)
+    if replaces:
+        folder.rename(aside)
+    try:
+        yield
+    except BaseException:
+        if replaces:
+            _remove(folder)
+            aside.rename(folder)
+        raise
+    if replaces:
+        _remove(aside)
+
+
+def _remove(folder: Path) -> None:
+    if folder.exists():
         shutil.rmtree(folder)
-        return None
-    aside = folder.with_name(f"{folder.name}.replaced")
-    drop(aside)
-    folder.rename(aside)
-    return aside
 
 
 def prune(root: Path | str, saved: int, keep: int) -> None:
@@ -202,17 +214,3 @@ def prune(root: Path | str, saved: int, keep: int) -> None:
         (folder / MARKER).unlink()
         sync(folder)
         shutil.rmtree(folder)
-
-
-def drop(folder: Path | None) -> None:
-    """Remove the folder that `make_room` returned."""
-    if folder is not None and folder.exists():
-        shutil.rmtree(folder)
-
-
-def restore(folder: Path | None) -> None:
-    """Give the folder that `make_room` returned its name back, after a save that failed."""
-    if folder is not None and folder.exists():
-        place = folder.with_name(folder.name.removesuffix(".replaced"))
-        drop(place)
-        folder.rename(place)

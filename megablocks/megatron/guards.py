@@ -12,6 +12,7 @@ read in the same steps, so all of them stop in the same one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -287,26 +288,23 @@ class Guards:
         if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
         root, rank, ranks = Path(self.args.save), dist.get_rank(), dist.get_world_size()
-        folder, aside = atomic.folder_of(root, iteration), None
+        folder = atomic.folder_of(root, iteration)
         try:
+            with atomic.room_for(root, iteration) if rank == 0 else contextlib.nullcontext():
+                dist.barrier()
+                original(iteration, *args, **kwargs)
+                if rank == 0:
+                    state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
+                    atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
+                dist.barrier()
+                hashes = _of_all_ranks(atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
+                if rank == 0:
+                    merged = {name: entry for part in hashes for name, entry in part.items()}
+                    atomic.mark_complete(folder, iteration, merged)
             if rank == 0:
-                aside = atomic.make_room(root, iteration)
-            dist.barrier()
-            original(iteration, *args, **kwargs)
-            if rank == 0:
-                state = {"loss_window": self.window.state_dict(), "data_fingerprint": self.fingerprint}
-                atomic.write_durably(folder / STATE, json.dumps(state) + "\n")
-            dist.barrier()
-            hashes = _of_all_ranks(atomic.hash_files(folder, atomic.files_of(folder)[rank::ranks]))
-            if rank == 0:
-                merged = {name: entry for part in hashes for name, entry in part.items()}
-                atomic.mark_complete(folder, iteration, merged)
-                atomic.drop(aside)
                 self._prune(root, iteration)
             dist.barrier()
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
-            if rank == 0:
-                atomic.restore(aside)
             raise SaveError(self._save_failure(root, folder, error)) from error
 
     def _prune(self, root: Path, saved: int) -> None:

@@ -188,17 +188,20 @@ def test_K8_a_removal_that_is_interrupted_leaves_a_torn_checkpoint(
 
 def test_K3_room_is_made_for_a_save_and_a_complete_checkpoint_kept_until_it_is_replaced(tmp_path: Path) -> None:
     torn, whole = make(tmp_path, 2, complete=False), make(tmp_path, 4)
-    assert atomic.make_room(tmp_path, 2) is None and not torn.exists()
-    assert atomic.make_room(tmp_path, 3) is None
-    aside = atomic.make_room(tmp_path, 4)
-    assert aside is not None and (aside / atomic.MARKER).is_file() and not whole.exists()
-    assert atomic.iterations(tmp_path) == []
-    make(tmp_path, 4, complete=False)
-    atomic.restore(aside)  # the new save failed
+    with atomic.room_for(tmp_path, 2):
+        assert not torn.exists()
+    with atomic.room_for(tmp_path, 3):
+        pass
+    aside = whole.with_name(f"{whole.name}.replaced")
+    with pytest.raises(KeyboardInterrupt), atomic.room_for(tmp_path, 4):
+        assert (aside / atomic.MARKER).is_file() and not whole.exists()
+        assert atomic.iterations(tmp_path) == []
+        make(tmp_path, 4, complete=False)
+        raise KeyboardInterrupt  # the new save failed
     assert (whole / atomic.MARKER).is_file() and not aside.exists()
-    aside = atomic.make_room(tmp_path, 4)
-    atomic.drop(aside)
-    assert aside is not None and not aside.exists()
+    with atomic.room_for(tmp_path, 4):
+        make(tmp_path, 4)
+    assert (whole / atomic.MARKER).is_file() and not aside.exists()
 
 
 def test_a_checkpoint_of_megatrons_legacy_format_is_not_called_torn(tmp_path: Path) -> None:
