@@ -13,15 +13,12 @@ What needs another package is imported late, so that one that is not installed i
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import importlib.util
 import io
 import multiprocessing
 import os
-import random
 import signal
-import socket
 import sys
 import time
 import warnings
@@ -55,24 +52,12 @@ def missing() -> str | None:
     return f"not installed: {', '.join(lacking)}; run: pip install 'megablocks[megatron]'  (or -e '.[megatron]' here)"
 
 
-def _free_port() -> int:
-    """A port that no process listens on, below those that Linux gives to the connections of other processes.
-
-    torch opens it seconds later. Of runs that start together, some lost a port of that range in the meantime.
-    """
-    for port in (*random.SystemRandom().sample(range(20000, 32768), 100), 0):
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("localhost", port))
-            return free.getsockname()[1]
-    raise OSError("no port of localhost is free for the rendezvous of one process; end programs that hold ports")
-
-
 def single_process_environment() -> None:
     """Without torchrun, set the variables that it would set for one process."""
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         return
-    values = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": _free_port()}
-    os.environ.update({name: str(value) for name, value in values.items()}, MASTER_ADDR="localhost")
+    here = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # 0: torch's store opens any free port
+    os.environ.update(here, RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
 
 
 def print_whole_lines() -> None:
