@@ -17,10 +17,7 @@ from layer_candidates import OURS, SIZES, Problem, labelled, problem_of, random_
 from measure import dry_run, need_gpu
 from peers import PAPER
 
-
-def short(name: str) -> str:
-    """A kernel's name without namespaces, template arguments and return type."""
-    return re.split(r"[<(]", re.sub(r"^void ", "", name))[0].split("::")[-1].strip()[:40]
+from megablocks.monitor.profile_step import short
 
 
 def problem_named(label: str) -> Problem:
@@ -51,7 +48,7 @@ def main() -> None:
         total, flops = sum(time for _, time in times), 3 * problem.shape.forward_flops
         print(f"{label} {args.impl}: {total:.0f} µs, {flops / total / 1e6:.0f} TFLOP/s", flush=True)
         for name, time in times:
-            print(f"  {short(name):40} {time:8.1f}")
+            print(f"  {short(name)[:40]:40} {time:8.1f}")
         torch.cuda.empty_cache()
 
 

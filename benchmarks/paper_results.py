@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from paper_arms import ARMS, BASE, LARGER, MODELS, Schedule, Settings, read_written
 
 from megablocks.config import ConfigError
@@ -115,11 +116,7 @@ def train_seconds(history: History, first: set[int]) -> dict[int, float]:
 
 def between(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
     """y at x, linear between the points (ascending xs) and from (0, 0) to the first one."""
-    points = [(0.0, 0.0), *zip(xs, ys, strict=True)]
-    for (x0, y0), (x1, y1) in itertools.pairwise(points):
-        if x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return points[-1][1]
+    return float(np.interp(x, [0.0, *xs], [0.0, *ys]))
 
 
 def time_to_loss(seconds: Sequence[float], losses: Sequence[float], target: float) -> float | None:
