@@ -141,10 +141,7 @@ def judge(gate: Gate, key: str, got: list[Any], want: list[Any]) -> bool:
 
     worst = torch.tensor(max(relative_error(a, b) for a, b in zip(got, want, strict=True)), device="cuda")
     dist.all_reduce(worst, dist.ReduceOp.MAX)
-    error = worst.item()
-    good = error <= TOLERANCE
-    gate.take({"good": key, "error": error} if good else {"bad": key, "why": f"error {error:.2g}"})
-    return good
+    return gate.judge(key, worst.item(), TOLERANCE)
 
 
 def fullest_rank(layer: Any, x: Any, case: Case) -> float:

@@ -131,8 +131,7 @@ def check(model: Any, gate: Gate, arms: tuple[str, ...] = (*THEIRS, *OURS)) -> N
         except Exception as e:  # a peer that does not load is left out
             gate.take({"bad": arm, "why": f"{type(e).__name__}: {str(e).splitlines()[0][:120]}"})
             continue
-        good = error <= TOLERANCE
-        gate.take({"good": arm, "error": error} if good else {"bad": arm, "why": f"relative error {error:.1e}"})
+        gate.judge(arm, error, TOLERANCE)
 
 
 Step = Callable[[], Any]

@@ -180,11 +180,8 @@ def main() -> int:
             except torch.OutOfMemoryError:
                 gate.take({"bad": key, "why": "out of memory"})
                 continue
-            if error < TOLERANCE:
-                gate.take({"good": key, "error": error})
+            if gate.judge(key, error, TOLERANCE):
                 right[name] = fn
-            else:
-                gate.take({"bad": key, "why": f"relative error {error:.1e}"})
         del truth
         times = interleave({name: lambda fn=fn: milliseconds(fn) for name, fn in right.items()}, options.rounds)
         print(f"T, H, V = {tokens}, {HIDDEN}, {words}:        ms  TFLOP/s   GiB")

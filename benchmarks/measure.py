@@ -121,6 +121,12 @@ class Gate:
             self.failures[record["bad"]] = record["why"]
         return "good" in record or "bad" in record
 
+    def judge(self, key: str, error: float, limit: float, why: str = "") -> bool:
+        """Whether a relative error is within the limit, which NaN is not. Notes the result, or that it failed."""
+        good = error <= limit
+        self.take({"good": key, "error": error} if good else {"bad": key, "why": why or f"relative error {error:.1e}"})
+        return good
+
     @property
     def red(self) -> list[str]:
         return sorted(key for key in self.failures if self.ours(key))

@@ -99,8 +99,7 @@ def check(gate: Gate) -> None:
             exact.step()
         error = max(relative_error(p.double(), want) for p, want in zip(masters, wanted, strict=True))
         copied = all(torch.equal(model, p.bfloat16()) for p, model in zip(masters, models, strict=True))
-        good = error <= TOLERANCE and copied
-        gate.take({"good": arm, "error": error} if good else {"bad": arm, "why": f"{error:.1e}, copied: {copied}"})
+        gate.judge(arm, error if copied else math.inf, TOLERANCE, f"{error:.1e}, copied: {copied}")
 
 
 def main() -> int:

@@ -16,6 +16,7 @@ Also the GB/s of the two kernels and of torch's copy. The exit status is 1 if th
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -156,10 +157,7 @@ def main() -> int:
         errors = {n: relative_error(grads[n], g) for n, g in expected.items()}  # infinite for NaN
         name = names[0] if len(names) == 1 else "all three"
         worst, key = max(errors.values()), f"{impl}/{activation}/{bits}/{name}"
-        if len(names) == 1 and not worst <= BOUND[bits]:
-            gate.take({"bad": key, "why": f"relative error {worst:.1e}"})
-        else:
-            gate.take({"good": key, "error": worst})
+        gate.judge(key, worst, BOUND[bits] if len(names) == 1 else math.inf)
         row = dict(impl=impl, activation=activation, bits=bits, quantised=name, kept=kept, saved=kept_plain - kept)
         row["predicted"] = predicted(impl, activation, bits, names, tokens, device)
         rows.append(row | dict(ms=ms, ms_plain=ms_plain, errors=errors))

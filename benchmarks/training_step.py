@@ -230,9 +230,7 @@ def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate)
         peak, loss = max(one.peak_gib for one in measured), measured[-1].loss
         shares = [one.mfu for one in measured if one.mfu is not None]
         reference = first_of.setdefault(arms[name].model, loss)
-        error = abs(loss - reference) / reference
-        good = error <= TOLERANCE
-        gate.take({"good": name, "error": error} if good else {"bad": name, "why": f"loss {loss} beside {reference}"})
+        gate.judge(name, abs(loss - reference) / reference, TOLERANCE, f"loss {loss} beside {reference}")
         rows.append({"arm": name, **values, "mfu": median(shares) if shares else None, "peak_gib": peak, "loss": loss})
     return rows
 

@@ -59,6 +59,8 @@ def test_the_gate_is_red_if_ours_failed_or_nothing_was_measured():
     assert gate.take({"good": "case/ours", "error": 1e-3}) and gate.take({"bad": "case/peer", "why": "broke"})
     assert not gate.take({"times": {}})
     assert gate.green and gate.to_dict()["largest_error"] == 1e-3
+    assert gate.judge("near/ours", 1e-3, 1e-3) and not gate.judge("nan/peer", float("nan"), 1e-3)
+    assert gate.failures["nan/peer"] == "relative error nan" and gate.green
     gate.take({"bad": "other/ours", "why": "wrong"})
     assert not gate.green and gate.to_dict()["red"] == ["other/ours"]
 
