@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -72,31 +73,17 @@ class Case:
             "padded ": (p.pad_dispatch(d, padded_offsets, room), pairs, room, room),
             "binned ": (p.bin_dispatch(d, capacity), kept, EXPERTS * capacity, EXPERTS * capacity),
         }
-        row = 2 * hidden
         for kind, (to, read, written, num_rows) in kinds.items():
             rows = rand(num_rows, hidden)
-            self.ops |= {
-                f"{kind}gather": (
-                    lambda to=to: r.gather_op(x, to),
-                    lambda to=to: r.gather_ref(x, to),
-                    row * (tokens + written),
-                ),
-                f"{kind}gather backward": (
-                    lambda rows=rows, to=to: r.combine_op(rows, None, to),
-                    lambda rows=rows, to=to: r.combine_ref(rows, None, to),
-                    row * (tokens + read),
-                ),
-                f"{kind}combine": (
-                    lambda rows=rows, to=to: r.combine_op(rows, weight, to),
-                    lambda rows=rows, to=to: r.combine_ref(rows, weight, to),
-                    row * (tokens + read),
-                ),
-                f"{kind}combine backward": (
-                    lambda rows=rows, to=to: r.combine_backward_op(dy, rows, weight, to),
-                    lambda rows=rows, to=to: r.combine_backward_ref(dy, rows, weight, to),
-                    row * (tokens + read + written),
-                ),
+            calls: dict[str, tuple[str, tuple[Any, ...], int]] = {
+                "gather": ("gather", (x, to), tokens + written),
+                "gather backward": ("combine", (rows, None, to), tokens + read),
+                "combine": ("combine", (rows, weight, to), tokens + read),
+                "combine backward": ("combine_backward", (dy, rows, weight, to), tokens + read + written),
             }
+            for name, (op, operands, moved) in calls.items():
+                run, reference = (partial(getattr(r, f"{op}_{end}"), *operands) for end in ("op", "ref"))
+                self.ops[kind + name] = run, reference, 2 * hidden * moved
 
     def wrong(self) -> list[str]:
         """The ops whose result differs from the reference by more than roundings of bf16."""
