@@ -26,7 +26,6 @@ and versions.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import math
 import os
 import shlex
@@ -39,7 +38,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from children import chosen
+from children import chosen, end_session
 from first_call import ACTIVATIONS
 from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
 from growth import EXPERTS, TOKENS, flatness, over_model
@@ -526,17 +525,6 @@ def table(rows: list[Row]) -> str:
     return "\n".join([lines[0], rule, *lines[1:], f"{told}, of {len(rows)}", "", "Not in the table:", *elsewhere])
 
 
-def stop(process: subprocess.Popen[bytes]) -> None:
-    """End a benchmark and its children. First Ctrl-C, so that the benchmark writes its results, then kill."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGINT)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=PATIENCE_S)
-    with contextlib.suppress(ProcessLookupError):  # no process is left
-        os.killpg(process.pid, signal.SIGKILL)  # a child that hangs outlives its parent and keeps the GPU busy
-    process.wait()
-
-
 def run(name: str, folder: Path, seconds: float) -> str:
     """Run a benchmark for at most `seconds`. Returns how it ended."""
     step = STEPS[name]
@@ -552,7 +540,7 @@ def run(name: str, folder: Path, seconds: float) -> str:
         except subprocess.TimeoutExpired:
             return f"stopped after {seconds:.0f} s"
         finally:
-            stop(process)
+            end_session(process, signal.SIGINT, PATIENCE_S)  # Ctrl-C, at which it writes its results
 
 
 def main() -> int:

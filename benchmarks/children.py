@@ -26,6 +26,7 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
@@ -164,6 +165,16 @@ class Child:
     def end(self) -> int:
         self.process.kill()
         return self.process.wait()
+
+
+def end_session(process: subprocess.Popen[Any], number: int, patience: float) -> None:
+    """End a process that leads a session of its own, and its children: by this signal, then by SIGKILL."""
+    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+        os.killpg(process.pid, number)
+        process.wait(patience)
+    with contextlib.suppress(ProcessLookupError):  # no process is left
+        os.killpg(process.pid, signal.SIGKILL)  # a child that hangs outlives its parent and keeps the GPU busy
+    process.wait()
 
 
 @dataclass

@@ -28,7 +28,6 @@ FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import signal
@@ -39,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen
+from children import chosen, end_session
 from measure import Gate, dry_run, gpu_name, need_gpu, result_path, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -195,7 +194,7 @@ def run(arm: Arm, checkout: Path, data: Path, patience: float | None = None) -> 
         try:
             said, errors = child.communicate(timeout=patience)
         except BaseException as error:  # Ctrl-C too, which does not reach another session
-            _end(child)
+            end_session(child, signal.SIGTERM, 30)  # at which torchrun ends its ranks, which have sessions of their own
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             why = f"took longer than {patience:.0f} s"
@@ -204,16 +203,6 @@ def run(arm: Arm, checkout: Path, data: Path, patience: float | None = None) -> 
     if why:
         raise SystemExit(f"{Path(sys.argv[0]).name}: {arm.script} {why}")
     return said
-
-
-def _end(child: subprocess.Popen[str]) -> None:
-    """End a script and what it started. torchrun ends its ranks, which have sessions of their own, at SIGTERM alone."""
-    with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-        os.killpg(child.pid, signal.SIGTERM)
-        child.wait(30)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def last_line(errors: str) -> str:
