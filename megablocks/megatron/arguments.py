@@ -502,8 +502,6 @@ def _check_dense(args: argparse.Namespace) -> None:
     for dest in (*(name for name in ALIASES if name != "moe_num_experts"), *(PREFIX + name for name in EXPERTS_ONLY)):
         if dest in args.megablocks_explicit:
             refuse(dest, getattr(args, dest), "needs --num-experts; a dense model does not read it")
-    if args.expert_model_parallel_size != 1:
-        refuse("expert_model_parallel_size", args.expert_model_parallel_size, "needs --num-experts")
 
 
 def _check_layer(args: argparse.Namespace) -> None:
@@ -537,8 +535,6 @@ def _check_experts(args: argparse.Namespace, ranks: int) -> None:
             rule = f"must be at least {tokens}, the tokens of a micro-batch on a rank"
             refuse("megablocks_max_tokens", args.megablocks_max_tokens, rule)
     size = args.expert_model_parallel_size
-    if args.num_experts % size:
-        refuse("expert_model_parallel_size", size, f"must divide num_experts={args.num_experts}")
     stage = ranks * args.tensor_model_parallel_size * args.context_parallel_size
     shards = args.expert_tensor_parallel_size
     if shards and stage % (size * shards):

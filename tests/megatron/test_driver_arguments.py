@@ -155,9 +155,7 @@ REFUSED = {
     "--num-experts -2": "num_experts=-2: must be > 0",
     "--num-experts 8 --moe-top-k 9": "moe_router_topk=9: must be 1 to num_experts=8",
     "--num-experts 8 --moe-top-k 0": "moe_router_topk=0: must be 1 to num_experts=8",
-    "--num-experts 8 --expert-model-parallel-size 3": "expert_model_parallel_size=3: must divide num_experts=8",
     "--num-experts 8 --expert-model-parallel-size 2": "expert_model_parallel_size=2: must divide the 1 data-parallel",
-    "--expert-model-parallel-size 2": "expert_model_parallel_size=2: needs --num-experts",
     "--tensor-model-parallel-size 3": "tensor_model_parallel_size=3: times pipeline_model_parallel_size=1",
     "--num-layers 0": "num_layers=0: must be > 0",
     "--tensorboard-log-interval 0": "tensorboard_log_interval=0: must be > 0",
@@ -330,6 +328,14 @@ def test_L2_the_driver_asks_for_data_before_it_builds_a_tokenizer(tmp_path: Path
         (("--moe-num-expert", "8"), "pretrain_gpt: --moe-num-expert: no such flag, did you mean --moe-num-experts?"),
         # From Megatron's own validation:
         (("--train-samples", "8", "--lr-decay-iters", "4"), "Megatron asks for"),
+        (
+            ("--num-experts", "3", "--expert-model-parallel-size", "2"),
+            "num_experts=3, expert_model_parallel_size=2: Megatron asks for: Number of experts should be a multiple",
+        ),
+        (
+            ("--expert-model-parallel-size", "2"),
+            "expert_model_parallel_size=2: Megatron asks for: num_experts must be non None to use expert model parall",
+        ),
         # From a layer's config, before Megatron builds the layer:
         (
             ("--num-experts", "8", "--megablocks-mlp-impl", "scatter", "--megablocks-quantize-inputs-num-bits", "8"),
