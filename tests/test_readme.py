@@ -17,8 +17,8 @@ import pytest
 from megablocks import Arguments, ConfigError, MoEConfig, clear_load_balancing_loss, config
 from megablocks.config import TOKEN_ROUNDINGS
 from megablocks.kinds import MLP_IMPLS, ROUTERS
-from megablocks.megatron.arguments import ALIASES, DriverSettings
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.arguments import ALIASES
+from megablocks.megatron.settings import DriverSettings, MegaBlocksSettings
 from megablocks.moe import MoELayer
 
 ROOT = Path(__file__).parents[1]

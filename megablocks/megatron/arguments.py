@@ -24,70 +24,17 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
-from megablocks.megatron.settings import EXPERTS_ONLY, MegaBlocksSettings, add_flags, check_heads, flag_of, option
+from megablocks.megatron.settings import (
+    EXPERTS_ONLY,
+    DriverSettings,
+    MegaBlocksSettings,
+    add_flags,
+    check_heads,
+    flag_of,
+)
 from megablocks.ops.hopper import SWITCHES, switch
 
 PREFIX = "megablocks_"
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DriverSettings:
-    """What the driver adds to Megatron's training loop; one `--megablocks-*` flag a field."""
-
-    run_dir: str | None = option(None, "folder of loss.csv, loss.png, expert_load.* and env.txt; unset: --save")
-    nonfinite_guard: bool = option(
-        True,
-        "at a NaN or Inf, stop every rank without that update and name the layer that it came from; with the fused "
-        "optimizer the host looks once a log interval",
-    )
-    loss_spike_factor: float = option(
-        0.0, "skip the update of a step whose loss exceeds this many times the median of the past losses; 0: never"
-    )
-    loss_spike_window: int = option(
-        64, "number of past losses in the median of the loss spike factor; checkpoints keep them"
-    )
-    hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
-    fused_optimizer: bool = option(
-        True,
-        "on a GPU, let Megatron's Adam read and write each parameter once, and keep the gradient norm on the GPU; off: "
-        "Transformer Engine's, apex's or torch's Adam, whichever is installed",
-    )
-    verify_checkpoint: bool = option(
-        True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
-    )
-    keep_checkpoints: int = option(
-        0, "after a save, keep only this many of the run's newest complete checkpoints; 0: keep all"
-    )
-    allow_other_model: bool = option(
-        False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
-    )
-    fixed_validation: bool = option(
-        False,
-        "let every evaluation read the same validation samples, whatever --seed is; else each evaluation reads the "
-        "next ones, in an order of --seed",
-    )
-    fused_loss: bool = option(
-        True,
-        "project to the vocabulary and compute the loss in one op, in chunks of tokens, without float32 logits; off "
-        "without a GPU",
-    )
-    fused_loss_kept_gib: float | None = option(
-        None,
-        "GiB of logits that the fused loss keeps for backward; backward computes the others again; unset: a tenth of "
-        "the GPU's memory",
-    )
-
-    def __post_init__(self) -> None:
-        if self.loss_spike_factor != 0 and not self.loss_spike_factor > 1:
-            refuse("loss_spike_factor", self.loss_spike_factor, "must be > 1, or 0 for never")
-        if self.loss_spike_window < 4:
-            refuse("loss_spike_window", self.loss_spike_window, "must be >= 4")
-        if not self.hang_timeout >= 0:
-            refuse("hang_timeout", self.hang_timeout, "must be >= 0 seconds")
-        if self.keep_checkpoints < 0:
-            refuse("keep_checkpoints", self.keep_checkpoints, "must be >= 0; 0 keeps all")
-        if self.fused_loss_kept_gib is not None and not self.fused_loss_kept_gib >= 0:
-            refuse("fused_loss_kept_gib", self.fused_loss_kept_gib, "must be >= 0")
 
 
 ALIASES: dict[str, tuple[str, type]] = {

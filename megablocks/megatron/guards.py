@@ -36,9 +36,9 @@ from megablocks.checkpoint import atomic
 from megablocks.checkpoint.atomic import CheckpointError, SaveError
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import checkpoint_io
-from megablocks.megatron.arguments import DriverSettings
 from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
 from megablocks.megatron.reporting import shape_of
+from megablocks.megatron.settings import DriverSettings
 from megablocks.megatron.wrap import wrap
 from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad

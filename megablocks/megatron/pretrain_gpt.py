@@ -32,8 +32,8 @@ from megablocks.monitor.env_report import env_report
 from megablocks.monitor.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
-    from megablocks.megatron.arguments import DriverSettings
     from megablocks.megatron.guards import Guards
+    from megablocks.megatron.settings import DriverSettings
 
 _STARTED = time.time()
 _WAIT_TO_BE_ENDED_S = 20.0
@@ -136,6 +136,7 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     from megatron.training.arguments import parse_and_validate_args
 
     from megablocks.megatron import arguments, checkpoint_io, data, failures, gpt, guards
+    from megablocks.megatron.settings import DriverSettings
 
     checkpoint_io.restrict_unpickling()
     guards.choose_before_reading_args()
@@ -145,7 +146,7 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
             extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed, needs_data=True),
             args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
         )
-        settings = arguments.settings_from(args, arguments.DriverSettings)
+        settings = arguments.settings_from(args, DriverSettings)
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         fingerprint = data.open_data(args)
         verifiable = guards.choose_checkpoint(args)

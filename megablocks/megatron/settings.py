@@ -1,8 +1,8 @@
-"""The settings of our layers that Megatron's TransformerConfig lacks, and where they come from.
+"""The settings of our layers that Megatron's TransformerConfig lacks, and of the driver, and where they come from.
 
-The driver makes one `--megablocks-*` flag of each field and stores the result on the TransformerConfig as the attribute
-`megablocks`. Megatron-LM's own pretrain_gpt.py with `--spec` stores nothing; then environment variables of the same
-names fill the settings: MEGABLOCKS_CAPACITY_FACTOR=1.25.
+The driver makes one `--megablocks-*` flag of each field and stores those of the layers on the TransformerConfig as the
+attribute `megablocks`. Megatron-LM's own pretrain_gpt.py with `--spec` stores nothing; then environment variables of
+the same names fill them: MEGABLOCKS_CAPACITY_FACTOR=1.25.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +41,7 @@ def option(
 ) -> Any:
     """A dataclass field of which `add_flags` makes a flag. A default of ... must be given.
 
-    least, most: the bounds that `tool.model` checks.
+    choices, or least and most: what `check_options` allows.
     """
     given = {} if default is ... else {"default": default}
     return field(**given, metadata={"help": text, "choices": choices, "least": least, "most": most})
@@ -56,6 +57,28 @@ def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = Fal
         if kind is bool:
             how = {"action": argparse.BooleanOptionalAction}
         parser.add_argument(flag_of(prefix + one.name), default=None if unset else default, help=text, **how)
+
+
+_LIMITS = {int: (1, 2**63 - 1, "below 2**63"), float: (0, sys.float_info.max, "finite")}
+"""The least and the largest value of a number by its type, the latter also in words; a field may have others."""
+
+
+def check_options(options: type, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for a value that its field of a dataclass of `option`s does not allow. None is unset."""
+    for one in dataclasses.fields(options):
+        value, choices, kind = values.get(one.name), one.metadata["choices"], kind_of(one)
+        if value is None:
+            continue
+        if choices is not None and value not in choices:
+            refuse(one.name, value, f"must be one of {', '.join(map(str, choices))}")
+        if choices is not None or kind not in _LIMITS:
+            continue
+        (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
+        least = least if one.metadata["least"] is None else one.metadata["least"]
+        if most is not None and not least <= value <= most:
+            refuse(one.name, value, f"must be {least} to {most}")
+        if not least <= value <= largest:
+            refuse(one.name, value, f"must be >= {least}" + ("" if value < least else f" and {in_words}"))
 
 
 def kind_of(one: dataclasses.Field) -> type:
@@ -113,6 +136,7 @@ class MegaBlocksSettings:
         None,
         "drop tokens beyond this many times an expert's fair share; 0: the capacity is the fullest expert's load; "
         "unset: drop none, but 1 with layer tutel",
+        least=-(2**31),
     )
     capacity_rule: str = option(
         "megablocks",
@@ -183,11 +207,7 @@ class MegaBlocksSettings:
     )
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value, choices = getattr(self, f.name), f.metadata["choices"]
-            unset = value is None and f.default is None
-            if choices is not None and not unset and value not in choices:
-                refuse(f.name, value, f"must be one of {', '.join(map(str, choices))}")
+        check_options(MegaBlocksSettings, vars(self))
         if self.layer == "tutel":  # whichever code runs it, the rule and the default factor are Tutel's
             object.__setattr__(self, "capacity_rule", "tutel")
             if self.capacity_factor is None:
@@ -209,6 +229,59 @@ class MegaBlocksSettings:
         """The settings in MEGABLOCKS_<FIELD>. Raises ConfigError, which names the variable, at a wrong value."""
         names = {ENV_PREFIX + f.name.upper(): f for f in dataclasses.fields(cls)}
         return cls(**{f.name: _parse(name, environ[name], f) for name, f in names.items() if name in environ})
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverSettings:
+    """What the driver adds to Megatron's training loop; one `--megablocks-*` flag a field."""
+
+    run_dir: str | None = option(None, "folder of loss.csv, loss.png, expert_load.* and env.txt; unset: --save")
+    nonfinite_guard: bool = option(
+        True,
+        "at a NaN or Inf, stop every rank without that update and name the layer that it came from; with the fused "
+        "optimizer the host looks once a log interval",
+    )
+    loss_spike_factor: float = option(
+        0.0, "skip the update of a step whose loss exceeds this many times the median of the past losses; 0: never"
+    )
+    loss_spike_window: int = option(
+        64, "number of past losses in the median of the loss spike factor; checkpoints keep them", least=4
+    )
+    hang_timeout: float = option(600.0, "seconds without a sign of life after which a rank counts as dead; 0: never")
+    fused_optimizer: bool = option(
+        True,
+        "on a GPU, let Megatron's Adam read and write each parameter once, and keep the gradient norm on the GPU; off: "
+        "Transformer Engine's, apex's or torch's Adam, whichever is installed",
+    )
+    verify_checkpoint: bool = option(
+        True, "before a checkpoint is loaded, compare every file with the sha256 that was recorded when it was saved"
+    )
+    keep_checkpoints: int = option(
+        0, "after a save, keep only this many of the run's newest complete checkpoints; 0: keep all", least=0
+    )
+    allow_other_model: bool = option(
+        False, "resume even if flags that define the model, such as the top-k, differ from the saved ones"
+    )
+    fixed_validation: bool = option(
+        False,
+        "let every evaluation read the same validation samples, whatever --seed is; else each evaluation reads the "
+        "next ones, in an order of --seed",
+    )
+    fused_loss: bool = option(
+        True,
+        "project to the vocabulary and compute the loss in one op, in chunks of tokens, without float32 logits; off "
+        "without a GPU",
+    )
+    fused_loss_kept_gib: float | None = option(
+        None,
+        "GiB of logits that the fused loss keeps for backward; backward computes the others again; unset: a tenth of "
+        "the GPU's memory",
+    )
+
+    def __post_init__(self) -> None:
+        check_options(DriverSettings, vars(self))
+        if 0 < self.loss_spike_factor <= 1:
+            refuse("loss_spike_factor", self.loss_spike_factor, "must be > 1, or 0 for never")
 
 
 def _parse(name: str, text: str, one: dataclasses.Field) -> Any:

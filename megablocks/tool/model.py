@@ -9,14 +9,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
-import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, MoEConfig, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
-from megablocks.megatron.settings import check_heads, flag_of, kind_of, option
+from megablocks.megatron.settings import check_heads, check_options, flag_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
 
 PREFIX = "megablocks_"
@@ -39,10 +37,6 @@ _NOT_PLANNED = {
     "fine_grained_activation_offloading": "activations in the host's memory are not counted",
 }
 """The driver's flags that a plan leaves out of its count, and must therefore refuse."""
-
-
-_LIMITS = {int: (1, 2**63 - 1, "below 2**63"), float: (0, sys.float_info.max, "finite")}
-"""The least and the largest value of a number by its type, the latter also in words; a field may have others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +80,7 @@ class Model:
     recompute_granularity: str | None = option(None, "full: keep only each layer's input", ("selective", "full"))
     mlp_impl: str = option("auto", "how the experts are computed", MLP_IMPLS)
     recompute_activation: bool = option(False, "recompute the experts' activation in backward")
-    quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS, least=-1)
+    quantize_rematerialize_num_bits: int = option(-1, "bits of the saved pre-activations", QUANTIZE_NUM_BITS)
     dispatcher: str = option("auto", "how rows reach the experts of other ranks", DISPATCHER_CHOICES)
     dispatch_rows_factor: float = option(2.0, "rows that symmetric has room for, as a multiple of an even load's")
     fused_loss: bool = option(True, "projection and loss in one op, without float32 logits")
@@ -97,7 +91,7 @@ class Model:
     gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
 
     def __post_init__(self) -> None:
-        check_bounds(vars(self))
+        check_options(Model, vars(self))
         if not self.gpu.strip():
             refuse("gpu", self.gpu, f"must be a GPU's name, such as {Model.gpu!r}")
         if self.num_experts and self.moe_router_topk > self.num_experts:
@@ -113,7 +107,7 @@ class Model:
         self._fill("num_moe_layers", self.num_layers if self.num_experts else 0)
         self._fill("expert_tensor_parallel_size", self.tensor_model_parallel_size)
         self._fill("fused_loss_kept_gib", None if capacity is None else capacity / 10)
-        check_bounds(vars(self))  # what was filled in may be a width of 0
+        check_options(Model, vars(self))  # what was filled in may be a width of 0
         self._check_layout()
         if self.num_experts:
             self._check_experts()
@@ -235,20 +229,6 @@ class Model:
         )
 
 
-def check_bounds(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for a number outside of what its field of `Model` allows. None is unset."""
-    for one in dataclasses.fields(Model):
-        value, kind = values.get(one.name), kind_of(one)
-        if value is None or kind not in _LIMITS:
-            continue
-        (least, largest, in_words), most = _LIMITS[kind], one.metadata["most"]
-        least = least if one.metadata["least"] is None else one.metadata["least"]
-        if most is not None and not least <= value <= most:
-            refuse(one.name, value, f"must be {least} to {most}")
-        if not least <= value <= largest:
-            refuse(one.name, value, f"must be >= {least}" + ("" if value < least else f" and {in_words}"))
-
-
 def from_flags(options: argparse.Namespace) -> Model:
     """Raises ConfigError for a flag that is missing or wrong."""
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Model)}
@@ -284,7 +264,7 @@ def from_driver(args: argparse.Namespace, gpu: str) -> Model:
         dest = one.name if hasattr(args, one.name) else PREFIX + one.name
         if getattr(args, dest, None) is not None:
             values[one.name] = getattr(args, dest)
-    check_bounds(values)
+    check_options(Model, values)
     if not args.group_query_attention:
         values.pop("num_query_groups", None)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size

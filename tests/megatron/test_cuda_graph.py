@@ -15,9 +15,10 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import cuda_graph  # noqa: E402
-from megablocks.megatron.arguments import DriverSettings, add_arguments  # noqa: E402
+from megablocks.megatron.arguments import add_arguments  # noqa: E402
 from megablocks.megatron.guards import Guards  # noqa: E402
 from megablocks.megatron.load import ExpertLoad  # noqa: E402
+from megablocks.megatron.settings import DriverSettings  # noqa: E402
 
 GRAPH = ["--train-iters", "4", "--cuda-graph-impl", "full_iteration"]
 EXPERTS = "--num-experts 8 "

@@ -21,8 +21,8 @@ from megatron.training.arguments import add_megatron_arguments  # noqa: E402
 
 from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import pretrain_gpt  # noqa: E402
-from megablocks.megatron.arguments import DriverSettings, add_arguments, settings_from  # noqa: E402
-from megablocks.megatron.settings import MegaBlocksSettings  # noqa: E402
+from megablocks.megatron.arguments import add_arguments, settings_from  # noqa: E402
+from megablocks.megatron.settings import DriverSettings, MegaBlocksSettings  # noqa: E402
 
 BASE = [*TINY, "--train-iters", "4"]
 MOE = [*BASE, "--num-experts", "8"]
@@ -223,9 +223,9 @@ REFUSED = {
     "--num-experts 8 --megablocks-layer other": "argument --megablocks-layer: invalid choice: 'other'",
     "--megablocks-loss-spike-factor 0.5": "megablocks_loss_spike_factor=0.5: must be > 1, or 0 for never",
     "--megablocks-loss-spike-window 2": "megablocks_loss_spike_window=2: must be >= 4",
-    "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0 seconds",
+    "--megablocks-hang-timeout -1": "megablocks_hang_timeout=-1.0: must be >= 0",
     "--moe-num-expert 8": "--moe-num-expert: no such flag, did you mean --moe-num-experts?",
-    "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0; 0 keeps all",
+    "--megablocks-keep-checkpoints -1": "megablocks_keep_checkpoints=-1: must be >= 0",
     "--megablocks-keep-checkpoints 2 --ckpt-format torch": "megablocks_keep_checkpoints=2: must be 0 with --ckpt",
     "--async-save --use-persistent-ckpt-worker": "async_save=True: must be left out; this driver's saves are",
     "--full-validation": "full_validation=True: needs --multiple-validation-sets, also for one set, or Megatron fails",
