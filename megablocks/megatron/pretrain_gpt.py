@@ -181,8 +181,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     guards.install()
     reporter.install()
     if profiling.is_on(args):
-        profile = profiling.StepProfile(args)
-        profile.install()
+        profiling.install()
     if args.exit_signal_handler:
         save_at_interrupt(args.exit_signal)
     atexit.register(end_data_workers)
@@ -216,7 +215,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
         cuda_graph.release()
     reporter.finish()
     if profiling.is_on(args):
-        profile.write(reporter.history)
+        profiling.write(args, reporter.model, reporter.history)
     if not args.skip_train:
         print_rank_0(f"done at iteration {args.curr_iteration + 1}")
     if guards.heartbeat is not None:

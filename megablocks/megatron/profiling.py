@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,62 +57,57 @@ def _ranged(call: Callable[..., Any], part: str) -> Any:
     return record_function(RANGE_PREFIX + part)(call)
 
 
-class StepProfile:
-    """Wraps the parts of a step, and writes `run.json` beside the trace."""
+def install() -> None:
+    """Once a process, before `pretrain`."""
+    wrap(training, setup_model_and_optimizer=_setup)
+    training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
+    # The loss's mask, sum and scale are no module's.
+    schedules.forward_step_calc_loss = _ranged(schedules.forward_step_calc_loss, "embedding and loss")
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-        self.parameters = self.expert_parameters = 0
 
-    def install(self) -> None:
-        """Once a process, before `pretrain`."""
-        wrap(training, setup_model_and_optimizer=self._setup)
-        training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
-        # The loss's mask, sum and scale are no module's.
-        schedules.forward_step_calc_loss = _ranged(schedules.forward_step_calc_loss, "embedding and loss")
+def _setup(original: Any, *args: Any, **kwargs: Any) -> Any:
+    model, optimizer, scheduler = original(*args, **kwargs)
+    for chunk in model:
+        for name, module in chunk.named_modules():
+            if (part := part_of(name, module)) is not None:
+                module.forward = _ranged(module.forward, part)
+        chunk.zero_grad_buffer = _ranged(chunk.zero_grad_buffer, "gradients")
+    # A step prepares and clips the gradients, then it calls the second method for the update alone.
+    optimizer.step = _ranged(optimizer.step, "gradients")
+    optimizer.step_with_ready_grads = _ranged(optimizer.step_with_ready_grads, "optimizer")
+    return model, optimizer, scheduler
 
-    def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        model, optimizer, scheduler = original(*args, **kwargs)
-        for chunk in model:
-            for name, module in chunk.named_modules():
-                if (part := part_of(name, module)) is not None:
-                    module.forward = _ranged(module.forward, part)
-            for parameter in chunk.parameters():
-                self.parameters += parameter.numel()
-                self.expert_parameters += 0 if getattr(parameter, "allreduce", True) else parameter.numel()
-            chunk.zero_grad_buffer = _ranged(chunk.zero_grad_buffer, "gradients")
-        # A step prepares and clips the gradients, then it calls the second method for the update alone.
-        optimizer.step = _ranged(optimizer.step, "gradients")
-        optimizer.step_with_ready_grads = _ranged(optimizer.step_with_ready_grads, "optimizer")
-        return model, optimizer, scheduler
 
-    def write(self, history: History) -> None:
-        """Write run.json. history: for the tokens/s of the iterations after the profile."""
-        args = self.args
-        # Iteration profile_step_end + 1, counted from 1, writes the trace.
-        pairs = zip(*history.series("tokens_per_second"), strict=True)
-        rates = [rate for i, rate in pairs if i > args.profile_step_end + 1]
-        on_gpu = torch.cuda.is_available()
-        sharded = args.use_distributed_optimizer
-        expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-        expert_shards *= args.pipeline_model_parallel_size
-        sizes = RunSizes(
-            shape=shape_of(args),
-            tokens=args.global_batch_size * args.seq_length,
-            micro_batches=get_num_microbatches(),
-            world_size=args.world_size,
-            parameters=self.parameters,
-            expert_parameters=self.expert_parameters,
-            model_shards=args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
-            optimizer_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
-            expert_optimizer_shards=args.world_size // expert_shards if sharded else 1,
-            element_bytes=2 if args.bf16 or args.fp16 else 4,
-            rotary=args.position_embedding_type == "rope",
-            qk_norms=args.qk_layernorm or args.qk_l2_norm,
-            device=torch.cuda.get_device_name() if on_gpu else "cpu",
-            peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
-            tokens_per_second=median(rates) if rates else None,
-        )
-        folder = Path(args.tensorboard_dir).parent / "torch_profile"
-        write_durably(folder / "run.json", sizes.to_json())
-        print(f"profile: {folder}; scripts/profile_step.py OUT --trace FILE makes a table of it", flush=True)
+def write(args: argparse.Namespace, model: Sequence[torch.nn.Module], history: History) -> None:
+    """Write `run.json` beside the trace.
+
+    model: this rank's chunks. history: for the tokens/s of the iterations after the profile.
+    """
+    # Iteration profile_step_end + 1, counted from 1, writes the trace.
+    pairs = zip(*history.series("tokens_per_second"), strict=True)
+    rates = [rate for i, rate in pairs if i > args.profile_step_end + 1]
+    parameters = [parameter for chunk in model for parameter in chunk.parameters()]
+    on_gpu = torch.cuda.is_available()
+    sharded = args.use_distributed_optimizer
+    expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size
+    expert_shards *= args.pipeline_model_parallel_size
+    sizes = RunSizes(
+        shape=shape_of(args),
+        tokens=args.global_batch_size * args.seq_length,
+        micro_batches=get_num_microbatches(),
+        world_size=args.world_size,
+        parameters=sum(one.numel() for one in parameters),
+        expert_parameters=sum(one.numel() for one in parameters if not getattr(one, "allreduce", True)),
+        model_shards=args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
+        optimizer_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
+        expert_optimizer_shards=args.world_size // expert_shards if sharded else 1,
+        element_bytes=2 if args.bf16 or args.fp16 else 4,
+        rotary=args.position_embedding_type == "rope",
+        qk_norms=args.qk_layernorm or args.qk_l2_norm,
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,
+        tokens_per_second=median(rates) if rates else None,
+    )
+    folder = Path(args.tensorboard_dir).parent / "torch_profile"
+    write_durably(folder / "run.json", sizes.to_json())
+    print(f"profile: {folder}; scripts/profile_step.py OUT --trace FILE makes a table of it", flush=True)

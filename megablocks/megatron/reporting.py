@@ -64,7 +64,7 @@ class Reporter:
             self.entropy = read_manifest(args.data_prefix).unigram["valid_entropy"]
         self.layers = moe_layers(args)
         self.shape = shape_of(args)
-        self._model: list[torch.nn.Module] = []
+        self.model: list[torch.nn.Module] = []
         self.summary: LoadSummary | None = None
         self._load: torch.Tensor | None = None  # since the last row, as far as it was read
         self._is_extra = False
@@ -91,7 +91,7 @@ class Reporter:
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Stands for `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
         model, optimizer, scheduler = original(*args, **kwargs)
-        self._model = model
+        self.model = model
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
             if kept := self.history.set_aside():
@@ -143,7 +143,7 @@ class Reporter:
 
     def _read_load(self) -> torch.Tensor:
         """The load since the last row. Counts the pairs that were dropped since the last call."""
-        table = gather_load(self._model, self.args.num_layers, self.args.num_experts)
+        table = gather_load(self.model, self.args.num_layers, self.args.num_experts)
         self.dropped += int(table[:, -1].sum())
         self._load = table if self._load is None else self._load + table
         return self._load

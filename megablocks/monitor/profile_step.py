@@ -2,9 +2,7 @@
 
     write(profile_of(read_step(trace), RunSizes.read(trace.with_name("run.json"))), folder, title)
 
-The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
-only where nothing else runs. The profiler slows the host, so the table has more idle time than the line above it, which
-is about the steps after the profile.
+The times of the parts add up to the step, see `exclusive_times`. scripts/profile_step.py is its command line.
 """
 
 from __future__ import annotations

@@ -63,6 +63,6 @@ def test_run_json_says_how_many_ranks_share_an_optimizer_state(
         position_embedding_type="rope", qk_layernorm=True, qk_l2_norm=False,
         tensorboard_dir=str(tmp_path / "tensorboard"),
     )  # fmt: skip
-    profiling.StepProfile(args).write(History(tmp_path))
+    profiling.write(args, [], History(tmp_path))
     run = RunSizes.read(tmp_path / "torch_profile" / "run.json")
     assert (run.optimizer_shards, run.expert_optimizer_shards) == shards and run.qk_norms
