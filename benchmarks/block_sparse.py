@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from statistics import mean, median
 from typing import Any
 
 from block_sparse_cases import FEW_TOKENS, PRODUCTS, SIZES, Case
-from children import Runner, candidate, chosen, guarded, parser_of, run_benchmark, run_child, struck_off
-from measure import Gate, calls_for, dry_run, emit, graph_of, interleave, milliseconds, need_gpu, speed
+from children import candidate, chosen, guarded, parser_of, run_benchmark, struck_off
+from measure import Gate, calls_for, dry_run, emit, graph_of, interleave, milliseconds, speed
 
 ROUND_MS = 8.0
 COMPILE_S = 90.0
@@ -117,18 +116,10 @@ def main() -> int:
             for product in products:
                 print(f"{product:6} {size:7} T, H, F, E = {SIZES[size]}")
         return 0
-    if args.child:
-        return run_child(args, time_job)
-    need_gpu()
-    jobs = [f"{product}/{size}" for size in sizes for product in products]
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
-
-    def run() -> None:
-        runner.compile([[f"{product}/{sizes[0]}"] for product in products], seconds=COMPILE_S)
-        runner.run(jobs)
-
+    compiled = [[f"{product}/{sizes[0]}"] for product in products]
     return run_benchmark(
-        runner, "block_sparse", jobs, run,
+        args, "block_sparse", [f"{product}/{size}" for size in sizes for product in products], time_job,
+        first=lambda runner: runner.compile(compiled, seconds=COMPILE_S),
         ours=lambda key: key.endswith("/ours") or key.count("/") < 3,  # a lost job is ours, too
         summarise=report, out=args.out,
     )  # fmt: skip

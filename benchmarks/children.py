@@ -12,8 +12,8 @@ A job is a string. Its child is the same script with `--child JOB,JOB… --struc
 KEY is JOB/…/NAME. When a child dies or is silent for too long, the parent excludes the candidate that was running and
 starts the job again. After the second time it excludes every candidate with this name.
 
-A benchmark takes its options from `parser_of`. Its main is `run_child` in a child and `run_benchmark` in the parent,
-which writes the result after every job. So an interrupted run loses only the job that was running.
+A benchmark takes its options from `parser_of`. Its main ends in `run_benchmark`, which writes the result after every
+job. So an interrupted run loses only the job that was running.
 
 A child with `--wait` first compiles the kernels of its one job, prints {"prepared": JOB} and waits for a line on stdin.
 Compilation uses one core, so the children of several jobs compile at the same time and then run one after another.
@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Gate, emit, write_result
+from measure import ROUNDS, Gate, emit, need_gpu, write_result
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3
@@ -301,27 +301,42 @@ class Runner:
 
 
 def run_benchmark(
-    runner: Runner,
+    args: argparse.Namespace,
     name: str,
     jobs: list[str],
-    run: Callable[[], None],
+    run_job: Callable[[str, set[str], argparse.Namespace], None],
     *,
     ours: Callable[[str], bool],
     summarise: Callable[[list[dict[str, Any]], Gate], dict[str, Any]],
     out: Path | None,
+    quiet: float = QUIET_S,
+    budget: float = JOB_S,
+    first: Callable[[Runner], None] = lambda runner: None,
+    prepare: Callable[[str, argparse.Namespace], None] | None = None,
+    toy: bool = False,
 ) -> int:
-    """The main of the parent: runs the jobs, then prints the table and writes the result, also after Ctrl-C.
+    """The main of a child, or of the parent: it runs the jobs, then prints the table and writes the result.
 
-    After each job it writes the records so far, without a summary. The gate is red for the jobs that are missing.
+    After each job it writes the records so far, without a summary. The gate is red for the jobs that are missing. After
+    Ctrl-C it prints and writes too.
 
     Args:
+        args: of `parser_of`.
+        run_job, prepare: as in `run_child`.
         ours: which keys turn the gate red, as in Gate.
         summarise: from (records, gate) to the summary. Prints the table and may add to gate.void.
         out: the result file, or None.
+        quiet, budget: as in `Runner.run`.
+        first: compiles or prepares before the jobs run.
+        toy: whether it runs without a GPU.
 
     Returns:
         The exit status: 1 if the gate is red or the run is void.
     """
+    if args.child:
+        return run_child(args, run_job, prepare if args.wait else None)
+    need_gpu(toy)
+    runner = Runner(sys.argv[0], sys.argv[1:], time.monotonic() + args.seconds)
 
     def judged() -> tuple[Gate, list[dict[str, Any]]]:
         gate = Gate(ours)
@@ -334,7 +349,8 @@ def run_benchmark(
 
     runner.after_job = write_so_far
     try:
-        run()
+        first(runner)
+        runner.run(jobs, quiet=quiet, budget=budget)
     finally:
         runner.end_prepared()
         gate, records = judged()

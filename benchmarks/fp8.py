@@ -21,13 +21,12 @@ prints the cases.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import Runner, candidate, chosen, parser_of, run_benchmark, run_child, struck_off
-from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
+from children import candidate, chosen, parser_of, run_benchmark, struck_off
+from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, relative_error, speed
 
 # T, H, I, E, K. L: Llama-4-Scout (109B), few experts and long products. Q: Qwen3-235B-A22B, many and short ones.
 # The last expert of "small" has no rows. "toy" is for a CPU.
@@ -343,14 +342,9 @@ def main() -> int:
         for job in jobs:
             print(f"{job:6} T, H, I, E, K = {SHAPES[job]}: {'; '.join(ARMS)}")
         return 0
-    if args.child:
-        return run_child(args, time_job)
-    need_gpu(toy=jobs == ["toy"])
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
-    out = args.out / "fp8.json" if args.out else None
     return run_benchmark(
-        runner, "fp8", jobs, lambda: runner.run(jobs, quiet=30.0, budget=70.0),
-        ours=lambda key: "torch" not in key, summarise=summarise, out=out,
+        args, "fp8", jobs, time_job, quiet=30.0, budget=70.0, ours=lambda key: "torch" not in key, summarise=summarise,
+        out=args.out / "fp8.json" if args.out else None, toy=jobs == ["toy"],
     )  # fmt: skip
 
 

@@ -32,14 +32,13 @@ import argparse
 import contextlib
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import Runner, candidate, chosen, guarded, parser_of, run_benchmark, run_child, struck_off
+from children import candidate, chosen, guarded, parser_of, run_benchmark, struck_off
 from grouped_gemm_cases import OPS, SHAPES, Problem
-from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds, need_gpu
+from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds
 
 PEERS = ("bmm", "torch", "quack")
 NOT_OURS = (*PEERS, "torch-take", "apart")
@@ -139,16 +138,11 @@ def main() -> int:
         for job in jobs:
             print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {args.peers}")
         return 0
-    if args.child:
-        return run_child(args, time_job)
-    need_gpu()
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
-
-    def run() -> None:
-        runner.compile([[f"{shape}/{op}" for shape in shapes] for op in ops], seconds=COMPILE_S)
-        runner.run(jobs, quiet=40.0, budget=60.0)
-
-    return run_benchmark(runner, "grouped_gemm", jobs, run, ours=ours, summarise=summarise, out=args.out)
+    compiled = [[f"{shape}/{op}" for shape in shapes] for op in ops]
+    return run_benchmark(
+        args, "grouped_gemm", jobs, time_job, first=lambda runner: runner.compile(compiled, seconds=COMPILE_S),
+        quiet=40.0, budget=60.0, ours=ours, summarise=summarise, out=args.out,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -23,15 +23,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import Runner, chosen, parser_of, run_benchmark, run_child, struck_off
+from children import chosen, parser_of, run_benchmark, struck_off
 from layer_candidates import OURS, Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
-from measure import Gate, cells, dry_run, emit, gpu_name, interleave, milliseconds, need_gpu, on_gpu, result_path
+from measure import Gate, cells, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, result_path
 
 TOKENS = tuple(2**i for i in range(6, 19))
 EXPERTS = tuple(2**i for i in range(3, 10))
@@ -157,14 +156,10 @@ def main() -> int:
             for shape in points(series, args.toy):
                 print(f"{series:7} T,H; I/E/K = {shape.label}, weights {weight_bytes(shape) / 1e9:.2f} GB per step")
         return 0
-    if args.child:
-        return run_child(args, run_job)
-    need_gpu(args.toy)
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
     return run_benchmark(
-        runner, "growth", jobs, lambda: runner.run(jobs, quiet=60.0, budget=120.0), ours=lambda key: True,
+        args, "growth", jobs, run_job, quiet=60.0, budget=120.0, ours=lambda key: True,
         summarise=lambda records, gate: summarise(records, gate, impls, args.toy),
-        out=args.out or result_path("growth", gpu_name()),
+        out=args.out or result_path("growth", gpu_name()), toy=args.toy,
     )  # fmt: skip
 
 

@@ -23,16 +23,15 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, chosen, parser_of, run_benchmark, run_child
+from children import chosen, parser_of, run_benchmark
 from layer_candidates import GRAPHED, OURS, PEER_LAYERS, PEERS, SIZES, Problem, Shape, Step, kind, problem_of, select
 from layer_timing import check_and_time
-from measure import Gate, cells, dry_run, emit, gpu_name, need_gpu, on_gpu, result_path, speed
+from measure import Gate, cells, dry_run, emit, gpu_name, on_gpu, result_path, speed
 
 SKEWS = (1.0, 1.5, 2.0, 4.0, 8.0)
 PADDED, KNOWN = "padded", "padded known"
@@ -140,13 +139,9 @@ def main() -> int:
             size, skew = job.split("/")
             print(f"{size:7} skew {skew:4} T, H, I, E = {SIZES[size]}")
         return 0
-    if args.child:
-        return run_child(args, run_job)
-    need_gpu(toy=sizes == ["toy"])
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
     return run_benchmark(
-        runner, "layers", jobs,
-        lambda: runner.run(jobs, quiet=120.0, budget=240.0),  # quiet: a peer may build a CUDA extension on first use
+        args, "layers", jobs, run_job, toy=sizes == ["toy"],
+        quiet=120.0, budget=240.0,  # quiet: a peer may build a CUDA extension on first use
         ours=lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS,  # a lost job is ours, too
         summarise=summarise, out=args.out or result_path("layers", gpu_name()),
     )  # fmt: skip

@@ -32,13 +32,12 @@ import argparse
 import functools
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import Runner, candidate, chosen, parser_of, run_benchmark, run_child
+from children import candidate, chosen, parser_of, run_benchmark
 from layer_candidates import (
     FUSED_MODES,
     OURS,
@@ -58,7 +57,6 @@ from measure import (
     dry_run,
     emit,
     gpu_name,
-    need_gpu,
     on_gpu,
     peer_figures,
     read_result,
@@ -278,8 +276,6 @@ def main() -> int:
         for job in jobs:
             print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}")
         return 0
-    if args.child:
-        return run_child(args, run_job, prepare if args.wait else None)
     if args.merge:
         try:
             one = merged({str(path): read_result(path) for path in args.merge})
@@ -291,15 +287,10 @@ def main() -> int:
         write_result(out, "peers", gate=gate, summary=summary, records=records, taken_on=environment)
         print(f"wrote {out}")
         return 0 if gate.green and not gate.void else 1
-    need_gpu(args.toy)
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
-
-    def run() -> None:
-        runner.prepare(jobs, seconds=PREPARE_S, at_once=AT_ONCE)
-        runner.run(jobs, quiet=150.0, budget=300.0)  # quiet: a peer may build a CUDA extension on first use
-
     return run_benchmark(
-        runner, "peers", jobs, run,
+        args, "peers", jobs, run_job, prepare=prepare, toy=args.toy,
+        first=lambda runner: runner.prepare(jobs, seconds=PREPARE_S, at_once=AT_ONCE),
+        quiet=150.0, budget=300.0,  # quiet: a peer may build a CUDA extension on first use
         ours=lambda key: "/" not in key or kind(key.rsplit("/", 1)[1]) in OURS,  # a lost job is ours, too
         summarise=summarise, out=args.out or result_path("peers", gpu_name()),
     )  # fmt: skip

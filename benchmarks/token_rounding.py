@@ -20,15 +20,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import Runner, chosen, parser_of, run_benchmark, run_child, struck_off
+from children import chosen, parser_of, run_benchmark, struck_off
 from layer_candidates import Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
-from measure import Gate, dry_run, emit, gpu_name, interleave, need_gpu, on_gpu, result_path, speed
+from measure import Gate, dry_run, emit, gpu_name, interleave, on_gpu, result_path, speed
 
 from megablocks.ops.grouped import TILE_ROWS as TILE
 
@@ -124,13 +123,9 @@ def main() -> int:
         for job in jobs:
             print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}: {PLAIN}, {WHOLE}, {args.rules}")
         return 0
-    if args.child:
-        return run_child(args, run_job)
-    need_gpu(args.toy)
-    runner = Runner(__file__, sys.argv[1:], time.monotonic() + args.seconds)
     return run_benchmark(
-        runner, "token_rounding", jobs, lambda: runner.run(jobs, quiet=60.0, budget=90.0), ours=lambda key: True,
-        summarise=summarise, out=args.out or result_path("token_rounding", gpu_name()),
+        args, "token_rounding", jobs, run_job, quiet=60.0, budget=90.0, ours=lambda key: True, summarise=summarise,
+        out=args.out or result_path("token_rounding", gpu_name()), toy=args.toy,
     )  # fmt: skip
 
 

@@ -196,10 +196,10 @@ for job in jobs:
 
 
 @pytest.mark.parametrize("wrong, void, status", [("", [], 0), ("b", [], 1), ("", ["a peer is slow"], 1)])
-def test_a_result_is_written_after_each_job_and_gives_the_exit_status(tmp_path, wrong, void, status):
+def test_a_result_is_written_after_each_job_and_gives_the_exit_status(tmp_path, monkeypatch, wrong, void, status):
     script, out = tmp_path / "child.py", tmp_path / "out.json"
     script.write_text(LOOKS)
-    runner = children.Runner(str(script), [wrong, str(out)], time.monotonic() + 900)
+    monkeypatch.setattr(sys, "argv", [str(script), wrong, str(out)])
     judged = []
 
     def summarise(records, gate):
@@ -207,9 +207,9 @@ def test_a_result_is_written_after_each_job_and_gives_the_exit_status(tmp_path, 
         gate.void += void
         return {"jobs": len(records)}
 
-    jobs = ["a", "b"]
-    ended = children.run_benchmark(runner, "sample", jobs, lambda: runner.run(jobs, quiet=300.0),
-                                   ours=lambda key: True, summarise=summarise, out=out)  # fmt: skip
+    args = children.parser_of(None, seconds=900.0).parse_args([])
+    ended = children.run_benchmark(args, "sample", ["a", "b"], pytest.fail, quiet=300.0, ours=lambda key: True,
+                                   summarise=summarise, out=out, toy=True)  # fmt: skip
     assert ended == status and judged == [(2, not wrong)]
     so_far, result = measure.read_result(tmp_path / "so_far.json"), measure.read_result(out)
     assert so_far["records"] == [{"times": "a"}] and so_far["gate"]["red"] == ["b"] and so_far["summary"] == {}
