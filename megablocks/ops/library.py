@@ -1,11 +1,13 @@
 """What every op file needs: registration with torch, the choice between kernel and reference, and autocast.
 
-`custom_op` registers an op as `torch.library.custom_op` does, with four additions.
+`custom_op` registers an op as `torch.library.custom_op` does, with five additions.
 
 - It may name a kernel's launcher, which computes the op in place of the function where it takes the arguments.
 - A NamedTuple among the parameters, such as a `Dispatch`, is one argument in Python. In torch's schema each of its
   fields is an argument, because schemas know no structures. A NamedTuple is also allowed as the result.
 - The op runs with the device of its tensors as the current device, because Triton launches on the current device.
+  Autocast is off in it: the public functions cast their arguments, and torch would narrow a reference's own products.
+- None among the results becomes an empty tensor, because schemas know no optional results.
 - In eager mode a call goes past torch's dispatcher, which a custom op enters three times in Python. Only autograd takes
   part in the result there, so the op is an `autograd.Function` of the same functions. torch.compile, fake tensors,
   modes and tensor subclasses get the custom op.
@@ -75,8 +77,9 @@ class _Signature:
         self.flat_defaults = [p.default for p in flat]
         result = signature.return_annotation
         self.result = result if hasattr(result, "_fields") else None
-        if self.result is not None:
-            result = tuple[tuple(typing.get_type_hints(self.result).values())]  # type: ignore[misc]
+        members = [*typing.get_type_hints(result).values()] if self.result is not None else [*typing.get_args(result)]
+        if self.result is not None or typing.get_origin(result) is tuple:
+            result = tuple[tuple(Tensor if hint == Tensor | None else hint for hint in members)]  # type: ignore[misc]
         self.of_schema = signature.replace(parameters=flat, return_annotation=result)
 
     def flat(self, args: Iterable[Any]) -> tuple[Any, ...]:
@@ -168,17 +171,22 @@ class Op:
             call, given = self.implementation, args
             if needs_gradient and self._function is not None:
                 call, given = self._function.apply, (*flat, args)
-            if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+            if first is None or (
+                (not first.is_cuda or first.get_device() == torch.cuda.current_device())
+                and not torch.is_autocast_enabled(first.device.type)
+            ):
                 result = call(*given)
             else:
-                with torch.cuda.device(first.device):
+                with _device_of((first,)), without_autocast(first):
                     result = call(*given)
         return result if signature.result is None else signature.result(*result)
 
 
 def _plain(result: Any) -> Any:
-    """A NamedTuple as the tuple that torch's schema promises."""
-    return tuple(result) if isinstance(result, tuple) else result
+    """A NamedTuple as the tuple that torch's schema promises, with an empty tensor for None."""
+    if not isinstance(result, tuple):
+        return result
+    return tuple(result[0].new_empty(0) if t is None else t for t in result)
 
 
 def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
@@ -221,6 +229,13 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
+def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A block in which autocast is off for the device of `t`."""
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
+
+
 @functools.cache
 def _load(path: str) -> Any:
     """What "module:name" names. Kernels are imported at their first launch, since a CPU needs no Triton."""
@@ -245,16 +260,14 @@ def custom_op(
 
     def register(reference: Callable[..., Any]) -> Op:
         @functools.wraps(reference)
-        def kernel_or_reference(*args: Any) -> Any:
-            assert kernel is not None
-            return _load(kernel)(*args) if takes(*args) else reference(*args)
+        def implementation(*args: Any) -> Any:
+            return _plain(_load(kernel)(*args) if kernel is not None and takes(*args) else reference(*args))
 
-        implementation = reference if kernel is None else kernel_or_reference
         signature = _Signature(implementation)
 
         def of_schema(*args: Any) -> Any:
-            with _device_of(args):
-                return _plain(implementation(*signature.nested(args)))
+            with _device_of(args), without_autocast(next(a for a in args if isinstance(a, Tensor))):
+                return implementation(*signature.nested(args))
 
         of_schema.__signature__ = signature.of_schema  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(of_schema, mutates_args=mutates_args)

@@ -103,16 +103,14 @@ def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispat
         total += grouped_mm_dw_ref(dy.to(total.dtype), gather_op(x, d).to(total.dtype), offsets)
 
 
-def _fake_gathered_mm(a: Any) -> tuple[Tensor, Tensor]:
-    y = a.x.new_empty(a.dispatch.num_rows, a.w.shape[2])
-    return y, a.x.new_empty(0) if a.v is None else torch.empty_like(y)
-
-
-@custom_op("megablocks::gathered_mm", fake=_fake_gathered_mm)
+@custom_op(
+    "megablocks::gathered_mm",
+    fake=lambda a: tuple(None if w is None else a.x.new_empty(a.dispatch.num_rows, w.shape[2]) for w in (a.w, a.v)),
+)
 def gathered_mm_op(
     x: Tensor, w: Tensor, v: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, dispatch: Dispatch,
     num_bits: int = OFF,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(R, N) of w and of v, the latter empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
     factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
@@ -127,7 +125,7 @@ def gathered_mm_op(
     else:
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
         products = [grouped_mm_op.implementation(rows, t, offsets, b) for t, b in factors]
-    return products[0], x.new_empty(0) if v is None else products[1]
+    return products[0], None if v is None else products[1]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -135,7 +133,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
     ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
     x = x if need_w or need_v else None
-    ctx.packed, *kept = (None, x, None) if num_bits == OFF else pack(x, num_bits)
+    ctx.packed, *kept = pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
 
 

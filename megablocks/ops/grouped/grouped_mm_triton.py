@@ -208,7 +208,7 @@ def scattered_mm_launch(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
     rows: Rows, zero_tail: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Like `scattered_mm_op`; one launch, and with `other` one sum over the column tiles."""
+    """Like `scattered_mm_ref`; one launch, and with `other` one sum over the column tiles."""
     (experts, K, N), num_rows = w.shape, rows.count(x)
     y = x.new_empty(num_rows, N)
     config = choose(N, x)

@@ -25,7 +25,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import is_transposed
-from megablocks.ops.library import custom_op, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch, Rows
 
@@ -42,11 +42,12 @@ def _experts(ends: Tensor) -> Iterable[tuple[int, slice]]:
 
 def scattered_mm_ref(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
-    rows: Rows,
+    rows: Rows, zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """x (S, M), w (E, M, N) → y (R, N) in x's dtype, dots (R,) float32 (float64 for float64), None without `other`.
 
-    bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots. Rows without an expert are 0.
+    bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots.
+    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else the kernel leaves them.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     y = x.new_zeros((x if rows.in_index is None else rows.in_index).shape[0], w.shape[2])
@@ -84,50 +85,30 @@ def scattered_mm_dw_ref(
     return dw, sums if with_sums else None
 
 
-def _fake_scattered_mm(a: Any) -> tuple[Tensor, Tensor]:
-    num_rows, acc = a.rows.count(a.x), torch.promote_types(a.x.dtype, torch.float32)
-    dots = a.x.new_empty(0) if a.other is None else a.x.new_empty(num_rows, dtype=acc)
-    return a.x.new_empty(num_rows, a.w.shape[2]), dots
+def _sums(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-@custom_op("megablocks::scattered_mm", fake=_fake_scattered_mm)
-def scattered_mm_op(
-    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
-    rows: Rows, zero_tail: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and dots of `scattered_mm_ref`, an empty tensor for no dots.
-
-    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else they are unspecified.
-    """
-    if runs_triton(x):
-        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_launch
-
-        y, dots = scattered_mm_launch(x, w, bias, weight, other, dot_bias, rows, zero_tail)
-    else:
-        with torch.autocast(x.device.type, enabled=False):  # or torch would narrow the reference's own products
-            y, dots = scattered_mm_ref(x, w, bias, weight, other, dot_bias, rows)
-    return y, x.new_empty(0) if dots is None else dots
+scattered_mm_op = custom_op(
+    "megablocks::scattered_mm",
+    fake=lambda a: (
+        a.x.new_empty(a.rows.count(a.x), a.w.shape[2]),
+        None if a.other is None else _sums(a.x, a.rows.count(a.x)),
+    ),
+    kernel="megablocks.ops.grouped.grouped_mm_triton:scattered_mm_launch",
+)(scattered_mm_ref)
 
 
-def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor]:
+def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor | None]:
     dw = a.rows.empty_dw(a.a, a.b, a.transposed)
-    sums = a.a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.a.dtype, torch.float32))
-    return dw, sums if a.with_sums else a.a.new_empty(0)
+    return dw, _sums(a.a, dw.shape[0], dw.shape[2]) if a.with_sums else None
 
 
-@custom_op("megablocks::scattered_mm_dw", fake=_fake_scattered_mm_dw)
-def scattered_mm_dw_op(
-    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
-) -> tuple[Tensor, Tensor]:
-    """dw and sums of `scattered_mm_dw_ref`, an empty tensor for no sums."""
-    if runs_triton(a):
-        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_dw_launch
-
-        dw, sums = scattered_mm_dw_launch(a, b, weight, rows, transposed, with_sums)
-    else:
-        with torch.autocast(a.device.type, enabled=False):
-            dw, sums = scattered_mm_dw_ref(a, b, weight, rows, transposed, with_sums)
-    return dw, a.new_empty(0) if sums is None else sums
+scattered_mm_dw_op = custom_op(
+    "megablocks::scattered_mm_dw",
+    fake=_fake_scattered_mm_dw,
+    kernel="megablocks.ops.grouped.grouped_mm_triton:scattered_mm_dw_launch",
+)(scattered_mm_dw_ref)
 
 
 @custom_op("megablocks::gathered_linear", fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.w.shape[2]))
@@ -175,8 +156,7 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Raises:
         ValueError: shapes or dtypes that do not fit, or a dispatch that is padded or has fewer rows than pairs.
     """
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x, w = under_autocast(x, w)
+    x, w = under_autocast(x, w)
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     return gathered_linear_op(x, w, bias, dispatch)
 
@@ -246,8 +226,7 @@ def linear_combine(
     Raises:
         ValueError: as `gathered_linear`, or a gate that does not fit the activation.
     """
-    if not pre.is_meta and torch.is_autocast_enabled(pre.device.type):
-        pre, gate, w = under_autocast(pre, gate, w)
+    pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)
     elif gate is not None:

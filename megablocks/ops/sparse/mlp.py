@@ -33,28 +33,27 @@ def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: 
     return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
 
 
-def _fake_sparse_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pre = empty_values(a.blocks, a.x)
-    gate = a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre)
-    act = a.x.new_empty(0) if a.recompute else torch.empty_like(pre)
-    return a.x.new_empty(a.x.shape[0], a.w2.shape[1]), pre, gate, act
+def _fake_sparse_mlp(a: Any) -> tuple[Tensor | None, ...]:
+    pre, gate, act = (empty_values(a.blocks, a.x) for _ in range(3))
+    y = a.x.new_empty(a.x.shape[0], a.w2.shape[1])
+    return y, pre, None if a.v1 is None else gate, None if a.recompute else act
 
 
 @custom_op("megablocks::sparse_mlp", fake=_fake_sparse_mlp)
 def sparse_mlp_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, bias: Tensor | None, gate_bias: Tensor | None,
     blocks: Blocks, activation: Activation, recompute: bool, input_bits: int, pre_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
-        act, gate = empty_values(blocks, x), x.new_empty(0)
+        act, gate = empty_values(blocks, x), None
         pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)
         gate = _add_bias(sdd_values(x, v1, blocks), gate_bias, blocks)
         act = activation_op.implementation(pre, gate, activation)
     y = spmm_op.implementation(act, w2, blocks, True, False)
-    return y, pre, gate, x.new_empty(0) if recompute else act
+    return y, pre, gate, None if recompute else act
 
 
 def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
@@ -77,12 +76,9 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     need_hidden = need_x or need_w1 or need_v1 or need_bias or need_gate_bias
     need_pre = need_hidden or (need_w2 and ctx.recompute)
 
-    def keep(t: Tensor | None, num_bits: int) -> Any:
-        return (None, t, None) if num_bits == OFF else pack(t, num_bits)
-
-    ctx.packed_x, *kept_x = keep(x if need_w1 or need_v1 else None, input_bits)
-    ctx.packed_pre, *kept_pre = keep(pre if need_pre else None, pre_bits)
-    ctx.packed_gate, *kept_gate = keep(gate if need_pre and v1 is not None else None, pre_bits)
+    ctx.packed_x, *kept_x = pack(x if need_w1 or need_v1 else None, input_bits)
+    ctx.packed_pre, *kept_pre = pack(pre if need_pre else None, pre_bits)
+    ctx.packed_gate, *kept_gate = pack(gate if need_pre and v1 is not None else None, pre_bits)
     weights = (w1 if need_x else None, v1 if need_x else None, w2 if need_hidden else None)
     ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *indices)
 

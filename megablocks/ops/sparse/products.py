@@ -111,8 +111,7 @@ hopper_kernels = partial(kernels_for, "megablocks.ops.sparse.products_hopper")
 def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tensor:
     """Values (n, B, B) of a · b at the used blocks, by whichever implementation fits; not differentiable."""
     if not a.is_cuda:
-        with torch.autocast(a.device.type, enabled=False):  # or torch would narrow the reference's own products
-            return sdd_ref(a, b, blocks, epilogue)
+        return sdd_ref(a, b, blocks, epilogue)
     a, b = _strided(a), _strided(b)
     where = blocks.row_indices, blocks.column_indices, blocks.offsets
     if (hopper := hopper_kernels(a)) and hopper.supports(blocks.block_size, a, b):
@@ -139,8 +138,7 @@ def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
 def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> Tensor:
     """S·D, or Sᵀ·D by_column; without sparse_left D·Sᵀ, or D·S by_column."""
     if not data.is_cuda:
-        with torch.autocast(data.device.type, enabled=False):
-            return spmm_ref(data, dense, blocks, sparse_left, by_column)
+        return spmm_ref(data, dense, blocks, sparse_left, by_column)
     data, dense = data.contiguous(), _strided(dense)
     if data.shape[0] == 0:  # not by the Triton kernel, which nothing but a count of zero would compile on Hopper
         return data.new_zeros(_spmm_shape(dense, blocks, sparse_left, by_column))
