@@ -286,7 +286,7 @@ def quant() -> None:
 
 @family("grouped.grouped_mm_hopper", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
 
     rows = 1024
     for (k, n), transposed in product(TILED, (False, True)):
@@ -295,12 +295,12 @@ def grouped_hopper() -> None:
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
         ragged_m(x, w, ints(17), bias=torch.zeros(16, n, dtype=torch.bfloat16))
-        ragged_m_sum(x, w, x, w, ints(17))
+        ragged_m(x, w, ints(17), x2=x, v=w)
     # low_rank_mm's: of rank 16, in forward and in backward
     for transposed in (False, True):
         v, w, t = (torch.zeros(s, dtype=torch.bfloat16) for s in ((16, 16, 128), (16, 1024, 128), (rows, 16)))
         v, w = (m.mT.contiguous().mT if transposed else m for m in (v, w))
-        ragged_m_sum(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, t, v, ints(17))
+        ragged_m(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, ints(17), x2=t, v=v)
 
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))

@@ -22,14 +22,13 @@ The matrices' gradients may instead be added to float32 buffers of the caller (`
 On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On Hopper forward is one kernel
 for pre, gate and act (up_hopper.py), the down product and `combine`; backward begins with one kernel for d_pre, d_gate,
 s · act and d_weight, which never writes d_act, where it pays (gradient_hopper.py). Elsewhere pre and gate are products
-and passes for biases and activation, and backward begins with a product and a pass over its rows (gradient_triton.py).
+and the activation is a pass, and backward begins with a product and a pass over its rows (gradient_triton.py).
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, grouped_mm_ref, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
@@ -108,24 +107,14 @@ class Options(NamedTuple):
     pre_bits: int = OFF
 
 
-def _expert_linear(rows: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """rows (R, K), w (E, K, N), bias (E, N) or None → rows · w[e] + bias[e] (R, N), rounded once."""
-    acc = torch.promote_types(rows.dtype, torch.float32)
-    y = rows.new_empty(rows.shape[0], w.shape[2])
-    for e, (start, end) in enumerate(pairwise(offsets.tolist())):
-        product = rows[start:end].to(acc) @ w[e].to(acc)
-        y[start:end] = product if bias is None else product + bias[e]
-    return y
-
-
 def fused_up_ref(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → pre, gate (None unless gated) and act (R, I)."""
     rows, offsets = x.index_select(0, dispatch.gather), dispatch.expert_offsets
-    pre = _expert_linear(rows, w1.transpose(1, 2), b1, offsets)
-    gate = None if v1 is None else _expert_linear(rows, v1.transpose(1, 2), c1, offsets)
+    pre = grouped_mm_ref(rows, w1.transpose(1, 2), offsets, b1)
+    gate = None if v1 is None else grouped_mm_ref(rows, v1.transpose(1, 2), offsets, c1)
     return pre, gate, activation_ref(pre, gate, activation)
 
 
@@ -136,7 +125,7 @@ def fused_mlp_ref(
     """x (T, H), weight (R,) → y (T, H), or the rows as they stand with `in_order`; pre and gate (R, I)."""
     d, (w1, v1, w2, b1, c1, b2) = dispatch, parameters
     pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, d, activation)
-    rows = _expert_linear(act, w2, b2, d.expert_offsets)
+    rows = grouped_mm_ref(act, w2, d.expert_offsets, b2)
     if in_order:
         return rows, pre, gate
     acc = torch.promote_types(x.dtype, torch.float32)

@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op
+from megablocks.ops.grouped.bias import expert_sum_op
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_dw_op,
     grouped_mm_dw_ref,
     grouped_mm_op,
     grouped_mm_ref,
-    has_torch_kernel,
     hopper_ragged_k,
     hopper_ragged_m,
-    twin_kernels,
+    ragged_k_kernels,
+    ragged_m_kernels,
 )
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
@@ -51,7 +51,7 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, v, offsets)
     if (hopper := hopper_ragged_m(x)) and hopper.supports_sum(x, w, x2, v, offsets):
-        return hopper.ragged_m_sum(x, w, x2, v, offsets)
+        return hopper.ragged_m(x, w, offsets, x2=x2, v=v)
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, v, offsets)
 
 
@@ -62,11 +62,8 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
 def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
     d, offsets = dispatch, dispatch.expert_offsets
-    if d.num_rows > 0:
-        if (hopper := hopper_ragged_k(x)) and hopper.supports_k(dy, x, offsets):
-            return hopper.ragged_k(dy, x, offsets, d.gather)
-        if not has_torch_kernel(x) and (twin := twin_kernels(x)):
-            return twin.ragged_k(dy, x, offsets, d.gather)
+    if d.num_rows > 0 and (kernels := ragged_k_kernels(dy, x, offsets)):
+        return kernels.ragged_k(dy, x, offsets, d.gather)
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
 
 
@@ -88,17 +85,12 @@ def gathered_mm_dw_halves_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispa
 
 @custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
 def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispatch) -> None:
-    """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous.
-
-    torch's kernel rounds its result, so the plain Triton one runs where Hopper's does not.
-    """
+    """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous."""
     d, offsets = dispatch, dispatch.expert_offsets
     if d.num_rows == 0:
         return
-    if (hopper := hopper_ragged_k(x)) and hopper.supports_k(dy, x, offsets):
-        hopper.ragged_k(dy, x, offsets, d.gather, add_to=total)
-    elif twin := twin_kernels(x):
-        twin.ragged_k(dy, x, offsets, d.gather, add_to=total)
+    if kernels := ragged_k_kernels(dy, x, offsets, add=True):
+        kernels.ragged_k(dy, x, offsets, d.gather, add_to=total)
     else:
         total += grouped_mm_dw_ref(dy.to(total.dtype), gather_op(x, d).to(total.dtype), offsets)
 
@@ -114,14 +106,8 @@ def gathered_mm_op(
     """(R, N) of w and of v, the latter empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
     factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
-    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, t, offsets, d.num_rows) for t, _ in factors):
-        products = [hopper.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
-    elif not has_torch_kernel(x) and (twin := twin_kernels(x)):
-        products = [twin.ragged_m(x, t, offsets, d.gather) for t, _ in factors]
-        products = [
-            y if b is None else add_expert_bias_op.implementation(y, b, offsets)
-            for y, (_, b) in zip(products, factors, strict=True)
-        ]
+    if kernels := ragged_m_kernels(x, offsets, d.num_rows, *(t for t, _ in factors)):
+        products = [kernels.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
     else:
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
         products = [grouped_mm_op.implementation(rows, t, offsets, b) for t, b in factors]

@@ -34,15 +34,13 @@ from megablocks.ops.library import custom_op, runs_triton, under_autocast
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
 
-def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (R, K), w (E, K, N), offsets (E+1,), bias (E, N) → (R, N) in x's dtype, rounded once from float32 (float64)."""
     acc = torch.promote_types(x.dtype, torch.float32)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if acc == x.dtype:
-            torch.mm(x[start:end], w[expert], out=out[start:end])
-        else:
-            out[start:end] = x[start:end].to(acc) @ w[expert].to(acc)
+        product = x[start:end].to(acc) @ w[expert].to(acc)
+        out[start:end] = product if bias is None else product + bias[expert]
     return out
 
 
@@ -60,13 +58,8 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-def _hopper(module: str, x: Tensor) -> ModuleType | None:
-    """The module of Hopper's ragged-M or ragged-K kernel if x may go there."""
-    return kernels_for(module, x) if x.is_cuda else None
-
-
-hopper_ragged_m = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper")
-hopper_ragged_k = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper_dw")
+hopper_ragged_m = partial(kernels_for, "megablocks.ops.grouped.grouped_mm_hopper")
+hopper_ragged_k = partial(kernels_for, "megablocks.ops.grouped.grouped_mm_hopper_dw")
 
 
 def twin_kernels(x: Tensor) -> ModuleType | None:
@@ -88,6 +81,23 @@ def torch_kernel_on(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype != torch.bfloat16 or not hasattr(torch, "_grouped_mm"):
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def ragged_m_kernels(x: Tensor, offsets: Tensor, rows: int, *weights: Tensor) -> ModuleType | None:
+    """The module whose `ragged_m` multiplies `rows` rows of x, gathered or not, by each of the weights (E, K, N).
+
+    None where it is left to torch's grouped GEMM or to the reference.
+    """
+    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, w, offsets, rows) for w in weights):
+        return hopper
+    return None if has_torch_kernel(x) else twin_kernels(x)
+
+
+def ragged_k_kernels(a: Tensor, b: Tensor, offsets: Tensor, *, add: bool = False) -> ModuleType | None:
+    """The module whose `ragged_k` multiplies a and b, likewise. add: to sums in float32, which torch's cannot do."""
+    if (hopper := hopper_ragged_k(a)) and hopper.supports_k(a, b, offsets):
+        return hopper
+    return None if has_torch_kernel(a) and not add else twin_kernels(a)
 
 
 def _aligned(t: Tensor) -> Tensor:
@@ -131,16 +141,12 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op("megablocks::grouped_mm", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.shape[0] == 0 or w.numel() == 0:
-        y = grouped_mm_ref(x, w, offsets)
-    elif (hopper := hopper_ragged_m(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
-        return hopper.ragged_m(x, w, offsets, bias=bias)
-    elif has_torch_kernel(x):
-        y = _grouped_mm_torch(x, w, offsets)
-    elif twin := twin_kernels(x):
-        y = twin.ragged_m(x, w, offsets)
-    else:
-        y = grouped_mm_ref(x, w, offsets)
+    empty = x.shape[0] == 0 or w.numel() == 0
+    if not empty and (kernels := ragged_m_kernels(x, offsets, x.shape[0], w)):
+        return kernels.ragged_m(x, w, offsets, bias=bias)
+    if empty or not has_torch_kernel(x):
+        return grouped_mm_ref(x, w, offsets, bias)
+    y = _grouped_mm_torch(x, w, offsets)
     return y if bias is None else add_expert_bias_op.implementation(y, bias, offsets)
 
 
@@ -151,13 +157,9 @@ def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = N
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    if (hopper := hopper_ragged_k(x)) and hopper.supports_k(x, dy, offsets):
-        return hopper.ragged_k(x, dy, offsets)
-    if has_torch_kernel(x):
-        return _grouped_mm_dw_torch(x, dy, offsets)
-    if twin := twin_kernels(x):
-        return twin.ragged_k(x, dy, offsets)
-    return grouped_mm_dw_ref(x, dy, offsets)
+    if kernels := ragged_k_kernels(x, dy, offsets):
+        return kernels.ragged_k(x, dy, offsets)
+    return _grouped_mm_dw_torch(x, dy, offsets) if has_torch_kernel(x) else grouped_mm_dw_ref(x, dy, offsets)
 
 
 def is_transposed(w: Tensor) -> bool:

@@ -260,16 +260,19 @@ def _dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def ragged_m(x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None) -> Tensor:
-    """y (R, N): y[r] = x[r] · w[e], or x[gather[r]] · w[e], for the expert e that owns row r; float32 sums.
+def ragged_m(
+    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, bias: Tensor | None = None
+) -> Tensor:
+    """y (R, N): y[r] = x[r] · w[e] + bias[e], or of x[gather[r]], for the expert e that owns row r; float32 sums.
 
     Args:
         x: (R, K), or (S, K) with gather; float32, float16 or bfloat16.
         w: (E, K, N) of any stride, same dtype.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
+        bias: (E, N), added before the one rounding, or None.
     """
-    return scattered_mm_launch(x, w, None, None, None, None, Rows(offsets[1:], in_index=gather), False)[0]
+    return scattered_mm_launch(x, w, bias, None, None, None, Rows(offsets[1:], in_index=gather), False)[0]
 
 
 def ragged_k(
