@@ -121,8 +121,8 @@ class Op:
         """Like `CustomOpDef.register_autograd`.
 
         Args:
-            backward: returns one gradient for each parameter of the implementation. For a NamedTuple that is None, or
-                one gradient for each field.
+            backward: returns one gradient for each parameter of the implementation, which autograd casts to its dtype.
+                For a NamedTuple that is None, or one gradient for each field.
             setup_context: gets the arguments by parameter.
         """
         signature, implementation = self._signature, self.implementation

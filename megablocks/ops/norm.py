@@ -90,17 +90,15 @@ def norm_backward_op(
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, _, ctx.offset = inputs
     _, mean, rstd = output
-    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, mean if bias is not None else None, rstd)
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    dx, dg, db = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
+    dx, dg, d_bias = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    d_bias = db.to(ctx.bias_dtype) if need_bias else None
-    return dx if need_x else None, dg.to(weight.dtype) if need_weight else None, d_bias, None, None
+    return dx if need_x else None, dg if need_weight else None, d_bias if need_bias else None, None, None
 
 
 norm_op.register_autograd(_backward, setup_context=_setup_context)

@@ -301,12 +301,12 @@ def gradients(
         else:
             dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
             dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
-        db1 = expert_sum_op(d_pre, offsets).to(b1.dtype) if need_b1 else None
-        dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 or (joined and need_b1) else None
+        db1 = expert_sum_op(d_pre, offsets) if need_b1 else None
+        dc1 = expert_sum_op(d_gate, offsets) if need_c1 or (joined and need_b1) else None
         if db1 is not None and dc1 is not None and joined:
             db1, dc1 = torch.cat([db1, dc1], dim=1), None
     if need_b2:
-        db2 = output_bias_sum_op(dy, weight, dispatch).to(b2.dtype)
+        db2 = output_bias_sum_op(dy, weight, dispatch)
     return dx if need_x else None, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2)
 
 

@@ -115,9 +115,8 @@ def gathered_mm_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, v, *biases, dispatch, num_bits = inputs
+    x, w, v, _, _, dispatch, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
-    ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
     x = x if need_w or need_v else None
     ctx.packed, *kept = pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
@@ -139,10 +138,8 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
         dw = gathered_mm_dw_op(d_pre, x, dispatch).transpose(1, 2)
     if need_v:
         dv = gathered_mm_dw_op(d_gate, x, dispatch).transpose(1, 2)
-    d_biases = [
-        expert_sum_op(d, dispatch.expert_offsets).to(dtype) if need else None
-        for d, dtype, need in zip((d_pre, d_gate), ctx.bias_dtypes, need_biases, strict=True)
-    ]
+    needed = zip((d_pre, d_gate), need_biases, strict=True)
+    d_biases = [expert_sum_op(d, dispatch.expert_offsets) if need else None for d, need in needed]
     return dx, dw, dv, *d_biases, None, None
 
 

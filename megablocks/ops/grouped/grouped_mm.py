@@ -173,19 +173,19 @@ def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) ->
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, offsets, bias = inputs
+    x, w, offsets, _ = inputs
     need_x, need_w = ctx.needs_input_grad[:2]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     ctx.save_for_backward(x if need_w else None, w if need_x else None, offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[:2]  # asked again, because a caller may want one gradient of two
-    need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
+    need_bias = any(ctx.needs_input_grad[3:])  # torch passes no default
     dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
     dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
-    return dx, dw, None, (expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None)
+    return dx, dw, None, expert_sum_op(dy, offsets) if need_bias else None
 
 
 grouped_mm_op.register_autograd(_backward, setup_context=_setup_context)

@@ -118,9 +118,9 @@ def gathered_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Disp
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, bias, dispatch = inputs
+    x, w, _, dispatch = inputs
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     ctx.save_for_backward(x if need_w or need_bias else None, w if need_x else None, *dispatch[:5])
 
 
@@ -133,9 +133,8 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, _ = scattered_mm_op(dy, w.transpose(1, 2), None, None, None, None, Rows(ends), False)
         dx = combine_op(rows, None, dispatch)
     if need_w or need_bias:
-        dw, sums = scattered_mm_dw_op(x, dy, None, Rows(ends, in_index=dispatch.gather), ctx.transposed, need_bias)
-        d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    return dx, (dw if need_w else None), d_bias, None
+        dw, d_bias = scattered_mm_dw_op(x, dy, None, Rows(ends, in_index=dispatch.gather), ctx.transposed, need_bias)
+    return dx, dw if need_w else None, d_bias if need_bias else None, None
 
 
 gathered_linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
@@ -178,7 +177,7 @@ def linear_combine_op(
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pre, gate, w, bias, weight, dispatch, ctx.activation = inputs
     need_pre, need_gate, _, _, need_weight = ctx.needs_input_grad[:5]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     kept = w if need_pre or need_gate or need_weight else None, bias if need_weight else None
     ctx.save_for_backward(pre, gate, *kept, weight, *dispatch[:5])
 
@@ -192,16 +191,14 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows = Rows(dispatch.expert_offsets[1:], out_index=dispatch.gather, pair=dispatch.pair)
     if need_pre or need_gate or need_weight:
         other = act if need_weight else None
-        d_act, dots = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), False)
-        d_weight = dots.to(weight.dtype) if need_weight else None
+        d_act, d_weight = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), False)
         d_pre = d_act
         if activation != _IDENTITY and (need_pre or need_gate):
             d_pre, d_gate = activation_backward_op(d_act, pre, gate, activation)
     if need_w or need_bias:
-        dw, sums = scattered_mm_dw_op(act, dy, weight, rows, ctx.transposed, need_bias)
-        d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    d_pre, d_gate, dw = d_pre if need_pre else None, d_gate if need_gate else None, dw if need_w else None
-    return d_pre, d_gate, dw, d_bias, d_weight, None, None
+        dw, d_bias = scattered_mm_dw_op(act, dy, weight, rows, ctx.transposed, need_bias)
+    grads = zip((d_pre, d_gate, dw, d_bias, d_weight), ctx.needs_input_grad[:5], strict=True)
+    return *(grad if need else None for grad, need in grads), None, None
 
 
 linear_combine_op.register_autograd(_combine_backward, setup_context=_save_combine)

@@ -65,10 +65,9 @@ def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w1, v1, w2, bias, gate_bias, blocks, ctx.activation, ctx.recompute, input_bits, pre_bits = inputs
+    x, w1, v1, w2, _, _, blocks, ctx.activation, ctx.recompute, input_bits, pre_bits = inputs
     _, pre, gate, act = output
     need_x, need_w1, need_v1, need_w2, need_bias, need_gate_bias = ctx.needs_input_grad[:6]
-    ctx.bias_dtype, ctx.gate_bias_dtype = (None if b is None else b.dtype for b in (bias, gate_bias))
     ctx.transposed, ctx.rows = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0]
     *indices, ctx.block_size, ctx.run = blocks
     ctx.mark_non_differentiable(pre, gate, act)
@@ -103,23 +102,23 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
             return spmm_op(d_values, x, blocks, True, True).t()
         return spmm_op(d_values, x.t(), blocks, False, True)
 
-    def bias_gradient(d_values: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias_gradient(d_values: Tensor) -> Tensor:
         ones = torch.ones(1, ctx.rows, dtype=d_values.dtype, device=d_values.device)
-        return spmm_op(d_values, ones, blocks, False, True)[0].to(dtype)
+        return spmm_op(d_values, ones, blocks, False, True)[0]
 
     if need_x or need_w1 or need_v1 or need_bias or need_gate_bias:
         if ctx.activation.gated:
             d_act = sdd_op(dy, w2.t(), blocks)
             d_pre, d_gate = activation_backward_op(d_act, pre, gate, ctx.activation)
             dv1 = weight_gradient(d_gate) if need_v1 else None
-            dgate_bias = bias_gradient(d_gate, ctx.gate_bias_dtype) if need_gate_bias else None
+            dgate_bias = bias_gradient(d_gate) if need_gate_bias else None
         else:
             d_pre = sdd_slope_op(dy, w2.t(), pre, blocks, ctx.activation)
         dx = spmm_op(d_pre, w1.t(), blocks, True, False) if need_x else None
         if need_x and ctx.activation.gated:
             dx = dx + spmm_op(d_gate, v1.t(), blocks, True, False)
         dw1 = weight_gradient(d_pre) if need_w1 else None
-        dbias = bias_gradient(d_pre, ctx.bias_dtype) if need_bias else None
+        dbias = bias_gradient(d_pre) if need_bias else None
     if need_w2:
         act = activation_op(pre, gate, ctx.activation) if ctx.recompute else act
         dw2 = spmm_op(act, dy, blocks, True, True)
