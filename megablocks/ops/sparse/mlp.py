@@ -30,7 +30,7 @@ from .products import Epilogue, check_dense, check_device, empty_values, sdd_op,
 @custom_op("megablocks::sparse_sdd_slope", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
-    return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
+    return sdd_values(a, b, blocks, Epilogue(activation, pre=pre))
 
 
 def _fake_sparse_mlp(a: Any) -> tuple[Tensor | None, ...]:
@@ -47,7 +47,7 @@ def sparse_mlp_op(
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
         act, gate = empty_values(blocks, x), None
-        pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
+        pre = sdd_values(x, w1, blocks, Epilogue(activation, bias, act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)
         gate = _add_bias(sdd_values(x, v1, blocks), gate_bias, blocks)
