@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 from megablocks.layers.arguments import GATED, activation_of
 from megablocks.layers.mlp import SharedMLP, SparseMLP, _Grouped, offsets_of
+from megablocks.moe.experts import without_autocast
 from megablocks.ops.activation import activation_ref
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.grouped.grouped_mm import grouped_mm
-from megablocks.ops.library import without_autocast
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.sparse.matrix import Matrix
 from megablocks.ops.sparse.products import dsd, sdd

@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from megablocks.config import MoEConfig
 from megablocks.layers import mpu
 from megablocks.layers.arguments import Arguments, InitFn, activation_of
-from megablocks.moe.experts import Experts, scale_gradient
+from megablocks.moe.experts import Experts, scale_gradient, without_autocast
 from megablocks.moe.experts import local_part as resolve_dtensor
 from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.grouped.grouped_mm import grouped_mm
-from megablocks.ops.library import without_autocast
 from megablocks.ops.routing.dispatch import Dispatch
 from megablocks.ops.sparse.matrix import Matrix
 from megablocks.ops.sparse.mlp import sparse_mlp

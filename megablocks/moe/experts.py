@@ -28,7 +28,7 @@ from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
 from megablocks.ops.fused.remote import Remote, remote_mlp
 from megablocks.ops.hopper import why_off
-from megablocks.ops.library import under_autocast, without_autocast
+from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine, gather
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch, bin_dispatch
@@ -325,6 +325,13 @@ def local_part(weight: Tensor) -> Tensor:
     """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
     # the type is asked, since torch.compile finds no method of a DTensor by its name
     return weight.to_local() if hasattr(type(weight), "to_local") else weight  # type: ignore[attr-defined]
+
+
+def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
+    """A block in which autocast is off for the device of `t`."""
+    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
+        return contextlib.nullcontext()
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _check_shard(shard: ExpertShard, config: MoEConfig) -> None:

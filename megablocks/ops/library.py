@@ -77,9 +77,11 @@ class _Signature:
         self.flat_defaults = [p.default for p in flat]
         result = signature.return_annotation
         self.result = result if hasattr(result, "_fields") else None
-        members = [*typing.get_type_hints(result).values()] if self.result is not None else [*typing.get_args(result)]
-        if self.result is not None or typing.get_origin(result) is tuple:
-            result = tuple[tuple(Tensor if hint == Tensor | None else hint for hint in members)]  # type: ignore[misc]
+        if self.result is not None:
+            result = tuple[tuple(typing.get_type_hints(self.result).values())]  # type: ignore[misc]
+        self.optional = typing.get_origin(result) is tuple and Tensor | None in typing.get_args(result)
+        if self.optional:
+            result = tuple[tuple(Tensor if hint == Tensor | None else hint for hint in typing.get_args(result))]  # type: ignore[misc]
         self.of_schema = signature.replace(parameters=flat, return_annotation=result)
 
     def flat(self, args: Iterable[Any]) -> tuple[Any, ...]:
@@ -177,16 +179,14 @@ class Op:
             ):
                 result = call(*given)
             else:
-                with _device_of((first,)), without_autocast(first):
+                with _device_of((first,)), torch.autocast(first.device.type, enabled=False):
                     result = call(*given)
         return result if signature.result is None else signature.result(*result)
 
 
 def _plain(result: Any) -> Any:
     """A NamedTuple as the tuple that torch's schema promises, with an empty tensor for None."""
-    if not isinstance(result, tuple):
-        return result
-    return tuple(result[0].new_empty(0) if t is None else t for t in result)
+    return tuple([result[0].new_empty(0) if t is None else t for t in result]) if isinstance(result, tuple) else result
 
 
 def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
@@ -229,13 +229,6 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
     return torch.cuda.device(tensor.device)
 
 
-def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A block in which autocast is off for the device of `t`."""
-    if t.is_meta or not torch.is_autocast_enabled(t.device.type):
-        return contextlib.nullcontext()
-    return torch.autocast(t.device.type, enabled=False)
-
-
 @functools.cache
 def _load(path: str) -> Any:
     """What "module:name" names. Kernels are imported at their first launch, since a CPU needs no Triton."""
@@ -260,14 +253,18 @@ def custom_op(
 
     def register(reference: Callable[..., Any]) -> Op:
         @functools.wraps(reference)
-        def implementation(*args: Any) -> Any:
-            return _plain(_load(kernel)(*args) if kernel is not None and takes(*args) else reference(*args))
+        def kernel_or_reference(*args: Any) -> Any:
+            result = _load(kernel)(*args) if kernel is not None and takes(*args) else reference(*args)
+            # not by `_plain`: one call less in each op
+            return tuple([result[0].new_empty(0) if t is None else t for t in result]) if signature.optional else result
 
-        signature = _Signature(implementation)
+        signature = _Signature(reference)
+        implementation = reference if kernel is None and not signature.optional else kernel_or_reference
 
         def of_schema(*args: Any) -> Any:
-            with _device_of(args), without_autocast(next(a for a in args if isinstance(a, Tensor))):
-                return implementation(*signature.nested(args))
+            kind = next(a.device.type for a in args if isinstance(a, Tensor))
+            with _device_of(args), torch.autocast(kind, enabled=False):
+                return _plain(implementation(*signature.nested(args)))
 
         of_schema.__signature__ = signature.of_schema  # type: ignore[attr-defined]
         schema = torch.library.infer_schema(of_schema, mutates_args=mutates_args)

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from megablocks.config import MoEConfig
 from megablocks.moe.dispatchers import make_dispatcher
-from megablocks.moe.experts import COMPUTE, local_part
+from megablocks.moe.experts import COMPUTE, local_part, without_autocast
 from megablocks.moe.impls import ExpertCall, impl_for
 from megablocks.ops.fused.mlp import ExpertParameters
-from megablocks.ops.library import without_autocast
 from megablocks.ops.routing.dispatch import Dispatch, make_routing
 
 try:

@@ -106,7 +106,7 @@ def gathered_mm_op(
     """(R, N) of w and of v, the latter empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
     factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
-    if kernels := ragged_m_kernels(x, offsets, d.num_rows, *(t for t, _ in factors)):
+    if kernels := ragged_m_kernels(x, offsets, d.pair.shape[0], *(t for t, _ in factors)):
         products = [kernels.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
     else:
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
@@ -118,7 +118,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, v, _, _, dispatch, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
     x = x if need_w or need_v else None
-    ctx.packed, *kept = pack(x, num_bits)
+    ctx.packed, *kept = (None, x, None) if num_bits == OFF else pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
 
 

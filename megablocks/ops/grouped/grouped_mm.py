@@ -58,8 +58,13 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     return out
 
 
-hopper_ragged_m = partial(kernels_for, "megablocks.ops.grouped.grouped_mm_hopper")
-hopper_ragged_k = partial(kernels_for, "megablocks.ops.grouped.grouped_mm_hopper_dw")
+def _hopper(module: str, x: Tensor) -> ModuleType | None:
+    """The module of Hopper's ragged-M or ragged-K kernel if x may go there."""
+    return kernels_for(module, x) if x.is_cuda else None
+
+
+hopper_ragged_m = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper")
+hopper_ragged_k = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper_dw")
 
 
 def twin_kernels(x: Tensor) -> ModuleType | None:

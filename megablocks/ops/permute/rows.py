@@ -124,7 +124,7 @@ def by_pair(values: Tensor, dispatch: Dispatch) -> Tensor:
 
 @custom_op("megablocks::combine", fake=lambda a: a.rows.new_empty(a.dispatch.num_tokens, a.rows.shape[1]))
 def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits: int = OFF) -> Tensor:
-    if runs_triton(rows):
+    if rows.is_cuda and runs_triton(rows):
         from megablocks.ops.permute.permute_triton import combine_launch
 
         return combine_launch(rows, weight, dispatch)
@@ -144,7 +144,7 @@ combine_backward_op = custom_op(
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     rows, weight, dispatch, num_bits = inputs
     rows = rows if ctx.needs_input_grad[1] else None
-    ctx.packed, *kept = pack(rows, num_bits)
+    ctx.packed, *kept = (None, rows, None) if num_bits == OFF else pack(rows, num_bits)
     *indices, ctx.padded = dispatch
     ctx.save_for_backward(*kept, weight, *indices)
 

@@ -155,7 +155,8 @@ def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatc
     Raises:
         ValueError: shapes or dtypes that do not fit, or a dispatch that is padded or has fewer rows than pairs.
     """
-    x, w = under_autocast(x, w)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x, w = under_autocast(x, w)
     _check(x, "x", w, bias, dispatch, dispatch.token_offsets.shape[0] - 1)
     return gathered_linear_op(x, w, bias, dispatch)
 
@@ -223,7 +224,8 @@ def linear_combine(
     Raises:
         ValueError: as `gathered_linear`, or a gate that does not fit the activation.
     """
-    pre, gate, w = under_autocast(pre, gate, w)
+    if not pre.is_meta and torch.is_autocast_enabled(pre.device.type):
+        pre, gate, w = under_autocast(pre, gate, w)
     if activation is not None:
         check_activation(pre, gate, activation)
     elif gate is not None:

@@ -75,9 +75,12 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     need_hidden = need_x or need_w1 or need_v1 or need_bias or need_gate_bias
     need_pre = need_hidden or (need_w2 and ctx.recompute)
 
-    ctx.packed_x, *kept_x = pack(x if need_w1 or need_v1 else None, input_bits)
-    ctx.packed_pre, *kept_pre = pack(pre if need_pre else None, pre_bits)
-    ctx.packed_gate, *kept_gate = pack(gate if need_pre and v1 is not None else None, pre_bits)
+    def keep(t: Tensor | None, num_bits: int) -> Any:
+        return (None, t, None) if num_bits == OFF else pack(t, num_bits)
+
+    ctx.packed_x, *kept_x = keep(x if need_w1 or need_v1 else None, input_bits)
+    ctx.packed_pre, *kept_pre = keep(pre if need_pre else None, pre_bits)
+    ctx.packed_gate, *kept_gate = keep(gate if need_pre and v1 is not None else None, pre_bits)
     weights = (w1 if need_x else None, v1 if need_x else None, w2 if need_hidden else None)
     ctx.save_for_backward(*kept_x, *kept_pre, *kept_gate, act if need_w2 else None, *weights, *indices)
 
