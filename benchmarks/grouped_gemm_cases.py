@@ -120,7 +120,7 @@ class Problem:
 
             return lambda: ragged_k(self.a, self.b, offsets, gather)
         if self.op == "dx2":
-            return lambda: hopper.ragged_m_sum(self.a, self.w, self.a2, self.w2, offsets)
+            return lambda: hopper.ragged_m(self.a, self.w, offsets, x2=self.a2, v=self.w2)
 
         def layer() -> Any:
             z = hopper.ragged_m(self.a, self.w, offsets, gather)

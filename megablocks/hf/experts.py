@@ -185,11 +185,11 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     dispatch, weight: of R pairs; weight (R,), or None for ones.
     """
     module = call.module
-    h = call.up.gathered(call.x, dispatch, call.up_bias)
+    h = call.up.product(call.x, dispatch, call.up_bias, gathered=True)
     between = functools.partial(_between, call)
     masked = call.activation is None and _has_own_parameters(module)
     act = _without_unused(h, dispatch, between) if masked else between(h)
-    rows = call.down.sorted(act.to(call.x.dtype), dispatch, call.down_bias)
+    rows = call.down.product(act.to(call.x.dtype), dispatch, call.down_bias, gathered=False)
     if getattr(module, "has_post_expert_norm", False):
         rows = _without_unused(rows, dispatch, module.post_expert_norm)
     return combine(rows, weight, dispatch)

@@ -36,19 +36,14 @@ class Weight(NamedTuple):
     a: Tensor | None = None
     b: Tensor | None = None
 
-    def gathered(self, x: Tensor, dispatch: Dispatch, bias: Tensor | None) -> Tensor:
-        """x (T, K), bias (E, N) → (R, N), as `gathered_mm`."""
-        if self.a is None or self.b is None:
+    def product(self, x: Tensor, dispatch: Dispatch, bias: Tensor | None, *, gathered: bool) -> Tensor:
+        """x (T, K) if gathered, as in `gathered_mm`, else (R, K), as in `grouped_mm`; bias (E, N) → (R, N)."""
+        if self.a is not None and self.b is not None:
+            y = low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=gathered)
+            return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
+        if gathered:
             return gathered_mm(x, self.w, dispatch, bias=bias)
-        y = low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=True)
-        return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
-
-    def sorted(self, rows: Tensor, dispatch: Dispatch, bias: Tensor | None) -> Tensor:
-        """rows (R, K), bias (E, N) → (R, N), as `grouped_mm`."""
-        if self.a is None or self.b is None:
-            return grouped_mm(rows, self.w, dispatch.expert_offsets, bias)
-        y = low_rank_mm(rows, self.w, self.a, self.b, dispatch, gathered=False)
-        return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
+        return grouped_mm(x, self.w, dispatch.expert_offsets, bias)
 
     def each(self, rows: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
         """rows (T, K), ids (R,), bias (E, N), scale (R,) → (R, N), as `pair_mm`."""

@@ -49,23 +49,18 @@ def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> T
     return activation_ref(pre, gate, activation).contiguous()
 
 
-def _fake_activation_backward(a: Any) -> tuple[Tensor, Tensor]:
-    d_pre = torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device)
-    return d_pre, a.pre.new_empty(0) if a.gate is None else torch.empty_like(d_pre)
-
-
-@custom_op("megablocks::activation_backward", fake=_fake_activation_backward)
+@custom_op(
+    "megablocks::activation_backward",
+    fake=lambda a: (a.pre.new_empty(a.pre.shape), None if a.gate is None else a.pre.new_empty(a.pre.shape)),
+    kernel="megablocks.ops.activation_triton:activation_backward_launch",
+    takes=lambda grad, pre, *_: runs_triton(pre),
+)
 def activation_backward_op(
     grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     """Gradients of `pre` and of `gate`, which is empty without one."""
-    if runs_triton(pre):
-        from megablocks.ops.activation_triton import activation_backward_launch
-
-        d_pre, d_gate = activation_backward_launch(grad, pre, gate, activation)
-    else:
-        d_pre, d_gate = activation_backward_ref(grad, pre, gate, activation)
-    return d_pre.contiguous(), pre.new_empty(0) if d_gate is None else d_gate.contiguous()
+    d_pre, d_gate = activation_backward_ref(grad, pre, gate, activation)
+    return d_pre.contiguous(), None if d_gate is None else d_gate.contiguous()
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

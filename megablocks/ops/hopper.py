@@ -134,8 +134,8 @@ def why_off(device: int) -> str | None:
 def runs_hopper(t: Tensor) -> bool:
     """Whether the kernels may run on t: they are switched on, and GPU, dtype and release of Triton fit."""
     return (
-        switched_on()
-        and t.is_cuda
+        t.is_cuda
+        and switched_on()
         and t.dtype in (torch.bfloat16, torch.float16)
         and is_hopper(t.device.index)
         and has_gluon()

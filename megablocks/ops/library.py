@@ -1,11 +1,13 @@
 """What every op file needs: registration with torch, the choice between kernel and reference, and autocast.
 
-`custom_op` registers an op as `torch.library.custom_op` does, with four additions.
+`custom_op` registers an op as `torch.library.custom_op` does, with five additions.
 
 - It may name a kernel's launcher, which computes the op in place of the function where it takes the arguments.
 - A NamedTuple among the parameters, such as a `Dispatch`, is one argument in Python. In torch's schema each of its
   fields is an argument, because schemas know no structures. A NamedTuple is also allowed as the result.
 - The op runs with the device of its tensors as the current device, because Triton launches on the current device.
+  Autocast is off in it: the public functions cast their arguments, and torch would narrow a reference's own products.
+- None among the results becomes an empty tensor, because schemas know no optional results.
 - In eager mode a call goes past torch's dispatcher, which a custom op enters three times in Python. Only autograd takes
   part in the result there, so the op is an `autograd.Function` of the same functions. torch.compile, fake tensors,
   modes and tensor subclasses get the custom op.
@@ -77,6 +79,9 @@ class _Signature:
         self.result = result if hasattr(result, "_fields") else None
         if self.result is not None:
             result = tuple[tuple(typing.get_type_hints(self.result).values())]  # type: ignore[misc]
+        self.optional = typing.get_origin(result) is tuple and Tensor | None in typing.get_args(result)
+        if self.optional:
+            result = tuple[tuple(Tensor if hint == Tensor | None else hint for hint in typing.get_args(result))]  # type: ignore[misc]
         self.of_schema = signature.replace(parameters=flat, return_annotation=result)
 
     def flat(self, args: Iterable[Any]) -> tuple[Any, ...]:
@@ -118,8 +123,8 @@ class Op:
         """Like `CustomOpDef.register_autograd`.
 
         Args:
-            backward: returns one gradient for each parameter of the implementation. For a NamedTuple that is None, or
-                one gradient for each field.
+            backward: returns one gradient for each parameter of the implementation, which autograd casts to its dtype.
+                For a NamedTuple that is None, or one gradient for each field.
             setup_context: gets the arguments by parameter.
         """
         signature, implementation = self._signature, self.implementation
@@ -168,17 +173,20 @@ class Op:
             call, given = self.implementation, args
             if needs_gradient and self._function is not None:
                 call, given = self._function.apply, (*flat, args)
-            if first is None or not first.is_cuda or first.get_device() == torch.cuda.current_device():
+            if first is None or (
+                (not first.is_cuda or first.get_device() == torch.cuda.current_device())
+                and not torch.is_autocast_enabled(first.device.type)
+            ):
                 result = call(*given)
             else:
-                with torch.cuda.device(first.device):
+                with _device_of((first,)), torch.autocast(first.device.type, enabled=False):
                     result = call(*given)
         return result if signature.result is None else signature.result(*result)
 
 
 def _plain(result: Any) -> Any:
-    """A NamedTuple as the tuple that torch's schema promises."""
-    return tuple(result) if isinstance(result, tuple) else result
+    """A NamedTuple as the tuple that torch's schema promises, with an empty tensor for None."""
+    return tuple([result[0].new_empty(0) if t is None else t for t in result]) if isinstance(result, tuple) else result
 
 
 def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
@@ -246,14 +254,16 @@ def custom_op(
     def register(reference: Callable[..., Any]) -> Op:
         @functools.wraps(reference)
         def kernel_or_reference(*args: Any) -> Any:
-            assert kernel is not None
-            return _load(kernel)(*args) if takes(*args) else reference(*args)
+            result = _load(kernel)(*args) if kernel is not None and takes(*args) else reference(*args)
+            # not by `_plain`: one call less in each op
+            return tuple([result[0].new_empty(0) if t is None else t for t in result]) if signature.optional else result
 
-        implementation = reference if kernel is None else kernel_or_reference
-        signature = _Signature(implementation)
+        signature = _Signature(reference)
+        implementation = reference if kernel is None and not signature.optional else kernel_or_reference
 
         def of_schema(*args: Any) -> Any:
-            with _device_of(args):
+            kind = next(a.device.type for a in args if isinstance(a, Tensor))
+            with _device_of(args), torch.autocast(kind, enabled=False):
                 return _plain(implementation(*signature.nested(args)))
 
         of_schema.__signature__ = signature.of_schema  # type: ignore[attr-defined]

@@ -22,10 +22,11 @@ from megablocks.ops.library import custom_op, runs_triton
 _MAX_HIDDEN = 16384  # a row lies in one program's registers
 
 
-def norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, ...]:
-    """x (R, H), weight, bias (H,) → y (R, H), mean (R,) (empty for RMSNorm) and r (R,)."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    mean = wide.new_empty(0)
+def norm_ref(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """x (R, H), weight, bias (H,) → y (R, H), mean (R,) (None for RMSNorm) and r (R,); g = weight + offset."""
+    wide, mean = x.contiguous().to(torch.promote_types(x.dtype, torch.float32)), None
     if bias is not None:
         mean = wide.mean(1)
         wide = wide - mean.unsqueeze(1)
@@ -36,13 +37,13 @@ def norm_ref(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset:
 
 def norm_backward_ref(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64). RMSNorm's dbias is empty."""
-    dy, wide = dy.to(rstd.dtype), x.to(rstd.dtype)
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64). RMSNorm's dbias is None."""
+    dy, wide = (t.contiguous().to(rstd.dtype) for t in (dy, x))
     hat = (wide if mean is None else wide - mean.unsqueeze(1)) * rstd.unsqueeze(1)
     d = dy * (weight.to(rstd.dtype) + offset)
     dx = d - hat * (d * hat).mean(1, keepdim=True)
-    d_bias = dy.new_empty(0)
+    d_bias = None
     if mean is not None:
         dx, d_bias = dx - d.mean(1, keepdim=True), dy.sum(0)
     return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), d_bias
@@ -52,55 +53,41 @@ def kernels_take(x: Tensor) -> bool:
     return runs_triton(x) and x.shape[1] <= _MAX_HIDDEN
 
 
-def _fake_norm(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rstd = a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32))
-    return a.x.new_empty(a.x.shape), rstd.new_empty(0) if a.bias is None else torch.empty_like(rstd), rstd
+def _fake_norm(a: Any) -> tuple[Tensor | None, ...]:
+    mean, rstd = (a.x.new_empty(a.x.shape[0], dtype=torch.promote_types(a.x.dtype, torch.float32)) for _ in range(2))
+    return a.x.new_empty(a.x.shape), None if a.bias is None else mean, rstd
 
 
-@custom_op(
+norm_op = custom_op(
     "megablocks::norm",
     fake=_fake_norm,
     kernel="megablocks.ops.norm_triton:norm_launch",
     takes=lambda x, *_: kernels_take(x),
-)
-def norm_op(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    """y, mean and r of `norm_ref`; g = weight + offset."""
-    y, mean, rstd = norm_ref(x, weight, bias, eps, offset)
-    return y.contiguous(), mean, rstd
-
-
-@custom_op(
+)(norm_ref)
+norm_backward_op = custom_op(
     "megablocks::norm_backward",
     fake=lambda a: (
         a.x.new_empty(a.x.shape),
         a.rstd.new_empty(a.x.shape[1]),
-        a.rstd.new_empty(0 if a.mean is None else a.x.shape[1]),
+        None if a.mean is None else a.rstd.new_empty(a.x.shape[1]),
     ),
     kernel="megablocks.ops.norm_triton:norm_backward_launch",
     takes=lambda dy, x, *_: kernels_take(x),
-)
-def norm_backward_op(
-    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dx, dg and dbias of `norm_backward_ref`."""
-    dx, dg, d_bias = norm_backward_ref(dy, x, weight, mean, rstd, offset)
-    return dx.contiguous(), dg, d_bias
+)(norm_backward_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, _, ctx.offset = inputs
     _, mean, rstd = output
-    ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.mark_non_differentiable(mean, rstd)
     ctx.save_for_backward(x, weight, mean if bias is not None else None, rstd)
 
 
 def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
     x, weight, mean, rstd = ctx.saved_tensors
-    dx, dg, db = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
+    dx, dg, d_bias = norm_backward_op(dy, x, weight, mean, rstd, ctx.offset)
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    d_bias = db.to(ctx.bias_dtype) if need_bias else None
-    return dx if need_x else None, dg.to(weight.dtype) if need_weight else None, d_bias, None, None
+    return dx if need_x else None, dg if need_weight else None, d_bias if need_bias else None, None, None
 
 
 norm_op.register_autograd(_backward, setup_context=_setup_context)

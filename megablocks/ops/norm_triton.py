@@ -90,7 +90,7 @@ def _sizes(hidden: int) -> dict[str, int]:
 
 def norm_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor]:
     """Like `norm_ref`; one launch."""
     x, weight, bias = x.contiguous(), weight.contiguous(), None if bias is None else bias.contiguous()
     (num_rows, hidden), device = x.shape, x.device
@@ -101,12 +101,12 @@ def norm_launch(
         _norm_kernel[(cdiv(num_rows, sizes["ROWS"]),)](
             x, weight, bias, y, mean, rstd, num_rows, hidden, eps, offset, **sizes
         )
-    return y, mean, rstd
+    return y, None if bias is None else mean, rstd
 
 
 def norm_backward_launch(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Like `norm_backward_ref`; one launch, and torch's sums of the partial results."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     num_rows, hidden = x.shape
@@ -119,4 +119,4 @@ def norm_backward_launch(
             dy, x, weight, mean, rstd, dx, partial, num_rows, tiles, hidden, offset, **sizes
         )
     # Two sums, because outputs of an op may not share memory.
-    return dx, partial[:, 0].sum(0), rstd.new_empty(0) if mean is None else partial[:, 1].sum(0)
+    return dx, partial[:, 0].sum(0), None if mean is None else partial[:, 1].sum(0)

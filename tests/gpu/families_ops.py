@@ -337,7 +337,7 @@ def grouped_hopper(device: torch.device) -> Step:
         out += [hopper_dw.ragged_k(dy, x, offsets, g, out=half) for g in (None, order) for half in halves]
         for tile in tiles:  # no expert has rows, so no element of `order` may be read, not even prefetched
             hopper.ragged_m(x, w, torch.zeros_like(offsets), order, tile=tile)
-        return [*out, hopper.ragged_m_sum(x, w, x, w, offsets)]
+        return [*out, hopper.ragged_m(x, w, offsets, x2=x, v=w)]
 
     return step
 

@@ -11,10 +11,10 @@ from megablocks.moe.experts import Experts
 from megablocks.moe.impls import ExpertCall, sorted_dispatch
 from megablocks.moe.impls import scatter as scatter_impl
 from megablocks.moe.router import route
+from megablocks.ops import library
 from megablocks.ops.activation_table import ACTIVATIONS, Activation
 from megablocks.ops.launch import interpreted
 from megablocks.ops.routing.dispatch import Routing, build_dispatch
-from megablocks.ops.scattered import dispatched
 from megablocks.ops.scattered.dispatched import gathered_linear, linear_combine
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -36,7 +36,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kernel = request.param == "kernel"
     if kernel and DEVICE == "cpu" and not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
-    monkeypatch.setattr(dispatched, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
+    monkeypatch.setattr(library, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
     return request.param
 
 

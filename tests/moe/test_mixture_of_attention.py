@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megablocks.config import ConfigError, MoEConfig
 from megablocks.moe.mixture_of_attention import MixtureOfAttention, rotate
+from megablocks.ops import library
 from megablocks.ops.grouped.grouped_mm_triton import interpreted
-from megablocks.ops.scattered import dispatched
 from megablocks.testing.oracle import relative_error
 from megablocks.testing.poison import poisoned_empty
 
@@ -90,7 +90,7 @@ def test_N6_attention_equals_a_dense_masked_one(options):
 
 @pytest.mark.skipif(not interpreted(), reason="needs TRITON_INTERPRET=1")
 def test_N6_attention_equals_a_dense_masked_one_through_the_kernels(monkeypatch):
-    monkeypatch.setattr(dispatched, "runs_triton", lambda t: True)
+    monkeypatch.setattr(library, "runs_triton", lambda t: True)
     layer = layer_of(torch.float32, num_kv_heads=2)
     x = torch.randn(B, S, H, requires_grad=True)
     wide = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}

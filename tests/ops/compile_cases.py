@@ -27,6 +27,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from megablocks.ops.routing.dispatch import Dispatch
     from megablocks.ops.routing.topk import RouterOptions
+    from megablocks.ops.sparse.matrix import Blocks
 
 
 def fused_across_lanes(ptx: str) -> int:
@@ -286,7 +287,7 @@ def quant() -> None:
 
 @family("grouped.grouped_mm_hopper", "ragged_m_kernel", architectures=(90,))
 def grouped_hopper() -> None:
-    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m, ragged_m_sum
+    from megablocks.ops.grouped.grouped_mm_hopper import ragged_m
 
     rows = 1024
     for (k, n), transposed in product(TILED, (False, True)):
@@ -295,12 +296,12 @@ def grouped_hopper() -> None:
         for gather in (None, ints(rows)):
             ragged_m(x, w, ints(17), gather)
         ragged_m(x, w, ints(17), bias=torch.zeros(16, n, dtype=torch.bfloat16))
-        ragged_m_sum(x, w, x, w, ints(17))
+        ragged_m(x, w, ints(17), x2=x, v=w)
     # low_rank_mm's: of rank 16, in forward and in backward
     for transposed in (False, True):
         v, w, t = (torch.zeros(s, dtype=torch.bfloat16) for s in ((16, 16, 128), (16, 1024, 128), (rows, 16)))
         v, w = (m.mT.contiguous().mT if transposed else m for m in (v, w))
-        ragged_m_sum(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, t, v, ints(17))
+        ragged_m(torch.zeros(rows, 1024, dtype=torch.bfloat16), w, ints(17), x2=t, v=v)
 
 
 @family("grouped.grouped_mm_hopper_dw", "ragged_k_kernel", architectures=(90,))
@@ -422,9 +423,9 @@ def sparse() -> None:
     for dtype, size in product((torch.bfloat16, torch.float32), (64, 128, 256)):
         a, data = torch.zeros(size, 256, dtype=dtype), torch.zeros(1, size, size, dtype=dtype)
         for x, y in ((a, a.t()), (a.t().contiguous().t(), a.t().contiguous())):
-            kernels.sdd(x, y, ints(1), ints(1), ints(2), size)
+            kernels.sdd(x, y, blocks(1, size))
         for epilogue in epilogues(data) if size == 128 else ():
-            kernels.sdd(a, a.t(), ints(1), ints(1), ints(2), size, epilogue)
+            kernels.sdd(a, a.t(), blocks(1, size), epilogue)
         for left, order, d in product((True, False), (None, ints(1)), (a, a.t().contiguous().t())):
             kernels.spmm(data, d if left else d.t(), ints(1, 4), ints(1), order, left)
 
@@ -438,22 +439,29 @@ def sparse_hopper() -> None:
         a = torch.zeros(128, k, dtype=torch.bfloat16)
         b = torch.zeros(k, 256, dtype=torch.bfloat16)
         for x, y in ((a, b), (a.t().contiguous().t(), b.t().contiguous().t())):
-            hopper.sdd(x, y, ints(2), ints(2), ints(2), 2)
+            hopper.sdd(x, y, blocks(2, 128, run=2))
         for epilogue in epilogues(data) if k == 256 else epilogues(data)[:2]:
-            hopper.sdd(a, b, ints(2), ints(2), ints(2), 2, epilogue)
+            hopper.sdd(a, b, blocks(2, 128, run=2), epilogue)
     turned = a.t().contiguous().t()  # each pair of the three choices once
     for left, order, d in ((True, None, a), (True, ints(2), turned), (False, None, turned), (False, ints(2), a)):
         hopper.spmm(data, d if left else d.t(), ints(1, 4), ints(2), order, left)
 
 
+def blocks(n: int, size: int, run: int = 1) -> Blocks:
+    """One block row of n blocks."""
+    from megablocks.ops.sparse.matrix import Blocks
+
+    return Blocks(ints(n), ints(n), ints(2), ints(n), ints(n + 1), ints(n), ints(1, 4), ints(n, 4), size, run)
+
+
 def epilogues(data: Tensor) -> list:
-    from megablocks.ops.activation_table import UNARY
+    from megablocks.ops.activation_table import UNARY, Activation
     from megablocks.ops.sparse.products import Epilogue
 
-    bias = torch.zeros(256)
-    forms = [Epilogue("activate", "gelu", True, bias=bias, act=data), Epilogue("slope", "gelu", True, pre=data)]
-    forms += [Epilogue("activate", name, act=data) for name in UNARY]
-    return forms + [Epilogue("slope", name, pre=data) for name in UNARY]
+    exact = Activation("gelu", "none")
+    forms = [Epilogue(exact, torch.zeros(256), data), Epilogue(exact, pre=data)]
+    forms += [Epilogue(Activation(name), act=data) for name in UNARY]
+    return forms + [Epilogue(Activation(name), pre=data) for name in UNARY]
 
 
 if __name__ == "__main__":

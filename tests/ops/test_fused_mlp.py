@@ -17,7 +17,7 @@ from megablocks.ops.fused.mlp import (
     fused_up_op,
     mlp_gradient_ref,
 )
-from megablocks.ops.grouped import gathered_mm, grouped_mm_hopper, grouped_mm_hopper_dw
+from megablocks.ops.grouped import grouped_mm, grouped_mm_hopper, grouped_mm_hopper_dw
 from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
 from megablocks.ops.grouped.grouped_mm_hopper import supports_m
 from megablocks.ops.permute.rows import combine
@@ -390,11 +390,12 @@ def test_N4_the_hopper_kernels_are_asked_for_the_gathered_rows(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # a CPU tensor's
     monkeypatch.setattr(mlp, "runs_hopper", lambda x: True)
-    monkeypatch.setattr(gathered_mm, "hopper_ragged_m", lambda x: grouped_mm_hopper)
+    monkeypatch.setattr(grouped_mm, "hopper_ragged_m", lambda x: grouped_mm_hopper)
     monkeypatch.setattr(up_hopper, "supports", refuse)
     monkeypatch.setattr(grouped_mm_hopper, "supports_m", refuse)
     fused_up_op(values["x"], values["w1"], values["v1"], None, None, dispatch, Activation("swiglu", "none"))
-    assert asked == [10, 10]  # by the kernel with the activation, then by the product alone: each stops at a first no
+    # by the kernel with the activation and by the gathering product, which stop at a first no; then by each product
+    assert asked == [10, 10, 10, 10]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -65,7 +65,7 @@ d, swiglu = Dispatch(offsets, torch.zeros(513, dtype=torch.int32), rows, rows, r
 with compiling_for(90) as compiled:
     up_hopper.up(x, w, w, None, None, d, swiglu)
     gradient_hopper.down_gradient(x, w, z, z, torch.empty(R), d, swiglu)
-    hopper.ragged_m_sum(z, w, z, w, offsets)
+    hopper.ragged_m(z, w, offsets, x2=z, v=w)
     hopper_dw.ragged_k(z, x, offsets, rows)
 texts = [made.asm["ptx"] for kind in compiled.values() for made in kind if "wgmma" in made.asm["ptx"]]
 assert len(texts) == 4

@@ -313,7 +313,7 @@ def test_sum_of_two_products(loads: list[int], k: int, n: int, dtype: torch.dtyp
     weights = [fill(experts, n, k, dtype=dtype, device="cuda", seed=seed).transpose(1, 2) for seed in (2, 3)]
     w, v = weights if k_major else [t.contiguous() for t in weights]
     with poisoned_empty():
-        y = hopper.ragged_m_sum(x, w, x2, v, offsets)
+        y = hopper.ragged_m(x, w, offsets, x2=x2, v=v)
     assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, v, offsets, None), 2 * k)
     assert bool(y[used:].isnan().all()), "rows of no expert were written"
 
@@ -332,7 +332,7 @@ def test_sum_of_products_of_unequal_inner_sizes(k: int, n: int, rank: int, dtype
     w, v = weights if k_major else [t.contiguous() for t in weights]
     assert hopper.supports_sum(x, w, x2, v, offsets)
     with poisoned_empty():
-        y = hopper.ragged_m_sum(x, w, x2, v, offsets)
+        y = hopper.ragged_m(x, w, offsets, x2=x2, v=v)
     assert_near(y[:used], rows_ref(x, w, offsets, None) + rows_ref(x2, v, offsets, None), k + rank)
     assert bool(y[used:].isnan().all()), "rows of no expert were written"
 
@@ -436,7 +436,7 @@ def test_N2_graph_replays_another_routing_without_a_sync_and_bit_for_bit() -> No
     def run() -> list[Tensor]:
         return [
             hopper.ragged_m(x, w, offsets, gather), hopper.ragged_m(x, w, offsets),
-            hopper.ragged_m_sum(x, w, x, w, offsets),
+            hopper.ragged_m(x, w, offsets, x2=x, v=w),
             hopper_dw.ragged_k(x, x, offsets), hopper_dw.ragged_k(x, x, offsets, gather),
             hopper_dw.ragged_k(x, x, offsets, gather, add_to=torch.ones(4, 256, 256, device="cuda")),
         ]  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 import torch
 import triton
@@ -115,6 +117,18 @@ def test_twin_through_the_op(dtype: torch.dtype, transposed: bool, monkeypatch: 
     monkeypatch.setattr(seam, "has_torch_kernel", lambda x: False)
     monkeypatch.setattr(seam, "twin_kernels", lambda x: grouped_mm_triton)
     check(dtype, 19, 21, transposed)
+
+
+@pytest.mark.parametrize("kernels", [None, grouped_mm_triton], ids=["reference", "twin"])
+def test_N1_a_bias_is_rounded_with_its_product(kernels: ModuleType | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    if kernels is not None and DEVICE == "cpu" and not interpreted():
+        pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
+    for name in ("hopper_ragged_m", "twin_kernels"):
+        monkeypatch.setattr(seam, name, lambda x, name=name: kernels if name == "twin_kernels" else None)
+    x, ones = torch.tensor([[2048.0, 1.0]]), torch.ones(1, 2, 1)
+    offsets = torch.tensor([0, 1], dtype=torch.int32)
+    operands = [t.to(DEVICE) for t in (x.half(), ones.half(), offsets, torch.ones(1, 1).half())]
+    assert seam.grouped_mm(*operands).item() == 2050  # float16 has no 2049
 
 
 @pytest.mark.gpu

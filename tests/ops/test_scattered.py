@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megablocks.ops import library
 from megablocks.ops.launch import interpreted
-from megablocks.ops.scattered import dispatched
 from megablocks.ops.scattered.dispatched import Rows, scattered_mm_dw_op, scattered_mm_ref
 from megablocks.ops.scattered.parallel_linear import flatten_sort_count, parallel_linear
 from megablocks.testing.oracle import relative_error
@@ -31,7 +31,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     kernel = request.param == "kernel"
     if kernel and DEVICE == "cpu" and not interpreted():
         pytest.skip("needs TRITON_INTERPRET=1 or a GPU")
-    monkeypatch.setattr(dispatched, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
+    monkeypatch.setattr(library, "runs_triton", lambda t: kernel and t.dtype != torch.float64)
     return request.param
 
 

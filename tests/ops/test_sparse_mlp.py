@@ -106,10 +106,7 @@ def test_N5_frozen_operands(name: str, recompute: bool, frozen: str) -> None:
 
 
 def launched(p: Matrix, a: Tensor, b: Tensor, epilogue: Epilogue, path: str) -> Tensor:
-    where = p.blocks.row_indices, p.blocks.column_indices, p.blocks.offsets
-    if path == "hopper":
-        return hopper.sdd(a, b, *where, p.blocks.run, epilogue)
-    return kernels.sdd(a, b, *where, p.block_size, epilogue)
+    return (hopper if path == "hopper" else kernels).sdd(a, b, p.blocks, epilogue)
 
 
 PATHS = [
@@ -130,9 +127,9 @@ def test_N10_epilogues_of_each_kernel(path: str, name: str, approximate: str) ->
         a = (torch.randn(p.shape[0], k, device=device) / k**0.5).to(dtype)
         b = torch.randn(k, p.shape[1], device=device).to(dtype)
         bias = torch.randn(p.shape[1], device=device) if with_bias else None
-        exact = approximate == "none"
+        activation = Activation(name, approximate)
         act = torch.full((n, p.block_size, p.block_size), float("nan"), device=device, dtype=dtype)
-        pre = launched(p, a, b, Epilogue("activate", name, exact, bias=bias, act=act), path)
+        pre = launched(p, a, b, Epilogue(activation, bias, act), path)
         used = p.blocks.row_indices >= 0
         product = a.double() @ b.double()
         want = product if bias is None else product + bias.double()
@@ -146,7 +143,7 @@ def test_N10_epilogues_of_each_kernel(path: str, name: str, approximate: str) ->
         torch.testing.assert_close(pre[used].double(), blocks(want), **tolerance)
         want_act = activation_ref(pre[used].double(), None, Activation(name, approximate))
         torch.testing.assert_close(act[used].double(), want_act, **tolerance)
-        slope = launched(p, a, b, Epilogue("slope", name, exact, pre=pre), path)
+        slope = launched(p, a, b, Epilogue(activation, pre=pre), path)
         want_slope = activation_backward_ref(blocks(product), pre[used].double(), None, Activation(name, approximate))[
             0
         ]

@@ -155,12 +155,8 @@ def test_R6_odd_sizes_of_the_dense_operand_on_a_gpu(inner: int) -> None:
     check_all(pattern(3, 5, 128, 0.5, torch.device("cuda")), torch.bfloat16, inner)
 
 
-def where(p: Matrix) -> tuple[Tensor, Tensor, Tensor]:
-    return p.blocks.row_indices, p.blocks.column_indices, p.blocks.offsets
-
-
 def kernels_sdd(a: Tensor, b: Tensor, p: Matrix) -> Tensor:
-    return kernels.sdd(a, b, *where(p), p.block_size)
+    return kernels.sdd(a, b, p.blocks)
 
 
 def check_kernels(p: Matrix, dtype: torch.dtype, inner: int, sdd_of: Product, spmm_of: Product) -> None:
@@ -201,7 +197,7 @@ def test_every_transposition_on_a_gpu(dtype: torch.dtype, block: int) -> None:
 @pytest.mark.parametrize("inner", [8, 200, 1024])
 def test_every_hopper_tile(inner: int) -> None:
     p = pattern(9, 12, 128, 0.5, torch.device("cuda"), run=2)
-    check_kernels(p, torch.bfloat16, inner, lambda a, b, p: hopper.sdd(a, b, *where(p), p.blocks.run), hopper.spmm)
+    check_kernels(p, torch.bfloat16, inner, lambda a, b, p: hopper.sdd(a, b, p.blocks), hopper.spmm)
 
 
 @pytest.mark.gpu

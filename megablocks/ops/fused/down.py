@@ -32,9 +32,9 @@ def activate_and_project_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pre, gate, w2, bias, offsets, ctx.activation, num_bits = inputs
+    pre, gate, w2, _, offsets, ctx.activation, num_bits = inputs
     need_pre, need_gate, need_w2 = ctx.needs_input_grad[:3]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w2), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w2)
     ctx.packed_pre, *kept_pre = pack(pre, num_bits)
     ctx.packed_gate, *kept_gate = pack(gate, num_bits)
     ctx.save_for_backward(*kept_pre, *kept_gate, w2 if need_pre or need_gate else None, offsets)
@@ -51,8 +51,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         d_gate = None if gate is None else d_gate
     if need_w2:
         dw2 = weight_gradient(activation_op(pre, gate, ctx.activation), dy, offsets, ctx.transposed)
-    d_bias = expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None
-    return d_pre, d_gate, dw2, d_bias, None, None, None
+    return d_pre, d_gate, dw2, expert_sum_op(dy, offsets) if need_bias else None, None, None, None
 
 
 activate_and_project_op.register_autograd(_backward, setup_context=_setup_context)

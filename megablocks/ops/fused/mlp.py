@@ -22,14 +22,13 @@ The matrices' gradients may instead be added to float32 buffers of the caller (`
 On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On Hopper forward is one kernel
 for pre, gate and act (up_hopper.py), the down product and `combine`; backward begins with one kernel for d_pre, d_gate,
 s · act and d_weight, which never writes d_act, where it pays (gradient_hopper.py). Elsewhere pre and gate are products
-and passes for biases and activation, and backward begins with a product and a pass over its rows (gradient_triton.py).
+and the activation is a pass, and backward begins with a product and a pass over its rows (gradient_triton.py).
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -46,7 +45,7 @@ from megablocks.ops.grouped.gathered_mm import (
     gathered_mm_op,
     grouped_mm_sum_op,
 )
-from megablocks.ops.grouped.grouped_mm import grouped_mm_op, is_transposed, weight_gradient
+from megablocks.ops.grouped.grouped_mm import grouped_mm_op, grouped_mm_ref, is_transposed, weight_gradient
 from megablocks.ops.hopper import runs_hopper
 from megablocks.ops.library import custom_op, once_differentiable, runs_triton, under_autocast
 from megablocks.ops.permute.rows import by_pair, combine_op, gather_op
@@ -108,25 +107,14 @@ class Options(NamedTuple):
     pre_bits: int = OFF
 
 
-def _expert_linear(rows: Tensor, w: Tensor, bias: Tensor | None, offsets: Tensor) -> Tensor:
-    """rows (R, K), w (E, K, N), bias (E, N) or None → rows · w[e] + bias[e] (R, N), rounded once."""
-    acc = torch.promote_types(rows.dtype, torch.float32)
-    y = rows.new_empty(rows.shape[0], w.shape[2])
-    with torch.autocast(rows.device.type, enabled=False):  # or torch would narrow the products
-        for e, (start, end) in enumerate(pairwise(offsets.tolist())):
-            product = rows[start:end].to(acc) @ w[e].to(acc)
-            y[start:end] = product if bias is None else product + bias[e]
-    return y
-
-
 def fused_up_ref(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """x (T, H), w1, v1 (E, I, H), b1, c1 (E, I) → pre, gate (None unless gated) and act (R, I)."""
     rows, offsets = x.index_select(0, dispatch.gather), dispatch.expert_offsets
-    pre = _expert_linear(rows, w1.transpose(1, 2), b1, offsets)
-    gate = None if v1 is None else _expert_linear(rows, v1.transpose(1, 2), c1, offsets)
+    pre = grouped_mm_ref(rows, w1.transpose(1, 2), offsets, b1)
+    gate = None if v1 is None else grouped_mm_ref(rows, v1.transpose(1, 2), offsets, c1)
     return pre, gate, activation_ref(pre, gate, activation)
 
 
@@ -137,7 +125,7 @@ def fused_mlp_ref(
     """x (T, H), weight (R,) → y (T, H), or the rows as they stand with `in_order`; pre and gate (R, I)."""
     d, (w1, v1, w2, b1, c1, b2) = dispatch, parameters
     pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, d, activation)
-    rows = _expert_linear(act, w2, b2, d.expert_offsets)
+    rows = grouped_mm_ref(act, w2, d.expert_offsets, b2)
     if in_order:
         return rows, pre, gate
     acc = torch.promote_types(x.dtype, torch.float32)
@@ -161,11 +149,6 @@ def mlp_gradient_ref(
     return d_pre.to(dtype), None if d_gate is None else d_gate.to(dtype), (act * scale).to(dtype), d_weight
 
 
-def _or_empty(t: Tensor | None, like: Tensor) -> Tensor:
-    """t, or an empty tensor for None, which a schema does not allow as a result."""
-    return like.new_empty(0) if t is None else t
-
-
 def up_kernels(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch
 ) -> ModuleType | None:
@@ -178,70 +161,66 @@ def up_kernels(
     return up_hopper if all(takes) else None
 
 
-def _fake_fused_up(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    pre = a.x.new_empty(a.dispatch.num_rows, a.w1.shape[1])
-    return pre, a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre), torch.empty_like(pre)
+def _fake_fused_up(a: Any) -> tuple[Tensor | None, ...]:
+    pre, gate, act = (a.x.new_empty(a.dispatch.num_rows, a.w1.shape[1]) for _ in range(3))
+    return pre, None if a.v1 is None else gate, act
 
 
 @custom_op("megablocks::fused_up", fake=_fake_fused_up)
 def fused_up_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
     """pre, gate (empty unless gated) and act; not differentiable by itself."""
     if not x.is_cuda:
-        pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, dispatch, activation)
-    elif kernels := up_kernels(x, w1, v1, b1, c1, dispatch):
+        return fused_up_ref(x, w1, v1, b1, c1, dispatch, activation)
+    if kernels := up_kernels(x, w1, v1, b1, c1, dispatch):
         b1, c1 = (None if t is None else t.contiguous() for t in (b1, c1))
-        pre, gate, act = kernels.up(x, w1, v1, b1, c1, dispatch, activation)
-    else:
-        w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
-        pre, gate = gathered_mm_op(x, w1, v1, b1, c1, dispatch)
-        act = activation_op(pre, None if v1 is None else gate, activation)
-    return pre, _or_empty(gate, x), act
+        return kernels.up(x, w1, v1, b1, c1, dispatch, activation)
+    w1, v1 = w1.transpose(1, 2), None if v1 is None else v1.transpose(1, 2)
+    pre, gate = gathered_mm_op(x, w1, v1, b1, c1, dispatch)
+    return pre, gate, activation_op(pre, None if v1 is None else gate, activation)
 
 
-def _fake_down_gradient(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    d_gate = a.pre.new_empty(0) if a.gate is None else torch.empty_like(a.pre)
-    return torch.empty_like(a.pre), d_gate, torch.empty_like(a.pre), torch.empty_like(a.weight)
+def _fake_down_gradient(a: Any) -> tuple[Tensor | None, ...]:
+    d_pre, d_gate, scaled = (torch.empty_like(a.pre) for _ in range(3))
+    return d_pre, None if a.gate is None else d_gate, scaled, torch.empty_like(a.weight)
 
 
 @custom_op("megablocks::down_gradient", fake=_fake_down_gradient)
 def down_gradient_op(
     dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch, activation: Activation
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """dy (T, H), w2 (E, I, H) → d_pre, d_gate (empty without gate), s · act and d_weight, as `mlp_gradient_ref`."""
     arguments = pre, gate, weight, dispatch, activation
-    if dy.is_cuda and runs_hopper(dy):
+    if runs_hopper(dy):
         from megablocks.ops.fused import gradient_hopper as hopper
 
         if hopper.pays(w2.shape[2]) and hopper.supports(dy, w2, pre, gate, weight, dispatch.expert_offsets):
-            d_pre, d_gate, scaled, d_weight = hopper.down_gradient(dy, w2, *arguments)
-            return d_pre, _or_empty(d_gate, pre), scaled, d_weight
+            return hopper.down_gradient(dy, w2, *arguments)
     d_act, _ = gathered_mm_op(dy, w2.transpose(1, 2), None, None, None, dispatch)
     if runs_triton(dy):
         from megablocks.ops.fused.gradient_triton import mlp_gradient_launch
 
-        d_pre, d_gate, scaled, d_weight = mlp_gradient_launch(d_act, *arguments)
-    else:
-        d_pre, d_gate, scaled, d_weight = mlp_gradient_ref(d_act, *arguments)
-    return d_pre, _or_empty(d_gate, pre), scaled, d_weight
+        return mlp_gradient_launch(d_act, *arguments)
+    return mlp_gradient_ref(d_act, *arguments)
 
 
-def _fake_fused_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    pre = a.x.new_empty(0 if a.options.recompute else (a.dispatch.num_rows, a.parameters.w2.shape[1]))
-    return a.x.new_empty(a.x.shape), pre, torch.empty_like(pre) if a.activation.gated else a.x.new_empty(0)
+def _fake_fused_mlp(a: Any) -> tuple[Tensor | None, ...]:
+    y, shape = a.x.new_empty(a.x.shape), (a.dispatch.num_rows, a.parameters.w2.shape[1])
+    if a.options.recompute:
+        return y, None, None
+    return y, a.x.new_empty(shape), a.x.new_empty(shape) if a.activation.gated else None
 
 
 @custom_op("megablocks::fused_mlp", fake=_fake_fused_mlp)
 def fused_mlp_op(
     x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
     options: Options, main_w1: Tensor | None = None, main_v1: Tensor | None = None, main_w2: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """y (T, H), and pre and gate (R, I) for backward: both empty with recompute, gate empty unless gated."""
     parameters = _apart(parameters, activation)
     w1, v1, w2, b1, c1, b2 = parameters
-    gate: Tensor | None
     if not x.is_cuda:
         y, pre, gate = fused_mlp_ref(x, weight, parameters, dispatch, activation, options.in_order)
     else:
@@ -249,7 +228,7 @@ def fused_mlp_op(
         rows = grouped_mm_op(act, w2, dispatch.expert_offsets, b2)
         del act
         y = rows if options.in_order else combine_op(rows, weight, dispatch)
-    return (y, x.new_empty(0), x.new_empty(0)) if options.recompute else (y, pre, _or_empty(gate, x))
+    return (y, None, None) if options.recompute else (y, pre, gate)
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -322,12 +301,12 @@ def gradients(
         else:
             dw1 = _matrix_gradient(main_w1, d_pre, x, dispatch) if need_w1 else None
             dv1 = _matrix_gradient(main_v1, d_gate, x, dispatch) if need_v1 else None
-        db1 = expert_sum_op(d_pre, offsets).to(b1.dtype) if need_b1 else None
-        dc1 = expert_sum_op(d_gate, offsets).to(c1.dtype) if need_c1 or (joined and need_b1) else None
+        db1 = expert_sum_op(d_pre, offsets) if need_b1 else None
+        dc1 = expert_sum_op(d_gate, offsets) if need_c1 or (joined and need_b1) else None
         if db1 is not None and dc1 is not None and joined:
             db1, dc1 = torch.cat([db1, dc1], dim=1), None
     if need_b2:
-        db2 = output_bias_sum_op(dy, weight, dispatch).to(b2.dtype)
+        db2 = output_bias_sum_op(dy, weight, dispatch)
     return dx if need_x else None, (d_weight if need_weight else None), (dw1, dv1, dw2, db1, dc1, db2)
 
 

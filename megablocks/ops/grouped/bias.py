@@ -90,16 +90,13 @@ output_bias_dot_op = custom_op(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    _, bias, offsets = inputs
-    ctx.bias_dtype = bias.dtype
-    ctx.save_for_backward(offsets)
+    ctx.save_for_backward(inputs[2])
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     (offsets,) = ctx.saved_tensors
     need_rows, need_bias = ctx.needs_input_grad[:2]
-    d_bias = expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None
-    return (dy if need_rows else None), d_bias, None
+    return (dy if need_rows else None), expert_sum_op(dy, offsets) if need_bias else None, None
 
 
 add_expert_bias_op.register_autograd(_backward, setup_context=_setup_context)

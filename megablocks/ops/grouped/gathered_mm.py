@@ -21,17 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megablocks.ops.grouped.bias import add_expert_bias_op, expert_sum_op
+from megablocks.ops.grouped.bias import expert_sum_op
 from megablocks.ops.grouped.grouped_mm import (
     check_grouped,
     grouped_mm_dw_op,
     grouped_mm_dw_ref,
     grouped_mm_op,
     grouped_mm_ref,
-    has_torch_kernel,
     hopper_ragged_k,
     hopper_ragged_m,
-    twin_kernels,
+    ragged_k_kernels,
+    ragged_m_kernels,
 )
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op, gather_op
@@ -51,7 +51,7 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
     if not x.is_cuda:
         return grouped_mm_sum_ref(x, w, x2, v, offsets)
     if (hopper := hopper_ragged_m(x)) and hopper.supports_sum(x, w, x2, v, offsets):
-        return hopper.ragged_m_sum(x, w, x2, v, offsets)
+        return hopper.ragged_m(x, w, offsets, x2=x2, v=v)
     return grouped_mm_op(x, w, offsets) + grouped_mm_op(x2, v, offsets)
 
 
@@ -62,11 +62,8 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
 def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
     d, offsets = dispatch, dispatch.expert_offsets
-    if d.num_rows > 0:
-        if (hopper := hopper_ragged_k(x)) and hopper.supports_k(dy, x, offsets):
-            return hopper.ragged_k(dy, x, offsets, d.gather)
-        if not has_torch_kernel(x) and (twin := twin_kernels(x)):
-            return twin.ragged_k(dy, x, offsets, d.gather)
+    if d.num_rows > 0 and (kernels := ragged_k_kernels(dy, x, offsets)):
+        return kernels.ragged_k(dy, x, offsets, d.gather)
     return grouped_mm_dw_op(dy, gather_op(x, d), offsets)
 
 
@@ -88,52 +85,38 @@ def gathered_mm_dw_halves_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispa
 
 @custom_op("megablocks::gathered_mm_dw_add", mutates_args=("total",), fake=lambda *_: None)
 def gathered_mm_dw_add_op(total: Tensor, dy: Tensor, x: Tensor, dispatch: Dispatch) -> None:
-    """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous.
-
-    torch's kernel rounds its result, so the plain Triton one runs where Hopper's does not.
-    """
+    """Add gathered_mm_dw_op's sum, before it is rounded, to total (E, N, H), float32 and contiguous."""
     d, offsets = dispatch, dispatch.expert_offsets
     if d.num_rows == 0:
         return
-    if (hopper := hopper_ragged_k(x)) and hopper.supports_k(dy, x, offsets):
-        hopper.ragged_k(dy, x, offsets, d.gather, add_to=total)
-    elif twin := twin_kernels(x):
-        twin.ragged_k(dy, x, offsets, d.gather, add_to=total)
+    if kernels := ragged_k_kernels(dy, x, offsets, add=True):
+        kernels.ragged_k(dy, x, offsets, d.gather, add_to=total)
     else:
         total += grouped_mm_dw_ref(dy.to(total.dtype), gather_op(x, d).to(total.dtype), offsets)
 
 
-def _fake_gathered_mm(a: Any) -> tuple[Tensor, Tensor]:
-    y = a.x.new_empty(a.dispatch.num_rows, a.w.shape[2])
-    return y, a.x.new_empty(0) if a.v is None else torch.empty_like(y)
-
-
-@custom_op("megablocks::gathered_mm", fake=_fake_gathered_mm)
+@custom_op(
+    "megablocks::gathered_mm",
+    fake=lambda a: tuple(None if w is None else a.x.new_empty(a.dispatch.num_rows, w.shape[2]) for w in (a.w, a.v)),
+)
 def gathered_mm_op(
     x: Tensor, w: Tensor, v: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, dispatch: Dispatch,
     num_bits: int = OFF,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(R, N) of w and of v, the latter empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
     factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
-    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, t, offsets, d.num_rows) for t, _ in factors):
-        products = [hopper.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
-    elif not has_torch_kernel(x) and (twin := twin_kernels(x)):
-        products = [twin.ragged_m(x, t, offsets, d.gather) for t, _ in factors]
-        products = [
-            y if b is None else add_expert_bias_op.implementation(y, b, offsets)
-            for y, (_, b) in zip(products, factors, strict=True)
-        ]
+    if kernels := ragged_m_kernels(x, offsets, d.pair.shape[0], *(t for t, _ in factors)):
+        products = [kernels.ragged_m(x, t, offsets, d.gather, bias=b) for t, b in factors]
     else:
         rows = gather_op.implementation(x, d) if x.is_cuda else x.index_select(0, d.gather)
         products = [grouped_mm_op.implementation(rows, t, offsets, b) for t, b in factors]
-    return products[0], x.new_empty(0) if v is None else products[1]
+    return products[0], None if v is None else products[1]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, v, *biases, dispatch, num_bits = inputs
+    x, w, v, _, _, dispatch, num_bits = inputs
     need_x, need_w, need_v = ctx.needs_input_grad[:3]
-    ctx.bias_dtypes = [None if b is None else b.dtype for b in biases]
     x = x if need_w or need_v else None
     ctx.packed, *kept = (None, x, None) if num_bits == OFF else pack(x, num_bits)
     ctx.save_for_backward(*kept, *((w, v) if need_x else (None, None)), *dispatch[:5])
@@ -155,10 +138,8 @@ def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, .
         dw = gathered_mm_dw_op(d_pre, x, dispatch).transpose(1, 2)
     if need_v:
         dv = gathered_mm_dw_op(d_gate, x, dispatch).transpose(1, 2)
-    d_biases = [
-        expert_sum_op(d, dispatch.expert_offsets).to(dtype) if need else None
-        for d, dtype, need in zip((d_pre, d_gate), ctx.bias_dtypes, need_biases, strict=True)
-    ]
+    needed = zip((d_pre, d_gate), need_biases, strict=True)
+    d_biases = [expert_sum_op(d, dispatch.expert_offsets) if need else None for d, need in needed]
     return dx, dw, dv, *d_biases, None, None
 
 

@@ -34,15 +34,13 @@ from megablocks.ops.library import custom_op, runs_triton, under_autocast
 _ALIGN = 8  # bfloat16 values in 16 bytes
 
 
-def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """x (R, K), w (E, K, N), offsets (E+1,) → (R, N), in x's dtype, accumulated in float32 (float64 for float64)."""
+def grouped_mm_ref(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x (R, K), w (E, K, N), offsets (E+1,), bias (E, N) → (R, N) in x's dtype, rounded once from float32 (float64)."""
     acc = torch.promote_types(x.dtype, torch.float32)
     out = x.new_empty(x.shape[0], w.shape[2])
     for expert, (start, end) in enumerate(pairwise(offsets.tolist())):
-        if acc == x.dtype:
-            torch.mm(x[start:end], w[expert], out=out[start:end])
-        else:
-            out[start:end] = x[start:end].to(acc) @ w[expert].to(acc)
+        product = x[start:end].to(acc) @ w[expert].to(acc)
+        out[start:end] = product if bias is None else product + bias[expert]
     return out
 
 
@@ -90,6 +88,23 @@ def torch_kernel_on(device: torch.device, dtype: torch.dtype) -> bool:
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def ragged_m_kernels(x: Tensor, offsets: Tensor, rows: int, *weights: Tensor) -> ModuleType | None:
+    """The module whose `ragged_m` multiplies `rows` rows of x, gathered or not, by each of the weights (E, K, N).
+
+    None where it is left to torch's grouped GEMM or to the reference.
+    """
+    if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, w, offsets, rows) for w in weights):
+        return hopper
+    return None if has_torch_kernel(x) else twin_kernels(x)
+
+
+def ragged_k_kernels(a: Tensor, b: Tensor, offsets: Tensor, *, add: bool = False) -> ModuleType | None:
+    """The module whose `ragged_k` multiplies a and b, likewise. add: to sums in float32, which torch's cannot do."""
+    if (hopper := hopper_ragged_k(a)) and hopper.supports_k(a, b, offsets):
+        return hopper
+    return None if has_torch_kernel(a) and not add else twin_kernels(a)
+
+
 def _aligned(t: Tensor) -> Tensor:
     """`t` if its last two strides suit torch's kernel (one is 1, the other a multiple of 16 bytes), else a copy."""
     major, minor = (t.stride(-2), t.stride(-1)) if t.stride(-1) == 1 else (t.stride(-1), t.stride(-2))
@@ -131,16 +146,12 @@ def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 @custom_op("megablocks::grouped_mm", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
 def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    if x.shape[0] == 0 or w.numel() == 0:
-        y = grouped_mm_ref(x, w, offsets)
-    elif (hopper := hopper_ragged_m(x)) and hopper.supports_m(x, w, offsets, x.shape[0]):
-        return hopper.ragged_m(x, w, offsets, bias=bias)
-    elif has_torch_kernel(x):
-        y = _grouped_mm_torch(x, w, offsets)
-    elif twin := twin_kernels(x):
-        y = twin.ragged_m(x, w, offsets)
-    else:
-        y = grouped_mm_ref(x, w, offsets)
+    empty = x.shape[0] == 0 or w.numel() == 0
+    if not empty and (kernels := ragged_m_kernels(x, offsets, x.shape[0], w)):
+        return kernels.ragged_m(x, w, offsets, bias=bias)
+    if empty or not has_torch_kernel(x):
+        return grouped_mm_ref(x, w, offsets, bias)
+    y = _grouped_mm_torch(x, w, offsets)
     return y if bias is None else add_expert_bias_op.implementation(y, bias, offsets)
 
 
@@ -151,13 +162,9 @@ def grouped_mm_op(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = N
 def grouped_mm_dw_op(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     if x.shape[0] == 0:
         return x.new_zeros(offsets.shape[0] - 1, x.shape[1], dy.shape[1])
-    if (hopper := hopper_ragged_k(x)) and hopper.supports_k(x, dy, offsets):
-        return hopper.ragged_k(x, dy, offsets)
-    if has_torch_kernel(x):
-        return _grouped_mm_dw_torch(x, dy, offsets)
-    if twin := twin_kernels(x):
-        return twin.ragged_k(x, dy, offsets)
-    return grouped_mm_dw_ref(x, dy, offsets)
+    if kernels := ragged_k_kernels(x, dy, offsets):
+        return kernels.ragged_k(x, dy, offsets)
+    return _grouped_mm_dw_torch(x, dy, offsets) if has_torch_kernel(x) else grouped_mm_dw_ref(x, dy, offsets)
 
 
 def is_transposed(w: Tensor) -> bool:
@@ -171,19 +178,19 @@ def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) ->
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, offsets, bias = inputs
+    x, w, offsets, _ = inputs
     need_x, need_w = ctx.needs_input_grad[:2]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     ctx.save_for_backward(x if need_w else None, w if need_x else None, offsets)
 
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
     need_x, need_w = ctx.needs_input_grad[:2]  # asked again, because a caller may want one gradient of two
-    need_bias = ctx.bias_dtype is not None and ctx.needs_input_grad[3]
+    need_bias = any(ctx.needs_input_grad[3:])  # torch passes no default
     dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
     dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
-    return dx, dw, None, (expert_sum_op(dy, offsets).to(ctx.bias_dtype) if need_bias else None)
+    return dx, dw, None, expert_sum_op(dy, offsets) if need_bias else None
 
 
 grouped_mm_op.register_autograd(_backward, setup_context=_setup_context)

@@ -149,7 +149,7 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
 
 
 def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_m_sum takes these: each product alone, of equally many rows and columns, w and v of one major."""
+    """Whether ragged_m takes both: each product alone, of equally many rows and columns, w and v of one major."""
     return (
         supports_m(x, w, offsets, x.shape[0])
         and supports_m(x2, v, offsets, x2.shape[0])
@@ -273,7 +273,7 @@ def ragged_m(
 ) -> Tensor:  # fmt: skip
     """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16.
 
-    bias: (E, N) or None. x2, v: as in ragged_m_sum.
+    bias: (E, N) or None. x2 (R, K2), v (E, K2, N): y is x · w + x2 · v, rounded once, see `supports_sum`.
     """
     experts, K, N = w.shape
     rows = x.shape[0] if gather is None else gather.shape[0]
@@ -303,11 +303,3 @@ def ragged_m(
         num_warps=4,
     )
     return y
-
-
-def ragged_m_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> Tensor:
-    """x · w + x2 · v (R, N) in one launch, summed in float32 and rounded once. See supports_sum.
-
-    x2 (R, K2), v (E, K2, N): K2 may differ from K.
-    """
-    return ragged_m(x, w, offsets, x2=x2, v=v)

@@ -208,7 +208,7 @@ def scattered_mm_launch(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
     rows: Rows, zero_tail: bool,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Like `scattered_mm_op`; one launch, and with `other` one sum over the column tiles."""
+    """Like `scattered_mm_ref`; one launch, and with `other` one sum over the column tiles."""
     (experts, K, N), num_rows = w.shape, rows.count(x)
     y = x.new_empty(num_rows, N)
     config = choose(N, x)
@@ -260,16 +260,19 @@ def _dense(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def ragged_m(x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None) -> Tensor:
-    """y (R, N): y[r] = x[r] · w[e], or x[gather[r]] · w[e], for the expert e that owns row r; float32 sums.
+def ragged_m(
+    x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, bias: Tensor | None = None
+) -> Tensor:
+    """y (R, N): y[r] = x[r] · w[e] + bias[e], or of x[gather[r]], for the expert e that owns row r; float32 sums.
 
     Args:
         x: (R, K), or (S, K) with gather; float32, float16 or bfloat16.
         w: (E, K, N) of any stride, same dtype.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
         gather: (R,) int32 in [0, S).
+        bias: (E, N), added before the one rounding, or None.
     """
-    return scattered_mm_launch(x, w, None, None, None, None, Rows(offsets[1:], in_index=gather), False)[0]
+    return scattered_mm_launch(x, w, bias, None, None, None, Rows(offsets[1:], in_index=gather), False)[0]
 
 
 def ragged_k(

@@ -131,21 +131,14 @@ def combine_op(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, num_bits
     return combine_ref(rows, weight, dispatch)
 
 
-@custom_op(
+combine_backward_op = custom_op(
     "megablocks::combine_backward",
     fake=lambda a: (
         a.dy.new_empty(a.dispatch.num_rows, a.dy.shape[1]),
-        a.weight.new_empty(0 if a.rows is None else a.weight.shape[0]),
+        None if a.rows is None else a.weight.new_empty(a.weight.shape),
     ),
-)
-def combine_backward_op(dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch) -> tuple[Tensor, Tensor]:
-    if runs_triton(dy):
-        from megablocks.ops.permute.permute_triton import combine_backward_launch
-
-        d_rows, d_weight = combine_backward_launch(dy, rows, weight, dispatch)
-    else:
-        d_rows, d_weight = combine_backward_ref(dy, rows, weight, dispatch)
-    return d_rows, weight.new_empty(0) if d_weight is None else d_weight
+    kernel="megablocks.ops.permute.permute_triton:combine_backward_launch",
+)(combine_backward_ref)
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped.grouped_mm import is_transposed
-from megablocks.ops.library import custom_op, runs_triton, under_autocast
+from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op
 from megablocks.ops.routing.dispatch import Dispatch, Rows
 
@@ -42,11 +42,12 @@ def _experts(ends: Tensor) -> Iterable[tuple[int, slice]]:
 
 def scattered_mm_ref(
     x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
-    rows: Rows,
+    rows: Rows, zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """x (S, M), w (E, M, N) → y (R, N) in x's dtype, dots (R,) float32 (float64 for float64), None without `other`.
 
-    bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots. Rows without an expert are 0.
+    bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots.
+    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else the kernel leaves them.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     y = x.new_zeros((x if rows.in_index is None else rows.in_index).shape[0], w.shape[2])
@@ -84,50 +85,30 @@ def scattered_mm_dw_ref(
     return dw, sums if with_sums else None
 
 
-def _fake_scattered_mm(a: Any) -> tuple[Tensor, Tensor]:
-    num_rows, acc = a.rows.count(a.x), torch.promote_types(a.x.dtype, torch.float32)
-    dots = a.x.new_empty(0) if a.other is None else a.x.new_empty(num_rows, dtype=acc)
-    return a.x.new_empty(num_rows, a.w.shape[2]), dots
+def _sums(like: Tensor, *shape: int) -> Tensor:
+    return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
-@custom_op("megablocks::scattered_mm", fake=_fake_scattered_mm)
-def scattered_mm_op(
-    x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor | None, other: Tensor | None, dot_bias: Tensor | None,
-    rows: Rows, zero_tail: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """y and dots of `scattered_mm_ref`, an empty tensor for no dots.
-
-    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else they are unspecified.
-    """
-    if runs_triton(x):
-        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_launch
-
-        y, dots = scattered_mm_launch(x, w, bias, weight, other, dot_bias, rows, zero_tail)
-    else:
-        with torch.autocast(x.device.type, enabled=False):  # or torch would narrow the reference's own products
-            y, dots = scattered_mm_ref(x, w, bias, weight, other, dot_bias, rows)
-    return y, x.new_empty(0) if dots is None else dots
+scattered_mm_op = custom_op(
+    "megablocks::scattered_mm",
+    fake=lambda a: (
+        a.x.new_empty(a.rows.count(a.x), a.w.shape[2]),
+        None if a.other is None else _sums(a.x, a.rows.count(a.x)),
+    ),
+    kernel="megablocks.ops.grouped.grouped_mm_triton:scattered_mm_launch",
+)(scattered_mm_ref)
 
 
-def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor]:
+def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor | None]:
     dw = a.rows.empty_dw(a.a, a.b, a.transposed)
-    sums = a.a.new_empty(dw.shape[0], dw.shape[2], dtype=torch.promote_types(a.a.dtype, torch.float32))
-    return dw, sums if a.with_sums else a.a.new_empty(0)
+    return dw, _sums(a.a, dw.shape[0], dw.shape[2]) if a.with_sums else None
 
 
-@custom_op("megablocks::scattered_mm_dw", fake=_fake_scattered_mm_dw)
-def scattered_mm_dw_op(
-    a: Tensor, b: Tensor, weight: Tensor | None, rows: Rows, transposed: bool, with_sums: bool
-) -> tuple[Tensor, Tensor]:
-    """dw and sums of `scattered_mm_dw_ref`, an empty tensor for no sums."""
-    if runs_triton(a):
-        from megablocks.ops.grouped.grouped_mm_triton import scattered_mm_dw_launch
-
-        dw, sums = scattered_mm_dw_launch(a, b, weight, rows, transposed, with_sums)
-    else:
-        with torch.autocast(a.device.type, enabled=False):
-            dw, sums = scattered_mm_dw_ref(a, b, weight, rows, transposed, with_sums)
-    return dw, a.new_empty(0) if sums is None else sums
+scattered_mm_dw_op = custom_op(
+    "megablocks::scattered_mm_dw",
+    fake=_fake_scattered_mm_dw,
+    kernel="megablocks.ops.grouped.grouped_mm_triton:scattered_mm_dw_launch",
+)(scattered_mm_dw_ref)
 
 
 @custom_op("megablocks::gathered_linear", fake=lambda a: a.x.new_empty(a.dispatch.num_rows, a.w.shape[2]))
@@ -137,9 +118,9 @@ def gathered_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Disp
 
 
 def _save_linear(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w, bias, dispatch = inputs
+    x, w, _, dispatch = inputs
     need_x, need_w, need_bias = ctx.needs_input_grad[:3]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     ctx.save_for_backward(x if need_w or need_bias else None, w if need_x else None, *dispatch[:5])
 
 
@@ -152,9 +133,8 @@ def _linear_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, _ = scattered_mm_op(dy, w.transpose(1, 2), None, None, None, None, Rows(ends), False)
         dx = combine_op(rows, None, dispatch)
     if need_w or need_bias:
-        dw, sums = scattered_mm_dw_op(x, dy, None, Rows(ends, in_index=dispatch.gather), ctx.transposed, need_bias)
-        d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    return dx, (dw if need_w else None), d_bias, None
+        dw, d_bias = scattered_mm_dw_op(x, dy, None, Rows(ends, in_index=dispatch.gather), ctx.transposed, need_bias)
+    return dx, dw if need_w else None, d_bias if need_bias else None, None
 
 
 gathered_linear_op.register_autograd(_linear_backward, setup_context=_save_linear)
@@ -198,7 +178,7 @@ def linear_combine_op(
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pre, gate, w, bias, weight, dispatch, ctx.activation = inputs
     need_pre, need_gate, _, _, need_weight = ctx.needs_input_grad[:5]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     kept = w if need_pre or need_gate or need_weight else None, bias if need_weight else None
     ctx.save_for_backward(pre, gate, *kept, weight, *dispatch[:5])
 
@@ -212,16 +192,14 @@ def _combine_backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     rows = Rows(dispatch.expert_offsets[1:], out_index=dispatch.gather, pair=dispatch.pair)
     if need_pre or need_gate or need_weight:
         other = act if need_weight else None
-        d_act, dots = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), False)
-        d_weight = dots.to(weight.dtype) if need_weight else None
+        d_act, d_weight = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), False)
         d_pre = d_act
         if activation != _IDENTITY and (need_pre or need_gate):
             d_pre, d_gate = activation_backward_op(d_act, pre, gate, activation)
     if need_w or need_bias:
-        dw, sums = scattered_mm_dw_op(act, dy, weight, rows, ctx.transposed, need_bias)
-        d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    d_pre, d_gate, dw = d_pre if need_pre else None, d_gate if need_gate else None, dw if need_w else None
-    return d_pre, d_gate, dw, d_bias, d_weight, None, None
+        dw, d_bias = scattered_mm_dw_op(act, dy, weight, rows, ctx.transposed, need_bias)
+    grads = zip((d_pre, d_gate, dw, d_bias, d_weight), ctx.needs_input_grad[:5], strict=True)
+    return *(grad if need else None for grad, need in grads), None, None
 
 
 linear_combine_op.register_autograd(_combine_backward, setup_context=_save_combine)

@@ -63,7 +63,7 @@ def parallel_linear_op(x: Tensor, w: Tensor, bias: Tensor | None, weight: Tensor
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, w, bias, weight, rows = inputs
     need_x, need_w, need_bias, need_weight = ctx.needs_input_grad[:4]
-    ctx.transposed, ctx.bias_dtype = is_transposed(w), None if bias is None else bias.dtype
+    ctx.transposed = is_transposed(w)
     *indices, ctx.in_fan, ctx.out_fan = rows
     kept_x, kept_w = x if need_w or need_bias or need_weight else None, w if need_x or need_weight else None
     ctx.save_for_backward(kept_x, kept_w, bias if need_weight else None, weight, *indices)
@@ -76,13 +76,12 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     dx = dw = d_bias = d_weight = None
     if need_x or need_weight:
         other = x if need_weight else None
-        d_rows, dots = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), True)
+        d_rows, d_weight = scattered_mm_op(dy, w.transpose(1, 2), None, weight, other, bias, rows.swapped(), True)
         dx = _sum_of(d_rows, rows.in_fan) if need_x else None
-        d_weight = dots.to(weight.dtype) if need_weight else None
     if need_w or need_bias:
-        dw, sums = scattered_mm_dw_op(x, dy, weight, rows, ctx.transposed, need_bias)
-        d_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    return dx, (dw if need_w else None), d_bias, d_weight, None
+        dw, d_bias = scattered_mm_dw_op(x, dy, weight, rows, ctx.transposed, need_bias)
+    grads = zip((dx, dw, d_bias, d_weight), ctx.needs_input_grad[:4], strict=True)
+    return *(grad if need else None for grad, need in grads), None
 
 
 parallel_linear_op.register_autograd(_backward, setup_context=_setup_context)

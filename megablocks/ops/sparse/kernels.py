@@ -21,8 +21,8 @@ from torch import Tensor
 from megablocks.ops.activation_triton import unary
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 
-from .matrix import empty_topology
-from .products import NONE, Epilogue
+from .matrix import Blocks, empty_topology
+from .products import NONE, Epilogue, empty_result, empty_values
 
 
 @triton.jit
@@ -214,19 +214,15 @@ def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def sdd(
-    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, block_size: int,
-    epilogue: Epilogue = NONE,
-) -> Tensor:  # fmt: skip
+def sdd(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tensor:
     """Values (n, B, B) of a (M, K) · b (K, N) at the used blocks. Unused blocks are not written."""
-    n = row_indices.shape[0]
-    out = torch.empty(n, block_size, block_size, dtype=a.dtype, device=a.device)
-    if n:
-        settings = _settings(a, block_size)
-        _sdd_kernel[(n * (block_size // settings["T"]) ** 2,)](
-            a, b, out, row_indices, column_indices, offsets, epilogue.bias, epilogue.pre, epilogue.act,
-            offsets.shape[0] - 1, a.shape[1], *a.stride(), *b.stride(),
-            KIND=epilogue.kind, NAME=epilogue.name, EXACT=epilogue.exact, **settings,
+    out, e = empty_values(blocks, a), epilogue
+    if out.numel():
+        settings = _settings(a, blocks.block_size)
+        _sdd_kernel[(out.shape[0] * (blocks.block_size // settings["T"]) ** 2,)](
+            a, b, out, blocks.row_indices, blocks.column_indices, blocks.offsets, e.bias, e.pre, e.act,
+            blocks.offsets.shape[0] - 1, a.shape[1], *a.stride(), *b.stride(),
+            KIND=e.kind, NAME=e.activation.unary, EXACT=e.activation.exact, **settings,
         )  # fmt: skip
     return out
 
@@ -237,8 +233,7 @@ def spmm(
     """S·D, Sᵀ·D, D·S or D·Sᵀ; arguments as hopper.spmm, for blocks (n, B, B)."""
     block_size, lines = data.shape[-1], work.shape[0]
     size = dense.shape[1] if sparse_left else dense.shape[0]
-    shape = (lines * block_size, size) if sparse_left else (size, lines * block_size)
-    out = torch.empty(shape, dtype=data.dtype, device=data.device)
+    out = empty_result(data, dense, lines * block_size, sparse_left)
     if out.numel():
         settings = _settings(data, block_size)
         tile = 64 if size <= 64 else 128

@@ -30,31 +30,30 @@ from .products import Epilogue, check_dense, check_device, empty_values, sdd_op,
 @custom_op("megablocks::sparse_sdd_slope", fake=lambda a: empty_values(a.blocks, a.a))
 def sdd_slope_op(a: Tensor, b: Tensor, pre: Tensor, blocks: Blocks, activation: Activation) -> Tensor:
     """Values (n, B, B) of (a · b) ⊙ act'(pre) at the used blocks."""
-    return sdd_values(a, b, blocks, Epilogue("slope", activation.name, activation.exact, pre=pre))
+    return sdd_values(a, b, blocks, Epilogue(activation, pre=pre))
 
 
-def _fake_sparse_mlp(a: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    pre = empty_values(a.blocks, a.x)
-    gate = a.x.new_empty(0) if a.v1 is None else torch.empty_like(pre)
-    act = a.x.new_empty(0) if a.recompute else torch.empty_like(pre)
-    return a.x.new_empty(a.x.shape[0], a.w2.shape[1]), pre, gate, act
+def _fake_sparse_mlp(a: Any) -> tuple[Tensor | None, ...]:
+    pre, gate, act = (empty_values(a.blocks, a.x) for _ in range(3))
+    y = a.x.new_empty(a.x.shape[0], a.w2.shape[1])
+    return y, pre, None if a.v1 is None else gate, None if a.recompute else act
 
 
 @custom_op("megablocks::sparse_mlp", fake=_fake_sparse_mlp)
 def sparse_mlp_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, bias: Tensor | None, gate_bias: Tensor | None,
     blocks: Blocks, activation: Activation, recompute: bool, input_bits: int, pre_bits: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """(y, Z, G, A); G is empty for an ungated activation, A with `recompute`."""
     if v1 is None:
-        act, gate = empty_values(blocks, x), x.new_empty(0)
-        pre = sdd_values(x, w1, blocks, Epilogue("activate", activation.name, activation.exact, bias=bias, act=act))
+        act, gate = empty_values(blocks, x), None
+        pre = sdd_values(x, w1, blocks, Epilogue(activation, bias, act))
     else:
         pre = _add_bias(sdd_values(x, w1, blocks), bias, blocks)
         gate = _add_bias(sdd_values(x, v1, blocks), gate_bias, blocks)
         act = activation_op.implementation(pre, gate, activation)
     y = spmm_op.implementation(act, w2, blocks, True, False)
-    return y, pre, gate, x.new_empty(0) if recompute else act
+    return y, pre, gate, None if recompute else act
 
 
 def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
@@ -66,10 +65,9 @@ def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    x, w1, v1, w2, bias, gate_bias, blocks, ctx.activation, ctx.recompute, input_bits, pre_bits = inputs
+    x, w1, v1, w2, _, _, blocks, ctx.activation, ctx.recompute, input_bits, pre_bits = inputs
     _, pre, gate, act = output
     need_x, need_w1, need_v1, need_w2, need_bias, need_gate_bias = ctx.needs_input_grad[:6]
-    ctx.bias_dtype, ctx.gate_bias_dtype = (None if b is None else b.dtype for b in (bias, gate_bias))
     ctx.transposed, ctx.rows = w1.stride(0) == 1 and w1.stride(1) != 1, x.shape[0]
     *indices, ctx.block_size, ctx.run = blocks
     ctx.mark_non_differentiable(pre, gate, act)
@@ -107,23 +105,23 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
             return spmm_op(d_values, x, blocks, True, True).t()
         return spmm_op(d_values, x.t(), blocks, False, True)
 
-    def bias_gradient(d_values: Tensor, dtype: torch.dtype) -> Tensor:
+    def bias_gradient(d_values: Tensor) -> Tensor:
         ones = torch.ones(1, ctx.rows, dtype=d_values.dtype, device=d_values.device)
-        return spmm_op(d_values, ones, blocks, False, True)[0].to(dtype)
+        return spmm_op(d_values, ones, blocks, False, True)[0]
 
     if need_x or need_w1 or need_v1 or need_bias or need_gate_bias:
         if ctx.activation.gated:
             d_act = sdd_op(dy, w2.t(), blocks)
             d_pre, d_gate = activation_backward_op(d_act, pre, gate, ctx.activation)
             dv1 = weight_gradient(d_gate) if need_v1 else None
-            dgate_bias = bias_gradient(d_gate, ctx.gate_bias_dtype) if need_gate_bias else None
+            dgate_bias = bias_gradient(d_gate) if need_gate_bias else None
         else:
             d_pre = sdd_slope_op(dy, w2.t(), pre, blocks, ctx.activation)
         dx = spmm_op(d_pre, w1.t(), blocks, True, False) if need_x else None
         if need_x and ctx.activation.gated:
             dx = dx + spmm_op(d_gate, v1.t(), blocks, True, False)
         dw1 = weight_gradient(d_pre) if need_w1 else None
-        dbias = bias_gradient(d_pre, ctx.bias_dtype) if need_bias else None
+        dbias = bias_gradient(d_pre) if need_bias else None
     if need_w2:
         act = activation_op(pre, gate, ctx.activation) if ctx.recompute else act
         dw2 = spmm_op(act, dy, blocks, True, True)

@@ -35,17 +35,21 @@ _REF_CHUNK = 256
 class Epilogue:
     """What sdd does to its result before it is written: bias and activation, or in backward the activation's slope.
 
-    kind: "" nothing; "activate": add bias, write that and `act`, its activation; "slope": multiply by act'(pre).
-    name, exact: the activation, one of `activation.UNARY`, and for gelu whether erf's form.
-    bias: (N,) or None. pre: (n, B, B), read by "slope". act: (n, B, B), written by "activate".
+    activation: not gated.
+    bias: (N,), added, or None.
+    act: (n, B, B), to which the activation of the result is written, or None.
+    pre: (n, B, B), by whose act'(pre) the result is multiplied, or None.
     """
 
-    kind: str = ""
-    name: str = "gelu"
-    exact: bool = False
+    activation: Activation = Activation("gelu")
     bias: Tensor | None = None
-    pre: Tensor | None = None
     act: Tensor | None = None
+    pre: Tensor | None = None
+
+    @property
+    def kind(self) -> str:
+        """As the kernels are compiled: "activate", "slope" or "" for nothing."""
+        return "activate" if self.act is not None else "slope" if self.pre is not None else ""
 
 
 NONE = Epilogue()
@@ -60,18 +64,17 @@ def sdd_ref(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> 
     """a (M, K), b (K, N) → values (n, B, B), rounded once; zero in unused blocks. Fills `epilogue.act`."""
     acc, size = torch.promote_types(a.dtype, torch.float32), blocks.block_size
     columns = blocks.column_indices.clamp(min=0).long()
-    activation = Activation(epilogue.name, "none" if epilogue.exact else "tanh")
     left, right = _blocks_of(a.to(acc), 0, size), _blocks_of(b.to(acc), 1, size)
     out = torch.zeros(columns.shape[0], size, size, dtype=acc, device=a.device)
     for i in torch.nonzero(blocks.row_indices >= 0)[:, 0].split(_REF_CHUNK):
         out[i] = left[blocks.row_indices[i].long()] @ right[columns[i]]
     if epilogue.pre is not None:
-        return activation_backward_ref(out, epilogue.pre.to(acc), None, activation)[0].to(a.dtype)
+        return activation_backward_ref(out, epilogue.pre.to(acc), None, epilogue.activation)[0].to(a.dtype)
     if epilogue.bias is not None:
         out += epilogue.bias.to(acc).view(-1, 1, size)[columns]
     pre = out.to(a.dtype)
     if epilogue.act is not None:
-        epilogue.act.copy_(activation_ref(pre, None, activation))
+        epilogue.act.copy_(activation_ref(pre, None, epilogue.activation))
     return pre
 
 
@@ -111,15 +114,13 @@ hopper_kernels = partial(kernels_for, "megablocks.ops.sparse.products_hopper")
 def sdd_values(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tensor:
     """Values (n, B, B) of a · b at the used blocks, by whichever implementation fits; not differentiable."""
     if not a.is_cuda:
-        with torch.autocast(a.device.type, enabled=False):  # or torch would narrow the reference's own products
-            return sdd_ref(a, b, blocks, epilogue)
+        return sdd_ref(a, b, blocks, epilogue)
     a, b = _strided(a), _strided(b)
-    where = blocks.row_indices, blocks.column_indices, blocks.offsets
     if (hopper := hopper_kernels(a)) and hopper.supports(blocks.block_size, a, b):
-        return hopper.sdd(a, b, *where, blocks.run, epilogue)
+        return hopper.sdd(a, b, blocks, epilogue)
     from . import kernels
 
-    return kernels.sdd(a, b, *where, blocks.block_size, epilogue)
+    return kernels.sdd(a, b, blocks, epilogue)
 
 
 def empty_values(blocks: Blocks, like: Tensor) -> Tensor:
@@ -132,18 +133,26 @@ def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
     return sdd_values(a, b, blocks)
 
 
+def empty_result(data: Tensor, dense: Tensor, lines: int, sparse_left: bool) -> Tensor:
+    """The unset product of blocks that make up this many lines with `dense`, in the dtype of data."""
+    return data.new_empty((lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines))
+
+
+def _lines(blocks: Blocks, by_column: bool) -> int:
+    return blocks.lines(by_column)[0].shape[0] * blocks.block_size
+
+
 @custom_op(
     "megablocks::sparse_spmm",
-    fake=lambda a: a.data.new_empty(_spmm_shape(a.dense, a.blocks, a.sparse_left, a.by_column)),
+    fake=lambda a: empty_result(a.data, a.dense, _lines(a.blocks, a.by_column), a.sparse_left),
 )
 def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> Tensor:
     """S·D, or Sᵀ·D by_column; without sparse_left D·Sᵀ, or D·S by_column."""
     if not data.is_cuda:
-        with torch.autocast(data.device.type, enabled=False):
-            return spmm_ref(data, dense, blocks, sparse_left, by_column)
+        return spmm_ref(data, dense, blocks, sparse_left, by_column)
     data, dense = data.contiguous(), _strided(dense)
     if data.shape[0] == 0:  # not by the Triton kernel, which nothing but a count of zero would compile on Hopper
-        return data.new_zeros(_spmm_shape(dense, blocks, sparse_left, by_column))
+        return empty_result(data, dense, _lines(blocks, by_column), sparse_left).zero_()
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0
     if aligned and (hopper := hopper_kernels(data)) and hopper.supports(blocks.block_size, data, dense):
@@ -151,11 +160,6 @@ def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_c
     from . import kernels
 
     return kernels.spmm(data, dense, *blocks.lines(by_column), sparse_left)
-
-
-def _spmm_shape(dense: Tensor, blocks: Blocks, sparse_left: bool, by_column: bool) -> tuple[int, int]:
-    lines = (blocks.column_work if by_column else blocks.row_work).shape[0] * blocks.block_size
-    return (lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines)
 
 
 def _save_sdd(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

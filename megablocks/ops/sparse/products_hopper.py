@@ -36,7 +36,8 @@ from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
 from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out, tma_load, tma_store, unary
 from megablocks.ops.launch import quick
 
-from .products import NONE, Epilogue
+from .matrix import Blocks
+from .products import NONE, Epilogue, empty_result, empty_values
 
 BLOCK = 128
 
@@ -423,29 +424,21 @@ def _operands(a: Tensor, b: Tensor, out: Tensor, c: _Plan) -> tuple[Any, Any, An
     )
 
 
-def sdd(
-    a: Tensor, b: Tensor, row_indices: Tensor, column_indices: Tensor, offsets: Tensor, run: int,
-    epilogue: Epilogue = NONE,
-) -> Tensor:  # fmt: skip
-    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written.
-
-    row_indices, column_indices, offsets, run: as in `Blocks`.
-    """
-    k = a.shape[1]
-    n = row_indices.shape[0]
-    out = torch.empty(n, BLOCK, BLOCK, dtype=a.dtype, device=a.device)
-    if n == 0:
+def sdd(a: Tensor, b: Tensor, blocks: Blocks, epilogue: Epilogue = NONE) -> Tensor:
+    """Values (n, 128, 128) of a (M, K) · b (K, N) at the used blocks; see `supports`. Unused blocks are not written."""
+    k, out, offsets = a.shape[1], empty_values(blocks, a), blocks.offsets
+    if out.numel() == 0:
         return out
-    tile = choose_sdd(k, run)
+    tile = choose_sdd(k, blocks.run)
     more: dict[str, Any] = {"a_k_major": bool(k_major(a, 1)), "b_k_major": bool(k_major(b, 0))}
     if epilogue.kind:
-        more |= {"kind": epilogue.kind, "act": epilogue.name, "exact": epilogue.exact}
+        more |= {"kind": epilogue.kind, "act": epilogue.activation.unary, "exact": epilogue.activation.exact}
     c = _Plan(**vars(tile), **more, sparse_out=True, run=tile.BN // BLOCK, has_bias=epilogue.bias is not None)
     act = out if epilogue.act is None else epilogue.act
     extra = next((t for t in (epilogue.bias, epilogue.pre) if t is not None), offsets)
     sdd_kernel[(multiprocessors(a.device.index),)](
         *_operands(a, b, out.view(-1, BLOCK), c), descriptor(act.view(-1, BLOCK), [c.rows, c.out_cols]), extra,
-        row_indices, column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
+        blocks.row_indices, blocks.column_indices, offsets, offsets.shape[0] - 1, -(-k // c.BK), c=c, num_warps=4,
     )  # fmt: skip
     return out
 
@@ -464,8 +457,7 @@ def spmm(
     """
     lines, n = work.shape[0], data.shape[0]
     size = dense.shape[1] if sparse_left else dense.shape[0]
-    shape = (lines * BLOCK, size) if sparse_left else (size, lines * BLOCK)
-    out = torch.empty(shape, dtype=data.dtype, device=data.device)
+    out = empty_result(data, dense, lines * BLOCK, sparse_left)
     if out.numel() == 0:
         return out
     by_column = block_offsets is not None
