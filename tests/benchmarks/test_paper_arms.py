@@ -215,6 +215,8 @@ from megablocks.megatron.arguments import add_arguments
 install()
 from megablocks.megatron.gpt import model_config
 from megatron.training.arguments import parse_args, validate_args
+import quick_flags
+quick_flags.remember_help()
 os.environ.update(WORLD_SIZE="1", RANK="0", LOCAL_RANK="0")
 verdicts = []
 for argv in json.load(sys.stdin):
@@ -245,7 +247,8 @@ def test_L1_the_driver_accepts_every_arm(tmp_path: Path) -> None:
             cases.append([*words[:at], "--mock-data", "--vocab-size", "1024", "--tokenizer-type", "NullTokenizer",
                           *words[at + 2 :]])  # fmt: skip
             names.append((model, arm))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/reliability")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     parse = [sys.executable, "-c", PARSE]
     done = subprocess.run(parse, input=json.dumps(cases), env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

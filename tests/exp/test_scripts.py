@@ -152,6 +152,8 @@ from megablocks.megatron.cpu import install
 from megablocks.megatron.arguments import add_arguments
 install()
 from megatron.training.arguments import parse_args, validate_args
+import quick_flags
+quick_flags.remember_help()
 verdicts = []
 for world, argv in json.load(sys.stdin):
     os.environ.update(WORLD_SIZE=str(world), RANK="0", LOCAL_RANK="0")
@@ -178,7 +180,8 @@ def test_L1_the_driver_accepts_every_command(data: Path) -> None:
         several = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "host0", "DATA_PREFIX": str(data)}
         words = _dry(ROOT / script, *arguments.split(), **several)
         cases.append((16, words[words.index("megablocks.megatron.pretrain_gpt") + 1 :]))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/reliability")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     parse, given = [sys.executable, "-c", PARSE], json.dumps(cases)
     done = subprocess.run(parse, input=given, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]

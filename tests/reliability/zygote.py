@@ -24,13 +24,15 @@ def preload() -> None:
     import matplotlib.figure  # noqa: F401
     import megatron.core.tokenizers.text  # noqa: F401
     import megatron.training.training  # noqa: F401
+    import quick_flags
     import torch.distributed.checkpoint  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
     from megatron.training.arguments import add_megatron_arguments
 
     from megablocks.megatron import arguments, data, gpt, guards, moe_layer, optimizer_state, reporting  # noqa: F401
 
-    add_megatron_arguments(argparse.ArgumentParser())  # it parses its own sources and caches the result
+    quick_flags.remember_help()
+    add_megatron_arguments(argparse.ArgumentParser())
 
 
 def run_rank(request: dict) -> int:
