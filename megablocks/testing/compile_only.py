@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -44,8 +45,11 @@ def _stub(architecture: int) -> Any:
 
 
 @contextlib.contextmanager
-def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
-    """Inside the context a launch only compiles. Yields the compiled kernels by module and name of the kernel."""
+def compiling_for(architecture: int, most: int = sys.maxsize) -> Iterator[dict[str, list[Any]]]:
+    """Inside the context a launch only compiles. Yields the compiled kernels by module and name of the kernel.
+
+    A kernel that has `most` binaries compiles no more.
+    """
     import torch
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -57,8 +61,10 @@ def compiling_for(architecture: int) -> Iterator[dict[str, list[Any]]]:
     run = JITFunction.run
 
     def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
         binaries = compiled.setdefault(f"{self.fn.__module__}.{self.fn.__name__}", [])
+        if len(binaries) >= most:
+            return
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
         if not any(kernel is other for other in binaries):
             binaries.append(kernel)
 
