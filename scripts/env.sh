@@ -35,6 +35,15 @@ _base_python() { # prints a Python >= 3.12 with venv, from PATH or pyenv. 3.12 c
     return 1
 }
 
+_install() ( # PYTHON PIP_ARGUMENT…: by uv, in a third of pip's time, but where pip has an index of its own, which uv ignores
+    python=$1
+    shift
+    pip=("$python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile)
+    [[ $("$python" -m pip config list) != *.index-url=* ]] && "${pip[@]}" uv &&
+        "$python" -m uv pip install --quiet --python "$python" "$@" && exit
+    "${pip[@]}" "$@"
+) >&2
+
 _make_env() { # EXTRA…: makes .venv with this checkout installed in place; completes an existing .venv, never clears it
     local base extras
     extras=$(IFS=, && echo "$*")
@@ -51,8 +60,7 @@ _make_env() { # EXTRA…: makes .venv with this checkout installed in place; com
         return 1
     fi
     echo "env: installing megablocks[$extras] (torch downloads some gigabytes)" >&2
-    "$_root/.venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
-        -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" >&2 || {
+    _install "$_root/.venv/bin/python" -c "$_root/scripts/constraints.txt" -e "${_root}[$extras]" || {
         echo "env: pip could not install megablocks[$extras] into $_root/.venv: see its message above" >&2
         return 1
     }

@@ -116,6 +116,15 @@ def test_L3_an_environment_that_lacks_an_extra_is_completed_not_remade(bare: Pat
     assert f"-c {bare}/scripts/constraints.txt -e {bare}[megatron,dev]" in log
 
 
+@pytest.mark.parametrize("index", ["global.index-url='https://host'", ":env:.extra-index-url='file:///wheels'", ""])
+def test_L3_uv_installs_unless_pip_has_an_index_of_its_own(bare: Path, index: str) -> None:
+    log = f'case "$*" in *"config list") echo "{index}";; *check_env*) exit 1;; *) echo "$@" >> "{bare}/log";; esac\n'
+    _script(bare / ".venv/bin/python", log)
+    _bash(bare, "use_env megatron")
+    commands = [" ".join(line.split()[1:3]) for line in (bare / "log").read_text().splitlines() if "install" in line]
+    assert commands == (["pip install"] if ".index-url" in index else ["pip install", "uv pip"])
+
+
 PLAIN = ("docker.sh", "scripts/compile_releases.sh", "scripts/release_check.sh", "scripts/site.sh", "scripts/test.sh")
 
 
