@@ -27,7 +27,7 @@ from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped.rows_linear import rows_linear
 from megablocks.ops.routing.dispatch import Routing, check_padding_mask, count_valid, make_routing
 from megablocks.ops.routing.rounding import route_rounded
-from megablocks.ops.routing.topk import balance_loss, losses_ref, route_topk, router_scores, wide_logits
+from megablocks.ops.routing.topk import balance_loss, has_losses, losses_ref, route_topk, router_scores, wide_logits
 from megablocks.ops.routing.values import RoundedOutput, RouterLosses, RouterOptions, RouterOutput
 
 
@@ -246,7 +246,7 @@ def route(
         routing.losses["load_balancing_loss"] = loss
     if options.z_weight:
         routing.losses["z_loss"] = out.z
-    return dataclasses.replace(routing, score_sums=out.sums)
+    return dataclasses.replace(routing, score_sums=out.sums) if has_losses(options) else routing
 
 
 _Result = tuple[Routing, RouterOutput | RoundedOutput | RouterLosses]

@@ -47,7 +47,7 @@ def _compare(case, options, exact_ids=True):
     if exact_ids:
         assert torch.equal(got.expert, expected.expert)
         assert torch.equal(got.load, expected.load)
-        torch.testing.assert_close(got.weight, expected.weight, rtol=2e-5, atol=1e-7)
+        torch.testing.assert_close(got.weight, expected.weight, rtol=2e-5, atol=1e-7, equal_nan=True)
         torch.testing.assert_close(got.balance, expected.balance, rtol=2e-5, atol=1e-7)
     assert torch.equal(got.token, expected.token)
     assert torch.equal(got.stats, expected.stats)
@@ -82,6 +82,7 @@ def _gradients(case, options, got, grads):
 def test_kernels_equal_reference(sigmoid, after, norm_p, biased, masked, poison):
     options = RouterOptions(3, sigmoid, after, norm_p, 1.5, 0.3, 0.2)
     case = _case(21, 13, biased, masked)
+    _compare(case, options._replace(balance_weight=0.0, z_weight=0.0))
     got = _compare(case, options)
     generator = torch.Generator().manual_seed(1)
     d_weight, d_sums = torch.randn(63, generator=generator).to(DEVICE), torch.randn(13, generator=generator).to(DEVICE)
@@ -136,20 +137,25 @@ def test_logits_are_kept_only_for_losses_and_norms(changes, losses):
     (grad,) = torch.autograd.grad(out.weight, logits, d_weight)
     leaf = logits.detach().requires_grad_()
     expected = route_topk(leaf, RouterOptions(3, after=True, z_weight=1.0, **changes))
-    for name in ("weight", "expert", "load", "sums", "stats"):
+    for name in ("weight", "expert", "load", "stats", *(["sums"] if losses else [])):
         assert torch.equal(getattr(out, name), getattr(expected, name))
     torch.testing.assert_close(grad, torch.autograd.grad(expected.weight, leaf, d_weight)[0], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(("sigmoid", "after"), KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("top_k", [1, 4])
-def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison):
+def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, dtype, top_k, poison):
     spoilt = [[NAN] * 4, [0.0, NAN, 1.0, NAN], [-INF] * 4, [INF, -INF, NAN, 0.0], [-INF, 1.0, -INF, -INF], [INF] * 4]
     clean = torch.tensor([[0.5, -0.0, 0.0, 0.25]]).repeat(6, 1)
-    logits = torch.cat([torch.tensor(spoilt), clean]).to(DEVICE)
+    logits = torch.cat([torch.tensor(spoilt), clean]).to(DEVICE, dtype)
     options = RouterOptions(top_k, sigmoid, after, 1, 1.0, 0.1, 0.1)
     got = route_launch(logits, None, None, options)
     expected = router_ref(logits, None, None, options)
+    alone = route_launch(logits, None, None, options._replace(balance_weight=0.0, z_weight=0.0))
+    assert torch.equal(alone.expert, got.expert) and torch.equal(alone.stats, got.stats)
+    assert torch.equal(alone.weight.nan_to_num(-1), got.weight.nan_to_num(-1))
+    assert all(t.eq(0).all() for t in (alone.balance, alone.z, alone.sums))
     assert torch.equal(got.expert, expected.expert)  # ties and NaN included
     if top_k == 4:
         assert (got.expert.view(-1, 4).sort(dim=1).values == torch.arange(4, device=DEVICE)).all()
@@ -163,9 +169,17 @@ def test_N3_ids_stay_in_range_and_nan_in_its_token(sigmoid, after, top_k, poison
     assert found[0].isnan().all()
     if after:
         weights = (got.weight, got.expert, torch.ones_like(got.weight))
-        found = weight_backward_launch(*weights, 4, torch.float32, options)
+        found = weight_backward_launch(*weights, 4, dtype, options)
         assert found[6:].isfinite().all()
         assert torch.equal(found[0].isnan(), (torch.arange(4, device=DEVICE)[:, None] == got.expert[:top_k]).any(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_16_bit_logit_is_in_its_place(dtype):
+    """One key holds such a logit and its id."""
+    order = torch.randperm(2**16, generator=torch.Generator().manual_seed(0))
+    logits = (order - 2**15).to(torch.int16).view(dtype).view(256, 256).to(DEVICE)
+    _compare((logits, None, None), RouterOptions(9, after=True))
 
 
 @pytest.mark.parametrize("sigmoid", [False, True])
@@ -228,10 +242,11 @@ def test_N2_ten_reruns_are_bit_identical(route, rounding):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (64, 1), (100, 5), (512, 10)])
-def test_bf16_logits_on_a_gpu(num_experts, top_k):
+def test_bf16_logits_on_a_gpu(num_experts, top_k, after):
     case = _case(3001, num_experts, False, False, torch.bfloat16)
-    options = RouterOptions(top_k, False, False, 1, 1.0, 0.1, 0.1)
+    options = RouterOptions(top_k, False, after, 1, 1.0, 0.1, 0.1)
     got = _compare(case, options)
     _gradients(case, options, got, (torch.randn(3001 * top_k, device="cuda"), got.balance * 0 + 1, None, None))
 

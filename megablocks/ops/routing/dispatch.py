@@ -56,8 +56,8 @@ class Routing:
     losses: name → scalar float32 tensor, already weighted, to be added to the training loss.
     metrics: name → detached tensor, for logs only: `tokens_per_expert` (E,) int64 before any drop, always present;
         `invalid` () int64 pairs whose id was outside [0, E) although their token is no padding.
-    score_sums: (E,) of the tokens' scores, for load-balancing losses of another kind; None where nobody summed them.
-        Differentiable where a loss is weighed.
+    score_sums: (E,) of the tokens' scores, for load-balancing losses of another kind, differentiable; None where no
+        loss has a weight.
     """
 
     token: Tensor

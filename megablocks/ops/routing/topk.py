@@ -9,6 +9,8 @@
     balance     factor · E/(K·n²) · Σ_e load_e · sums_e
     z           factor · 1/n · Σ_t logsumexp(logits_t)²
 
+Where both factors are 0, so are sums, balance and z, and nothing computes them.
+
 Legend: T tokens, E experts, K top-k, n tokens that are no padding, at least 1. Everything is float32 inside (float64
 for float64 logits). Padding (mask True) gets expert -1, is no load, enters no sum, and has a gradient of exactly 0. A
 token with a NaN gets K different ids in [0, E) and the weights of the formulas; no other token sees the NaN.
@@ -78,21 +80,29 @@ def balance_loss(sums: Tensor, load: Tensor, num_tokens: Tensor, top_k: int, fac
     return factor * sums.shape[0] * torch.dot(load.to(sums.dtype) / (num_tokens * top_k), sums / num_tokens)
 
 
+def has_losses(options: RouterOptions) -> bool:
+    """Whether a loss has a weight. If not, the losses and sums are 0."""
+    return options.balance_weight != 0 or options.z_weight != 0
+
+
 def losses_ref(logits: Tensor, padding_mask: Tensor | None, load: Tensor, options: RouterOptions) -> RouterLosses:
     """Losses and counts of `wide_logits` and of any choice with this load, differentiable by autograd."""
     living = torch.ones_like(logits[:, 0], dtype=torch.bool) if padding_mask is None else ~padding_mask
+    count = living.sum()
+    broken = (~logits.detach().isfinite()).any(1).sum()
+    stats = torch.stack([broken, count, torch.zeros_like(count)])
+    if not has_losses(options):
+        return RouterLosses(logits.new_zeros(()), logits.new_zeros(()), logits.new_zeros(logits.shape[1]), stats)
     shares = router_scores(logits, options.sigmoid)
     if options.sigmoid:
         shares = shares / (shares.sum(1, keepdim=True) + _TINY)
     sums = shares.masked_fill(~living.unsqueeze(1), 0.0).sum(0)
     squares = torch.logsumexp(logits, dim=1).square().masked_fill(~living, 0.0).sum()
-    count = living.sum()
-    broken = (~logits.detach().isfinite()).any(1).sum()
     return RouterLosses(
         balance=balance_loss(sums, load, count, options.top_k, options.balance_weight),
         z=options.z_weight * (squares / count.clamp(min=1)),
         sums=sums,
-        stats=torch.stack([broken, count, torch.zeros_like(count)]),
+        stats=stats,
     )
 
 
@@ -252,11 +262,6 @@ router_weight_backward_op = custom_op(
     kernel="megablocks.ops.routing.topk_triton:weight_backward_launch",
     takes=lambda weight, expert, d_weight, num_experts, dtype, options: kernels_take(weight, num_experts, options),
 )(router_weight_backward_ref)
-
-
-def has_losses(options: RouterOptions) -> bool:
-    """Whether a loss has a weight, so that the losses are differentiable."""
-    return options.balance_weight != 0 or options.z_weight != 0
 
 
 def _saves_weights(options: RouterOptions) -> bool:

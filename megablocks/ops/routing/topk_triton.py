@@ -15,7 +15,9 @@ Bytes: forward reads the logits once and stores no scores; backward writes their
 The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
 since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
 and the smallest integer marks what was taken, so that ids are K different ones in [0, E) whatever the logits hold.
-A key of 16-bit logits leaves 13 bits free, which hold the id, so that one maximum finds both.
+A key of 16-bit logits leaves 13 bits free. 12 hold the id, so that one maximum finds both and no key occurs twice, and
+keys have 31 bits: the largest key below another is the largest difference from it as an unsigned number. So nothing is
+marked, and an expert costs one instruction a pass.
 """
 
 # mypy: allow-untyped-defs
@@ -28,7 +30,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
-from megablocks.ops.routing.topk import empty_output
+from megablocks.ops.routing.topk import empty_output, has_losses
 from megablocks.ops.routing.values import RouterGradients, RouterOptions, RouterOutput, RouterSaved
 
 _PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
@@ -38,7 +40,7 @@ _TINY = tl.constexpr(1e-20)
 _TAKEN = tl.constexpr(-(2**31))
 _LOWEST = tl.constexpr(-2139095040)  # the key of -3.4028235e38
 _LARGEST = tl.constexpr(2**31 - 1)
-_ID = tl.constexpr(2**13 - 1)  # what a 16-bit logit leaves free in a key: it takes 19 bits
+_ID = tl.constexpr(2**12 - 1)  # the bits of a packed key that hold _ID - id
 KEPT, CHOSEN = tl.constexpr(1), tl.constexpr(2)  # bits of a flag: the pair is computed; the top-k chose it
 PADDING_KEY = tl.constexpr(-(2**31))
 
@@ -130,8 +132,13 @@ def _route_kernel(
     logits_ptr, bias_ptr, mask_ptr, expert_ptr, token_ptr, weight_ptr, values_ptr, keys_ptr, partial_ptr, count_ptr,
     num_tokens, num_tiles, scaling,
     K: tl.constexpr, KPAD: tl.constexpr, SIGMOID: tl.constexpr, AFTER: tl.constexpr, NORM: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, LOSSES: tl.constexpr,
+    TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
+    # every id of a 16-bit logit fits beside it in a key
+    PACKED: tl.constexpr = (
+        AFTER and not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
+    )
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, KPAD)
     sums = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -142,42 +149,49 @@ def _route_kernel(
     for tile in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         t = tile * TOKENS + tl.arange(0, TOKENS)
         logits, alive, inside = load_logits(logits_ptr, mask_ptr, t, e, num_tokens, E, MASKED)
-        exp, top, total = softmax_rows(logits, inside)
-        if SIGMOID:
-            scores = tl.where(inside, tl.sigmoid(logits), 0.0)
-            sums += scores * tl.where(alive, 1.0 / (tl.sum(scores, 1) + _TINY), 0.0)[:, None]
-        else:
-            scores = exp / total[:, None]
-            sums += exp * tl.where(alive, 1.0 / total, 0.0)[:, None]
-        lse = top + tl.log(total)
-        squares += tl.where(alive, lse * lse, 0.0)
-        finite = (tl.max(tl.abs(logits), 1) < float("inf")) & (total == total)
+        finite = tl.sum(logits - logits, 1) == 0.0  # of an infinity the difference is NaN
         broken += 1 - finite.to(tl.int32)
         living += alive.to(tl.int32)
+        top, total = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)
+        scores = logits
+        if SIGMOID:
+            scores = tl.where(inside, tl.sigmoid(logits), 0.0)
+        if LOSSES or keys_ptr is not None or not (SIGMOID or AFTER):
+            exp, top, total = softmax_rows(logits, inside)
+            if not SIGMOID:
+                scores = exp / total[:, None]
+        if LOSSES:
+            if SIGMOID:
+                sums += scores * tl.where(alive, 1.0 / (tl.sum(scores, 1) + _TINY), 0.0)[:, None]
+            else:
+                sums += exp * tl.where(alive, 1.0 / total, 0.0)[:, None]
+            lse = top + tl.log(total)
+            squares += tl.where(alive, lse * lse, 0.0)
 
         pick = logits if AFTER else scores
         if BIASED:
             pick += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
         key = _keys(pick, inside)
-        PACKED: tl.constexpr = (
-            AFTER and not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
-        )
+        best = tl.zeros((TOKENS, KPAD), tl.int32)
         if PACKED:
-            key = tl.where(inside, key & ~_ID | (_ID - e[None, :]), _TAKEN)
-        ids = tl.zeros((TOKENS, KPAD), tl.int32)
-        for i in range(K):
-            best = tl.max(key, 1)
-            if PACKED:
-                expert = _ID - (best & _ID)
-                key = tl.where(key == best[:, None], _TAKEN, key)
-            else:
-                expert = tl.min(tl.where(key == best[:, None], e[None, :], BLOCK), 1)
+            key = (key >> 1) & ~_ID | tl.where(inside, _ID - e[None, :], 0)
+            last = tl.full((TOKENS,), 2**30, tl.int32)  # above every key
+            for i in range(K):
+                last += tl.max((key - last[:, None]).to(tl.uint32, bitcast=True), 1).to(tl.int32, bitcast=True)
+                best = tl.where((k == i)[None, :], last[:, None], best)
+            ids = _ID - (best & _ID)
+            taken = key >= last[:, None]
+        else:
+            for i in range(K):
+                highest = tl.max(key, 1)
+                expert = tl.min(tl.where(key == highest[:, None], e[None, :], BLOCK), 1)
                 key = tl.where(e[None, :] == expert[:, None], _TAKEN, key)
-            ids = tl.where((k == i)[None, :], expert[:, None], ids)
-        load += tl.where(key == _TAKEN, alive.to(tl.int32)[:, None], 0)
+                best = tl.where((k == i)[None, :], expert[:, None], best)
+            ids = best
+            taken = inside & (key == _TAKEN)
+        load += tl.where(taken & alive[:, None], 1, 0)
 
         if keys_ptr is not None:  # every pair's weight, and the order of an expert's tokens
-            taken = inside & (key == _TAKEN)
             value, norm = choices(logits, scores, taken, AFTER, NORM)
             if NORM > 0:
                 value = value / (norm + _TINY)[:, None]
@@ -200,8 +214,9 @@ def _route_kernel(
             tl.store(expert_ptr + at, tl.where(alive[:, None], ids, -1), mask=live)
             tl.store(token_ptr + at, t[:, None] + ids * 0, mask=live)
     row = tl.program_id(0)
-    tl.store(partial_ptr + row * (E + 1) + e, tl.sum(sums, 0), mask=e < E)
-    tl.store(partial_ptr + row * (E + 1) + E, tl.sum(squares, 0))
+    if LOSSES:
+        tl.store(partial_ptr + row * (E + 1) + e, tl.sum(sums, 0), mask=e < E)
+        tl.store(partial_ptr + row * (E + 1) + E, tl.sum(squares, 0))
     tl.store(count_ptr + row * (E + 2) + e, tl.sum(load, 0), mask=e < E)
     tl.store(count_ptr + row * (E + 2) + E, tl.sum(broken, 0))
     tl.store(count_ptr + row * (E + 2) + E + 1, tl.sum(living, 0))
@@ -212,7 +227,7 @@ def _route_kernel(
 def _finish_kernel(
     partial_ptr, count_ptr, sums_ptr, load_ptr, stats_ptr, balance_ptr, z_ptr,
     num_partials, E, balance_weight, z_weight,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
+    LOSSES: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr,
 ):  # fmt: skip
     e = tl.arange(0, BLOCK)
     sums = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -220,11 +235,11 @@ def _finish_kernel(
     for start in range(0, num_partials, ROWS):
         row = start + tl.arange(0, ROWS)
         mask = (row < num_partials)[:, None] & (e < E)[None, :]
-        sums += tl.load(partial_ptr + row[:, None] * (E + 1) + e[None, :], mask=mask, other=0)
+        if LOSSES:
+            sums += tl.load(partial_ptr + row[:, None] * (E + 1) + e[None, :], mask=mask, other=0)
         load += tl.load(count_ptr + row[:, None] * (E + 2) + e[None, :], mask=mask, other=0)
     row = tl.arange(0, ALL)
     mask = row < num_partials
-    squares = tl.sum(tl.load(partial_ptr + row * (E + 1) + E, mask=mask, other=0), 0)
     broken = tl.sum(tl.load(count_ptr + row * (E + 2) + E, mask=mask, other=0), 0)
     living = tl.sum(tl.load(count_ptr + row * (E + 2) + E + 1, mask=mask, other=0), 0)
     score, tokens = tl.sum(sums, 0), tl.sum(load, 0)
@@ -236,6 +251,9 @@ def _finish_kernel(
     count = tl.maximum(living, 1).to(tl.float32)
     balance = tl.sum(tl.where(e < E, tokens.to(tl.float32) / (count * K) * (score / count), 0.0), 0)
     tl.store(balance_ptr, balance_weight * E * balance)
+    squares = tl.zeros((), tl.float32)
+    if LOSSES:
+        squares += tl.sum(tl.load(partial_ptr + row * (E + 1) + E, mask=mask, other=0), 0)
     tl.store(z_ptr, z_weight * (squares / count))
 
 
@@ -387,17 +405,18 @@ def score_launch(
     sizes = _tile_sizes(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)
-    partial = torch.empty(programs, num_experts + 1, dtype=torch.float32, device=device)
+    losses = has_losses(options)
+    partial = torch.empty(programs if losses else 0, num_experts + 1, dtype=torch.float32, device=device)
     count = torch.empty(programs, num_experts + 2, dtype=torch.int32, device=device)
     pairs = (out.expert, out.token, out.weight, None, None) if every is None else (None, None, None, *every)
     _route_kernel[(programs,)](
         logits, bias, padding_mask, *pairs, partial, count, num_tokens, tiles, options.scaling,
         SIGMOID=options.sigmoid, AFTER=options.after, NORM=int(options.norm_p), BIASED=bias is not None,
-        MASKED=padding_mask is not None, E=num_experts, num_warps=_WARPS, **sizes,
+        MASKED=padding_mask is not None, LOSSES=losses, E=num_experts, num_warps=_WARPS, **sizes,
     )  # fmt: skip
     _finish_kernel[(1,)](
         partial, count, out.sums, out.load, out.stats, out.balance, out.z, programs, num_experts,
-        options.balance_weight, options.z_weight, K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1),
+        options.balance_weight, options.z_weight, LOSSES=losses, K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1),
         BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS), num_warps=16,
     )  # fmt: skip
 
