@@ -128,9 +128,8 @@ class AllToAllDispatcher(SharesGroups):
 
         pair = by_rank[-1].narrow(0, 0, sum(send_pairs))
         place = place.index_select(0, pair)
-        starts_row = torch.ones_like(pair)
-        torch.ne(place[1:], place[:-1], out=starts_row[1:])
-        code = starts_row.add_(expert.index_select(0, pair) % self.shard.num_local_experts, alpha=2)
+        before = torch.cat([place.new_full((1,), -1), place]).narrow(0, 0, sum(send_pairs))
+        code = expert.index_select(0, pair) % self.shard.num_local_experts * 2 + (place != before)
         # the codes are floats beside the weights, exact up to 2²⁴, so that one exchange moves both
         pairs = torch.stack([weight.index_select(0, pair), code.to(weight.dtype)], 1)
         weight, code = all_to_all(pairs, send_pairs, receive_pairs, self.group).unbind(1)
@@ -235,4 +234,8 @@ def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: Pr
         raise ValueError(f"x: has {x.shape[0]} rows, but send={list(send)} adds up to {sum(send)}")
     if group.size() == 1:
         return x
+    if torch.compiler.is_compiling():  # compiled by torch 2.11, AllToAll has gradients of 0
+        from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+        return all_to_all_single_autograd(x.contiguous(), list(receive), list(send), group)
     return AllToAll.apply(x, send, receive, group)
