@@ -384,7 +384,8 @@ def _tile_sizes(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, 
 
 
 def _backward_sizes(num_experts: int, top_k: int) -> dict[str, int]:
-    """Small tiles: with a whole one a thread needs 178 registers, so that one program runs on a multiprocessor."""
+    """Small tiles: with a whole one a thread of `_route_backward_kernel` needs 178 registers, so that one program runs
+    on a multiprocessor; `_weight_backward_kernel` waits less behind its barrier."""
     sizes = _tile_sizes(num_experts, top_k, _TILE // 4)
     return sizes | {"num_warps": _WARPS // 2 if sizes["TOKENS"] * sizes["BLOCK"] <= _TILE // 2 else _WARPS}
 
@@ -417,7 +418,7 @@ def score_launch(
     _finish_kernel[(1,)](
         partial, count, out.sums, out.load, out.stats, out.balance, out.z, programs, num_experts,
         options.balance_weight, options.z_weight, LOSSES=losses, K=options.top_k, ROWS=max(8192 // sizes["BLOCK"], 1),
-        BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS), num_warps=16,
+        BLOCK=sizes["BLOCK"], ALL=next_power_of_2(_PROGRAMS), num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -455,10 +456,9 @@ def weight_backward_launch(
     """Like `router_weight_backward_ref`; one launch."""
     num_tokens = weight.shape[0] // options.top_k
     out = torch.empty(num_tokens, num_experts, dtype=dtype, device=weight.device)
-    sizes = _tile_sizes(num_experts, options.top_k)
+    sizes = _backward_sizes(num_experts, options.top_k)
     if out.numel():
         _weight_backward_kernel[(cdiv(num_tokens, sizes["TOKENS"]),)](
-            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling,
-            num_warps=_WARPS, **sizes,
+            weight, expert, d_weight.contiguous(), out, num_tokens, num_experts, options.scaling, **sizes
         )  # fmt: skip
     return out
