@@ -1,7 +1,8 @@
 """Router logits to each token's experts and weights, with the load and the losses, in one op.
 
     scores      softmax(logits) over E, or sigmoid(logits)
-    selection   the scores, or the logits where the softmax comes after; + bias; only the experts of the best groups
+    selection   the logits, which stand in the order of the scores; with a bias or groups the scores (where the softmax
+                comes after top-k, the logits), + bias; only the experts of the best groups
     ids         the K largest of the selection, equal ones by the lowest id first
     weight      the scores at the ids, or the softmax of their logits; then / p-norm, · scaling
     load_e      pairs of expert e
@@ -113,7 +114,9 @@ def router_ref(
     (num_tokens, num_experts), top_k = logits.shape, options.top_k
     logits = wide_logits(logits, padding_mask)
     values = logits if options.after else router_scores(logits, options.sigmoid)
-    selection = values.detach() if bias is None else values.detach() + bias.to(values.dtype)
+    selection = (logits if bias is None and not options.num_groups else values).detach()
+    if bias is not None:
+        selection = selection + bias.to(values.dtype)
     if options.num_groups:
         selection = mask_to_best_groups(selection, top_k, options.num_groups, options.group_top_k)
     ids = lowest_first_topk(selection, top_k)

@@ -136,9 +136,7 @@ def _route_kernel(
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
     # every id of a 16-bit logit fits beside it in a key
-    PACKED: tl.constexpr = (
-        AFTER and not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
-    )
+    PACKED: tl.constexpr = not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, KPAD)
     sums = tl.zeros((TOKENS, BLOCK), tl.float32)
@@ -168,7 +166,7 @@ def _route_kernel(
             lse = top + tl.log(total)
             squares += tl.where(alive, lse * lse, 0.0)
 
-        pick = logits if AFTER else scores
+        pick = scores if BIASED and not AFTER else logits
         if BIASED:
             pick += tl.load(bias_ptr + e, mask=e < E, other=0).to(tl.float32)[None, :]
         key = _keys(pick, inside)
