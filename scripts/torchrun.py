@@ -8,6 +8,7 @@ them 30 s later and ends with a traceback.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -18,17 +19,21 @@ from types import FrameType
 
 import psutil
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_GRACE_S = 3.0
+"""How long torchrun may take to end after a signal that found no rank. It needs less once every rank has saved."""
 _is_stopping = False
+_deadline = math.inf
 _asked: set[int] = set()
 """Ranks that were asked to end. A rank that starts after the signal is not among them."""
 
 
 def _stop(number: int, _frame: FrameType | None) -> None:
-    global _is_stopping
+    global _is_stopping, _deadline
     _is_stopping = True
     ranks = psutil.Process().children()
-    if not ranks:
-        os._exit(128 + number)  # a normal exit would wait for the other machines of the rendezvous
+    if not ranks:  # they have ended, or torchrun waits for the other machines of the rendezvous
+        _deadline = min(_deadline, time.monotonic() + _GRACE_S)
     _send(ranks, signal.SIGKILL if number == signal.SIGQUIT else signal.SIGTERM)
     _asked.update(rank.pid for rank in ranks)
 
@@ -39,17 +44,19 @@ def _send(ranks: list[psutil.Process], number: int) -> None:
             rank.send_signal(number)
 
 
-def _end_if_restarted() -> None:
-    """After a signal torchrun must not start the ranks again, which it does if one of them failed to save."""
+def _end_if_it_goes_on() -> None:
+    """After a signal torchrun must not start ranks, which it does if one failed to save, nor wait for machines."""
     restarted = [rank for rank in psutil.Process().children() if rank.pid not in _asked]
     if restarted:
         _send(restarted, signal.SIGKILL)
         os._exit(1)
+    if time.monotonic() > _deadline:
+        os._exit(128 + signal.SIGTERM)  # a normal exit would wait for the other machines
 
 
 def main() -> int:
     """Returns 0 if every rank exited with 0, 2 without a program, else 1. torchrun reports failed ranks on stderr."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+    for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
             signal.signal(number, _stop)
     if any(argument.startswith(("--max-restarts", "--max_restarts")) for argument in sys.argv):
@@ -71,7 +78,9 @@ def main() -> int:
             while not ended.done():
                 time.sleep(0.2)  # short, because a signal that another thread got does not end it
                 if _is_stopping:
-                    _end_if_restarted()
+                    _end_if_it_goes_on()
+            for number in _SIGNALS:  # the exit code is known; a late signal would change it
+                signal.signal(number, signal.SIG_IGN)
             ended.result()
     except ChildFailedError as error:
         if not _is_stopping:

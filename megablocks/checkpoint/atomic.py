@@ -25,6 +25,8 @@ from megablocks.files import write_durably as write_durably
 
 MARKER = "complete.json"
 POINTER = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""Megatron's folder, and its pointer, of weights alone, which a run starts from at iteration 0."""
 _FORMAT = 1
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
@@ -96,7 +98,12 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
             raise ValueError("not of this folder")
         return {str(name): {"bytes": int(f["bytes"]), "sha256": str(f["sha256"])} for name, f in files.items()}
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointError(f"{path}: damaged ({error}); remove {folder} to use an older checkpoint") from None
+        raise CheckpointError(f"{path}: damaged ({error}); {_instead(folder)}") from None
+
+
+def _instead(folder: Path) -> str:
+    """What to do about a damaged checkpoint."""
+    return "convert again" if folder.name == RELEASE else f"remove {folder} to use an older checkpoint"
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -104,12 +111,10 @@ def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{path}: missing; remove {folder} to use an older checkpoint")
+            raise CheckpointError(f"{path}: missing; {_instead(folder)}")
         if path.stat().st_size != expected["bytes"]:
-            raise CheckpointError(
-                f"{path}: {path.stat().st_size} bytes, {expected['bytes']} were saved; "
-                f"remove {folder} to use an older checkpoint"
-            )
+            size = path.stat().st_size
+            raise CheckpointError(f"{path}: {size} bytes, {expected['bytes']} were saved; {_instead(folder)}")
 
 
 def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
@@ -119,9 +124,7 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
     check_sizes(folder, {name: files[name] for name in mine})
     for name, found in hash_files(folder, mine).items():
         if found["sha256"] != files[name]["sha256"]:
-            raise CheckpointError(
-                f"{folder / name}: sha256 differs from what was saved; remove {folder} to use an older checkpoint"
-            )
+            raise CheckpointError(f"{folder / name}: sha256 differs from what was saved; {_instead(folder)}")
 
 
 def find_latest_complete(root: Path | str) -> Latest:
@@ -132,8 +135,8 @@ def find_latest_complete(root: Path | str) -> Latest:
     """
     root = Path(root)
     pointer, text = _read_pointer(root)
-    if text == "release":
-        return Latest(None)
+    if text == RELEASE:
+        return Latest(None, has_marker=(root / RELEASE / MARKER).is_file())
     found = iterations(root)
     complete = [i for i in found if (folder_of(root, i) / MARKER).is_file()]
     if not complete and pointer in found:

@@ -40,6 +40,11 @@ class Journal:
         """Note that a file is complete and on disk. more: anything of JSON but null."""
         self._write(name, {"file": hash_files(self.folder, [name])[name], "more": more})
 
+    def hash_of(self, name: str) -> Any:
+        """Size and SHA-256 of a file, as noted by `finish` or else computed."""
+        note = _read(self.folder, name)
+        return hash_files(self.folder, [name])[name] if note is None else note["file"]
+
     def close(self) -> None:
         """Remove the notes, when the folder is complete."""
         shutil.rmtree(self._notes)

@@ -25,7 +25,10 @@ class Replaced:
     _before: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Restore what computed the experts before. A second call changes nothing."""
+        """Restore what computed the experts before. A second call changes nothing.
+
+        Experts that were ours already stay with the call that replaced them, so several are undone in any order.
+        """
         for config, implementation in self._before:
             config._experts_implementation = implementation
         self._before.clear()
@@ -77,7 +80,7 @@ def replace(model: nn.Module) -> Replaced:
         if other is not None:  # one setting for both
             done.names.remove(name)
             done.left[name] = f"its config is also that of {other}, which cannot be replaced"
-        elif all(config is not known for known, _ in done._before):
+        elif config._experts_implementation != NAME:
             done._before.append((config, config._experts_implementation))
             config._experts_implementation = NAME
     if not done.names:

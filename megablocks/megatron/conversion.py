@@ -295,7 +295,7 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
 
     Raises CheckpointError if no checkpoint is complete, or a file differs from what was saved.
     """
-    release = folder / "release"
+    release = folder / atomic.RELEASE
     warnings: list[str] = []
     if (folder / ".metadata").is_file():
         chosen = folder
@@ -411,7 +411,7 @@ def write(
     run = f"--seq-length {units.model.max_positions} --micro-batch-size 1 --tokenizer-type NullTokenizer"
     args = planned.parse(" ".join([*lines, run]).split(), 1)
     args.padded_vocab_size = units.model.vocab_size
-    release = folder / "release"
+    release = folder / atomic.RELEASE
     release.mkdir(exist_ok=True)
     common = {"args": args, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": {}}
     objects = {_object_key("common_state"): common, **_extra_states(layout)}
@@ -431,7 +431,7 @@ def write(
 
     def written(plan: SavePlan) -> list[WriteResult]:
         """The plan's file: where it has which block. As a note that is name, offset, first byte, length, bytes."""
-        name = f"release/{plan.storage_data.prefix}0.distcp"
+        name = f"{atomic.RELEASE}/{plan.storage_data.prefix}0.distcp"
         if (notes := journal.finished(name)) is not None:
             skipped(sum(note[-1] for note in notes))
             return [
@@ -447,7 +447,9 @@ def write(
     done = [written(plan) for plan in writer.prepare_global_plan(plans)]  # a file each
     writer.finish(metadata, done)
     (release / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
-    (folder / atomic.POINTER).write_text("release")
+    files = {name: journal.hash_of(f"{atomic.RELEASE}/{name}") for name in atomic.files_of(release)}
+    atomic.mark_complete(release, 0, files)
+    (folder / atomic.POINTER).write_text(atomic.RELEASE)
     (folder / "flags.txt").write_text("\n".join(lines) + "\n")
 
 

@@ -214,6 +214,8 @@ class Guards:
             saved = checkpoint_io.saved_args(folder)
             if not self.args.finetune:
                 self._compare(folder, saved)
+        elif self.verifiable:  # weights alone, of `convert`
+            _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
             return original(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:

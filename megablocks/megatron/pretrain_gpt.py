@@ -222,6 +222,9 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
         guards.heartbeat.stop()
     dist.barrier()
     dist.destroy_process_group()
+    if args.exit_signal_handler:  # what is asked for is done, and Python drops its handlers before it has ended
+        for number in (signal.SIGINT, args.exit_signal):
+            signal.signal(number, signal.SIG_IGN)
     return code
 
 

@@ -70,7 +70,7 @@ class AllToAllDispatcher(SharesGroups):
     A step makes one exchange of counts (two integers a rank, the only host synchronization), one of ids and weights,
     and two all-to-alls of rows. All but the counts have a counterpart in backward. Zero tokens on a rank, or on all,
     take the same path. The ranks whose autograd reaches a collective of backward enter it, so x needs a gradient on all
-    ranks or on none, weights likewise, and every rank's loss must depend on y.
+    ranks or on none, weights likewise, the experts too where neither does, and every rank's loss must depend on y.
 
     Args:
         group: all ranks that share the experts, expert blocks × ffn shards.

@@ -1,8 +1,8 @@
 """`verify FOLDER`: check every byte of a prepared data set or of checkpoints against what was recorded.
 
 A data set has a manifest.json (scripts/prepare_data.py). A checkpoint is one folder iter_0000020, or a copy of it with
-another name, or the folder above with several. Exit code 0: all files are as recorded. 1: one is not; the line names
-it. 2: the folder is neither.
+another name, or the folder above with several, or what `convert --to megatron` wrote. Exit code 0: all files are as
+recorded. 1: one is not; the line names it. 2: the folder is neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from megablocks.tool.commands import Parser, unfit
 
 def verify_checkpoints(folder: Path) -> list[str]:
     """One line for each checkpoint in or at `folder`. Raises CheckpointError, which names the first bad file."""
-    folders = [atomic.folder_of(folder, step) for step in atomic.iterations(folder)] or [folder]
+    folders = [atomic.folder_of(folder, step) for step in atomic.iterations(folder)]
+    if (folder / atomic.RELEASE / atomic.MARKER).is_file():
+        folders.append(folder / atomic.RELEASE)
+    folders = folders or [folder]
     markers = {one: atomic.read_marker(one) for one in folders}
     done = []
     for one, files in markers.items():
@@ -48,7 +51,7 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
         from megablocks.data.verify import verify_folder
 
         return verify_folder(folder, trust_remote_code)[1]
-    if atomic.iterations(folder):
+    if atomic.iterations(folder) or (folder / atomic.RELEASE / atomic.MARKER).is_file():
         return verify_checkpoints(folder)
     one = folder if folder.name.startswith("iter_") else Path(os.path.realpath(folder))  # of "." or a link
     if (one / atomic.MARKER).is_file() or (one.name.startswith("iter_") and atomic.iterations(one.parent)):

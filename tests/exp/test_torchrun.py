@@ -160,6 +160,33 @@ def test_after_a_signal_no_rank_is_started_again(start, tmp_path: Path) -> None:
     assert (tmp_path / "log").read_text().count("saved\n") == 1
 
 
+ENDS = """
+import os, subprocess
+late = "while kill -0 $0; do :; done; kill -TERM $1"
+subprocess.Popen(["sh", "-c", late, str(os.getpid()), str(os.getppid())], stderr=subprocess.DEVNULL)
+"""
+LATE = """
+import os, signal, sys
+
+
+class Last:
+    def __del__(self, kill=os.kill, launcher=os.getpid(), number=signal.SIGTERM):
+        kill(launcher, number)
+
+
+if "RANK" not in os.environ:
+    sys.modules["last"] = Last()
+"""
+
+
+def test_a_signal_after_the_ranks_have_saved_is_no_failure(start, tmp_path: Path) -> None:
+    """One comes as soon as the rank has ended, one while Python ends."""
+    command = _torchrun(tmp_path, "--standalone", "--nproc-per-node", "1")
+    (tmp_path / "rank.py").write_text(ENDS)
+    (tmp_path / "sitecustomize.py").write_text(LATE)
+    assert start(*command, PYTHONPATH=str(tmp_path)).wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()
+
+
 def test_F2_a_dead_rank_and_a_machine_that_comes_back_resume(start, tmp_path: Path) -> None:
     """Two machines on one host, each a torchrun of its own with one rank."""
     (tmp_path / "ranks.py").write_text(RANKS)

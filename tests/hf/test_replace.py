@@ -89,3 +89,14 @@ def test_modules_of_one_config_change_together() -> None:
     assert {module.config._experts_implementation for module in experts} == {megablocks.hf.NAME}
     done.undo()
     assert {module.config._experts_implementation for module in experts} == {before}
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_replacements_are_undone_in_any_order(order: tuple[int, int]) -> None:
+    model = _model("Mixtral")
+    before = model.config._experts_implementation
+    done = [megablocks.hf.replace_moe(model), megablocks.hf.replace_moe(model.model.layers[0])]
+    assert done[1].names == ["mlp.experts"]
+    for i in order:
+        done[i].undo()
+    assert model.config._experts_implementation == before != megablocks.hf.NAME

@@ -17,10 +17,11 @@ from packaging.version import Version
 from torch import Tensor
 
 import megablocks.hf
-from megablocks.checkpoint.atomic import CheckpointError
+from megablocks.checkpoint.atomic import MARKER, CheckpointError
 from megablocks.config import ConfigError
 from megablocks.testing.launcher import RankFailed, run_distributed_test
 from megablocks.tool.convert import convert
+from megablocks.tool.verify import main as verify
 
 transformers = pytest.importorskip("transformers", minversion=megablocks.hf.OLDEST)
 
@@ -287,6 +288,10 @@ def test_K10_a_model_that_the_driver_trained(model: list[str], family: str, driv
     again = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags)
     # One rank adds in another order than two.
     assert _validation_loss(again.text()) == pytest.approx(_validation_loss(trained.text()), rel=1e-6)
+    path = tmp_path / "megatron/release/__1_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    refused = driver.run("--load", tmp_path / "megatron", "--skip-train", *RUN, model=flags, expect=1)
+    assert f"pretrain_gpt: {path}: sha256 differs from what was saved; convert again\n" in refused.text()
 
 
 def _to_and_back(run: Path, folder: Path) -> None:
@@ -587,12 +592,23 @@ def test_latent_attention_without_a_kind_of_rotary_positions_has_yarn(folder: Pa
         yarn("--rotary-scaling-factor 4", "--rope-type rope")
 
 
-def test_a_damaged_checkpoint_is_one_line(folder: Path, megatron: dict[str, Tensor], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_one_line(
+    folder: Path, megatron: dict[str, Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     damaged = tmp_path / "megatron"
     shutil.copytree(folder / "mixtral/megatron", damaged)
     path = damaged / "release/__1_0.distcp"  # of layer 0
     whole = path.read_bytes()
+    assert verify([str(damaged)]) == 0
+    assert capsys.readouterr().out.startswith("ok: release: size and SHA-256 of 7 files, ")
+    path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    assert verify([str(damaged)]) == 1
+    said = f"{path}: sha256 differs from what was saved; convert again"
+    assert capsys.readouterr().err == f"megablocks verify: {said}\n"
+    with pytest.raises(RankFailed, match=f"CheckpointError: {re.escape(said)}"):
+        run_distributed_test(convert, 1, damaged, tmp_path / "hf", "hf")
     path.write_bytes(whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2))
+    (damaged / "release" / MARKER).unlink()
     with pytest.raises(RankFailed, match=r"CheckpointError: \S+release: decoder\.layers\.\S+ cannot be read: "):
         run_distributed_test(convert, 1, damaged, tmp_path / "hf", "hf")
     assert not (tmp_path / "hf").exists()

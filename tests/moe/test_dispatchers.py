@@ -237,7 +237,7 @@ def _frozen(frozen_experts, x_needs_grad):
     config = _config()
     dispatcher = AllToAllDispatcher(dist.group.WORLD, config.num_experts)
     experts = _experts(config, shard=dispatcher.shard)
-    experts.requires_grad_(not frozen_experts)
+    experts.requires_grad_(dist.get_rank() not in frozen_experts)
     x, weight, expert, dy = _batch(config, dist.get_rank(), 5, "random")
     x.requires_grad_(x_needs_grad)
     weight.requires_grad_()
@@ -249,12 +249,15 @@ def _frozen(frozen_experts, x_needs_grad):
     return len(first), all(torch.equal(2 * a, b) for a, b in zip(first, second, strict=True)), weight.grad
 
 
-@pytest.mark.parametrize("frozen_experts, x_needs_grad", [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize(
+    "frozen_experts, x_needs_grad", [((0, 1), True), ((0, 1), False), ((), False), ((0,), True), ((0,), False)]
+)
 def test_N5_frozen_parts_and_a_second_backward(frozen_experts, x_needs_grad):
+    """frozen_experts: the ranks whose experts are frozen."""
     results = run_distributed_test(_frozen, 2, frozen_experts, x_needs_grad)
     _, _, dweight, _ = _expected(_config(), (5, 5), "random")
     for rank, (count, doubled, weight_grad) in enumerate(results):
-        assert count == 1 + x_needs_grad + (not frozen_experts)
+        assert count == 1 + x_needs_grad + (rank not in frozen_experts)
         assert doubled
         assert relative_error(weight_grad, 2 * dweight[5 * rank : 5 * rank + 5]) < TOLERANCE
 

@@ -47,6 +47,14 @@ def waits_without_acquire(ptx: str) -> bool:
     return "ld.volatile" in ptx and ".acquire." not in ptx
 
 
+STORES_TWICE = "megablocks.ops.routing.topk_triton._weight_backward_kernel"
+
+
+def stores_in_two_steps(ptx: str) -> bool:
+    """Whether a barrier stands between the first and the last store to global memory."""
+    return re.search(r"st\.global.*bar\.sync.*st\.global", ptx, re.DOTALL) is not None
+
+
 def machine_code(kernel: Any) -> str:
     from triton.knobs import nvidia
 
@@ -142,7 +150,7 @@ def router_cases() -> Iterator[tuple[Tensor, Tensor | None, Tensor | None, Route
         yield logits, bias, None, RouterOptions(k, False, True, 1, 1.0, 0.0, 0.0)
 
 
-@family("routing.topk_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel", "_weight_backward_kernel")
+@family("routing.topk_triton", "_route_kernel", "_finish_kernel", "_route_backward_kernel")
 def router() -> None:
     from megablocks.ops.routing import topk_triton
     from megablocks.ops.routing.topk import RouterGradients, RouterSaved, empty_output
@@ -157,9 +165,16 @@ def router() -> None:
         flags = torch.zeros(experts, tokens, dtype=torch.int8)
         for saved in (RouterSaved(ints(pairs), *counts), RouterSaved(None, *counts, flags, ints(tokens))):
             topk_triton.route_backward_launch(logits, mask, saved, grads, options)
+
+
+@family("routing.topk_triton", "_weight_backward_kernel")
+def router_weights() -> None:
+    from megablocks.ops.routing.topk_triton import weight_backward_launch
+
+    for logits, _, _, options in router_cases():
         if options.after:
-            weight = torch.zeros(pairs)
-            topk_triton.weight_backward_launch(weight, ints(pairs), weight, experts, logits.dtype, options)
+            weight, experts = torch.zeros(logits.shape[0] * options.top_k), logits.shape[1]
+            weight_backward_launch(weight, ints(weight.numel()), weight, experts, logits.dtype, options)
 
 
 @family("permute.padded_triton", "_pad_kernel")
@@ -482,4 +497,6 @@ if __name__ == "__main__":
         codes = (machine_code(one) for one in built if "redux.sync" in one.asm["ptx"])
         if found := sum(map(conditional_reductions, codes)):
             sys.exit(f"{kernel}: {found} sums or maxima over a warp are conditional: take them outside of a short `if`")
+    if not all(stores_in_two_steps(one.asm["ptx"]) for one in compiled.get(STORES_TWICE, ())):
+        sys.exit(f"{STORES_TWICE}: no barrier between the zeros and the gradients that replace some of them")
     print(json.dumps({name: [shared[name], len(built), fused[name], waits[name]] for name, built in compiled.items()}))

@@ -13,7 +13,7 @@ import pytest
 
 from megablocks.testing.compile_only import SHARED_BYTES, kernels_of_the_package
 
-from .compile_cases import ARCHITECTURES, FAMILIES, conditional_reductions, fused_across_lanes
+from .compile_cases import ARCHITECTURES, FAMILIES, conditional_reductions, fused_across_lanes, stores_in_two_steps
 
 
 def compile_families(architecture: int, cache: Path, *families: str) -> dict[str, tuple[int, int, int]]:
@@ -58,6 +58,13 @@ def test_one_family_compiles_for_the_architecture_with_the_least_shared_memory(t
 def test_N12_lanes_of_one_sum_hold_the_same_bits(family: str, tmp_path: Path) -> None:
     """Where racecheck, on a GPU, reported two kernels and missed a third."""
     check(90, tmp_path, family)
+
+
+def test_zeros_are_stored_before_the_gradients_in_their_place(tmp_path: Path) -> None:
+    """Other warps store them, so without a barrier either may come last. The interpreter stores one after the other."""
+    check(90, tmp_path, "router_weights")
+    assert stores_in_two_steps("st.global.v4 bar.sync 0;\n st.global.b32")
+    assert not stores_in_two_steps("bar.sync 0;\n st.global.v4 st.global.b32")
 
 
 def test_a_product_fused_across_lanes_is_seen() -> None:
