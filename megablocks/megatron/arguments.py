@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
@@ -338,6 +339,9 @@ def check(args: argparse.Namespace) -> None:
         refuse("full_validation", True, "needs --multiple-validation-sets, also for one set, or Megatron fails")
     if args.dataloader_type == "external":
         refuse("dataloader_type", "external", "must be 'single' or 'cyclic'; this driver has no loader of its own")
+    strictness = args.dist_ckpt_strictness
+    if strictness != "assume_ok_unexpected" and hasattr(TensorProperties, "strides"):  # unknown to megatron-core 0.19.2
+        refuse("dist_ckpt_strictness", strictness, "must be assume_ok_unexpected; with torch 2.15 Megatron fails")
     _check_sizes(args)
     _check_schedule(args)
     _check_folders(args)

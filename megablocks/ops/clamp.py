@@ -40,7 +40,7 @@ def clamped_gate_ref(h: Tensor, clamp: Clamp) -> Tensor:
 
 
 def clamped_gate_backward_ref(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
-    """grad (R, I), h (R, 2·I) → the gradient of h. What was clamped gets none."""
+    """grad (R, I), h (R, 2·I) → the gradient of h. What is beyond the limit gets none (in torch 2.15, at it too)."""
     a, b = _factors(h.to(torch.promote_types(h.dtype, torch.float32)), clamp)
     limit, alpha, offset, _ = clamp
     z = a.clamp(max=limit)

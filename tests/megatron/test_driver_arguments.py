@@ -18,6 +18,7 @@ pytest.importorskip("megatron.training")
 
 from driver import ROOT, TINY, Driver  # noqa: E402
 from megatron.training.arguments import add_megatron_arguments  # noqa: E402
+from torch.distributed.checkpoint.metadata import TensorProperties  # noqa: E402
 
 from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import pretrain_gpt  # noqa: E402
@@ -273,6 +274,20 @@ def test_L2_each_bad_value_or_combination_is_one_line(parser: argparse.ArgumentP
 )
 def test_flags_that_the_layer_reads_are_taken(parser: argparse.ArgumentParser, flags: str) -> None:
     parse(parser, *flags.split(), base=MOE)
+
+
+@pytest.mark.parametrize("has_strides", [False, True])
+def test_L2_strict_loading_is_refused_where_megatron_fails(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch, has_strides: bool
+) -> None:
+    if has_strides:  # as in torch 2.15
+        monkeypatch.setattr(TensorProperties, "strides", None, raising=False)
+    else:
+        monkeypatch.delattr(TensorProperties, "strides", raising=False)
+    parse(parser, "--dist-ckpt-strictness", "assume_ok_unexpected")
+    refused = pytest.raises(ConfigError, match="^dist_ckpt_strictness='raise_all': must be assume_ok_unexpected")
+    with refused if has_strides else contextlib.nullcontext():
+        parse(parser, "--dist-ckpt-strictness", "raise_all")
 
 
 @pytest.mark.parametrize("dest", ["num_layers", "hidden_size", "seq_length", "micro_batch_size", "lr"])
