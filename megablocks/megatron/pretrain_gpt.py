@@ -222,9 +222,6 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
         guards.heartbeat.stop()
     dist.barrier()
     dist.destroy_process_group()
-    if args.exit_signal_handler:  # what is asked for is done, and Python drops its handlers before it has ended
-        for number in (signal.SIGINT, args.exit_signal):
-            signal.signal(number, signal.SIG_IGN)
     return code
 
 
@@ -280,4 +277,8 @@ def _fail(message: str, code: int, speak: bool) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_code = main()
+    for asks in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        if callable(signal.getsignal(asks)):  # Python drops handlers before it has ended; all is done by now
+            signal.signal(asks, signal.SIG_IGN)
+    sys.exit(exit_code)
