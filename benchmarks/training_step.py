@@ -1,12 +1,12 @@
 """Training steps of whole experiments on one or two GPUs: tokens/s, MFU and peak memory of each arm.
 
-    python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--before CHECKOUT] [--out FILE]
-                                       [--patience SECONDS]
+    python benchmarks/training_step.py --data FOLDER [--arms NAME,…] [--rounds N] [--steps N] [--before CHECKOUT]
+                                       [--out FILE] [--patience SECONDS]
 
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
 262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each
-round starts every arm once, as a user does, for 30 steps of which the first 15 do not count. An arm's time is the
-median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
+round starts every arm once, as a user does, for --steps steps (30), of which the first half does not count. An arm's
+time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
 rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
 step from the fourth step on. "balanced" arms route at random, so that every expert has about as many tokens. --before
 also starts the published scripts of another checkout, with their own defaults.
@@ -42,7 +42,7 @@ from children import chosen, end_session
 from measure import Gate, dry_run, gpu_name, need_gpu, result_path, write_result
 
 ROOT = Path(__file__).parents[1]
-STEPS, INTERVAL, LEFT_OUT = 30, 5, 15
+STEPS, INTERVAL = 30, 5
 TOLERANCE = 0.02
 PLAIN = (
     "--no-megablocks-fused-loss --no-megablocks-fused-optimizer --megablocks-norm torch --megablocks-qkv-bias megatron "
@@ -146,12 +146,12 @@ class Measured(NamedTuple):
     loss: float
 
 
-def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list[str], dict[str, str]]:
+def command_of(arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
     block = "transformer_engine" if arm.engine else "local"
     ours = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= --transformer-impl {block}"
     ours += f" --log-memory-interval {INTERVAL}"  # else Megatron reads the peak after the first interval alone
-    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(STEPS), *arm.arguments]
+    command = ["bash", str(checkout / "exp" / arm.script), str(folder), str(steps), *arm.arguments]
     return command, {
         "NGPU": str(arm.gpus),
         "PYTHON": sys.executable,
@@ -160,14 +160,14 @@ def command_of(arm: Arm, checkout: Path, data: Path, folder: Path) -> tuple[list
     }
 
 
-def read_log(text: str) -> Measured:
-    """Raises ValueError if the log does not end with the last step."""
+def read_log(text: str, steps: int = STEPS) -> Measured:
+    """The second half of a run's steps. Raises ValueError if the log does not end with the last step."""
     from megablocks.monitor.history import parse_log_line
 
     lines = [parse_log_line(line) for line in text.splitlines() if "elapsed time per iteration" in line]
-    if not lines or lines[-1].get("iteration") != STEPS:
+    if not lines or lines[-1].get("iteration") != steps:
         raise ValueError("the run ended early")
-    counted = [line for line in lines if line["iteration"] > LEFT_OUT]
+    counted = [line for line in lines if line["iteration"] - INTERVAL >= steps / 2]
     rates = [float(rate) for rate in re.findall(r"tokens/s: (\d+)", text)][-len(counted) :]
     shares = [float(share) / 100 for share in re.findall(r"MFU: ([\d.]+)%", text)][-len(counted) :]
     peaks = [float(mib) for mib in re.findall(r"max allocated: ([\d.]+)", text)]
@@ -182,10 +182,10 @@ def read_log(text: str) -> Measured:
     )
 
 
-def run(arm: Arm, checkout: Path, data: Path, patience: float | None = None) -> str:
+def run(arm: Arm, checkout: Path, data: Path, steps: int = STEPS, patience: float | None = None) -> str:
     """What a run prints. Raises SystemExit with the run's last line if it fails or takes longer than the patience."""
     with tempfile.TemporaryDirectory() as folder:
-        command, variables = command_of(arm, checkout, data, Path(folder) / "run")
+        command, variables = command_of(arm, checkout, data, Path(folder) / "run", steps)
         pipe = subprocess.PIPE
         child = subprocess.Popen(
             command, env={**os.environ, **variables}, stdout=pipe, stderr=pipe, text=True, start_new_session=True
@@ -230,10 +230,13 @@ def main() -> int:
     usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine]
     parser.add_argument("--arms", default=",".join(usual))
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run, a multiple of {INTERVAL}")
     parser.add_argument("--before", type=Path)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--patience", type=float, help="seconds that a run may take")
     options = parser.parse_args()
+    if options.steps < 2 * INTERVAL or options.steps % INTERVAL:
+        parser.error(f"--steps is {options.steps}, but must be a multiple of {INTERVAL} and at least {2 * INTERVAL}")
     arms = {name: ARMS[name] for name in chosen(parser, "--arms", options.arms, ARMS)}
     checkouts = dict.fromkeys(arms, ROOT)
     if options.before is not None:
@@ -241,7 +244,7 @@ def main() -> int:
         checkouts |= dict.fromkeys(BEFORE, options.before.resolve())
     if dry_run():
         for name, arm in arms.items():
-            command, variables = command_of(arm, checkouts[name], options.data, Path("FOLDER"))
+            command, variables = command_of(arm, checkouts[name], options.data, Path("FOLDER"), options.steps)
             print(f"{name}: FLAGS='{variables['FLAGS']}' {' '.join(command)}")
         return 0
     need_gpu()
@@ -254,7 +257,7 @@ def main() -> int:
             if name in failed:
                 continue
             try:
-                one = read_log(run(arm, checkouts[name], options.data, patience=options.patience))
+                one = read_log(run(arm, checkouts[name], options.data, options.steps, options.patience), options.steps)
             except (SystemExit, ValueError) as error:
                 failed[name] = str(error)
                 print(f"round {number + 1}: {name}: {error}", flush=True)

@@ -28,6 +28,17 @@ def test_a_log_is_read_without_its_first_steps() -> None:
     assert one.tokens_per_second == 524288
 
 
+def test_half_of_the_steps_do_not_count(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert step.read_log(log(250.0, 6.5, last=15), steps=15).ms == 1250.0  # its last interval alone
+    assert step.read_log(log(250.0, 6.5, last=20), steps=20).ms == 750.0  # the mean of two
+    with pytest.raises(ValueError, match="ended early"):
+        step.read_log(log(250.0, 6.5, last=15))
+    monkeypatch.setattr("sys.argv", ["x", "--steps", "12"])
+    with pytest.raises(SystemExit):
+        step.main()
+    assert "--steps is 12, but must be a multiple of 5 and at least 10" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("text", ["", log(250.0, 6.5, last=25)])
 def test_a_run_that_ended_early_is_no_figure(text: str) -> None:
     with pytest.raises(ValueError, match="ended early"):
