@@ -109,7 +109,7 @@ def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
             rows.append((one, one.to_base_s.mean / scale, f"{one.sooner.mean:.2f}×"))
     figure = new_figure(8, 1.2 + 0.36 * len(rows))
     axes = figure.add_subplot()
-    _bars(axes, rows, f"{unit} of training to the dense run's final loss of the same seed (× sooner than dense)")
+    _bars(axes, rows, f"{unit} of training to the dense run's final loss (× sooner than dense)")
     axes.set_title(title_of(record), fontsize=9)
     save_figure(figure, path)
 
