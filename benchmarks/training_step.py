@@ -4,12 +4,13 @@
                                        [--out FILE] [--patience SECONDS]
 
 An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072 tokens, of the fine-grained model
-262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. Each
-round starts every arm once, as a user does, for --steps steps (30), of which the first half does not count. An arm's
-time is the median of its rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms,
-rotary embedding and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the
-step from the fourth step on. "balanced" arms route at random, so that every expert has about as many tokens. --before
-also starts the published scripts of another checkout, with their own defaults.
+262,144. Arms on two GPUs run only where --arms names them; they have as many tokens a GPU as their arm on one. "larger"
+arms are the largest published scripts that fit, and run only where --arms names them. Each round starts every arm once,
+as a user does, for --steps steps (30), of which the first half does not count. An arm's time is the median of its
+rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms, rotary embedding
+and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the step from the
+fourth step on. "balanced" arms route at random, so that every expert has about as many tokens. --before also starts the
+published scripts of another checkout, with their own defaults.
 
 "te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They
 stop where cuDNN refuses the attention, which Transformer Engine would else compute unfused. They run only where --arms
@@ -104,6 +105,12 @@ ARMS |= {
         _SIXTEEN_EXPERTS,
     ),
 }  # fmt: skip
+LARGER = {
+    "larger-dense-760m": Arm("dense 760M", "gpt2/gpt2_760m_8gpu.sh", ""),
+    "larger-dense-1315m": Arm("dense 1315M", "gpt2/gpt2_1315m_8gpu.sh", ""),
+    "larger-dmoe-medium": Arm("dMoE-Medium", "dmoe/dmoe_356m_8gpu.sh", "--micro-batch-size 8", 2),
+}
+ARMS |= LARGER
 # 32 sequences of dMoE-Small just fit into 80 GB, where a step then takes nearly twice as long as on an H200.
 _PEER = "--megablocks-layer megatron --moe-grouped-gemm --moe-permute-fusion --moe-router-fusion"
 _ADAM = "--no-megablocks-fused-optimizer"
@@ -146,7 +153,9 @@ class Measured(NamedTuple):
     loss: float
 
 
-def command_of(arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS) -> tuple[list[str], dict[str, str]]:
+def command_of(
+    arm: Arm, checkout: Path, data: Path, folder: Path, steps: int = STEPS
+) -> tuple[list[str], dict[str, str]]:
     """The command of a run and what it adds to the environment."""
     block = "transformer_engine" if arm.engine else "local"
     ours = f"--global-batch-size 128 --log-interval {INTERVAL} --eval-iters 0 --save= --transformer-impl {block}"
@@ -227,7 +236,7 @@ def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate)
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, default=ROOT / "data/stdlib")
-    usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine]
+    usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine and name not in LARGER]
     parser.add_argument("--arms", default=",".join(usual))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run, a multiple of {INTERVAL}")
