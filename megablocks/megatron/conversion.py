@@ -46,14 +46,11 @@ from megablocks.megatron.settings import flag_of
 _UNIT = "model.layers.{l}."
 _HEADS = (
     Rule("self_attention.linear_qkv.layer_norm_weight", ("input_layernorm.weight",)),
-    Rule(
-        "self_attention.linear_qkv.weight",
-        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"), "qkv",
-    ),
+    Rule("self_attention.linear_qkv.weight", tuple(f"self_attn.{one}_proj.weight" for one in "qkv"), "qkv"),
     Rule("self_attention.q_layernorm.weight", ("self_attn.q_norm.weight",)),
     Rule("self_attention.k_layernorm.weight", ("self_attn.k_norm.weight",)),
     Rule("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",)),
-)  # fmt: skip
+)
 _LATENT = (
     Rule("input_layernorm.weight", ("input_layernorm.weight",)),
     Rule("self_attention.linear_q_down_proj.weight", ("self_attn.q_a_proj.weight",)),
@@ -78,10 +75,7 @@ _BOTH = (
     Rule("mlp.shared_experts.linear_fc2.weight", ("mlp.shared_expert.down_proj.weight",)),
 )  # fmt: skip
 _OF_GPT_OSS = (
-    Rule(
-        "self_attention.linear_qkv.bias",
-        ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"), "qkv",
-    ),
+    Rule("self_attention.linear_qkv.bias", tuple(f"self_attn.{one}_proj.bias" for one in "qkv"), "qkv"),
     Rule("self_attention.linear_proj.bias", ("self_attn.o_proj.bias",)),
     Rule("self_attention.core_attention.softmax_offset", ("self_attn.sinks",)),
     Rule("mlp.router.bias", ("mlp.router.layer.bias",)),
@@ -89,7 +83,7 @@ _OF_GPT_OSS = (
     Rule("mlp.experts.experts.linear_fc1.bias", ("mlp.experts.{e}.b1", "mlp.experts.{e}.c1"), "rows"),
     Rule("mlp.experts.experts.linear_fc2.weight", ("mlp.experts.{e}.w2",), "transposed"),
     Rule("mlp.experts.experts.linear_fc2.bias", ("mlp.experts.{e}.b2",)),
-)  # fmt: skip
+)
 _OUTSIDE = (
     Rule("embedding.word_embeddings.weight", ("model.embed_tokens.weight",)),
     Rule("decoder.final_layernorm.weight", ("model.norm.weight",)),
