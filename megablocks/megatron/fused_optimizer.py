@@ -22,6 +22,7 @@ import argparse
 import functools
 import math
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -121,18 +122,14 @@ def fuse(optimizer: Any) -> None:
 def _copies(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
     """Each main parameter of a part, and the model's memory that is to hold it in the model's dtype."""
     if isinstance(part, DistributedOptimizer):
-        for mains, models in (
-            (part.shard_fp32_from_float16_groups, part.model_float16_groups),
-            (part.shard_fp32_groups, part.model_fp32_groups),
-        ):
-            for main_group, model_group in zip(mains, models, strict=True):
-                for main, model in zip(main_group, model_group, strict=True):
-                    span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
-                    index, _, bucket = part.model_param_gbuf_map[model]
-                    yield main, part.buffers[index].buckets[bucket].param_data.view(-1)[span.start : span.end]
+        mains = chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
+        models = chain(*part.model_float16_groups, *part.model_fp32_groups)
+        for main, model in zip(mains, models, strict=True):
+            span = part._get_model_param_range_map(model)["gbuf_world_in_bucket"]
+            index, _, bucket = part.model_param_gbuf_map[model]
+            yield main, part.buffers[index].buckets[bucket].param_data.view(-1)[span.start : span.end]
     elif isinstance(part, Float16OptimizerWithFloat16Params):
-        for mains, models in zip(part.fp32_from_float16_groups, part.float16_groups, strict=True):
-            yield from zip(mains, models, strict=True)
+        yield from zip(chain(*part.fp32_from_float16_groups), chain(*part.float16_groups), strict=True)
 
 
 class _Norm:
