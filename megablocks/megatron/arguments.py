@@ -27,6 +27,7 @@ from megablocks.config import ConfigError, refuse
 from megablocks.megatron import engine
 from megablocks.megatron.settings import (
     EXPERTS_ONLY,
+    PREFIX,
     DriverSettings,
     MegaBlocksSettings,
     add_flags,
@@ -34,9 +35,6 @@ from megablocks.megatron.settings import (
     flag_of,
 )
 from megablocks.ops.hopper import SWITCHES, switch
-
-PREFIX = "megablocks_"
-
 
 ALIASES: dict[str, tuple[str, type]] = {
     "moe_num_experts": ("num_experts", int),

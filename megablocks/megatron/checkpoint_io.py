@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from megablocks.checkpoint.atomic import CheckpointError
-from megablocks.megatron.arguments import PREFIX
 from megablocks.megatron.failures import cause_of, line_of
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.settings import PREFIX, MegaBlocksSettings
 from megablocks.megatron.wrap import wrap
 
 MODEL = (

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from megablocks.config import ConfigError, refuse
 from megablocks.megatron import data
-from megablocks.megatron.arguments import PREFIX, settings_from
+from megablocks.megatron.arguments import settings_from
 from megablocks.megatron.loss import loss_arguments
 from megablocks.megatron.model_config import check_config, moe_config
-from megablocks.megatron.settings import MegaBlocksSettings
+from megablocks.megatron.settings import PREFIX, MegaBlocksSettings
 from megablocks.megatron.specs import block_spec
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")

@@ -46,7 +46,7 @@ def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
         args = arguments.add_arguments(theirs, parsed).parse_args([*unsaid, *argv])
         args.rank, args.world_size = 0, gpus
         args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-        if "(no GPU)" in str(args.megablocks_automatic.get(arguments.PREFIX + "fused_loss")):
+        if "(no GPU)" in str(args.megablocks_automatic.get("megablocks_fused_loss")):
             args.megablocks_fused_loss = True  # off on this machine only
         with (  # the validation asks for the GPU's generation, and hears Hopper's
             mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9),

@@ -19,7 +19,8 @@ from megablocks.config import CAPACITY_RULES, QUANTIZE_NUM_BITS, TOKEN_ROUNDINGS
 from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 
 _FUSED = ("fused", "megatron")
-ENV_PREFIX = "MEGABLOCKS_"
+PREFIX = "megablocks_"
+"""Of a field in the driver's parsed flags; in capitals, of its environment variable."""
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
 _ROUTING = ("router_type", "token_rounding", "token_rounding_tile", "normalize_top_k", "uniform_assignment")
@@ -227,7 +228,7 @@ class MegaBlocksSettings:
     @classmethod
     def from_env(cls, environ: Mapping[str, str] = os.environ) -> MegaBlocksSettings:
         """The settings in MEGABLOCKS_<FIELD>. Raises ConfigError, which names the variable, at a wrong value."""
-        names = {ENV_PREFIX + f.name.upper(): f for f in dataclasses.fields(cls)}
+        names = {(PREFIX + f.name).upper(): f for f in dataclasses.fields(cls)}
         return cls(**{f.name: _parse(name, environ[name], f) for name, f in names.items() if name in environ})
 
 

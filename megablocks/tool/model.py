@@ -14,10 +14,9 @@ from typing import Any
 
 from megablocks.config import QUANTIZE_NUM_BITS, ConfigError, MoEConfig, check_width, refuse
 from megablocks.kinds import DISPATCHER_CHOICES, MLP_IMPLS
-from megablocks.megatron.settings import check_heads, check_options, flag_of, option
+from megablocks.megatron.settings import PREFIX, check_heads, check_options, flag_of, option
 from megablocks.monitor.flops import GPTShape, memory_gib
 
-PREFIX = "megablocks_"
 VOCABULARY = 50257
 """Of GPT-2, if no vocabulary is given."""
 HOST_GPUS = 8  # that NVLink joins

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megablocks.config import ConfigError
-from megablocks.megatron.settings import add_flags, check_options, flag_of
+from megablocks.megatron.settings import PREFIX, add_flags, check_options, flag_of
 from megablocks.monitor.flops import memory_gib
 from megablocks.tool.commands import Parser, need_megatron
 from megablocks.tool.memory import ERROR_BAR_LAYOUT as MEMORY_GUESS
 from megablocks.tool.memory import GIB, Memory, memory, parameters
-from megablocks.tool.model import PREFIX, Model, from_driver, from_flags
+from megablocks.tool.model import Model, from_driver, from_flags
 from megablocks.tool.step_time import ERROR_BAR_LAYOUT as TIME_GUESS
 from megablocks.tool.step_time import step_time
 
