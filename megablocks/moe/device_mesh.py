@@ -13,12 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from megablocks.moe.groups import ExpertShard
 
 
-def check_expert_mesh(mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless the mesh has one dimension."""
-    if mesh.ndim != 1:
-        raise ValueError(f"expert_mesh: has {mesh.ndim} dimensions, must have one, such as mesh['experts'] of several")
-
-
 def as_dtensors(experts: nn.Module, shard: ExpertShard, mesh: DeviceMesh) -> None:
     """Replace each parameter by a DTensor of all experts, of which this rank holds a block of rows. Nothing is copied.
 

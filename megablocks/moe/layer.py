@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megablocks.config import ConfigError, MoEConfig, refuse
 from megablocks.moe.capacity import limit_to_capacity
-from megablocks.moe.device_mesh import as_dtensors, check_expert_mesh
+from megablocks.moe.device_mesh import as_dtensors
 from megablocks.moe.dispatchers import Dispatcher, make_dispatcher
 from megablocks.moe.experts import Experts
 from megablocks.moe.groups import SharesGroups, group_size
@@ -89,7 +89,9 @@ class MoELayer(SharesGroups, nn.Module):
             refuse("capacity_factor", config.capacity_factor, rule)
         self.config = config
         if expert_mesh is not None:
-            check_expert_mesh(expert_mesh)
+            if expert_mesh.ndim != 1:
+                dimensions = f"has {expert_mesh.ndim} dimensions, must have one, such as mesh['experts'] of several"
+                raise ValueError(f"expert_mesh: {dimensions}")
             if expert_parallel_group is not None:
                 raise ValueError("expert_parallel_group: must be left out with expert_mesh, which has a group")
             expert_parallel_group = expert_mesh.get_group()
