@@ -53,13 +53,10 @@ class _NoStream:
 
     device = torch.device("cpu")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     def _nothing(self, *args: Any, **kwargs: Any) -> None:
         pass
 
-    wait_stream = wait_event = record = wait = synchronize = _nothing
+    __init__ = wait_stream = wait_event = record = wait = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> _NoStream:
         return event or _NoStream()
