@@ -14,7 +14,6 @@ from typing import Any
 from measure import on_gpu
 
 from megablocks.tool import problem as shared
-from megablocks.tool.peers import peers
 from megablocks.tool.problem import OURS, ROUTER_TOLERANCE, TOLERANCE, Shape, Step, random_ids  # noqa: F401
 
 GRAPHED = "auto graphed"
@@ -106,6 +105,8 @@ class Problem(shared.Problem):
 
     def peers(self) -> dict[str, Callable[[], Step]]:
         """The peers that are installed."""
+        from megablocks.tool.peers import peers
+
         return peers(self)
 
     def routing(self) -> Any:

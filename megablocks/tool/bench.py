@@ -25,8 +25,7 @@ from megablocks.files import write_durably
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
-from megablocks.tool.peers import PEERS, peers
-from megablocks.tool.problem import OURS, Problem, Shape, Step, memory_of, random_ids
+from megablocks.tool.problem import OURS, PEERS, Problem, Shape, Step, memory_of, random_ids
 from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interleave, milliseconds, on_gpu, speed
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -79,6 +78,8 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
 def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
     """Everything that `bench` prints, as the dict that --json prints."""
     import torch
+
+    from megablocks.tool.peers import peers
 
     device = "cuda" if on_gpu() else "cpu"
     try:

@@ -1,17 +1,20 @@
 """The layers of other packages, called as their own benchmarks call them: each takes a `Problem` and gives a `Step`.
 
-A peer is imported only when it is called. A peer without a router gets ours.
+A peer is imported only when it is called. A peer without a router gets ours. Importing this file loads torch.
 """
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from megablocks.tool.problem import Problem, Step
+import torch
+import torch.nn.functional as F
+
+from megablocks.tool.problem import PEERS, Problem, Step
 
 ACTIVATIONS = ("swiglu", "gelu")
 """Those with which the peers are called."""
@@ -27,15 +30,13 @@ def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
             )
         return call(problem)
 
-    made = {name: functools.partial(checked, call) for name, call in PEERS.items()}
+    calls: Sequence[Callable[[Problem], Step]] = torch_grouped, scattermoe, sonicmoe, partial(sonicmoe, compiled=True)
+    made = {name: partial(checked, call) for name, call in zip(PEERS, calls, strict=True)}
     return {name: make for name, make in made.items() if importlib.util.find_spec(name.split()[0])}
 
 
 def torch_grouped(problem: Problem) -> Step:
     """torch's grouped_mm between a gather and a scatter whose backwards are gathers. SwiGLU is compiled."""
-    import torch
-    import torch.nn.functional as F
-
     s = problem.shape
     x, router, up = problem.leaf(problem.x), problem.leaf(problem.router), problem.up_weight()
     down = problem.leaf(problem.experts(problem.w2))
@@ -49,7 +50,7 @@ def torch_grouped(problem: Problem) -> Step:
 
     if problem.device == "cuda" and s.gated:
         activate = torch.compile(activate, dynamic=False)
-    gather = _torch_gather().apply
+    gather = _Gather.apply
 
     def forward() -> Any:
         weight, ids = problem.route(F.linear(x, router))
@@ -66,8 +67,6 @@ def torch_grouped(problem: Problem) -> Step:
 
 
 def scattermoe(problem: Problem) -> Step:
-    import torch
-    import torch.nn.functional as F
     from scattermoe.mlp import GLUMLP, MLP
 
     s = problem.shape
@@ -97,8 +96,6 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
     tokens with a launch into the default stream. A process runs one shape only, because SonicMoE reuses kernels
     that it compiled for an earlier shape.
     """
-    import torch
-    import torch.nn.functional as F
     from sonicmoe import functional
     from sonicmoe.enums import ActivationType
 
@@ -129,30 +126,17 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
     return Step(forward, [x, router, up, down], problem.dy)
 
 
-@functools.cache
-def _torch_gather() -> Any:
+class _Gather(torch.autograd.Function):
     """A gather (T, H) → (T·K, H), or with K None a permutation. torch's own backward would use atomics or a sort."""
-    import torch
 
-    class Gather(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:
-            ctx.save_for_backward(row_of_slot)
-            ctx.top_k = top_k
-            return x.index_select(0, order if top_k is None else order // top_k)
+    @staticmethod
+    def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:
+        ctx.save_for_backward(row_of_slot)
+        ctx.top_k = top_k
+        return x.index_select(0, order if top_k is None else order // top_k)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            slots = grads[0].index_select(0, *ctx.saved_tensors)
-            dx = slots if ctx.top_k is None else slots.unflatten(0, (-1, ctx.top_k)).sum(1)
-            return dx, None, None, None
-
-    return Gather
-
-
-PEERS: dict[str, Callable[[Problem], Step]] = {
-    "torch": torch_grouped,
-    "scattermoe": scattermoe,
-    "sonicmoe": sonicmoe,
-    "sonicmoe compiled": functools.partial(sonicmoe, compiled=True),
-}
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        slots = grads[0].index_select(0, *ctx.saved_tensors)
+        dx = slots if ctx.top_k is None else slots.unflatten(0, (-1, ctx.top_k)).sum(1)
+        return dx, None, None, None

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # importing this file loads no torch
     from megablocks import MoE, MoEConfig, dMoE
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
+PEERS = ("torch", "scattermoe", "sonicmoe", "sonicmoe compiled")
+"""Candidates of other packages, which the first word names."""
 STRENGTH = 8.0
 """The constant that is added to the chosen logits. Logits have a standard deviation of 0.5, so the difference of two
 logits would have to be 11 standard deviations to change a choice."""

@@ -156,7 +156,7 @@ def test_nothing_to_time_is_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bench, "peers", lambda problem: {})
+    monkeypatch.setattr("megablocks.tool.peers.peers", lambda problem: {})
     assert main(["bench", *SHAPE, "--ffn-hidden-size", width, "--only", only, "--out", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"megablocks bench: only='{only}': leaves nothing to time; {why}") and not told.out
