@@ -196,8 +196,6 @@ class Problem:
         because their weights have other layouts. Raises ArithmeticError, which names the tensor, if an error exceeds
         its tolerance.
         """
-        import torch
-
         from megablocks.testing.poison import poisoned_empty
 
         with poisoned_empty() if weights else contextlib.nullcontext():
@@ -212,8 +210,6 @@ class Problem:
             if off > limit:
                 raise ArithmeticError(f"{name}: relative error {off:.1e}, at most {limit:.0e}")
             worst = max(worst, off)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
         return worst
 
     def ours(self) -> dict[str, Callable[[], Step]]:
