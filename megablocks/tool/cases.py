@@ -178,7 +178,6 @@ CASES: dict[str, Case] = {
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 2e-5}
 """Largest relative error, ‖result − truth‖ / ‖truth‖, in a dtype. In bfloat16 a product's is 0.2 to 0.6 %; one wrong
 row of 201 makes 7 %."""
-EXACT_LIMIT = 2e-5
 
 
 def errors(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, float]:

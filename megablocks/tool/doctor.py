@@ -24,7 +24,7 @@ from megablocks.ops.grouped.gathered_mm import gathered_mm_gated
 from megablocks.ops.grouped.grouped_mm import grouped_mm
 from megablocks.ops.hopper import is_available, switched_on
 from megablocks.ops.routing.dispatch import build_dispatch, make_routing
-from megablocks.tool.cases import CASES, EXACT_LIMIT, LIMITS, Case, errors
+from megablocks.tool.cases import CASES, LIMITS, Case, errors
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
 from megablocks.tool.env import WITH_HOPPER
 from megablocks.tool.timing import milliseconds
@@ -51,7 +51,7 @@ def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> di
     except Exception as error:  # a kernel that does not compile or launch is a finding, not a crash
         return {"ok": False, "problem": in_one_line(error), "seconds": time.perf_counter() - started}
     only_exact = set(case.exact) == set(case.inputs)
-    limit = case.limit or (EXACT_LIMIT if only_exact else LIMITS[dtype])
+    limit = case.limit or LIMITS[torch.float32 if only_exact else dtype]
     worst = max(found, key=lambda name: found[name])
     ok = found[worst] <= limit
     in_json = found[worst] if math.isfinite(found[worst]) else None  # which has no infinity
