@@ -20,8 +20,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megablocks.config import ConfigError, MoEConfig, refuse
+from megablocks.config import ConfigError, refuse
 from megablocks.files import write_durably
+from megablocks.megatron.settings import flag_of
 from megablocks.monitor.plots import new_figure, save_figure
 from megablocks.ops.activation_table import ACTIVATIONS
 from megablocks.tool.commands import Parser, check_switches, in_one_line, progress
@@ -163,9 +164,9 @@ def _check_folder(out: Path) -> None:
 
 def main(argv: Sequence[str]) -> int:
     parser = Parser("bench", description=__doc__)
-    sizes = ("tokens", "hidden-size", "ffn-hidden-size", "num-experts", "top-k")
+    sizes = ("tokens", "hidden_size", "ffn_hidden_size", "num_experts", "top_k")
     for name in sizes:
-        parser.add_argument(f"--{name}", type=int, required=True)
+        parser.add_argument(flag_of(name), type=int, required=True)
     parser.add_argument("--activation", choices=ACTIVATIONS, default="swiglu")
     parser.add_argument("--dtype", choices=DTYPES, help="default: bfloat16 on a GPU, float32 elsewhere")
     parser.add_argument("--only", help=f"these candidates, with commas: {', '.join((*OURS, *PEERS))}")
@@ -176,18 +177,13 @@ def main(argv: Sequence[str]) -> int:
     for name in ("tokens", "rounds"):
         if getattr(options, name) < 1:
             refuse(name, getattr(options, name), "must be an integer >= 1")
-    MoEConfig(
-        hidden_size=options.hidden_size, ffn_hidden_size=options.ffn_hidden_size, num_experts=options.num_experts,
-        top_k=options.top_k,
-    )  # fmt: skip
+    tokens, hidden, width, experts, top_k = (getattr(options, name) for name in sizes)
+    shape = Shape(tokens, hidden, width, experts, top_k, options.activation, ORDER)
+    shape.config()  # refuses sizes that no layer has
     only = [] if options.only is None else options.only.split(",")
     for name in only:
         if name not in (*OURS, *PEERS):
             refuse("only", name, f"must be of {', '.join((*OURS, *PEERS))}")
-    shape = Shape(
-        options.tokens, options.hidden_size, options.ffn_hidden_size, options.num_experts, options.top_k,
-        options.activation, ORDER,
-    )  # fmt: skip
     check_switches()
     if options.out:  # what can fail there, before minutes of timing
         importlib.import_module("matplotlib")

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from megablocks.config import MoEConfig
 from megablocks.ops.activation_table import Activation
 from megablocks.tool.timing import on_gpu, relative_error
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:  # importing this file loads no torch
     import torch
     from torch import Tensor
 
-    from megablocks import MoE, MoEConfig, dMoE
+    from megablocks import MoE, dMoE
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 PEERS = ("torch", "scattermoe", "sonicmoe", "sonicmoe compiled")
@@ -57,6 +58,13 @@ class Shape:
     def label(self) -> str:
         """The name of the shape in peers_h200.json."""
         return f"{self.tokens},{self.hidden}; {self.width}/{self.experts}/{self.top_k}"
+
+    def config(self, **settings: Any) -> MoEConfig:
+        """A layer of this shape."""
+        return MoEConfig(
+            hidden_size=self.hidden, ffn_hidden_size=self.width, num_experts=self.experts, top_k=self.top_k,
+            activation=self.activation, softmax_order=self.softmax_order, **settings,
+        )  # fmt: skip
 
 
 def random_ids(shape: Shape, device: str) -> Any:
@@ -131,13 +139,7 @@ class Problem:
 
     def config(self, **changes: Any) -> MoEConfig:
         """The layer of this problem."""
-        from megablocks import MoEConfig
-
-        s = self.shape
-        return MoEConfig(
-            hidden_size=s.hidden, ffn_hidden_size=s.width, num_experts=s.experts, top_k=s.top_k,
-            activation=s.activation, softmax_order=s.softmax_order, **self.settings, **changes,
-        )  # fmt: skip
+        return self.shape.config(**self.settings, **changes)
 
     def module(self, config: MoEConfig, experts_dtype: torch.dtype | None = None) -> dMoE | MoE:
         """One of our layers over the shared weights. experts_dtype: of the experts only, for the truth."""
