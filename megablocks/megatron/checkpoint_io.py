@@ -21,7 +21,6 @@ from typing import IO, Any
 import torch
 from megatron.core import dist_checkpointing, safe_globals
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.training import training
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -181,20 +180,9 @@ def write_in_process() -> None:
 
 
 def install() -> None:
-    """Save fast, name failed writes, and keep a resumed run's random numbers; once a process, before `pretrain`."""
+    """Save fast, and name failed writes; once a process, before `pretrain`."""
     write_in_process()
-    wrap(training, build_train_valid_test_data_iterators=_with_own_random_state)
     wrap(filesystem_async.FileSystemWriterAsync, write_preloaded_data=_write)
-
-
-def _with_own_random_state(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """A torch DataLoader iterator draws a seed for its workers when it is built. Let that change no random state.
-
-    A resumed run builds it after the checkpoint has restored the generator, so that on a CPU, where dropout draws from
-    the same generator, dropout would differ from that of the run that it continues.
-    """
-    with torch.random.fork_rng(devices=[]):
-        return original(*args, **kwargs)
 
 
 def _write(original: Any, *args: Any, **kwargs: Any) -> Any:

@@ -186,17 +186,17 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def install() -> None:
-    """Let a cyclic data loader draw from a generator of its own.
+    """Let every data loader draw from a generator of its own.
 
-    It draws a number at its first batch, in a resumed run too. On a CPU dropout uses the default generator, so that the
-    losses of a resumed run were others.
+    Its iterator draws a seed for its workers, in a resumed run after the checkpoint has restored the default generator.
+    On a CPU dropout draws from that one, and would differ from that of the run that is continued.
     """
     wrap(training, build_pretraining_data_loader=_own_generator)
 
 
 def _own_generator(original: Any, *args: Any) -> Any:
     loader = original(*args)
-    if loader is not None and get_args().dataloader_type == "cyclic":
+    if loader is not None:
         loader.generator = torch.Generator().manual_seed(get_args().seed)
     return loader
 
