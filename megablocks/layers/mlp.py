@@ -26,6 +26,7 @@ from megablocks.layers import mpu
 from megablocks.layers.arguments import Arguments, InitFn, activation_of
 from megablocks.moe.experts import Experts, scale_gradient, without_autocast
 from megablocks.moe.experts import local_part as resolve_dtensor
+from megablocks.moe.impls import sparse_products
 from megablocks.moe.shared_expert import SharedExpert
 from megablocks.ops.fused.down import activate_and_project
 from megablocks.ops.fused.mlp import ExpertParameters
@@ -157,17 +158,7 @@ class SparseMLP(_ArgumentsExperts):
             return self._multiply_blocks(x, self._parameters_in(x.dtype), _pattern(topo))
 
     def _multiply_blocks(self, x: Tensor, weights: ExpertParameters, pattern: Matrix) -> Tensor:
-        return sparse_mlp(
-            x,
-            weights.w1.flatten(0, 1).t(),
-            weights.w2.flatten(0, 1),
-            pattern,
-            v1=None if weights.v1 is None else weights.v1.flatten(0, 1).t(),
-            activation=self.config.act,
-            recompute=self.config.recompute_activation,
-            input_bits=self.config.quantize_inputs_num_bits,
-            pre_bits=self.config.quantize_rematerialize_num_bits,
-        )
+        return sparse_products(weights, self.config)(x, pattern=pattern)
 
 
 class _Grouped:

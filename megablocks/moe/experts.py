@@ -23,7 +23,7 @@ from megablocks.config import MoEConfig, check_width
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.device_mesh import copy_rows
 from megablocks.moe.groups import ExpertShard
-from megablocks.moe.impls import ExpertCall, batched, fused_options, impl_for, sorted_dispatch
+from megablocks.moe.impls import ExpertCall, batched, impl_for, saved_by, sorted_dispatch
 from megablocks.moe.main_grad import main_grad_of, to_main_grad
 from megablocks.ops.fused.mlp import ExpertParameters, MainGrads
 from megablocks.ops.fused.remote import Remote, remote_mlp
@@ -185,7 +185,7 @@ class Experts(nn.Module):
             with without_autocast(x):  # x and the parameters are in its dtype
                 if isinstance(dispatch, Remote):
                     assert weight is not None
-                    options = fused_options(self.config) | {"main_grads": main_grads}
+                    options = saved_by(self.config) | {"main_grads": main_grads}
                     y = remote_mlp(x, weight, dispatch, parameters, self.config.act, **options)
                 else:
                     call = ExpertCall(parameters, x, dispatch, weight, self.config, in_order, main_grads)

@@ -8,6 +8,7 @@ Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -116,12 +117,12 @@ def impl_for(
 def fused(call: ExpertCall) -> Tensor:
     """The whole MLP in one op (SonicMoE, arXiv 2512.14080)."""
     p, x, dispatch, weight, config, in_order, main_grads = call
-    options = fused_options(config)
+    options = saved_by(config)
     return fused_mlp(x, weight, dispatch, p, config.act, in_order=in_order, main_grads=main_grads, **options)
 
 
-def fused_options(config: MoEConfig) -> dict[str, Any]:
-    """What the fused ops save for backward, as their keyword arguments."""
+def saved_by(config: MoEConfig) -> dict[str, Any]:
+    """What the fused and the sparse ops save for backward, as their keyword arguments."""
     return {
         "recompute": config.recompute_activation,
         "input_bits": config.quantize_inputs_num_bits,
@@ -166,28 +167,30 @@ def sparse(call: ExpertCall) -> Tensor:
 
     Padding is zeros on the way in and in the gradient of what comes out, so it adds nothing to any gradient.
     """
-    (w1, v1, w2, b1, c1, b2), x, dispatch, weight, config, *_ = call
-    width = w1.shape[1]
+    p, x, dispatch, weight, config, *_ = call
+    multiply, width = sparse_products(p, config), p.w1.shape[1]
     block_size = next(size for size in BLOCKS if width % size == 0)  # `check_width` refuses other widths
     max_rows = dispatch.scatter.shape[0]
     pattern, padded_offsets = topology(dispatch.expert_offsets, width, max_rows=max_rows, block_size=block_size)
     padded = pad_dispatch(dispatch, padded_offsets, pattern.shape[0])
-    rows = sparse_mlp(
-        gather(x, padded),
-        w1.flatten(0, 1).t(),
-        w2.flatten(0, 1),
-        pattern,
-        v1=None if v1 is None else v1.flatten(0, 1).t(),
-        bias=None if b1 is None else b1.flatten(),
-        gate_bias=None if c1 is None else c1.flatten(),
-        activation=config.act,
-        recompute=config.recompute_activation,
-        input_bits=config.quantize_inputs_num_bits,
-        pre_bits=config.quantize_rematerialize_num_bits,
-    )
-    if b2 is not None:
-        rows = add_expert_bias(rows, b2, padded_offsets)
+    rows = multiply(gather(x, padded), pattern=pattern)
+    if p.b2 is not None:
+        rows = add_expert_bias(rows, p.b2, padded_offsets)
     return combine(rows, weight, padded, num_bits=config.quantize_scatter_num_bits)
+
+
+def sparse_products(p: ExpertParameters, config: MoEConfig) -> Callable[..., Tensor]:
+    """A function of rows (M, H), and of the blocks that hold each expert's, pattern= (M, E·I), → (M, H) without b2."""
+    return partial(
+        sparse_mlp,
+        w1=p.w1.flatten(0, 1).t(),
+        w2=p.w2.flatten(0, 1),
+        v1=None if p.v1 is None else p.v1.flatten(0, 1).t(),
+        bias=None if p.b1 is None else p.b1.flatten(),
+        gate_bias=None if p.c1 is None else p.c1.flatten(),
+        activation=config.act,
+        **saved_by(config),
+    )
 
 
 def reference(call: ExpertCall) -> Tensor:
