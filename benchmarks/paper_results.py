@@ -47,8 +47,8 @@ class Span(NamedTuple):
 class Summary(NamedTuple):
     """An arm's figures.
 
-    losses: final ones, by seed; stopped: in words, which of the seeds have none. half_loss: mean loss at the evaluation
-        in the middle of the whole runs.
+    losses: final ones, by seed; stopped: in words, which of the seeds have none. half_losses: of the same runs, at
+        the evaluation in the middle.
     time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
         over it. None: a seed has not reached it. missed: whole runs that never do. beyond: of a stopped run that had
         not, its time until then and the dense run's time over it; the least of such seeds.
@@ -61,7 +61,7 @@ class Summary(NamedTuple):
     losses: Mapping[int, float]
     seeds: int
     stopped: str
-    half_loss: float
+    half_losses: Mapping[int, float]
     step_ms: float
     over_dmoe: float | None
     tokens_per_second: float
@@ -80,9 +80,10 @@ class Summary(NamedTuple):
     def loss(self) -> Span:
         return Span.of(self.losses.values())
 
-    def below(self, other: Summary) -> Span:
+    def below(self, other: Summary, at: str = "losses") -> Span:
         """How far its loss is below the other arm's, seed by seed: runs of one seed share data and initialization."""
-        return Span.of(other.losses[seed] - self.losses[seed] for seed in self.losses if seed in other.losses)
+        mine, theirs = getattr(self, at), getattr(other, at)
+        return Span.of(theirs[seed] - mine[seed] for seed in mine if seed in theirs)
 
 
 def first_intervals(log: str) -> set[int]:
@@ -327,7 +328,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             losses={seed: one[-1] for seed, one in losses.items()},
             seeds=len(those),
             stopped="; ".join(stops),
-            half_loss=Span.of(one[(len(one) - 1) // 2] for one in losses.values()).mean,
+            half_losses={seed: one[(len(one) - 1) // 2] for seed, one in losses.items()},
             step_ms=step_ms,
             over_dmoe=step_ms / _step_ms(runs["dmoe"], last) if "dmoe" in runs else None,
             tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),

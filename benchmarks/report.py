@@ -224,7 +224,7 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
         why = ""
         if apart.low <= 0:
             drops = [f"{one.label} drops {one.dropped:.2%} of the pairs" for one in (a, b) if one.dropped is not None]
-            half = b.half_loss - a.half_loss
+            half = a.below(b, "half_losses").mean
             why = f" {'; '.join(drops)}. At half of the tokens {a.label} was {abs(half):.4f} "
             why += f"{'below' if half > 0 else 'above'}."
         side = "below" if apart.mean > 0 else "above"

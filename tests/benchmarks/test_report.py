@@ -99,6 +99,20 @@ def test_an_order_that_does_not_hold_is_said_with_what_the_runs_show(tmp_path: P
     )
 
 
+def test_losses_at_half_of_the_tokens_are_compared_seed_by_seed(tmp_path: Path) -> None:
+    """Dense has a seed more, with a higher loss than the others: 3.8 and 4.0 of the first seed differ by 0.2."""
+    record = write_runs(tmp_path, seeds=3)
+    record["runs"] = [run for run in record["runs"] if run["arm"] == "dense" or run["seed"] == 1234]
+    for run in record["runs"]:
+        if run["seed"] == 1236:
+            run["validation"]["loss"] = [loss + 1.0 for loss in run["validation"]["loss"]]
+        if run["arm"] == "capacity-1":
+            run["validation"]["loss"][-1] += 0.5
+    line = report.orders(summarize(record))[-1]
+    assert line.startswith("- ours, capacity 1 is 0.3000 above dense,")
+    assert line.endswith("At half of the tokens ours, capacity 1 was 0.2000 below.")
+
+
 def test_an_order_that_holds_in_some_seeds_is_no_order(tmp_path: Path) -> None:
     record = write_runs(tmp_path)
     next(run for run in record["runs"] if run["arm"] == "dmoe" and run["seed"] == 1235)["validation"]["loss"][-1] = 3.9
