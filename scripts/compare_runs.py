@@ -18,13 +18,14 @@ import math
 import os
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from profile_step import launch
 
 from megablocks.config import ConfigError, is_dry_run
 from megablocks.kinds import MLP_IMPLS
@@ -173,9 +174,9 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{folder}: holds another run or an unfinished one: remove it or choose another folder",
                       file=sys.stderr)  # fmt: skip
                 return 1
-            done = subprocess.run(command, env={**os.environ, **variables})
-            if done.returncode or not _is_done(folder, options.steps, flags):
-                print(f"{name}: ended with {done.returncode} before step {options.steps}", file=sys.stderr)
+            status = launch(command, **variables)
+            if status or not _is_done(folder, options.steps, flags):
+                print(f"{name}: ended with {status} before step {options.steps}", file=sys.stderr)
                 return 1
         else:
             missing.append(name)

@@ -28,7 +28,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from profile_step import EXAMPLE, command_in
+from profile_step import EXAMPLE, command_in, launch
 
 from megablocks.config import ConfigError, is_dry_run
 from megablocks.files import write_durably
@@ -121,16 +121,16 @@ def _trial(out: Path, words: Sequence[str], size: int) -> Trial:
     """Launch a trial in a folder that is then removed. Its log stays as OUT/micro_batch_SIZE.log."""
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as folder:
-        done = subprocess.run(command_in(Path(folder), words), env=_environment(size))
+        status = launch(command_in(Path(folder), words), FLAGS=_flags(size))
         log, kept = Path(folder) / "train.log", out / f"micro_batch_{size}.log"
         if not log.exists():
-            raise ConfigError(f"micro-batch {size}: the launch ended with {done.returncode} before training")
+            raise ConfigError(f"micro-batch {size}: the launch ended with {status} before training")
         shutil.copyfile(log, kept)
-    return read_log(size, done.returncode, kept.read_text(errors="replace"))
+    return read_log(size, status, kept.read_text(errors="replace"))
 
 
-def _environment(size: int) -> dict[str, str]:
-    return {**os.environ, "FLAGS": f"{os.environ.get('FLAGS', '')} {FLAGS} {size}".strip()}
+def _flags(size: int) -> str:
+    return f"{os.environ.get('FLAGS', '')} {FLAGS} {size}".strip()
 
 
 def _printed(out: Path, words: Sequence[str]) -> list[str]:
@@ -163,8 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sizes = sizes if options.size is None else [options.size]
         if is_dry_run():
             for size in reversed(sizes):
-                flags = _environment(size)["FLAGS"]
-                print(f"FLAGS={shlex.quote(flags)} {shlex.join(command_in(out / 'trial', command))}")
+                print(f"FLAGS={shlex.quote(_flags(size))} {shlex.join(command_in(out / 'trial', command))}")
             return 0
         trials = largest_that_fits(sizes, lambda size: _trial(out, command, size))
     except ConfigError as error:

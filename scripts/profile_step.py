@@ -15,10 +15,12 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -45,6 +47,30 @@ def command_in(folder: Path, words: Sequence[str]) -> list[str]:
     return [*words[: at + 1], str(folder), *words[at + 1 :]]
 
 
+def launch(command: Sequence[str], **variables: str) -> int:
+    """Run a script of exp/. Returns its exit status.
+
+    A signal goes to the script too, which saves and ends; then this program ends with 130.
+    """
+    child = subprocess.Popen(command, env={**os.environ, **variables})
+    stopped = False
+
+    def stop(_number: int, _frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        child.send_signal(signal.SIGTERM)  # of Ctrl-C its second signal, which it does not count
+
+    numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
+    before = [signal.signal(number, stop) for number in numbers]
+    status = child.wait()
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+    if stopped:
+        print(f"{Path(sys.argv[0]).stem}: stopped", file=sys.stderr)
+        sys.exit(130)
+    return status
+
+
 def _launch(out: Path, words: Sequence[str]) -> Path | None:
     """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
     folder = out / "run"
@@ -54,9 +80,8 @@ def _launch(out: Path, words: Sequence[str]) -> Path | None:
         return None
     if folder.is_dir() and any(folder.iterdir()):  # it saved no optimizer, so it cannot resume
         raise ConfigError(f"{folder}: holds an earlier run: remove it or choose another out")
-    done = subprocess.run(command, env={**os.environ, "FLAGS": flags})
-    if done.returncode:
-        raise ConfigError(f"command={shlex.join(command)!r}: ended with {done.returncode}; see {folder}/train.log")
+    if status := launch(command, FLAGS=flags):
+        raise ConfigError(f"command={shlex.join(command)!r}: ended with {status}; see {folder}/train.log")
     return folder / "torch_profile" / "rank-0.json.gz"
 
 
