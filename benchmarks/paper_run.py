@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,6 +136,8 @@ class Comparison:
     # ---- launches
 
     def _call(self, launch: Launch) -> str:
+        # The record refuses runs of other code, but only at the end.
+        replace(self.settings, commit=commit()).refuse_change(self.settings, self.out)
         return self.places.call(launch, self.data, self.out, self._lock)
 
     def search(self, arm: str, schedule: Schedule) -> Launch:

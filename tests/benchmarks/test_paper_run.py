@@ -42,6 +42,11 @@ def _comparison(out: Path, at_once: int = 1, **variables: str) -> Comparison:
     return comparison
 
 
+@pytest.fixture(autouse=True)
+def _same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGABLOCKS_COMMIT", "abc")
+
+
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Launches write a finished run at once instead of training; the list names them."""
@@ -327,6 +332,14 @@ def test_more_arms_and_seeds_repeat_no_run(tmp_path: Path, launches: list[str]) 
     _comparison(tmp_path, SEEDS="2").train(10e3)
     assert launches == ["capacity-1 1234", "dense 1235", "dmoe 1235", "capacity-1 1235"]
     assert json.loads((tmp_path / "settings.json").read_text())["seeds"] == "2"
+
+
+def test_code_that_changed_since_the_start_launches_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    comparison = _comparison(tmp_path)
+    monkeypatch.setenv("MEGABLOCKS_COMMIT", "abc+changes")  # as after a git pull
+    with pytest.raises(ConfigError, match=r"the code's commit=abc\+changes: .* was started with abc; use that, or"):
+        comparison.train(10e3)
+    assert not list(tmp_path.glob("launch-*.log"))
 
 
 def test_a_signal_reaches_the_run_and_ends_the_comparison(tmp_path: Path) -> None:
