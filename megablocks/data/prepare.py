@@ -28,7 +28,7 @@ from megablocks.config import ConfigError, is_dry_run, refuse
 from megablocks.data import tokenizers
 from megablocks.data.indexed import DataError, IndexedWriter, token_dtype
 from megablocks.data.manifest import NAME as MANIFEST
-from megablocks.data.manifest import write_manifest
+from megablocks.data.manifest import read_manifest, write_manifest
 from megablocks.data.pipeline import Raw, encode_all, unigram_statistics
 from megablocks.data.sources import STDLIB, Entry, Source, choose, held_out, is_text, matches, open_source, rank
 from megablocks.data.tokenizers import TokenizerSpec
@@ -126,6 +126,21 @@ def check_options(args: argparse.Namespace) -> None:
         refuse("--out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")
     if not is_data_set and args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
         refuse("--out", str(args.out), "exists and is no data set; choose another folder or remove it")
+    if os.path.ismount(args.out):
+        refuse("--out", str(args.out), "is a mount point, which cannot be renamed; give a folder in it")
+    if is_data_set:
+        _refuse_other_files(args.out)
+
+
+def _refuse_other_files(out: Path) -> None:
+    """Refuse to replace a folder that is no data set of ours, or that holds the user's files too."""
+    try:
+        known = {MANIFEST, *read_manifest(out).files}
+    except DataError as error:
+        refuse("--out", str(out), f"is no data set ({error}); choose another folder or remove it")
+    for path in sorted(out.rglob("*")):
+        if not path.is_dir() and (name := path.relative_to(out).as_posix()) not in known:
+            refuse("--out", str(out), f"holds {name}, which is not of the data set; move it, or choose another folder")
 
 
 @dataclass(frozen=True)

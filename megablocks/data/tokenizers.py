@@ -28,6 +28,7 @@ _HF_FOLDER = "tokenizer"
 # The first ids of a vocabulary that is trained here; 256 byte pieces follow.
 _UNK, _EOD = 0, 1
 MIN_VOCAB_SIZE = 2 + 256 + 1 + 128
+_LONGEST_LINE = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
             allow_whitespace_only_pieces=True,
             split_digits=True,
             character_coverage=0.9999,
-            max_sentence_length=1 << 14,
+            max_sentence_length=_LONGEST_LINE,
             user_defined_symbols=["\n"],
             unk_id=_UNK,
             eos_id=_EOD,
@@ -92,6 +93,8 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
         most = re.search(r"a value <= (\d+)", reason)
         if most is not None and int(most[1]) < MIN_VOCAB_SIZE:  # its advice would be refused
             reason = f"too little text for {MIN_VOCAB_SIZE} pieces, the fewest; give more, or --tokenizer-model"
+        if "sentences_.empty()" in reason:
+            reason = f"no line has 1 to {_LONGEST_LINE} bytes, as it needs; break the lines, or give --tokenizer-model"
         raise ConfigError(f"--vocab-size={vocab_size}: SentencePiece cannot train it on this text: {reason}") from None
     (folder / _SPM_FILE).write_bytes(model.getvalue())
     return _sentencepiece_spec(folder)

@@ -622,6 +622,38 @@ def test_overwrite_replaces_data_sets_alone(corpus, tmp_path):
     assert (tmp_path / "thesis/thesis.tex").read_text() == "precious"
 
 
+def test_overwrite_loses_no_file_of_the_users(corpus, folder, tmp_path):
+    """Their text, which may be the input, or a folder of another program that has a manifest.json too."""
+    text = folder / "raw/text.jsonl"
+    text.parent.mkdir()
+    text.write_text('{"text": "precious"}\n{"text": "words"}\n')
+    for source in (text, corpus):
+        line = refused("--input", source, "--out", folder, "--vocab-size", 600, "--overwrite")
+        assert line.endswith("holds raw/text.jsonl, which is not of the data set; move it, or choose another folder")
+    assert "precious" in text.read_text()
+    (tmp_path / "extension").mkdir()
+    (tmp_path / "extension/manifest.json").write_text('{"manifest_version": 3}')
+    line = refused("--input", corpus, "--out", tmp_path / "extension", "--vocab-size", 600, "--overwrite")
+    assert line.endswith("format None, must be 1); choose another folder or remove it")
+    assert (tmp_path / "extension/manifest.json").exists()
+
+
+def test_a_mount_point_is_refused_before_the_work(corpus, tmp_path, monkeypatch, capsys):
+    """As /data in a container: the finished folder cannot get its name."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "set")
+    assert main(["--input", str(corpus), "--out", str(tmp_path / "set"), "--vocab-size", "600"]) == 2
+    out = tmp_path / "set"
+    assert capsys.readouterr().err == (
+        f"prepare_data: error: --out={str(out)!r}: is a mount point, which cannot be renamed; give a folder in it\n"
+    )
+
+
+def test_a_text_of_long_lines_alone_says_so(tmp_path):
+    (tmp_path / "long.jsonl").write_text(2 * f'{{"text": "{"some words " * 2000}"}}\n')
+    line = refused("--input", tmp_path / "long.jsonl", "--out", tmp_path / "set", "--vocab-size", 600)
+    assert line.endswith("no line has 1 to 16384 bytes, as it needs; break the lines, or give --tokenizer-model")
+
+
 def test_a_link_stands_for_its_folder(corpus, tmp_path):
     """A data set on another disk. --overwrite put the new one in the place of the link, and failed the next time."""
     link, disk = tmp_path / "link", tmp_path / "disk"
