@@ -5,10 +5,10 @@ Runs with the same seed have the same initial weights and the same data, so only
 two GPUs dropout draws other masks too. The first run is repeated with a second seed: the distance between these two
 runs is the noise, and every other run must be at most as far away from the first one.
 
-A run is a launch of a script of exp/ into its own folder. A run whose loss.csv reaches the last step is not repeated,
-so the runs can be spread over several calls or machines (`--only`). A run that stopped early starts again in an empty
-folder, because no optimizer state is saved. The environment variables are those of exp/common.sh: NGPU, DATA_PREFIX,
-FLAGS (added to every run), DRY_RUN=1, ….
+A run is a launch of a script of exp/ into its own folder. A run of the same command whose loss.csv reaches the last
+step is not repeated, so the runs can be spread over several calls or machines (`--only`). A run that stopped early
+starts again in an empty folder, because no optimizer state is saved. The environment variables are those of
+exp/common.sh: NGPU, DATA_PREFIX, FLAGS (added to every run), DRY_RUN=1, ….
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import math
 import os
 import shlex
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,12 +121,22 @@ def _command(experiment: Path, folder: Path, steps: int, arm: Arm, seed: int) ->
     return ["bash", str(experiment), str(folder), str(steps)], " ".join(filter(None, words))
 
 
-def _is_done(folder: Path, steps: int, flags: str) -> bool:
-    """Whether `folder` holds a run with these FLAGS, the end of its command, that reached the last step."""
-    command, given = folder / "command.txt", flags.split()
-    if not command.is_file() or shlex.split(command.read_text())[-len(given) :] != given:
+def _is_done(folder: Path, steps: int, command: list[str], variables: dict[str, str]) -> bool:
+    """Whether `folder` holds a run of this launch that reached the last step."""
+    if not (folder / "command.txt").is_file() or max(History.of_run(folder).rows, default=0) != steps:
         return False
-    return max(History.of_run(folder).rows, default=0) == steps
+    environment = {**os.environ, **variables, "DRY_RUN": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    launched = _names(done.stdout.partition(" -m ")[2])[3:]  # without --load, which command.txt lacks
+    return bool(launched) and launched == _names((folder / "command.txt").read_text())[2:]
+
+
+def _names(command: str) -> list[str]:
+    """The words of a command, of paths the last part alone, because runs may come from other machines."""
+    try:
+        return [Path(word).name if word.startswith("/") else word for word in shlex.split(command)]
+    except ValueError:  # cut off inside a quote
+        return []
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -167,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         variables = {"FLAGS": flags} | ({} if arm.gpus is None else {"NGPU": str(arm.gpus)})
         if dry_run:
             print(*(f"{key}={shlex.quote(value)}" for key, value in variables.items()), shlex.join(command))
-        elif _is_done(folder, options.steps, flags):
+        elif _is_done(folder, options.steps, command, variables):
             continue
         elif options.only in (None, name):
             if folder.is_dir() and any(folder.iterdir()):
@@ -175,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                       file=sys.stderr)  # fmt: skip
                 return 1
             status = launch(command, **variables)
-            if status or not _is_done(folder, options.steps, flags):
+            if status or not _is_done(folder, options.steps, command, variables):
                 print(f"{name}: ended with {status} before step {options.steps}", file=sys.stderr)
                 return 1
         else:

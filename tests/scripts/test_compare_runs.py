@@ -23,8 +23,11 @@ def _run(folder: Path, losses: list[float], every: int = 1, rate: float = 1000.0
         history.add((i + 1) * every, {"train_loss": loss, "tokens_per_second": rate if i else 1.0})
     history.save()
     (arm,) = compare_runs.arms_of([folder.name.split("-")[0]], [], "").values()
-    _, flags = compare_runs._command(compare_runs.EXPERIMENT, folder, 20, arm, seed)
-    (folder / "command.txt").write_text(f"'-m' 'a driver' '--train-iters' '20' {flags}\n")
+    command, flags = compare_runs._command(compare_runs.EXPERIMENT, Path("/elsewhere", folder.name), 20, arm, seed)
+    environment = {**os.environ, "FLAGS": flags, "DRY_RUN": "1"}
+    printed = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    before, after = printed.split(" -m megablocks.megatron.pretrain_gpt --load ")
+    (folder / "command.txt").write_text(f"'-m' 'megablocks.megatron.pretrain_gpt' {after.split(' ', 1)[1]}\n")
 
 
 def _curve(offset: float = 0.0, wobble: float = 0.0) -> list[float]:
@@ -82,14 +85,21 @@ def test_runs_that_are_missing_are_named(tmp_path: Path, capsys: pytest.CaptureF
     assert capsys.readouterr().out.strip().endswith("still to run: sparse-seed1235")
 
 
-@pytest.mark.parametrize("what", ["stopped", "of another seed", "of other flags"])
+@pytest.mark.parametrize(
+    "what", ["stopped", "of another seed", "of other flags", "of another experiment", "of other data", "cut off"]
+)
 def test_L2_an_unfinished_or_different_run_is_refused(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _run(tmp_path / "sparse", _curve()[: 10 if what == "stopped" else 20], seed=9 if "seed" in what else 1234)
     if "flags" in what:
         monkeypatch.setenv("FLAGS", "--lr 1e-3")
-    assert compare_runs.main([str(tmp_path), "--steps", "20"]) == 1
+    if "data" in what:
+        monkeypatch.setenv("DATA_PREFIX", "/other/linux")
+    if what == "cut off":
+        (tmp_path / "sparse/command.txt").write_text("'-m' 'mega")
+    experiment = ROOT / f"exp/dmoe/dmoe_{'125m' if 'experiment' in what else '46m'}_8gpu.sh"
+    assert compare_runs.main([str(tmp_path), "--steps", "20", "--experiment", str(experiment)]) == 1
     said = capsys.readouterr().err
     assert said.startswith(f"{tmp_path}/sparse: holds another run or an unfinished one") and said.count("\n") == 1
 
