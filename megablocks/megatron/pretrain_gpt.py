@@ -13,6 +13,7 @@ What needs another package is imported late, so that one that is not installed i
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import importlib.util
 import io
@@ -208,6 +209,9 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
             guards.heartbeat.fail(error)
         if (line := failures.out_of_memory(error, args)) is not None:
             raise OutOfMemory(f"rank {args.rank}: {line}") from error
+        if guards.is_training and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            where = error.filename or run_dir or args.save
+            raise SaveError(f"{where}: {error.strerror}; make room; the newest checkpoint resumes") from error
         if guards.is_training or isinstance(error, CheckpointError):
             raise
         raise ArgumentError(failures.explain(error, args)) from error

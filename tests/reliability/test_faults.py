@@ -138,6 +138,13 @@ def test_F3_megatrons_check_of_a_step_ends_a_run_that_saves_nothing(driver: Driv
     assert said(run, "found NaN in local forward loss") and "Traceback" not in run.text()
 
 
+def test_K6_a_disk_that_fills_up_between_saves_is_one_line(driver: Driver) -> None:
+    folder, flags = driver.folder / "run", ("--train-iters", "4", "--eval-interval", "2", "--eval-iters", "1")
+    run = driver.run(*flags, "--megablocks-run-dir", folder, ranks=1, faults=[("full_disk", {})], expect=1)
+    assert run.losses() and "Traceback" not in run.text()
+    assert said(run, f"^pretrain_gpt: {folder}/loss.csv: No space left on device; make room; the newest checkpoint")
+
+
 FAILING = """
 import sys
 from megablocks.megatron import gpt, pretrain_gpt
