@@ -181,7 +181,7 @@ launch() {
     local command run flags logged reason
     _check_settings
     _rendezvous
-    read -ra flags <<<"${FLAGS:-}"
+    read -d '' -ra flags <<<"${FLAGS:-}" || true # it may have several lines
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
         --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard"
         "${flags[@]}")

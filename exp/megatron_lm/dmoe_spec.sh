@@ -14,7 +14,7 @@ if [ "$(gpus)" -gt 0 ]; then
 else
     NGPU=${NGPU:-2} MACHINE=(--distributed-backend gloo --use-cpu-initialization)
 fi
-read -ra flags <<<"${FLAGS:-}"
+read -d '' -ra flags <<<"${FLAGS:-}" || true # it may have several lines
 _check_settings
 [ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: choose another folder"
 

@@ -135,8 +135,10 @@ def test_L1_positional_arguments_and_environment_reach_the_command() -> None:
     words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", NGPU="3", STEPS="9", DATA_PREFIX="/d")
     assert _option(words, "--nproc-per-node") == "3" and _flags(words)["--train-iters"] == "9"
     assert "--standalone" in words
-    words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", FLAGS="--log-interval 10 --no-bf16")
-    assert words[-3:] == ["--log-interval", "10", "--no-bf16"]
+    for script in ("gpt2/gpt2_46m_8gpu.sh", "megatron_lm/dmoe_spec.sh"):
+        for between in (" ", "\n    ", "\n\n"):  # several lines, as in a job's file
+            words = _dry(ROOT / "exp" / script, "r", FLAGS=f"--log-interval 10{between}--no-bf16\n")
+            assert words[-3:] == ["--log-interval", "10", "--no-bf16"]
     several = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "host0", "MASTER_PORT": "6001"}
     words = _dry(ROOT / "exp/gpt2/gpt2_46m_8gpu.sh", "r", **several)
     assert [_option(words, name) for name in ("--nnodes", "--rdzv-endpoint")] == ["2", "host0:6001"]
