@@ -200,7 +200,12 @@ launch() {
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     logged=$(wc -c 2>/dev/null <"$EXP_DIR/train.log" || echo 0)
     if _train "${run[@]}" "${RESUME[@]}"; then
-        [ -z "$STOPPED_AT" ] || say "stopped and saved: the same command with the same EXP_DIR resumes ($EXP_DIR)"
+        [ -n "$STOPPED_AT" ] || return 0
+        if compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null; then
+            say "stopped and saved: the same command with the same EXP_DIR resumes ($EXP_DIR)"
+        else
+            say "stopped: $EXP_DIR holds no checkpoint, so it cannot resume; FLAGS give another --save"
+        fi
         return
     fi
     # torchrun's own report of the failure hides the driver's line, so that line comes again, last.

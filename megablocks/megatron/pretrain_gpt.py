@@ -221,7 +221,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     if profiling.is_on(args):
         profiling.write(args, reporter.model, reporter.history)
     if not args.skip_train:
-        print_rank_0(f"done at iteration {args.curr_iteration + 1}")
+        print_rank_0(f"done at iteration {max(args.curr_iteration + 1, args.iteration)}")  # the second if it was done
     if guards.heartbeat is not None:
         guards.heartbeat.stop()
     dist.barrier()

@@ -506,6 +506,16 @@ def test_a_signal_to_the_launcher_is_a_saved_stop(held, tmp_path: Path, number: 
     assert "saved\n" in (tmp_path / "run/train.log").read_text()
 
 
+def test_a_stop_does_not_promise_a_save_elsewhere(held, tmp_path: Path) -> None:
+    """As with FLAGS=--save=, which turns saving off."""
+    launcher, _, _ = held
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    launcher.terminate()
+    _, err = launcher.communicate()
+    line = f"dmoe.sh: stopped: {tmp_path}/run holds no checkpoint, so it cannot resume; FLAGS give another --save"
+    assert launcher.returncode == 0 and err.splitlines()[1:] == [line]
+
+
 def test_a_stop_without_a_save_is_a_failure(held, tmp_path: Path) -> None:
     launcher, _, _ = held
     (tmp_path / "status").write_text("1")

@@ -144,6 +144,11 @@ def test_another_schedule_is_refused_and_each_advice_works(driver: Driver, check
         assert sorted(driver.run(*longer, advice, model=MODEL).losses()) == [3, 4, 5, 6]
 
 
+def test_a_finished_run_names_its_last_iteration_again(driver: Driver, checkpoint: Path) -> None:
+    run = driver.run("--train-iters", "2", "--load", checkpoint, "--override-opt-param-scheduler", model=MODEL)
+    assert not run.losses() and "\ndone at iteration 2\n" in run.text()
+
+
 def test_a_checkpoint_without_our_files_still_loads(driver: Driver, checkpoint: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint, tmp_path / "run")
     folder = atomic.folder_of(tmp_path / "run", 2)
