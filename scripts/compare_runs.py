@@ -125,7 +125,7 @@ def _is_done(folder: Path, steps: int, command: list[str], variables: dict[str, 
     """Whether `folder` holds a run of this launch that reached the last step."""
     if not (folder / "command.txt").is_file() or max(History.of_run(folder).rows, default=0) != steps:
         return False
-    environment = {**os.environ, **variables, "DRY_RUN": "1"}
+    environment = {**os.environ, **variables, "DRY_RUN": "1", "LC_ALL": "C.UTF-8"}  # quotes as command.txt does
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     launched = _names(done.stdout.partition(" -m ")[2])[3:]  # without --load, which command.txt lacks
     return bool(launched) and launched == _names((folder / "command.txt").read_text())[2:]

@@ -398,6 +398,15 @@ def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict
     assert [p.name for p in foreign.iterdir()] == ["thesis.tex"] and not ran.exists()
 
 
+def test_a_run_goes_on_in_another_locale(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
+    """As in a job, which may have none. bash quotes what is not ASCII by the locale."""
+    run, settings = tmp_path / "größe 1", {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
+    for locale in ("C.UTF-8", "C", "POSIX", "C.UTF-8"):
+        done = _run(SMOKE, str(run), "3", LC_ALL=locale, **settings)
+        assert (done.returncode, done.stderr) == (0, ""), locale
+        (run / "checkpoints/iter_0000002").mkdir(parents=True, exist_ok=True)
+
+
 TRAINING = """
 import os, pathlib, signal, sys, time
 here, asked = pathlib.Path({here!r}), []
