@@ -120,6 +120,16 @@ class MoELayer(SharesGroups, nn.Module):
             self.shared_expert.reset_parameters()
         self._register_load_state_dict_pre_hook(_rename_old_keys)
 
+    @torch.no_grad()
+    def reset_parameters(self, seed: int | None = None) -> None:
+        """Draw every parameter anew, as after `to_empty` of a layer on "meta"; `seed` is as in `Experts`."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters(seed)
+        if self.shared_expert is not None:
+            self.shared_expert.reset_parameters()
+        if self.output_bias is not None:
+            self.output_bias.zero_()
+
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
         """x (T, H) → (T, H) through the experts, and metrics that the routing does not have."""
         raise NotImplementedError

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -62,12 +63,14 @@ class Router(SharesGroups, nn.Module):
         self.config = config
         self.loss_group = loss_group
         self.layer = nn.Linear(config.hidden_size, config.num_experts, bias=False, device=device, dtype=dtype)
-        with torch.no_grad():
-            if init_method is None:
-                nn.init.normal_(self.layer.weight, std=config.init_std)
-            else:
-                init_method(self.layer.weight)
+        self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
+        self.reset_parameters()
         self.register_buffer("expert_score_bias", None)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight anew; buffers stay as they are."""
+        self._init_method(self.layer.weight)
 
     def logits(self, x: Tensor) -> Tensor:
         """x (..., H), T tokens in all → (T, E) in the weight's dtype, with jitter in training."""
@@ -160,10 +163,13 @@ class TopKRouter(Router):
         counts.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """What `module.to` and its like call; the score bias stays float32."""
-        bias = self.expert_score_bias
+        """What `module.to` and its like call; the score bias stays float32. Behind "meta" both buffers begin with 0."""
+        bias, were = self.expert_score_bias, list(self.buffers(recurse=False))
         super()._apply(fn, recurse)
         moved = self.expert_score_bias
+        for old, new in zip(were, self.buffers(recurse=False), strict=True):
+            if old.is_meta:  # `to_empty` leaves what was in memory, and no checkpoint holds the counts
+                new.zero_()
         if bias is not None and moved is not None and moved.dtype != torch.float32:
             # bf16 would swallow the update rate: 1 + 1e-3 rounds to 1
             self.expert_score_bias = bias.to(moved.device)

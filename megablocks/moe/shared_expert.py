@@ -58,10 +58,12 @@ class SharedExpert(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the projections from normals of the config's stds; the gate stays as it is."""
+        """Draw the projections from normals of the config's stds; the gate becomes 0."""
         std, down_std = self.config.init_std, self.config.output_init_std
         for name, parameter in self.named_parameters():
-            if name != "gate":
+            if name == "gate":
+                parameter.zero_()
+            else:
                 is_down = name == "down_proj.weight"
                 nn.init.normal_(parameter, std=down_std if is_down and down_std is not None else std)
 

@@ -414,6 +414,21 @@ def test_fake_tensors_give_the_shapes_of_a_step(kind, changes):
     assert torch.isfinite(layer.forward_with_aux(torch.zeros(2, 7, 12))[0]).all()
 
 
+@pytest.mark.usefixtures("poison")
+def test_a_layer_from_meta_is_drawn_whole_and_counts_from_0():
+    """`to_empty` leaves what was in memory, also in buffers that no checkpoint holds."""
+    options = dict(expert_score_bias=True, output_bias=True, shared_expert_hidden_size=8, shared_expert_gate=True)
+    late = dMoE(config_of(**options), device="meta").to_empty(device="cpu")
+    assert late.router.tokens_since_update.tolist() == late.router.expert_score_bias.tolist() == [0] * 4
+    late.reset_parameters(seed=5)
+    for name, expected in dMoE(config_of(**options), seed=5).state_dict().items():
+        drawn = late.state_dict()[name]
+        if "shared_expert" in name or "router.layer" in name:  # from torch's generator
+            assert drawn.isfinite().all() and drawn.any() == expected.any(), name
+        else:
+            assert torch.equal(drawn, expected), name
+
+
 def test_meta_has_no_values_to_read():
     x = torch.empty(3, 12, device="meta")
     with pytest.raises(ConfigError, match="mlp_impl='reference': reads values; on device \"meta\" use another one"):
