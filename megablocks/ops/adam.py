@@ -173,16 +173,20 @@ class FusedAdam(torch.optim.Adam):
     """
 
     def __init__(self, params: Any, **options: Any) -> None:
-        for name in UNSUPPORTED:
-            if options.get(name):
-                raise ValueError(f"{name}={options[name]!r}: must be False with FusedAdam, or use torch.optim.Adam")
         super().__init__(params, **options)
         self._reset()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Like torch's; a group may have options of its own."""
+        super().add_param_group(param_group)
+        _check_options(param_group)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Adam) -> FusedAdam:
         """Take over the parameters, options and state of torch's Adam or AdamW, which must not be used any more."""
         made = cls([torch.empty(0)], **optimizer.defaults)  # torch refuses views of parameters, which shards can be
+        for group in optimizer.param_groups:
+            _check_options(group)
         made.param_groups, made.state = optimizer.param_groups, optimizer.state
         return made
 
@@ -283,6 +287,13 @@ class FusedAdam(torch.optim.Adam):
         if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             self.prepare()
         self.launch()
+
+
+def _check_options(group: dict[str, Any]) -> None:
+    """Refuse what the step would ignore."""
+    for name in UNSUPPORTED:
+        if group.get(name):
+            raise ValueError(f"{name}={group[name]!r}: must be False with FusedAdam, or use torch.optim.Adam")
 
 
 def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:

@@ -214,6 +214,15 @@ def test_S3_a_parameter_without_a_gradient_stays(kernel: None) -> None:
     assert [float(ours.state[p]["step"]) for p in parameters] == [3, 1]
 
 
+@pytest.mark.parametrize("name", adam.UNSUPPORTED)
+def test_what_a_step_would_ignore_is_refused_of_a_group_too(name: str) -> None:
+    group = {"params": [torch.nn.Parameter(torch.ones(3))], name: True}
+    with pytest.raises(ValueError, match=f"^{name}=True: must be False with FusedAdam"):
+        FusedAdam([group])
+    with pytest.raises(ValueError, match=f"^{name}=True: must be False with FusedAdam"):
+        FusedAdam.of(torch.optim.AdamW([group]))
+
+
 @pytest.mark.any_device
 def test_S3_tensors_that_no_kernel_takes_use_the_reference(kernel: None) -> None:
     wide = draw(torch.Size((6, 8)), 0)
