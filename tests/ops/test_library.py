@@ -476,6 +476,14 @@ def test_who_looks_at_the_dispatcher_sees_an_op():
     assert isinstance(fake, FakeTensor)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace is deprecated
+def test_a_traced_call_computes_other_offsets():
+    x, w = torch.randn(6, 3), torch.randn(2, 3, 4)
+    first, other = (torch.tensor([0, end, 6], dtype=torch.int32) for end in (1, 4))
+    traced = torch.jit.trace(grouped_mm, (x, w, first))
+    torch.testing.assert_close(traced(x, w, other), grouped_mm(x, w, other))
+
+
 def test_each_option_of_a_router_is_an_argument_of_its_ops():
     """By position and by name, though the implementations take them as one."""
     named = "SymInt top_k, bool sigmoid, bool after, float norm_p, float scaling, float balance_weight, float z_weight"
