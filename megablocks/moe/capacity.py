@@ -31,7 +31,8 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
     experts, top_k, ranks = config.num_experts, config.top_k, group_size(group)
     load = routing.metrics["tokens_per_expert"]
     if ranks == 1:
-        capacity = int(capacity_of(rule, factor, top_k, tokens, experts, load))
+        places = capacity_of(rule, factor, top_k, tokens, experts, load)
+        capacity = int(places) if isinstance(places, Tensor) else places  # torch.export makes a constant of int()
         return apply_capacity(routing, capacity), capacity
     loads, every_tokens = _gather(torch.cat([load, load.new_full((1,), tokens)]), group).split([experts, 1], dim=1)
     together = rule == "megablocks"  # counts the pairs of all ranks together

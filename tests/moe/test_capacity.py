@@ -126,3 +126,13 @@ def test_N9_one_graph_for_every_number_of_tokens(rule, marked):
         assert metrics["capacity"] == aux.metrics["capacity"] and metrics["dropped"] == aux.metrics["dropped"]
         for (name, p), q in zip(plain.named_parameters(), layer.parameters(), strict=True):
             assert torch.allclose(p.grad, q.grad, rtol=1e-6, atol=1e-6), name
+
+
+@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
+def test_an_exported_layer_takes_every_number_of_tokens(rule):
+    config = config_of(capacity_factor=1.25, capacity_rule=rule)
+    layer = build("batched", config).eval()
+    tokens = ({0: torch.export.Dim.DYNAMIC},)
+    exported = torch.export.export(layer, (batch(config, 9)[0],), dynamic_shapes=tokens, strict=False).module()
+    x, _ = batch(config, 14)
+    torch.testing.assert_close(exported(x), layer(x))

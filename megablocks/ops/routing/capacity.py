@@ -57,8 +57,8 @@ def capacity_of(
     if factor == 0:
         return load.max()
     if rule == "megablocks":
-        return int(factor * (top_k * num_tokens * num_ranks / num_experts))
-    bound = top_k * int(abs(factor) * -(-num_tokens // num_experts))
+        return torch.sym_int(factor * (top_k * num_tokens * num_ranks / num_experts))
+    bound = top_k * torch.sym_int(abs(factor) * -(-num_tokens // num_experts))
     return bound if factor > 0 else load.max().clamp(max=bound)
 
 
