@@ -52,7 +52,7 @@ class Summary(NamedTuple):
     time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
         over it. None: a seed has not reached it. missed: whole runs that never do. beyond: of a stopped run that had
         not, its time until then and the dense run's time over it; the least of such seeds.
-    over_dmoe: its step time over dMoE's of the same steps.
+    over_dmoe: its step time over dMoE's of the same steps. tokens_per_second: the median in place of the mean.
     dropped: share of all pairs. load: of the fullest expert over the mean, in the last quarter.
     """
 
@@ -64,7 +64,7 @@ class Summary(NamedTuple):
     half_losses: Mapping[int, float]
     step_ms: float
     over_dmoe: float | None
-    tokens_per_second: float
+    tokens_per_second: Span
     peak_gib: float | None
     time_s: Span
     to_base_s: Span | None
@@ -321,6 +321,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
         loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
         peaks = [run["peak_gib"] for run in those if run["peak_gib"] is not None]
         step_ms = statistics.median(run["step_ms"] for run in those)
+        rates = [run["tokens_per_second"] for run in those]
         last = max(run["curve"]["iteration"][-1] for run in those)
         out[arm] = Summary(
             arm=arm,
@@ -331,7 +332,7 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             half_losses={seed: one[(len(one) - 1) // 2] for seed, one in losses.items()},
             step_ms=step_ms,
             over_dmoe=step_ms / _step_ms(runs["dmoe"], last) if "dmoe" in runs else None,
-            tokens_per_second=statistics.median(run["tokens_per_second"] for run in those),
+            tokens_per_second=Span(statistics.median(rates), min(rates), max(rates)),
             peak_gib=max(peaks) if peaks else None,
             time_s=Span.of(_seconds(run) for run in whole.values()),
             to_base_s=Span.of(reached.values()) if all_reached else None,

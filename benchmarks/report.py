@@ -182,16 +182,17 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
          "–" if one is base else span(one.below(base), "+.4f"),
          "–" if dmoe is None or one is dmoe else span(dmoe.below(one), "+.4f"),
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
-         "–" if one.dropped is None else f"{one.dropped:.2%}", _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
+         span(one.tokens_per_second, ",.0f"), "–" if one.dropped is None else f"{one.dropped:.2%}",
+         _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = ["arm", "validation loss", "below dense", "above dMoE", "below dense in the paper, Small", "seeds",
-            "pairs dropped", "load, fullest/mean", "learning rate"]  # fmt: skip
+            "tokens/s", "pairs dropped", "load, fullest/mean", "learning rate"]  # fmt: skip
     text = "Runs of one seed read the same data in the same order."
     if max(one.seeds for one in summaries.values()) > 1:
         text = (
-            "Mean of the seeds, with the smallest and the largest in brackets. Differences are taken seed by seed, for "
-            "runs of one seed read the same data in the same order."
+            "Mean of the seeds, of tokens/s their median, with the smallest and the largest in brackets. Differences "
+            "are taken seed by seed, for runs of one seed read the same data in the same order."
         )
     picture = _picture("loss_tokens", "Loss against tokens")
     return "\n\n".join(filter(None, [text, table(head, rows), "\n".join(orders(summaries)), picture]))
@@ -241,7 +242,7 @@ def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     scale, unit = time_unit(max(one.time_s.high for one in summaries.values() if one.losses))
     rows = [
         [one.label, _to_base(one, scale), _sooner(one), span(one.time_s, ".2f", scale),
-         f"{one.tokens_per_second:,.0f}"]
+         f"{one.tokens_per_second.mean:,.0f}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = ["arm", f"{unit} to the dense loss", "times sooner", f"{unit} in all", "tokens/s"]
@@ -276,7 +277,7 @@ def _equal_loss(summaries: dict[str, Summary], scale: float, unit: str) -> list[
 def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rows = [
         [one.label, f"{one.step_ms:.1f}", _or_dash(one.over_dmoe, ".2f"),
-         f"{one.tokens_per_second:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"),
+         f"{one.tokens_per_second.mean:,.0f}", _or_dash(one.peak_gib, ".1f"), str(one.micro_batch or "–"),
          _or_dash(one.load, ".2f"), ARMS[one.arm].note or "–"]
         for one in summaries.values()
     ]  # fmt: skip

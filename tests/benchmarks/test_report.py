@@ -25,8 +25,8 @@ def _text(folder: Path, *arguments: str) -> str:
 def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     write_runs(tmp_path, model="small")
     text = _text(tmp_path)
-    assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | – | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
-    assert "| dense | 4.0100 (4.0000 to 4.0200) | – | +0.5000 | – | 2 | – | – | 0.0006 |" in text
+    assert "| dMoE | 3.5100 (3.5000 to 3.5200) | +0.5000 | – | +0.26 | 2 | 1,000 | 0.00% | 2.00 | 0.0006 |" in text
+    assert "| dense | 4.0100 (4.0000 to 4.0200) | – | +0.5000 | – | 2 | 1,000 | – | – | 0.0006 |" in text
     assert "losses, dMoE below ours, capacity 1 below dense, holds in 2 of 2 seeds." in text
     assert "in each of 2 seeds (+0.3000 to +0.3000); the losses of the two do not overlap." in text
     # 8 sequences of 1024 tokens at 1000 tokens/s are 8.192 s a step; dMoE's loss falls by 0.1 a step to 3.51.
@@ -111,6 +111,15 @@ def test_losses_at_half_of_the_tokens_are_compared_seed_by_seed(tmp_path: Path) 
     line = report.orders(summarize(record))[-1]
     assert line.startswith("- ours, capacity 1 is 0.3000 above dense,")
     assert line.endswith("At half of the tokens ours, capacity 1 was 0.2000 below.")
+
+
+def test_loss_and_speed_with_their_spreads_stand_in_one_table(tmp_path: Path) -> None:
+    record = write_runs(tmp_path, seeds=3)
+    for run, rate in zip([run for run in record["runs"] if run["arm"] == "dmoe"], (900.0, 2100.0, 1200.0), strict=True):
+        run["tokens_per_second"] = rate
+    text = report.quality(record, summarize(record))
+    (row,) = (line for line in text.splitlines() if line.startswith("| dMoE |"))
+    assert "| tokens/s |" in text and "| 1,200 (900 to 2,100) |" in row and "| 3.5" in row
 
 
 def test_an_order_that_holds_in_some_seeds_is_no_order(tmp_path: Path) -> None:
@@ -231,7 +240,7 @@ def test_an_arm_that_stopped_has_figures_but_no_final_loss(tmp_path: Path) -> No
     text = _text(tmp_path)
     stops = [f"seed {seed} stopped at step 15 of 20; its last evaluation, at step 15: {loss}"
              for seed, loss in ((1234, "4.0000"), (1235, "4.0200"))]  # fmt: skip
-    assert f"| dMoE (stopped) | {'; '.join(stops)} | – | – | +0.26 | 2 | 0.00% | 2.00 | 0.0006 |" in text
+    assert f"| dMoE (stopped) | {'; '.join(stops)} | – | – | +0.26 | 2 | 1,000 | 0.00% | 2.00 | 0.0006 |" in text
     assert f"Not every run is finished: dMoE, {'; '.join(stops)}. Such a run has no final loss" in text
     assert "Not every run" not in whole and "stopped" not in whole
     # Its time to the dense loss, its step time and load are those of the whole runs.
