@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import errno
+import fcntl
 import functools
 import importlib.util
 import io
@@ -258,10 +259,24 @@ def end_data_workers() -> None:
             worker.kill()
 
 
+def _hold(folder: str) -> None:
+    """Keep other runs out of a folder until this process ends, where the file system has locks."""
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    handle = os.open(Path(folder) / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # stays open
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the data loader's processes do not inherit this kind
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            line = f"{folder}: is in use by another run; wait until it ends, or choose another folder"
+            raise ArgumentError(line) from None
+
+
 def _announce(args: Namespace, run_dir: str | None) -> None:
-    """Write env.txt into the run folder and print what was set automatically, on rank 0."""
+    """Hold the folder, write env.txt into the run folder and print what was set automatically, on rank 0."""
     if args.rank != 0:
         return
+    if folder := args.save or run_dir:
+        _hold(folder)
     if run_dir:
         write_durably(Path(run_dir) / "env.txt", env_report())
     for dest, value in args.megablocks_automatic.items():

@@ -123,6 +123,19 @@ def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Pa
     assert sorted(driver.run(*STEPS, "--load", checkpoint, *allowed, model=MODEL).losses()) == [3, 4]
 
 
+@pytest.mark.parametrize("flag", ["--save", "--megablocks-run-dir"])
+def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(driver: Driver, flag: str) -> None:
+    folder = driver.folder / "run"
+    more = ("--load", folder, "--save-interval", "99999") if flag == "--save" else ()
+    flags = ("--train-iters", "100000", flag, folder, *more)
+    with driver.start(*flags, model=MODEL) as first:
+        first.wait_for(r"iteration +2/")
+        line = line_of(driver, *flags, expect=2)
+        assert f"{folder}: is in use by another run; wait until it ends, or choose another folder" in line
+    first.wait()  # killed
+    driver.run("--train-iters", "1", *flags[2:], model=MODEL)
+
+
 def test_a_folder_that_cannot_be_made_is_one_line(driver: Driver) -> None:
     """The rights of /proc let root write, and the system does not: as on a full disk, env.txt is the first to fail."""
     assert "/proc" in line_of(driver, *STEPS, "--megablocks-run-dir", "/proc/none", expect=2)
