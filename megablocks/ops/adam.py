@@ -177,13 +177,21 @@ class FusedAdam(torch.optim.Adam):
         self._reset()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Like torch's; a group may have options of its own."""
+        """Like torch's; a group may have options of its own.
+
+        Raises:
+            ValueError: an option that a step would ignore, such as amsgrad.
+        """
         super().add_param_group(param_group)
         _check_options(param_group)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Adam) -> FusedAdam:
-        """Take over the parameters, options and state of torch's Adam or AdamW, which must not be used any more."""
+        """Take over the parameters, options and state of torch's Adam or AdamW, which must not be used any more.
+
+        Raises:
+            ValueError: as the class.
+        """
         made = cls([torch.empty(0)], **optimizer.defaults)  # torch refuses views of parameters, which shards can be
         for group in optimizer.param_groups:
             _check_options(group)
