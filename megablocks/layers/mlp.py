@@ -88,10 +88,6 @@ class _ArgumentsExperts(Experts):
     def _per_expert(self, weight: Tensor) -> Tensor:
         return super()._per_expert(self.scale_grad(weight))
 
-    def _mark(self) -> None:
-        for parameter in self.parameters():
-            mpu.set_expert_model_parallel_attributes(parameter, self.args.moe_expert_model_parallelism)
-
 
 class MLP(_ArgumentsExperts):
     """Experts with the same number of places each. With mlp_type "glu" they are gated; 0.10 ignores it here."""
@@ -102,7 +98,7 @@ class MLP(_ArgumentsExperts):
             stored = self._per_expert(weight)
             stored = stored if name == "w2" else stored.transpose(1, 2)
             setattr(self, name, nn.Parameter(stored.detach().contiguous()))
-        self._mark()
+        self.mark(args.moe_expert_model_parallelism)
 
     def _per_expert(self, weight: Tensor) -> Tensor:
         """Any of the three matrices as (E, I, H), by a view."""
@@ -137,7 +133,7 @@ class SparseMLP(_ArgumentsExperts):
         super().__init__(
             args, dataclasses.replace(args, mlp_type="glu" if self._gated else "mlp", mlp_impl=impl).to_config()
         )
-        self._mark()
+        self.mark(args.moe_expert_model_parallelism)
 
     def forward(self, x: Tensor, topo: Any, weight: Tensor | None = None, *, places: int | None = None) -> Tensor:
         """Rows of experts padded to whole blocks.

@@ -92,8 +92,27 @@ class Experts(nn.Module):
         self._init_method = init_method or partial(nn.init.normal_, std=config.init_std)
         output_std = config.init_std if config.output_init_std is None else config.output_init_std
         self._output_init_method = output_init_method or partial(nn.init.normal_, std=output_std)
+        self._is_parallel: bool | None = None
         self.reset_parameters(seed)
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
+
+    def mark(self, is_parallel: bool | None) -> None:
+        """Give the parameters megablocks 0.10's mark, which trainers read: whether ranks hold different experts."""
+        self._is_parallel = is_parallel
+        if is_parallel is not None:
+            for parameter in self.parameters(recurse=False):
+                parameter.expert_model_parallel = is_parallel  # type: ignore[attr-defined]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        """What `module.to` and its like call. Behind "meta" the parameters are new ones, without marks."""
+        super()._apply(fn, recurse)
+        self.mark(self._is_parallel)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What `copy.deepcopy` calls, whose parameters have no marks either."""
+        super().__setstate__(state)
+        self.mark(state.get("_is_parallel"))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:

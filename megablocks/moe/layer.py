@@ -109,8 +109,7 @@ class MoELayer(SharesGroups, nn.Module):
         )
         scale = 1 / ranks if expert_grad_scale is None else expert_grad_scale
         self.experts = Experts(config, shard=self.dispatcher.shard, seed=seed, grad_scale=scale, **placed)
-        for parameter in self.experts.parameters():  # megablocks 0.10's mark of expert parameters, which trainers read
-            parameter.expert_model_parallel = ranks > 1  # type: ignore[attr-defined]
+        self.experts.mark(ranks > 1)
         if expert_mesh is not None:
             as_dtensors(self.experts, self.dispatcher.shard, expert_mesh)
         has_bias, has_shared = config.output_bias, config.shared_expert_hidden_size is not None

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from megablocks import moe
 from megablocks.layers import Arguments, MoE, dMoE
+from megablocks.layers.mpu import is_moe_param
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import experts_oracle, relative_error
 from megablocks.testing.poison import poisoned_empty
@@ -304,6 +305,9 @@ def _copies(kwargs):
     for layer in layers:
         copied = copy.deepcopy(torch.nn.Sequential(layer))[0]
         assert type(copied) is type(layer) and not {*map(id, copied.modules())} & {*map(id, layer.modules())}
+        late = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
+        marks = [{n for n, p in one.named_parameters() if is_moe_param(p)} for one in (layer, copied, late)]
+        assert marks[0] and marks == [marks[0]] * 3
         with torch.no_grad():
             outs = [one(x) for one in (layer, copied)]
             [p.zero_() for p in copied.parameters()]
