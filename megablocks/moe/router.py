@@ -146,6 +146,9 @@ class TopKRouter(Router):
 
             bias_e += rate · sign(mean load − load_e),  load = tokens_since_update summed over `group`, then reset to 0
 
+        torch's DDP needs broadcast_buffers=False. Its default replaces every rank's counts by those of rank 0 before a
+        forward, so several micro-batches of a step would be counted wrong.
+
         Args:
             group: the ranks that share the bias, i.e. all that see other tokens; None for this rank alone.
 
