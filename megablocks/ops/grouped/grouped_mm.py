@@ -105,43 +105,33 @@ def ragged_k_kernels(a: Tensor, b: Tensor, offsets: Tensor, *, add: bool = False
     return None if has_torch_kernel(a) and not add else twin_kernels(a)
 
 
-def _aligned(t: Tensor) -> Tensor:
-    """`t` if its last two strides suit torch's kernel (one is 1, the other a multiple of 16 bytes), else a copy."""
-    major, minor = (t.stride(-2), t.stride(-1)) if t.stride(-1) == 1 else (t.stride(-1), t.stride(-2))
-    longest = t.shape[-1] if t.stride(-1) == 1 else t.shape[-2]
-    batched = t.dim() == 2 or t.stride(0) % _ALIGN == 0
-    if minor == 1 and major % _ALIGN == 0 and major >= longest and batched and t.data_ptr() % 16 == 0:
+def _for_torch(t: Tensor, padded_dims: int = 1) -> Tensor:
+    """`t` with zeros behind its last dimensions up to 16 bytes, and with strides that suit torch's kernel.
+
+    Of the last two strides one is 1 and the other a multiple of 16 bytes; else they are copied.
+    """
+    zeros = [n for size in t.shape[: -padded_dims - 1 : -1] for n in (0, -size % _ALIGN)]
+    if any(zeros):
+        t = F.pad(t, zeros)
+    rows = t if t.stride(-1) == 1 else t.mT
+    fits = rows.stride(-1) == 1 and rows.stride(-2) % _ALIGN == 0 and rows.stride(-2) >= rows.shape[-1]
+    if fits and (t.dim() == 2 or t.stride(0) % _ALIGN == 0) and t.data_ptr() % 16 == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)
 
 
-def _pad_to(t: Tensor, columns: int, rows: int) -> Tensor:
-    """Zeros behind the last dimension up to `columns` and behind the one before it up to `rows`."""
-    if t.shape[-1] == columns and t.shape[-2] == rows:
-        return t
-    return F.pad(t, (0, columns - t.shape[-1], 0, rows - t.shape[-2]))
-
-
-def _round_up(n: int) -> int:
-    return -(-n // _ALIGN) * _ALIGN
-
-
 def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_mm` by torch's kernel, which wants widths that are multiples of 16 bytes."""
-    rows, (_, k, n) = x.shape[0], w.shape
-    wide_k, wide_n = _round_up(k), _round_up(n)
-    x, w = _pad_to(x, wide_k, rows), _pad_to(w, wide_n, wide_k)
-    return torch._grouped_mm(_aligned(x), _aligned(w), offs=offsets[1:])[:, :n].contiguous()
+    y = torch._grouped_mm(_for_torch(x), _for_torch(w, padded_dims=2), offs=offsets[1:])
+    return y[:, : w.shape[2]].contiguous()
 
 
 def _grouped_mm_dw_torch(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_mm_dw` by torch's kernel, which leaves the matrices of experts without rows unspecified."""
-    rows, k, n = x.shape[0], x.shape[1], dy.shape[1]
-    x, dy = _pad_to(x, _round_up(k), rows), _pad_to(dy, _round_up(n), rows)
     # the kernel's left operand is (K, R) with contiguous columns: a view of row-major x
-    dw = torch._grouped_mm(_aligned(x).t(), _aligned(dy), offs=offsets[1:])
+    dw = torch._grouped_mm(_for_torch(x).t(), _for_torch(dy), offs=offsets[1:])
     has_rows = (offsets[1:] > offsets[:-1])[:, None, None]
-    return torch.where(has_rows, dw, 0)[:, :k, :n].contiguous()
+    return torch.where(has_rows, dw, 0)[:, : x.shape[1], : dy.shape[1]].contiguous()
 
 
 @custom_op("megablocks::grouped_mm", fake=lambda a: a.x.new_empty(a.x.shape[0], a.w.shape[2]))
