@@ -18,49 +18,39 @@ from megablocks.ops.library import custom_op, runs_triton
 
 
 def activation_ref(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """`pre` (..., I), `gate` (..., I) or None → (..., I)."""
+    """`pre` (..., I), `gate` (..., I) or None → (..., I), contiguous."""
     value = UNARY[activation.unary].value
     if gate is None:
-        return value(pre, activation.approximate)
+        return value(pre, activation.approximate).contiguous()
     wide = pre.to(torch.promote_types(pre.dtype, torch.float32))
-    return (value(wide, activation.approximate) * gate).to(pre.dtype)
+    return (value(wide, activation.approximate) * gate).to(pre.dtype).contiguous()
 
 
 def activation_backward_ref(
     grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
 ) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `pre` and of `gate` (None without one), from `grad` (..., I) of any stride."""
+    """Contiguous gradients of `pre` and of `gate` (None without one), from `grad` (..., I) of any stride."""
     form, approximate = UNARY[activation.unary], activation.approximate
     if gate is None:
-        return form.backward(grad, pre, approximate), None
+        return form.backward(grad, pre, approximate).contiguous(), None
     acc = torch.promote_types(pre.dtype, torch.float32)
     wide, wide_grad = pre.to(acc), grad.to(acc)
     d_pre = form.backward(wide_grad * gate, wide, approximate)
     d_gate = wide_grad * form.value(wide, approximate)
-    return d_pre.to(pre.dtype), d_gate.to(gate.dtype)
+    return d_pre.to(pre.dtype).contiguous(), d_gate.to(gate.dtype).contiguous()
 
 
-@custom_op(
+activation_op = custom_op(
     "megablocks::activation",
     fake=lambda a: torch.empty(a.pre.shape, dtype=a.pre.dtype, device=a.pre.device),
     kernel="megablocks.ops.activation_triton:activation_launch",
-)
-def activation_op(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    return activation_ref(pre, gate, activation).contiguous()
-
-
-@custom_op(
+)(activation_ref)
+activation_backward_op = custom_op(
     "megablocks::activation_backward",
     fake=lambda a: (a.pre.new_empty(a.pre.shape), None if a.gate is None else a.pre.new_empty(a.pre.shape)),
     kernel="megablocks.ops.activation_triton:activation_backward_launch",
     takes=lambda grad, pre, *_: runs_triton(pre),
-)
-def activation_backward_op(
-    grad: Tensor, pre: Tensor, gate: Tensor | None, activation: Activation
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of `pre` and of `gate`, which is empty without one."""
-    d_pre, d_gate = activation_backward_ref(grad, pre, gate, activation)
-    return d_pre.contiguous(), None if d_gate is None else d_gate.contiguous()
+)(activation_backward_ref)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

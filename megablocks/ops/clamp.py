@@ -33,10 +33,11 @@ def _factors(h: Tensor, clamp: Clamp) -> tuple[Tensor, Tensor]:
 
 
 def clamped_gate_ref(h: Tensor, clamp: Clamp) -> Tensor:
-    """h (R, 2·I) → (R, I)."""
+    """h (R, 2·I) → (R, I), contiguous."""
     a, b = _factors(h.to(torch.promote_types(h.dtype, torch.float32)), clamp)
     z = a.clamp(max=clamp.limit)
-    return ((b.clamp(-clamp.limit, clamp.limit) + clamp.offset) * (z * torch.sigmoid(clamp.alpha * z))).to(h.dtype)
+    y = (b.clamp(-clamp.limit, clamp.limit) + clamp.offset) * (z * torch.sigmoid(clamp.alpha * z))
+    return y.to(h.dtype).contiguous()
 
 
 def clamped_gate_backward_ref(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
@@ -53,15 +54,11 @@ def clamped_gate_backward_ref(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
     return d_h
 
 
-@custom_op(
+clamped_gate_op = custom_op(
     "megablocks::clamped_gate",
     fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2),
     kernel="megablocks.ops.activation_triton:clamped_gate_launch",
-)
-def clamped_gate_op(h: Tensor, clamp: Clamp) -> Tensor:
-    return clamped_gate_ref(h, clamp).contiguous()
-
-
+)(clamped_gate_ref)
 clamped_gate_backward_op = custom_op(
     "megablocks::clamped_gate_backward",
     fake=lambda a: a.h.new_empty(a.h.shape),

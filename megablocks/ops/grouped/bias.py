@@ -31,9 +31,9 @@ def expert_of_row(offsets: Tensor, num_rows: int) -> Tensor:
 
 
 def add_expert_bias_ref(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    """rows (R, N), bias (E, N), offsets (E+1,) → (R, N)."""
+    """rows (R, N), bias (E, N), offsets (E+1,) → (R, N), contiguous."""
     expert = expert_of_row(offsets, rows.shape[0]).clamp_(max=bias.shape[0] - 1)
-    return rows + bias.to(rows.dtype).index_select(0, expert)
+    return (rows + bias.to(rows.dtype).index_select(0, expert)).contiguous()
 
 
 def expert_sum_ref(rows: Tensor, offsets: Tensor) -> Tensor:
@@ -59,19 +59,15 @@ def output_bias_dot_ref(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
     return by_pair(rows.sum(1), dispatch)
 
 
-@custom_op(
-    "megablocks::add_expert_bias",
-    fake=lambda a: a.rows.new_empty(a.rows.shape),
-    kernel="megablocks.ops.grouped.bias_triton:add_expert_bias_launch",
-)
-def add_expert_bias_op(rows: Tensor, bias: Tensor, offsets: Tensor) -> Tensor:
-    return add_expert_bias_ref(rows, bias, offsets).contiguous()
-
-
 def _sums(like: Tensor, *shape: int) -> Tensor:
     return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
+add_expert_bias_op = custom_op(
+    "megablocks::add_expert_bias",
+    fake=lambda a: a.rows.new_empty(a.rows.shape),
+    kernel="megablocks.ops.grouped.bias_triton:add_expert_bias_launch",
+)(add_expert_bias_ref)
 expert_sum_op = custom_op(
     "megablocks::expert_sum",
     fake=lambda a: _sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]),

@@ -155,7 +155,7 @@ def router_backward_ref(
     grads: RouterGradients,
     options: RouterOptions,
 ) -> Tensor:
-    """The gradient of the logits (T, E), in their dtype."""
+    """The gradient of the logits (T, E), in their dtype, contiguous."""
     wide = wide_logits(logits, padding_mask)
     soft, count = wide.softmax(1), saved.stats[1].clamp(min=1)
     scores = wide.sigmoid() if options.sigmoid else soft
@@ -196,7 +196,7 @@ def router_backward_ref(
         d_logits = d_logits + soft * (scale * torch.logsumexp(wide, 1)).unsqueeze(1)
     if padding_mask is not None:
         d_logits = d_logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
-    return d_logits.to(logits.dtype)
+    return d_logits.to(logits.dtype).contiguous()
 
 
 def router_weight_backward_ref(
@@ -243,22 +243,12 @@ def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
     )
 
 
-@custom_op(
+router_backward_op = custom_op(
     "megablocks::router_backward",
     fake=lambda a: torch.empty_like(a.logits, memory_format=torch.contiguous_format),
     kernel="megablocks.ops.routing.topk_triton:route_backward_launch",
     takes=lambda logits, mask, saved, grads, options: kernels_take(logits, logits.shape[1], options),
-)
-def router_backward_op(
-    logits: Tensor,
-    padding_mask: Tensor | None,
-    saved: RouterSaved,
-    grads: RouterGradients,
-    options: RouterOptions,
-) -> Tensor:
-    return router_backward_ref(logits, padding_mask, saved, grads, options).contiguous()
-
-
+)(router_backward_ref)
 router_weight_backward_op = custom_op(
     "megablocks::router_weight_backward",
     fake=lambda a: a.weight.new_empty(a.weight.shape[0] // a.options.top_k, a.num_experts, dtype=a.dtype),
