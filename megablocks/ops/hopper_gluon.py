@@ -193,6 +193,21 @@ def store_rows(part, i: gl.constexpr, bufs, desc, tail_desc, row, end, col, WG: 
 
 
 @gluon.jit
+def tile_of_round(i):
+    """The tile that this program takes in its i-th round; every second round begins with the last program."""
+    programs = gl.num_programs(0)
+    p = gl.program_id(0)
+    return i * programs + gl.where(i % 2 == 0, p, programs - 1 - p)
+
+
+@gluon.jit
+def rounds(tiles):
+    """How many tiles this program is dealt."""
+    full = tiles // gl.num_programs(0)
+    return full + (tile_of_round(full) < tiles).to(gl.int32)
+
+
+@gluon.jit
 def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
     """Shared memory for the stages of the rows and of the weights."""
     w_shape: gl.constexpr = [c.BN, c.BK] if c.b_k_major else [c.BK, c.BN]

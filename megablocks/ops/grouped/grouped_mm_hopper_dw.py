@@ -42,7 +42,9 @@ from megablocks.ops.hopper_gluon import (
     copy_load,
     multiply,
     parts_of,
+    rounds,
     stage_out,
+    tile_of_round,
     tma_load,
     tma_store,
 )
@@ -97,28 +99,12 @@ def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
 
 
 @gluon.jit
-def _tile(turn):
-    """The tile that this program takes in its turn; every second turn begins with the last program."""
-    programs = gl.num_programs(0)
-    mine = gl.program_id(0)
-    return turn * programs + gl.where(turn % 2 == 0, mine, programs - 1 - mine)
-
-
-@gluon.jit
-def _count(list_ptr, c: gl.constexpr):
-    """All tiles, and this program's turns."""
-    tiles = gl.load(list_ptr) * c.tiles
-    whole = tiles // gl.num_programs(0)
-    return tiles, whole + (_tile(whole) < tiles).to(gl.int32)
-
-
-@gluon.jit
 def _find_block(turn, tiles, list_ptr, c: gl.constexpr):
     """Expert, first row, end row, first output row and column of a program's tile, and its piece's slot or -1.
 
     Of a tile past the last those of the last, so that they may be looked up ahead.
     """
-    tile = gl.minimum(_tile(turn), tiles - 1)
+    tile = gl.minimum(tile_of_round(turn), tiles - 1)
     item = tile // c.tiles
     r = tile - item * c.tiles
     if c.m_tiles <= c.n_tiles:
@@ -161,7 +147,8 @@ def _store_block(
 def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr = common
     PARTS: gl.constexpr = c.out_parts
-    tiles, turns = _count(list_ptr, c)
+    tiles = gl.load(list_ptr) * c.tiles
+    turns = rounds(tiles)
     it = gl.to_tensor(0)
     e, first, end, m0, n0, slot = _find_block(0, tiles, list_ptr, c)
     for turn in range(turns):
@@ -193,7 +180,8 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
 @gluon.jit
 def _k_producer(given, c: gl.constexpr):
     a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr = given
-    tiles, turns = _count(list_ptr, c)
+    tiles = gl.load(list_ptr) * c.tiles
+    turns = rounds(tiles)
     it = gl.to_tensor(0)
     _, first, end, m0, n0, _ = _find_block(0, tiles, list_ptr, c)
     if c.gather:

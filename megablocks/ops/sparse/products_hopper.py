@@ -33,7 +33,17 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
-from megablocks.ops.hopper_gluon import barriers, multiply, parts_of, stage_out, tma_load, tma_store, unary
+from megablocks.ops.hopper_gluon import (
+    barriers,
+    multiply,
+    parts_of,
+    rounds,
+    stage_out,
+    tile_of_round,
+    tma_load,
+    tma_store,
+    unary,
+)
 from megablocks.ops.launch import quick
 
 from .matrix import Blocks
@@ -88,20 +98,6 @@ def supports(block_size: int, *operands: Tensor) -> bool:
 
 # Tiles that the producer may have announced ahead of a consumer.
 SLOTS = gl.constexpr(4)
-
-
-@gluon.jit
-def tile_of_round(i):
-    programs = gl.num_programs(0)
-    p = gl.program_id(0)
-    return i * programs + gl.where(i % 2 == 0, p, programs - 1 - p)
-
-
-@gluon.jit
-def rounds(tiles):
-    """How many tiles this program is dealt."""
-    full = tiles // gl.num_programs(0)
-    return full + (tile_of_round(full) < tiles).to(gl.int32)
 
 
 @gluon.jit
