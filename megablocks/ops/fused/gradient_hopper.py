@@ -53,10 +53,6 @@ class _Plan(grouped.Plan):
     producer_regs: ClassVar[int] = 56
 
     @property
-    def kept_bytes(self) -> int:
-        return (1 + self.gated) * self.rows * self.out_cols * 2
-
-    @property
     def producer_warps(self) -> int:
         return 2  # and one that loads pre and gate: a fourth group of warps would leave too few registers for a wgmma
 
@@ -200,7 +196,7 @@ def _loader(kept, pre_desc, gate_desc, offsets_ptr, experts, c: gl.constexpr):
             s = at % c.ring
             bar = loaded.index(s)
             mbarrier.wait(free.index(s), ((at // c.ring) & 1) ^ 1)
-            mbarrier.expect(bar, c.kept_bytes)
+            mbarrier.expect(bar, (1 + c.gated) * c.rows * c.out_cols * 2)
             where = [m0, n0 + i * c.out_cols]
             tma_load(pre_desc, where, bar, pre_bufs.index(s))
             if c.gated:

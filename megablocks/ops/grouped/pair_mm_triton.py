@@ -70,11 +70,6 @@ class Plan:
         return next_power_of_2(max(self.counters, 1))
 
     @property
-    def inner_first(self) -> bool:
-        """Whether w lies with its inner size contiguous."""
-        return self.w_strides[1] == 1
-
-    @property
     def even(self) -> bool:
         """Whether steps need no mask."""
         return self.inner % self.step == 0
@@ -83,7 +78,7 @@ class Plan:
 @triton.jit
 def _weights(w_ptr, k, n, inside, c: tl.constexpr):
     """Rows k and columns n of an expert's w, (step, block)."""
-    if c.inner_first:
+    if c.w_strides[1] == 1:  # the inner size is contiguous
         at = w_ptr + n.to(tl.int64)[None, :] * c.w_strides[2] + k[:, None]
     else:
         at = w_ptr + k.to(tl.int64)[:, None] * c.w_strides[1] + n.to(tl.int64)[None, :] * c.w_strides[2]

@@ -68,14 +68,6 @@ class _Plan(Tile):
     has_bias: bool = False
     gather: ClassVar[bool] = False
 
-    @property
-    def stage_bytes(self) -> int:
-        return self.left_bytes + self.right_bytes
-
-    @property
-    def block_steps(self) -> int:
-        return BLOCK // self.BK
-
 
 PINGPONG = Tile(128, 128, 6, pingpong=True, out_parts=4, out_buffers=2)
 WIDE = Tile(64, 256, 4, out_parts=2)
@@ -247,7 +239,7 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
     s = it % c.stages
     bar = full.index(s)
     mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
-    mbarrier.expect(bar, c.stage_bytes)
+    mbarrier.expect(bar, c.left_bytes + c.right_bytes)
     for p in gl.static_range(PARTS):
         row = a_m + p * c.rows
         tma_load(a_desc, [row, a_k] if c.a_k_major else [a_k, row], bar, a_bufs.index(s * c.row_parts + p))
@@ -310,7 +302,7 @@ def _entry(i, index_ptr, block_ptr, c: gl.constexpr):
 def _spmm_producer(given, work, c: gl.constexpr):
     a_bufs, b_bufs, full, empty, board, a_desc, b_desc = given
     work_ptr, index_ptr, block_ptr, counter_ptr, tiles, dense_tiles, entries = work
-    STEPS: gl.constexpr = c.block_steps
+    STEPS: gl.constexpr = 128 // c.BK  # of a block
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
     # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
@@ -321,7 +313,7 @@ def _spmm_producer(given, work, c: gl.constexpr):
     line1, first1, end1, dense1 = line_of(tile1, tiles, work_ptr, dense_tiles)
     next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
     while tile < tiles:
-        announce(i, line, (end - first) * c.block_steps, dense, board)
+        announce(i, line, (end - first) * STEPS, dense, board)
         block = next_block
         other = next_other
         next_block, next_other = _entry(gl.minimum(first1, entries - 1), index_ptr, block_ptr, c)
