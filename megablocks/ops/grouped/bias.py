@@ -59,7 +59,8 @@ def output_bias_dot_ref(dy: Tensor, bias: Tensor, dispatch: Dispatch) -> Tensor:
     return by_pair(rows.sum(1), dispatch)
 
 
-def _sums(like: Tensor, *shape: int) -> Tensor:
+def empty_sums(like: Tensor, *shape: int) -> Tensor:
+    """Unset float32 (float64 for float64)."""
     return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
 
 
@@ -70,17 +71,17 @@ add_expert_bias_op = custom_op(
 )(add_expert_bias_ref)
 expert_sum_op = custom_op(
     "megablocks::expert_sum",
-    fake=lambda a: _sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]),
+    fake=lambda a: empty_sums(a.rows, a.offsets.shape[0] - 1, a.rows.shape[1]),
     kernel="megablocks.ops.grouped.bias_triton:expert_sum_launch",
 )(expert_sum_ref)
 output_bias_sum_op = custom_op(
     "megablocks::output_bias_sum",
-    fake=lambda a: _sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]),
+    fake=lambda a: empty_sums(a.dy, a.dispatch.num_experts, a.dy.shape[1]),
     kernel="megablocks.ops.grouped.bias_triton:output_bias_sum_launch",
 )(output_bias_sum_ref)
 output_bias_dot_op = custom_op(
     "megablocks::output_bias_dot",
-    fake=lambda a: _sums(a.dy, a.dispatch.num_pairs),
+    fake=lambda a: empty_sums(a.dy, a.dispatch.num_pairs),
     kernel="megablocks.ops.grouped.bias_triton:output_bias_dot_launch",
 )(output_bias_dot_ref)
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from megablocks.ops.activation import activation_backward_op, activation_op, check_activation
 from megablocks.ops.activation_table import Activation
+from megablocks.ops.grouped.bias import empty_sums
 from megablocks.ops.grouped.grouped_mm import is_transposed
 from megablocks.ops.library import custom_op, under_autocast
 from megablocks.ops.permute.rows import combine_op
@@ -85,15 +86,11 @@ def scattered_mm_dw_ref(
     return dw, sums if with_sums else None
 
 
-def _sums(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(*shape, dtype=torch.promote_types(like.dtype, torch.float32))
-
-
 scattered_mm_op = custom_op(
     "megablocks::scattered_mm",
     fake=lambda a: (
         a.x.new_empty(a.rows.count(a.x), a.w.shape[2]),
-        None if a.other is None else _sums(a.x, a.rows.count(a.x)),
+        None if a.other is None else empty_sums(a.x, a.rows.count(a.x)),
     ),
     kernel="megablocks.ops.grouped.grouped_mm_triton:scattered_mm_launch",
 )(scattered_mm_ref)
@@ -101,7 +98,7 @@ scattered_mm_op = custom_op(
 
 def _fake_scattered_mm_dw(a: Any) -> tuple[Tensor, Tensor | None]:
     dw = a.rows.empty_dw(a.a, a.b, a.transposed)
-    return dw, _sums(a.a, dw.shape[0], dw.shape[2]) if a.with_sums else None
+    return dw, empty_sums(a.a, dw.shape[0], dw.shape[2]) if a.with_sums else None
 
 
 scattered_mm_dw_op = custom_op(
