@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megablocks.ops.activation_table import ACTIVATIONS, APPROXIMATIONS, GATED, UNARY, Activation
-from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.library import custom_op, runs_triton, save_inputs
 
 
 def activation_ref(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
@@ -53,18 +53,13 @@ activation_backward_op = custom_op(
 )(activation_backward_ref)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    pre, gate, ctx.activation = inputs
-    ctx.save_for_backward(pre, gate)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     pre, gate = ctx.saved_tensors
-    d_pre, d_gate = activation_backward_op(grad, pre, gate, ctx.activation)
+    d_pre, d_gate = activation_backward_op(grad, pre, gate, ctx.option)
     return d_pre, (None if gate is None else d_gate), None
 
 
-activation_op.register_autograd(_backward, setup_context=_setup_context)
+activation_op.register_autograd(_backward, setup_context=save_inputs)
 
 
 @custom_op("megablocks::halves_activation", fake=lambda a: a.h.new_empty(a.h.shape[0], a.h.shape[1] // 2))
@@ -85,16 +80,11 @@ def halves_activation_backward_op(grad: Tensor, h: Tensor, activation: Activatio
     return d_h
 
 
-def _save_halves(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    h, ctx.activation = inputs
-    ctx.save_for_backward(h)
-
-
 def _halves_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return halves_activation_backward_op(grad, *ctx.saved_tensors, ctx.activation), None
+    return halves_activation_backward_op(grad, *ctx.saved_tensors, ctx.option), None
 
 
-halves_activation_op.register_autograd(_halves_backward, setup_context=_save_halves)
+halves_activation_op.register_autograd(_halves_backward, setup_context=save_inputs)
 
 
 def activate_halves(h: Tensor, activation: Activation) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megablocks.ops.library import custom_op, runs_triton
+from megablocks.ops.library import custom_op, runs_triton, save_inputs
 
 
 class Clamp(NamedTuple):
@@ -67,16 +67,11 @@ clamped_gate_backward_op = custom_op(
 )(clamped_gate_backward_ref)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    h, ctx.clamp = inputs
-    ctx.save_for_backward(h)
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-    return clamped_gate_backward_op(grad, *ctx.saved_tensors, ctx.clamp), None
+    return clamped_gate_backward_op(grad, *ctx.saved_tensors, ctx.option), None
 
 
-clamped_gate_op.register_autograd(_backward, setup_context=_setup_context)
+clamped_gate_op.register_autograd(_backward, setup_context=save_inputs)
 
 
 def clamped_gate(h: Tensor, clamp: Clamp) -> Tensor:

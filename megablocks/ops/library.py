@@ -202,6 +202,12 @@ def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
     return refused
 
 
+def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The setup_context of an op whose last argument is no tensor, which becomes `ctx.option`."""
+    *tensors, ctx.option = inputs
+    ctx.save_for_backward(*tensors)
+
+
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """`backward` of an op that saves some of its own results. Under create_graph a derivative of its gradients raises.
 
