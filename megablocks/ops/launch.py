@@ -210,7 +210,8 @@ def compile_first_call(
         with (
             torch.random.fork_rng(devices=[device]),
             torch.autograd.set_multithreading_enabled(False),
-            torch.autograd.graph.saved_tensors_hooks(_same, _same),  # a checkpoint around the call counts what it saves
+            # a checkpoint around the call counts what it saves
+            torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
             torch.cuda.device(device),
             _stand_ins(module),
         ):
@@ -273,10 +274,6 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
         for m, parameters, buffers in kept:
             m._parameters.update(parameters)
             m._buffers.update(buffers)
-
-
-def _same(t: Tensor) -> Tensor:
-    return t
 
 
 def interpreted() -> bool:

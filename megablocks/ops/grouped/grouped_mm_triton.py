@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megablocks.ops.hopper import multiprocessors
 from megablocks.ops.launch import cdiv, interpreted, next_power_of_2, quick
 from megablocks.ops.routing.dispatch import Rows
 
@@ -60,14 +61,6 @@ def choose(columns: int, t: Tensor) -> Config:
 @functools.cache
 def _shared_bytes(device: torch.device) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"])
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    """Programs that walk the tiles: two a multiprocessor, so that one's epilogue hides under the other's products."""
-    if device.type != "cuda":
-        return 3
-    return 2 * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @triton.jit
@@ -221,7 +214,9 @@ def scattered_mm_launch(
         dots = allocate(cdiv(N, config.BN), num_rows, dtype=torch.float32, device=x.device)
     if num_rows == 0 or N == 0:
         return y, None if dots is None else dots.sum(0)
-    programs = min(_programs(x.device), (cdiv(num_rows, config.BM) + experts + 1) * cdiv(N, config.BN))
+    # two a multiprocessor walk the tiles, so that one's epilogue hides under the other's products
+    programs = 2 * multiprocessors(x.device.index) if x.is_cuda else 3
+    programs = min(programs, (cdiv(num_rows, config.BM) + experts + 1) * cdiv(N, config.BN))
     _rows_kernel[(programs,)](
         x, w, y, *map(_dense, (rows.ends, rows.in_index, rows.out_index, bias, weight, rows.pair)),
         other, _dense(other_index), _dense(dot_bias), dots, num_rows, *x.stride(), *w.stride(),

@@ -18,7 +18,7 @@ expert_offsets[e] <= p < expert_offsets[e+1]. Rows p >= V are unused; kernels ne
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -186,10 +186,9 @@ def check_routing(routing: Routing) -> None:
         raise ValueError("token is not sorted: pairs must stand in token order")
 
 
-_Indices = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-
-
-def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_experts: int) -> _Indices:
+def build_dispatch_ref(
+    token: Tensor, expert: Tensor, num_tokens: int, num_experts: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The five tensors of a `Dispatch`, by a stable sort of the pairs by expert.
 
     Args:
@@ -215,17 +214,12 @@ def build_dispatch_ref(token: Tensor, expert: Tensor, num_tokens: int, num_exper
     return expert_offsets, token_offsets, gather.int(), scatter.int(), pair.int()
 
 
-def _fake_build_dispatch(a: Any) -> _Indices:
-    def make(length: int) -> Tensor:
-        return torch.empty(length, dtype=torch.int32, device=a.expert.device)
-
-    num_pairs = a.expert.shape[0]
-    return make(a.num_experts + 1), make(a.num_tokens + 1), make(num_pairs), make(num_pairs), make(num_pairs)
-
-
 build_dispatch_op = custom_op(
     "megablocks::build_dispatch",
-    fake=_fake_build_dispatch,
+    fake=lambda a: tuple(
+        a.expert.new_empty(length, dtype=torch.int32)
+        for length in (a.num_experts + 1, a.num_tokens + 1, *[a.expert.shape[0]] * 3)
+    ),
     kernel="megablocks.ops.routing.dispatch_triton:dispatch_launch",
 )(build_dispatch_ref)
 
@@ -303,14 +297,9 @@ def pad_indices_ref(
     return gather, scatter.int(), pair
 
 
-def _fake_pad_indices(a: Any) -> tuple[Tensor, Tensor, Tensor]:
-    rows = a.d.pair.new_empty(a.num_rows)
-    return rows, torch.empty_like(a.d.scatter), torch.empty_like(rows)
-
-
 pad_indices_op = custom_op(
     "megablocks::pad_indices",
-    fake=_fake_pad_indices,
+    fake=lambda a: tuple(a.d.pair.new_empty(length) for length in (a.num_rows, a.d.num_pairs, a.num_rows)),
     kernel="megablocks.ops.permute.padded_triton:pad_launch",
     takes=lambda d, *_: d.pair.is_cuda and runs_triton(d.pair),
 )(pad_indices_ref)

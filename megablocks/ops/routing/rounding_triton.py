@@ -32,13 +32,6 @@ _BLOCK = 4096  # keys that a program of 16 warps looks at together
 
 
 @triton.jit
-def _weight_of(key):
-    """The weight in a key; 0 for padding's."""
-    bits = tl.where(key < 0, key - (PADDING_KEY + 1), key)
-    return tl.where(key == PADDING_KEY, 0, bits).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _load_keys(keys_ptr, t, num_tokens):
     """Keys as unsigned integers of the same order; 0, as padding's, past the end."""
     key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
@@ -94,7 +87,8 @@ def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.c
         within = (order > lower) | ((at_lower != 0) & (place_lower + tl.cumsum(at_lower, 0) <= first + tile))
         place_upper += tl.sum(at_upper, 0)
         place_lower += tl.sum(at_lower, 0)
-        weight = _weight_of(key)
+        bits = tl.where(key < 0, key - (PADDING_KEY + 1), key)
+        weight = tl.where(key == PADDING_KEY, 0, bits).to(tl.float32, bitcast=True)
         a += tl.where(behind & (key >= 0), weight, 0.0)
         b += tl.where(behind & within, weight, 0.0)
     tl.store(a_ptr + expert, tl.sum(a, 0))
