@@ -198,8 +198,7 @@ def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
     if not torch.is_grad_enabled():
         return t
     refuse = torch._C._functions.DelayedError(f"{what}: no second derivative is known", 1)
-    refused: Tensor = refuse(t.requires_grad_())
-    return refused
+    return refuse(t.requires_grad_())
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -114,5 +114,4 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_cen
         if t is not None and t.shape != x.shape[-1:]:
             raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = norm_op(rows, weight, bias, eps, float(zero_centered))[0]
-    return y.view(x.shape)
+    return norm_op(rows, weight, bias, eps, float(zero_centered))[0].view(x.shape)

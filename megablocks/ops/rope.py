@@ -78,5 +78,4 @@ def rope(x: Tensor, angles: Tensor, *, interleaved: bool = False, scale: float =
         raise ValueError(f"angles is {tuple(angles.shape)}: must be {allowed} for x {tuple(x.shape)}")
     if angles.requires_grad:
         raise ValueError("angles requires a gradient: detach it")
-    y: Tensor = rope_op(x, angles, interleaved, scale, False)
-    return y
+    return rope_op(x, angles, interleaved, scale, False)

@@ -89,5 +89,4 @@ def remote_mlp(
     w1, v1, w2, *biases = parameters
     biases = [None if b is None else b.to(x.dtype) for b in biases]
     options = Options(recompute, True, input_bits, pre_bits)
-    y: Tensor = _RemoteMlp.apply(x, weight, w1, v1, w2, *biases, remote, activation, options, main_grads)
-    return y
+    return _RemoteMlp.apply(x, weight, w1, v1, w2, *biases, remote, activation, options, main_grads)

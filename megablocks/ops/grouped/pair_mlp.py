@@ -68,8 +68,7 @@ def pair_mlp(
     for name, bias, w in (("up_bias", up_bias, up), ("down_bias", down_bias, down)):
         if bias is not None and bias.shape != (w.shape[0], w.shape[2]):
             raise ValueError(f"{name} is {tuple(bias.shape)}: must be ({w.shape[0]}, {w.shape[2]})")
-    y: Tensor = pair_mlp_op(x, ids, weight, up, down, up_bias, down_bias, activation)
-    return y
+    return pair_mlp_op(x, ids, weight, up, down, up_bias, down_bias, activation)
 
 
 def _check(x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, activation: Activation) -> None:

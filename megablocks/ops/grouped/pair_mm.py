@@ -77,5 +77,4 @@ def pair_mm(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None, scale
         raise ValueError(f"bias is {tuple(bias.shape)}: must be ({w.shape[0]}, {w.shape[2]})")
     if scale is not None and scale.shape != ids.shape:
         raise ValueError(f"scale is {tuple(scale.shape)}: must be ({ids.shape[0]},), one for each pair")
-    y: Tensor = pair_mm_op(x, w, ids, bias, scale)
-    return y
+    return pair_mm_op(x, w, ids, bias, scale)

@@ -235,5 +235,4 @@ def route_rounded(
     num_tokens, num_experts = logits.shape
     draw = torch.rand(num_experts, generator=generator, device=logits.device) if rule in STOCHASTIC else None
     rounding = Rounding(rule, tile, max_pairs(rule, num_tokens, num_experts, options.top_k, tile))
-    out: RoundedOutput = rounded_router_op(logits, bias, padding_mask, draw, rounding, options)
-    return out
+    return rounded_router_op(logits, bias, padding_mask, draw, rounding, options)

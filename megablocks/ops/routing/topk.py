@@ -279,8 +279,7 @@ def gradient_of_logits(ctx: Any, grads: RouterGradients) -> Tensor | None:
     if all(grad is None for grad in grads):
         return None
     logits, padding_mask, *saved = ctx.saved_tensors
-    gradient: Tensor = router_backward_op(logits, padding_mask, RouterSaved(*saved), grads, ctx.options)
-    return gradient
+    return router_backward_op(logits, padding_mask, RouterSaved(*saved), grads, ctx.options)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -341,5 +340,4 @@ def route_topk(
             or a mask that is not bool.
     """
     check_router(logits, options, bias, padding_mask)
-    out: RouterOutput = router_op(logits, bias, padding_mask, options)
-    return out
+    return router_op(logits, bias, padding_mask, options)
