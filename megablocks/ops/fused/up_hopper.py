@@ -1,7 +1,7 @@
 """Up-projection with its activation on Hopper (Gluon, sm_90): plan, kernel and launch; mlp.py has the formula.
 
-The skeleton is that of grouped_mm_hopper.py. A gated tile holds BN/2 columns of W1 beside the same columns of V1, so
-one wgmma computes both, and their elementwise product needs no other thread's registers.
+The skeleton and the producer are those of grouped_mm_hopper.py. A gated tile holds BN/2 columns of W1 beside the same
+columns of V1, so one wgmma computes both, and their elementwise product needs no other thread's registers.
 """
 
 # mypy: allow-untyped-defs
@@ -10,30 +10,26 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
+from megablocks.ops.grouped.grouped_mm_hopper import m_producer
 from megablocks.ops.hopper import Tile, descriptor, multiprocessors, with_tail
 from megablocks.ops.hopper_gluon import (
     barriers,
     consumer_walk,
     find_tile,
-    gather_lanes,
-    gather_rows,
     multiply,
     operand_buffers,
     parts_of,
-    row_ids,
-    row_sources,
     store_rows,
-    tma_load,
     unary,
-    walk,
 )
 from megablocks.ops.launch import quick
 from megablocks.ops.routing.dispatch import Dispatch
@@ -43,6 +39,7 @@ from megablocks.ops.routing.dispatch import Dispatch
 class _Plan(grouped.Plan):
     """A grouped product's plan, with what the epilogue computes."""
 
+    flat: ClassVar[bool] = True
     gated: bool = False
     unary: str = "silu"
     exact: bool = False
@@ -130,37 +127,6 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit
-def _producer(given, c: gl.constexpr):
-    x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts = given
-    half: gl.constexpr = c.BN // 2
-    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
-    lanes = gather_lanes(c)
-    ids = row_ids(gather_ptr, m0, end, lanes, c)
-    for tile in range(start, tiles, step):
-        # Where a tile is wider than what is left of this expert's weights, rows of the next expert's are multiplied
-        # too, and the store clips their columns.
-        w_row = e * c.N + (n0 // 2 if c.gated else n0)
-        sources = row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        ids = row_ids(gather_ptr, m0, end, lanes, c)
-        for k in range(c.steps):
-            s = it % c.stages
-            bar = full.index(s)
-            k0 = k * c.BK
-            mbarrier.wait(empty.index(s), ((it // c.stages) & 1) ^ 1)
-            mbarrier.expect(bar, c.right_bytes)
-            w_buf = w_bufs.index(s)
-            if c.gated:
-                tma_load(w_desc, [w_row, k0], bar, w_buf.slice(0, half))
-                tma_load(v_desc, [w_row, k0], bar, w_buf.slice(half, half))
-            else:
-                tma_load(w_desc, [w_row, k0], bar, w_buf)
-            gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
-            it += 1
-
-
 @quick
 @gluon.jit(do_not_specialize=["experts"])
 def up_kernel(
@@ -173,9 +139,11 @@ def up_kernel(
     full, empty, turn = barriers(c)
     outs = (pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr)
     common = (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts)
-    given = (x_bufs, w_bufs, full, empty, w_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts)
+    given = (
+        x_bufs, w_bufs, full, empty, None, w_desc, None, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
+    )  # fmt: skip
     gl.warp_specialize(
-        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (_producer, (given, c))],
+        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (m_producer, (given, c))],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
     )

@@ -55,6 +55,7 @@ class Plan(Tile):
     K2: int = 0
     biased: bool = False
     a_k_major: ClassVar[bool] = True
+    flat: ClassVar[bool] = False  # w is (E·N, K), as up_hopper.py has it, whose gated tiles hold columns of two
 
     @property
     def n_tiles(self) -> int:
@@ -197,6 +198,17 @@ def _load_w(desc, expert, k0, col, bar, buf, c: gl.constexpr):
 
 
 @gluon.jit
+def _load_flat(w_desc, v_desc, row, k0, bar, buf, c: gl.constexpr):
+    """From `row` on of W (E·N, K) all BN rows of a stage, or where gated one half, and of V the other."""
+    half: gl.constexpr = c.BN // 2
+    if c.gated:
+        tma_load(w_desc, [row, k0], bar, buf.slice(0, half))
+        tma_load(v_desc, [row, k0], bar, buf.slice(half, half))
+    else:
+        tma_load(w_desc, [row, k0], bar, buf)
+
+
+@gluon.jit
 def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
     ROW_PARTS: gl.constexpr = c.row_parts
     for p in gl.static_range(ROW_PARTS):
@@ -215,6 +227,10 @@ def m_producer(given, c: gl.constexpr):
         expert = e
         row = m0
         col = n0
+        if c.flat:
+            # Where a tile is wider than what is left of this expert's weights, rows of the next expert's are multiplied
+            # too, and the store clips their columns.
+            col = e * c.N + (n0 // 2 if c.gated else n0)
         if c.gather:
             sources = row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
         e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
@@ -235,7 +251,10 @@ def m_producer(given, c: gl.constexpr):
                     _load_w(v_desc, expert, k0 - c.k_steps * c.BK, col, bar, w_buf, c)
                     _load_x(x2_desc, row, k0 - c.k_steps * c.BK, bar, x_bufs, s, c)
             else:
-                _load_w(w_desc, expert, k0, col, bar, w_buf, c)
+                if c.flat:
+                    _load_flat(w_desc, v_desc, col, k0, bar, w_buf, c)
+                else:
+                    _load_w(w_desc, expert, k0, col, bar, w_buf, c)
                 if c.gather:
                     gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
                 else:
