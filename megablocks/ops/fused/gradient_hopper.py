@@ -21,23 +21,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
-from megablocks.ops.grouped.grouped_mm_hopper import m_producer
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
-from megablocks.ops.hopper_gluon import (
-    ROW_BOUND,
-    barriers,
-    consumer_walk,
-    find_tile,
-    multiply,
-    operand_buffers,
-    parts_of,
-    tile_ends,
-    tma_load,
-    tma_store,
-    unary,
-)
 from megablocks.ops.launch import quick
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -103,7 +90,7 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
     pre = pre_buf.load(layout).to(gl.float32)
     if c.gated:
         gate = gate_buf.load(layout).to(gl.float32)
-    act, slope = unary(pre, NAME, EXACT)
+    act, slope = hg.unary(pre, NAME, EXACT)
     d_scaled = d_act * scale[:, None]
     # All three are rounded before the first is stored, so that the compiler works through them value by value. A store
     # between them would keep whole parts of intermediate values in registers, and spill them.
@@ -122,17 +109,17 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
     scaled_buf.store(scaled)
     fence_async_shared()
     if row + c.rows <= end:
-        tma_store(d_pre_desc, [row, col], pre_buf)
+        hg.tma_store(d_pre_desc, [row, col], pre_buf)
         if c.gated:
-            tma_store(d_gate_desc, [row, col], gate_buf)
-        tma_store(scaled_desc, [row, col], scaled_buf)
+            hg.tma_store(d_gate_desc, [row, col], gate_buf)
+        hg.tma_store(scaled_desc, [row, col], scaled_buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         box: gl.constexpr = [1, 1, c.rows, c.out_cols]
-        at_tail = [ROW_BOUND, end, ROW_BOUND - end + row, col]
-        tma_store(d_pre_tail, at_tail, pre_buf.reshape(box))
+        at_tail = [hg.ROW_BOUND, end, hg.ROW_BOUND - end + row, col]
+        hg.tma_store(d_pre_tail, at_tail, pre_buf.reshape(box))
         if c.gated:
-            tma_store(d_gate_tail, at_tail, gate_buf.reshape(box))
-        tma_store(scaled_tail, at_tail, scaled_buf.reshape(box))
+            hg.tma_store(d_gate_tail, at_tail, gate_buf.reshape(box))
+        hg.tma_store(scaled_tail, at_tail, scaled_buf.reshape(box))
     return dots
 
 
@@ -143,24 +130,24 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     rows: gl.constexpr = [c.rows]
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     free = kept[3]
-    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    ends, tiles, start, step, it = hg.consumer_walk(offsets_ptr, experts, WG, c)
     at = gl.to_tensor(0)
     phase = gl.to_tensor(0)
     at += WG * c.out_parts
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         row = m0
         last = end
         col = n0
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         r = row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))
         pair = gl.load(pair_ptr + r, mask=r < last, other=0)
         scale = gl.load(weight_ptr + pair, mask=r < last, other=0)
-        acc, it = multiply(it, c.steps, dy_bufs, w_bufs, full, empty, turn, phase, WG, c)
+        acc, it = hg.multiply(it, c.steps, dy_bufs, w_bufs, full, empty, turn, phase, WG, c)
         it += c.steps
         # As in multiply, on the ring of pre and gate.
         mbarrier.wait(epilogue_turn.index(WG), phase ^ (1 - WG))
-        p0, p1, p2, p3 = parts_of(acc, c)
+        p0, p1, p2, p3 = hg.parts_of(acc, c)
         part_rows: gl.constexpr = gl.SliceLayout(1, p0.type.layout)
         part_scale = gl.convert_layout(scale, part_rows)
         dots = gl.zeros(rows, gl.float32, part_rows)
@@ -187,20 +174,20 @@ def _loader(kept, pre_desc, gate_desc, offsets_ptr, experts, c: gl.constexpr):
     """Load pre and gate of every part in the order in which the consumers reach them."""
     pre_bufs, gate_bufs, loaded, free = kept
     PARTS: gl.constexpr = c.out_parts
-    ends = tile_ends(offsets_ptr, experts, c, 1)
+    ends = hg.tile_ends(offsets_ptr, experts, c, 1)
     tiles = gl.max(ends, 0)
     at = gl.to_tensor(0)
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        e, m0, end, n0 = find_tile(tile, ends, offsets_ptr, c)
+        e, m0, end, n0 = hg.find_tile(tile, ends, offsets_ptr, c)
         for i in gl.static_range(PARTS):
             s = at % c.ring
             bar = loaded.index(s)
             mbarrier.wait(free.index(s), ((at // c.ring) & 1) ^ 1)
             mbarrier.expect(bar, (1 + c.gated) * c.rows * c.out_cols * 2)
             where = [m0, n0 + i * c.out_cols]
-            tma_load(pre_desc, where, bar, pre_bufs.index(s))
+            hg.tma_load(pre_desc, where, bar, pre_bufs.index(s))
             if c.gated:
-                tma_load(gate_desc, where, bar, gate_bufs.index(s))
+                hg.tma_load(gate_desc, where, bar, gate_bufs.index(s))
             at += 1
 
 
@@ -216,7 +203,7 @@ def down_gradient_kernel(
     """
     dtype: gl.constexpr = w_desc.dtype
     RING: gl.constexpr = c.ring
-    dy_bufs, w_bufs = operand_buffers(dtype, c)
+    dy_bufs, w_bufs = hg.operand_buffers(dtype, c)
     pre_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout)
     gate_bufs = gl.allocate_shared_memory(dtype, [c.ring, c.rows, c.out_cols], pre_desc.layout) if c.gated else pre_bufs
     o_bufs = gl.allocate_shared_memory(dtype, [2, c.rows, c.out_cols], pre_desc.layout)
@@ -228,7 +215,7 @@ def down_gradient_kernel(
         mbarrier.init(free.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(epilogue_turn.index(i), count=1)
-    full, empty, turn = barriers(c)
+    full, empty, turn = hg.barriers(c)
     kept = (pre_bufs, gate_bufs, loaded, free)
     outs = (d_pre_desc, d_pre_tail, d_gate_desc, d_gate_tail, scaled_desc, scaled_tail)
     pointers = (weight_ptr, pair_ptr, dots_ptr, offsets_ptr)
@@ -240,7 +227,7 @@ def down_gradient_kernel(
         [
             (_consumer, (common, 0, c)),
             (_consumer, (common, 1, c)),
-            (m_producer, (given, c)),
+            (grouped.m_producer, (given, c)),
             (_loader, (kept, pre_desc, gate_desc, offsets_ptr, experts, c)),
         ],
         [4, c.producer_warps, 1],

@@ -17,20 +17,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
+from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
-from megablocks.ops.grouped.grouped_mm_hopper import m_producer
 from megablocks.ops.hopper import Tile, descriptor, multiprocessors, with_tail
-from megablocks.ops.hopper_gluon import (
-    barriers,
-    consumer_walk,
-    find_tile,
-    multiply,
-    operand_buffers,
-    parts_of,
-    store_rows,
-    unary,
-)
 from megablocks.ops.launch import quick
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -83,36 +73,36 @@ def _finish(pre, gate, slot: gl.constexpr, bufs, outs, e, row, end, col, WG: gl.
     if c.biased:
         pre += gl.load(b1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
     pre = pre.to(bufs.dtype)
-    store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
-    act, _ = unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+    hg.store_rows(pre, slot, bufs, pre_desc, pre_tail, row, end, col, WG, c)
+    act, _ = hg.unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
     if c.gated:
         if c.biased:
             gate += gl.load(c1_ptr + e * c.N + col + j, mask=col + j < c.N, other=0).to(gl.float32)[None, :]
         gate = gate.to(bufs.dtype)
-        store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
+        hg.store_rows(gate, slot + 1, bufs, gate_desc, gate_tail, row, end, col, WG, c)
         act *= gate.to(gl.float32)
-    store_rows(act.to(bufs.dtype), slot + (2 if c.gated else 1), bufs, act_desc, act_tail, row, end, col, WG, c)
+    hg.store_rows(act.to(bufs.dtype), slot + (2 if c.gated else 1), bufs, act_desc, act_tail, row, end, col, WG, c)
 
 
 @gluon.jit
 def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts = common
-    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    ends, tiles, start, step, it = hg.consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
         row = m0
         last = end
         col = n0 // 2 if c.gated else n0
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
-        acc, it = multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
+        e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        acc, it = hg.multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
             phase ^= 1
             it += c.steps
         else:
             row += WG * c.rows
-        p0, p1, p2, p3 = parts_of(acc, c)
+        p0, p1, p2, p3 = hg.parts_of(acc, c)
         if c.gated:  # the lower half is pre, the upper one gate
             _finish(p0, p2, 0, o_bufs, outs, expert, row, last, col, WG, c)
             _finish(p1, p3, 3, o_bufs, outs, expert, row, last, col + c.out_cols, WG, c)
@@ -134,16 +124,16 @@ def up_kernel(
     gather_ptr, offsets_ptr, experts, c: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """w_desc, v_desc (E·I, K); pre, gate and act (R, I), each with its ragged twin; v and gate None unless gated."""
-    x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
+    x_bufs, w_bufs = hg.operand_buffers(w_desc.dtype, c)
     o_bufs = gl.allocate_shared_memory(w_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], pre_desc.layout)
-    full, empty, turn = barriers(c)
+    full, empty, turn = hg.barriers(c)
     outs = (pre_desc, pre_tail, gate_desc, gate_tail, act_desc, act_tail, b1_ptr, c1_ptr)
     common = (x_bufs, w_bufs, o_bufs, full, empty, turn, outs, offsets_ptr, experts)
     given = (
         x_bufs, w_bufs, full, empty, None, w_desc, None, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,
     )  # fmt: skip
     gl.warp_specialize(
-        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (m_producer, (given, c))],
+        [(_consumer, (common, 0, c)), (_consumer, (common, 1, c)), (grouped.m_producer, (given, c))],
         [4, c.producer_warps],
         [c.consumer_regs, c.producer_regs],
     )

@@ -23,22 +23,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.hopper import MAX_EXPERTS, ROW_BOUND, Tile, aligned, descriptor, multiprocessors, with_tail
-from megablocks.ops.hopper_gluon import (
-    barriers,
-    consumer_walk,
-    find_tile,
-    gather_lanes,
-    gather_rows,
-    multiply,
-    operand_buffers,
-    parts_of,
-    row_ids,
-    row_sources,
-    store_rows,
-    tma_load,
-    walk,
-)
 from megablocks.ops.launch import next_power_of_2, quick
 
 
@@ -164,37 +150,37 @@ def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -
 def _m_consumer(common, WG: gl.constexpr, c: gl.constexpr):
     x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, bias_ptr, offsets_ptr, experts = common
     PARTS: gl.constexpr = c.out_parts
-    ends, tiles, start, step, it = consumer_walk(offsets_ptr, experts, WG, c)
+    ends, tiles, start, step, it = hg.consumer_walk(offsets_ptr, experts, WG, c)
     phase = gl.to_tensor(0)
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     for tile in range(start, tiles, step):
         expert = e
         row = m0
         last = end
         col = n0
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+        e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if not c.pingpong:
             row += WG * c.rows
-        acc, it = multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
+        acc, it = hg.multiply(it, c.steps, x_bufs, w_bufs, full, empty, turn, phase, WG, c)
         if c.pingpong:
             phase ^= 1
             it += c.steps
-        parts = parts_of(acc, c)
+        parts = hg.parts_of(acc, c)
         for i in gl.static_range(PARTS):
             part = parts[i]
             if c.biased:
                 j = col + i * c.out_cols + gl.arange(0, c.out_cols, gl.SliceLayout(0, part.type.layout))
                 part += gl.load(bias_ptr + expert * c.N + j, mask=j < c.N, other=0).to(gl.float32)[None, :]
-            store_rows(part, i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
+            hg.store_rows(part, i, y_bufs, y_desc, y_tail, row, last, col + i * c.out_cols, WG, c)
     tma.store_wait(0)
 
 
 @gluon.jit
 def _load_w(desc, expert, k0, col, bar, buf, c: gl.constexpr):
     if c.b_k_major:
-        tma_load(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
+        hg.tma_load(desc, [expert, col, k0], bar, buf.reshape([1, c.BN, c.BK]))
     else:
-        tma_load(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
+        hg.tma_load(desc, [expert, k0, col], bar, buf.reshape([1, c.BK, c.BN]))
 
 
 @gluon.jit
@@ -202,27 +188,27 @@ def _load_flat(w_desc, v_desc, row, k0, bar, buf, c: gl.constexpr):
     """From `row` on of W (E·N, K) all BN rows of a stage, or where gated one half, and of V the other."""
     half: gl.constexpr = c.BN // 2
     if c.gated:
-        tma_load(w_desc, [row, k0], bar, buf.slice(0, half))
-        tma_load(v_desc, [row, k0], bar, buf.slice(half, half))
+        hg.tma_load(w_desc, [row, k0], bar, buf.slice(0, half))
+        hg.tma_load(v_desc, [row, k0], bar, buf.slice(half, half))
     else:
-        tma_load(w_desc, [row, k0], bar, buf)
+        hg.tma_load(w_desc, [row, k0], bar, buf)
 
 
 @gluon.jit
 def _load_x(desc, row, k0, bar, bufs, s, c: gl.constexpr):
     ROW_PARTS: gl.constexpr = c.row_parts
     for p in gl.static_range(ROW_PARTS):
-        tma_load(desc, [row + p * c.rows, k0], bar, bufs.index(s * c.row_parts + p))
+        hg.tma_load(desc, [row + p * c.rows, k0], bar, bufs.index(s * c.row_parts + p))
 
 
 @gluon.jit
 def m_producer(given, c: gl.constexpr):
     x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts = given
-    ends, tiles, start, step, it = walk(offsets_ptr, experts, c, c.producer_warps)
-    e, m0, end, n0 = find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
+    ends, tiles, start, step, it = hg.walk(offsets_ptr, experts, c, c.producer_warps)
+    e, m0, end, n0 = hg.find_tile(gl.minimum(start, tiles - 1), ends, offsets_ptr, c)
     if c.gather:
-        lanes = gather_lanes(c)
-        ids = row_ids(gather_ptr, m0, end, lanes, c)
+        lanes = hg.gather_lanes(c)
+        ids = hg.row_ids(gather_ptr, m0, end, lanes, c)
     for tile in range(start, tiles, step):
         expert = e
         row = m0
@@ -232,10 +218,10 @@ def m_producer(given, c: gl.constexpr):
             # too, and the store clips their columns.
             col = e * c.N + (n0 // 2 if c.gated else n0)
         if c.gather:
-            sources = row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
-        e, m0, end, n0 = find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
+            sources = hg.row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
+        e, m0, end, n0 = hg.find_tile(gl.minimum(tile + step, tiles - 1), ends, offsets_ptr, c)
         if c.gather:
-            ids = row_ids(gather_ptr, m0, end, lanes, c)
+            ids = hg.row_ids(gather_ptr, m0, end, lanes, c)
         for k in range(c.steps):
             s = it % c.stages
             bar = full.index(s)
@@ -256,7 +242,7 @@ def m_producer(given, c: gl.constexpr):
                 else:
                     _load_w(w_desc, expert, k0, col, bar, w_buf, c)
                 if c.gather:
-                    gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
+                    hg.gather_rows(x_bufs, s, sources, k0, lanes, bar, c)
                 else:
                     _load_x(x_desc, row, k0, bar, x_bufs, s, c)
             it += 1
@@ -272,9 +258,9 @@ def ragged_m_kernel(
 
     x2_desc, v_desc: as those without 2, with `summed`.
     """
-    x_bufs, w_bufs = operand_buffers(w_desc.dtype, c)
+    x_bufs, w_bufs = hg.operand_buffers(w_desc.dtype, c)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], y_desc.layout)
-    full, empty, turn = barriers(c)
+    full, empty, turn = hg.barriers(c)
     common = (x_bufs, w_bufs, y_bufs, full, empty, turn, y_desc, y_tail, bias_ptr, offsets_ptr, experts)
     given = (
         x_bufs, w_bufs, full, empty, x_desc, w_desc, x2_desc, v_desc, x_ptr, x_row, gather_ptr, offsets_ptr, experts,

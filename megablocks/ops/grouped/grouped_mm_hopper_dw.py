@@ -33,21 +33,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
 from megablocks.ops.grouped.pieces_triton import add_launch, list_launch
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
-from megablocks.ops.hopper_gluon import (
-    ROW_BOUND,
-    barriers,
-    copy_load,
-    multiply,
-    parts_of,
-    rounds,
-    stage_out,
-    tile_of_round,
-    tma_load,
-    tma_store,
-)
 from megablocks.ops.launch import quick
 
 
@@ -104,7 +93,7 @@ def _find_block(turn, tiles, list_ptr, c: gl.constexpr):
 
     Of a tile past the last those of the last, so that they may be looked up ahead.
     """
-    tile = gl.minimum(tile_of_round(turn), tiles - 1)
+    tile = gl.minimum(hg.tile_of_round(turn), tiles - 1)
     item = tile // c.tiles
     r = tile - item * c.tiles
     if c.m_tiles <= c.n_tiles:
@@ -139,8 +128,8 @@ def _store_block(
         inside = inside & (steps > 0)
         gl.store(at, gl.load(at, mask=inside) + part, mask=inside)
     else:
-        buf = stage_out(part, i, bufs, WG, c).reshape([1, c.rows, c.out_cols])
-        tma_store(o_desc, [e, row, col + i * c.out_cols], buf)
+        buf = hg.stage_out(part, i, bufs, WG, c).reshape([1, c.rows, c.out_cols])
+        hg.tma_store(o_desc, [e, row, col + i * c.out_cols], buf)
 
 
 @gluon.jit
@@ -148,7 +137,7 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
     a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr = common
     PARTS: gl.constexpr = c.out_parts
     tiles = gl.load(list_ptr) * c.tiles
-    turns = rounds(tiles)
+    turns = hg.rounds(tiles)
     it = gl.to_tensor(0)
     e, first, end, m0, n0, slot = _find_block(0, tiles, list_ptr, c)
     for turn in range(turns):
@@ -161,8 +150,8 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
         # That multiply asks whether there are steps also keeps an expert's first and last row alive: Triton 3.6 and 3.7
         # take a value that is carried around a loop and only bounds an inner one for dead. Then the steps of the first
         # tile stand for every tile, the producer's differ, and the kernel hangs.
-        acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, (), 0, WG, c)
-        parts = parts_of(acc, c)
+        acc, it = hg.multiply(it, steps, a_bufs, b_bufs, full, empty, (), 0, WG, c)
+        parts = hg.parts_of(acc, c)
         for i in gl.static_range(PARTS):
             _store_block(parts[i], i, o_bufs, o_desc, o_ptr, sums_ptr, expert, place, row, col, steps, WG, c)
     tma.store_wait(0)
@@ -172,16 +161,17 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
 def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c: gl.constexpr):
     """BK rows from `row`, WIDTH columns from `col`; rows at and past `end` are another expert's and read as zero."""
     if row + c.BK <= end:
-        tma_load(desc, [row, col], bar, buf)
+        hg.tma_load(desc, [row, col], bar, buf)
     else:
-        tma_load(tail_desc, [ROW_BOUND, end, ROW_BOUND - end + row, col], bar, buf.reshape([1, 1, c.BK, WIDTH]))
+        at_tail = [hg.ROW_BOUND, end, hg.ROW_BOUND - end + row, col]
+        hg.tma_load(tail_desc, at_tail, bar, buf.reshape([1, 1, c.BK, WIDTH]))
 
 
 @gluon.jit
 def _k_producer(given, c: gl.constexpr):
     a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr = given
     tiles = gl.load(list_ptr) * c.tiles
-    turns = rounds(tiles)
+    turns = hg.rounds(tiles)
     it = gl.to_tensor(0)
     _, first, end, m0, n0, _ = _find_block(0, tiles, list_ptr, c)
     if c.gather:
@@ -216,7 +206,7 @@ def _k_producer(given, c: gl.constexpr):
             for p in gl.static_range(2):
                 _load_rows(a_desc, a_tail, k, k1, row + p * c.rows, bar, a_bufs.index(s * 2 + p), c.rows, c)
             if c.gather:
-                copy_load(b_bufs.index(s), src, mask=inside)
+                hg.copy_load(b_bufs.index(s), src, mask=inside)
                 async_copy.mbarrier_arrive(bar, increment_count=False)
             else:
                 _load_rows(b_desc, b_tail, k, k1, col, bar, b_bufs.index(s), c.BN, c)
@@ -245,7 +235,7 @@ def ragged_k_kernel(
     else:
         o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([c.rows, c.out_cols], o_desc.dtype)
         o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_layout)
-    full, empty, _ = barriers(c)
+    full, empty, _ = hg.barriers(c)
     common = (a_bufs, b_bufs, o_bufs, full, empty, o_desc, o_ptr, sums_ptr, list_ptr)
     given = (a_bufs, b_bufs, full, empty, a_desc, a_tail, b_desc, b_tail, b_ptr, b_row, gather_ptr, list_ptr)
     gl.warp_specialize(

@@ -32,18 +32,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors
-from megablocks.ops.hopper_gluon import (
-    barriers,
-    multiply,
-    parts_of,
-    rounds,
-    stage_out,
-    tile_of_round,
-    tma_load,
-    tma_store,
-    unary,
-)
 from megablocks.ops.launch import quick
 
 from .matrix import Blocks
@@ -107,7 +97,7 @@ def draw(i, counter_ptr, c: gl.constexpr):
             pack=1,
         )
     else:
-        return tile_of_round(i)
+        return hg.tile_of_round(i)
 
 
 @gluon.jit
@@ -170,7 +160,7 @@ def announced(i, board):
 @gluon.jit
 def _write(part, slot: gl.constexpr, bufs, desc, row, col, WG: gl.constexpr, c: gl.constexpr):
     """Store from the consumer's next buffer, once the store that last read it has gone."""
-    tma_store(desc, [row, col], stage_out(part, slot, bufs, WG, c))
+    hg.tma_store(desc, [row, col], hg.stage_out(part, slot, bufs, WG, c))
 
 
 @gluon.jit
@@ -191,13 +181,13 @@ def _store_part(part, i: gl.constexpr, bufs, outs, row, col, WG: gl.constexpr, c
                 part += gl.load(extra_ptr + col + i * c.out_cols + j).to(gl.float32)[None, :]
             pre = part.to(bufs.dtype)
             _write(pre, 2 * i, bufs, desc, row, at, WG, c)
-            value, _ = unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
+            value, _ = hg.unary(pre.to(gl.float32), NAME, EXACT)  # of the rounded value, as backward sees it
             _write(value.to(bufs.dtype), 2 * i + 1, bufs, act_desc, row, at, WG, c)
         else:
             if c.kind == "slope":
                 rows = (row + gl.arange(0, c.rows, gl.SliceLayout(1, layout))).to(gl.int64)
                 z = gl.load(extra_ptr + rows[:, None] * 128 + (at + j)[None, :])
-                _, slope = unary(z.to(gl.float32), NAME, EXACT)
+                _, slope = hg.unary(z.to(gl.float32), NAME, EXACT)
                 part *= slope
             _write(part.to(bufs.dtype), i, bufs, desc, row, at, WG, c)
 
@@ -207,7 +197,7 @@ def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
     PARTS: gl.constexpr = c.out_parts
     if not c.pingpong:
         row += WG * c.rows
-    parts = parts_of(acc, c)
+    parts = hg.parts_of(acc, c)
     for i in gl.static_range(PARTS):
         _store_part(parts[i], i, bufs, outs, row, col, WG, c)
 
@@ -215,17 +205,17 @@ def _store_tile(acc, bufs, outs, row, col, WG: gl.constexpr, c: gl.constexpr):
 @gluon.jit
 def _sdd_consumer(common, WG: gl.constexpr, c: gl.constexpr):
     a_bufs, b_bufs, o_bufs, full, empty, turn, outs, cols_ptr, used_ptr, last, k_steps = common
-    count = rounds(gl.load(used_ptr + last) // c.run)
+    count = hg.rounds(gl.load(used_ptr + last) // c.run)
     stride: gl.constexpr = 2 if c.pingpong else 1
     start: gl.constexpr = WG if c.pingpong else 0
     it = gl.to_tensor(0) + start * k_steps
     phase = gl.to_tensor(0)
     for i in range(start, count, stride):
-        block = tile_of_round(i) * c.run
+        block = hg.tile_of_round(i) * c.run
         col = 0
         if c.has_bias:
             col = gl.load(cols_ptr + block) * 128
-        acc, it = multiply(it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        acc, it = hg.multiply(it, k_steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         it += (stride - 1) * k_steps
         _store_tile(acc, o_bufs, outs, block * 128, col, WG, c)
@@ -242,23 +232,23 @@ def _load_stage(it, a_desc, b_desc, a_bufs, b_bufs, full, empty, a_m, a_k, b_k, 
     mbarrier.expect(bar, c.left_bytes + c.right_bytes)
     for p in gl.static_range(PARTS):
         row = a_m + p * c.rows
-        tma_load(a_desc, [row, a_k] if c.a_k_major else [a_k, row], bar, a_bufs.index(s * c.row_parts + p))
-    tma_load(b_desc, [b_n, b_k] if c.b_k_major else [b_k, b_n], bar, b_bufs.index(s))
+        hg.tma_load(a_desc, [row, a_k] if c.a_k_major else [a_k, row], bar, a_bufs.index(s * c.row_parts + p))
+    hg.tma_load(b_desc, [b_n, b_k] if c.b_k_major else [b_k, b_n], bar, b_bufs.index(s))
 
 
 @gluon.jit
 def _sdd_producer(given, c: gl.constexpr):
     a_bufs, b_bufs, full, empty, a_desc, b_desc, rows_ptr, cols_ptr, used_ptr, last, k_steps = given
     tiles = gl.load(used_ptr + last) // c.run
-    count = rounds(tiles)
+    count = hg.rounds(tiles)
     it = gl.to_tensor(0)
-    block = gl.maximum(gl.minimum(tile_of_round(0), tiles - 1), 0) * c.run
+    block = gl.maximum(gl.minimum(hg.tile_of_round(0), tiles - 1), 0) * c.run
     next_row = gl.load(rows_ptr + block)
     next_col = gl.load(cols_ptr + block)
     for i in range(count):
         row = next_row * 128
         col = next_col * 128
-        block = gl.minimum(tile_of_round(i + 1), tiles - 1) * c.run
+        block = gl.minimum(hg.tile_of_round(i + 1), tiles - 1) * c.run
         next_row = gl.load(rows_ptr + block)
         next_col = gl.load(cols_ptr + block)
         for k in range(k_steps):
@@ -280,7 +270,7 @@ def _spmm_consumer(common, WG: gl.constexpr, c: gl.constexpr):
         line, steps, dense = announced(i, board)
     while steps >= 0:
         row, col = (line * 128, dense * c.BN) if c.sparse_left else (dense * c.BM, line * 128)
-        acc, it = multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
+        acc, it = hg.multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG, c)
         phase ^= 1
         _store_tile(acc, o_bufs, (o_desc, o_desc, o_desc), row, col, WG, c)
         i += 1
@@ -307,8 +297,8 @@ def _spmm_producer(given, work, c: gl.constexpr):
     it = gl.to_tensor(0)
     # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
     ticket = draw(2, counter_ptr, c)
-    tile = tile_of_round(0)
-    tile1 = tile_of_round(1)
+    tile = hg.tile_of_round(0)
+    tile1 = hg.tile_of_round(1)
     line, first, end, dense = line_of(tile, tiles, work_ptr, dense_tiles)
     line1, first1, end1, dense1 = line_of(tile1, tiles, work_ptr, dense_tiles)
     next_block, next_other = _entry(gl.minimum(first, entries - 1), index_ptr, block_ptr, c)
@@ -352,7 +342,7 @@ def _buffers(a_desc, b_desc, o_desc, c: gl.constexpr):
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [c.stages * c.row_parts] + a_shape, a_desc.layout)
     b_bufs = gl.allocate_shared_memory(b_desc.dtype, [c.stages] + b_shape, b_desc.layout)
     o_bufs = gl.allocate_shared_memory(o_desc.dtype, [2 * c.out_buffers, c.rows, c.out_cols], o_desc.layout)
-    full, empty, turn = barriers(c)
+    full, empty, turn = hg.barriers(c)
     return a_bufs, b_bufs, o_bufs, full, empty, turn
 
 
