@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -160,21 +161,16 @@ def router_step(
     d_weight = torch.randn_like(forward().weight)  # with rounding there may be more than T·K pairs
     one = torch.ones((), device="cuda")
 
-    def both() -> Any:
-        routing = forward()
-        outputs = [routing.weight, *routing.losses.values()]
-        with kernels():
-            return torch.autograd.grad(outputs, logits, [d_weight, one, one])
-
-    def many() -> Any:  # like a model, where one backward, with one change of threads, serves all layers
+    def both(forwards: int) -> Any:
         outputs = []
-        for _ in range(STEPS):
+        for _ in range(forwards):
             routing = forward()
             outputs += [routing.weight, *routing.losses.values()]
         with kernels():
-            return torch.autograd.grad(outputs, logits, [d_weight, one, one] * STEPS)
+            return torch.autograd.grad(outputs, logits, [d_weight, one, one] * forwards)
 
-    return forward, both, many
+    # many: like a model, where one backward, with one change of threads, serves all layers
+    return forward, partial(both, 1), partial(both, STEPS)
 
 
 def main() -> int:
