@@ -46,17 +46,13 @@ def waits(ranks: list[list[tuple[str, float, float, float]]], steps: int) -> dic
     for of_ranks in zip(*ranks, strict=False):
         name = of_ranks[0][0]
         times = [one[1] for one in of_ranks]
-        late = times.index(min(times))
-        early = times.index(max(times))
+        late, early = times.index(min(times)), times.index(max(times))
         out[f"{name}: itself"] += min(times) / steps
-        out[f"{name}: wait"] += (max(times) - min(times)) / steps
-        out[f"waits for rank {late}"] += (max(times) - min(times)) / steps
-        out["late rank's kernels since the exchange before, beyond the other's"] += (
-            of_ranks[late][2] - of_ranks[early][2]
-        ) / steps
-        out["late rank's idle time since the exchange before, beyond the other's"] += (
-            of_ranks[late][3] - of_ranks[early][3]
-        ) / steps
+        for wait in (f"{name}: wait", f"waits for rank {late}"):
+            out[wait] += (max(times) - min(times)) / steps
+        for at, cause in ((2, "kernels"), (3, "idle time")):
+            more = of_ranks[late][at] - of_ranks[early][at]
+            out[f"late rank's {cause} since the exchange before, beyond the other's"] += more / steps
     return dict(out)
 
 
@@ -73,7 +69,6 @@ def main() -> int:
         raise SystemExit(
             f"exchange_waits.py: folder={options.folder}: holds {len(paths)} traces, must hold two or more"
         )
-    sys.path.insert(0, str(ROOT))
     from megablocks.monitor.trace import exclusive_times, read_step
 
     steps = [read_step(path) for path in paths]
