@@ -76,8 +76,7 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
 
 def report(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print the table and return the summary, unless the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     print("\nµs, TFLOP/s, share of cuBLAS's speed; Zipf: speed per nonzero block over uniform, in the same rounds")
     ratios, skews = [], []

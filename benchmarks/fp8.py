@@ -306,8 +306,7 @@ def gains(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print the tables in markdown and return the gains, unless the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     rows = [row for record in records for row in gains(record)]
     print("\n| shape | arm | micro-batches a step | bf16 ms | fp8 ms | gain | gain of the bound | largest error |")

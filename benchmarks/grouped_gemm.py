@@ -108,8 +108,7 @@ def medians(record: dict[str, Any]) -> dict[str, Any]:
 
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print and return the table, unless the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     products = [medians(record) for record in records]
     print("\nµs (TFLOP/s); time of ours over that of a peer, QuACK's best tile alone")

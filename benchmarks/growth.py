@@ -126,8 +126,7 @@ def over_model(rows: list[dict[str, Any]]) -> float | None:
 
 def summarise(records: list[dict[str, Any]], gate: Gate, impls: list[str], toy: bool) -> dict[str, Any]:
     """Print and return the curves, unless the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     curves: dict[str, Any] = {}
     for record in records:

@@ -219,8 +219,7 @@ def compare_gpt_oss(tokens: int, rounds: int, toy: bool) -> bool:
     """Whether the results were right."""
     alone, gate, arms = make_gpt_oss(toy), Gate(ours=lambda arm: arm in OURS), ("grouped_mm", OURS[0])
     check(alone, gate, arms)
-    gate.report()
-    if gate.green:
+    if gate.report():
         report("gpt-oss", alone, list(arms), experts_step(alone, tokens), rounds, ("grouped_mm",))
     return gate.green
 
@@ -248,8 +247,7 @@ def main() -> int:
     device, rows = model.device, max(1, tokens // 4096)
     gate = Gate(ours=lambda arm: arm in OURS)
     check(model, gate)
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return 1
     arms = [arm for arm in (*THEIRS, *OURS) if arm in gate.errors]
     generating = [arm for arm in arms if arm in (*THEIRS, OURS[0])] if options.brief else arms

@@ -105,8 +105,7 @@ def row_of(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print the table. Returns the rows by size, skew and candidate; nothing if the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     print("\nms eager, one thread, graph, forward; TFLOP/s; speed over padding, likewise; MiB held, peak")
     sizes: dict[str, Any] = {}

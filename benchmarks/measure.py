@@ -144,12 +144,14 @@ class Gate:
             "failures": self.failures,
         }
 
-    def report(self) -> None:
+    def report(self) -> bool:
+        """Print the failures and the verdict. Returns whether the gate is green."""
         for key, why in self.failures.items():
             print(f"FAILED {key}: {why}")
         worst = max(self.errors.values(), default=0.0)
         print(f"gate {'green' if self.green else 'RED, no speed-up'}: {len(self.errors)} results checked, largest "
               f"relative error {worst:.1e}, {len(self.failures)} failed")  # fmt: skip
+        return self.green
 
 
 # ---- earlier figures of peers

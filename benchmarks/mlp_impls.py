@@ -81,8 +81,7 @@ def main() -> int:
         if options.out:  # after each case, so that an interrupted run leaves its results
             missing = [c.name for c in cases if c.name not in {r["case"] for r in records}]
             write_result(options.out, "mlp_impls", gate=gate, summary={"missing": missing}, records=records)
-    gate.report()
-    return 0 if gate.green else 1
+    return 0 if gate.report() else 1
 
 
 def layer_of(case: Case, impl: str, device: str = "cuda") -> Any:

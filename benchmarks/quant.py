@@ -177,8 +177,7 @@ def main() -> int:
             f"dequantize {k['dequantize_gb_s']:.0f}, copy {k['copy_gb_s']:.0f}"
         )
     write(kernels=kernels)
-    gate.report()
-    return 0 if gate.green else 1
+    return 0 if gate.report() else 1
 
 
 if __name__ == "__main__":

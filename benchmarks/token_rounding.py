@@ -90,8 +90,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
 
 def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
     """Print and return the table, unless the gate is red."""
-    gate.report()
-    if not gate.green:
+    if not gate.report():
         return {}
     shapes: dict[str, Any] = {}
     print("\nµs and speed over plain top-k, queued, as a graph, eager; rows computed, share wasted in partial tiles")
