@@ -25,7 +25,6 @@ and versions.
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import shlex
@@ -43,7 +42,7 @@ from first_call import ACTIVATIONS
 from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
 from growth import EXPERTS, TOKENS, flatness, over_model
 from layer_candidates import GOAL, GOAL_FROM, GRAPHED, LEAST_AT_ONE
-from measure import dry_run, need_gpu, read_result, speed
+from measure import dry_run, need_gpu, option_parser, read_result, speed
 from peers import PAPER, SONICMOE, against_sonicmoe, geometric_mean, merged
 from token_rounding import GOALS as ROUNDING_GOALS
 from token_rounding import TILE
@@ -544,7 +543,7 @@ def run(name: str, folder: Path, seconds: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), metavar="DIR")
     parser.add_argument("--seconds", type=float, default=570.0, help="for the whole run")
     parser.add_argument("--only", default=",".join(STEPS), help="only these benchmarks")

@@ -8,11 +8,10 @@ of the products, half of them under the causal mask. DRY_RUN=1 prints the cases.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 from typing import Any
 
-from measure import dry_run, milliseconds, need_gpu
+from measure import dry_run, milliseconds, need_gpu, option_parser
 
 SHAPES = [(128, 12, 1024, 64), (128, 8, 1024, 64), (32, 12, 4096, 64), (32, 12, 4096, 128)]
 """B, N, S, D; the first two are Small's and XS's."""
@@ -46,7 +45,7 @@ def measure(shape: tuple[int, int, int, int], dropout: float, backend: str, call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--calls", type=int, default=10)
     options = parser.parse_args()
     cases = list(itertools.product(SHAPES, (0.1, 0.0), BACKENDS))

@@ -9,7 +9,6 @@ the plain torch reference, otherwise the run ends. "host" is the host time of a 
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import Gate, dry_run, need_gpu, write_result
+from measure import Gate, dry_run, need_gpu, option_parser, write_result
 
 CASES = ((24576, 128, 8), (65536, 64, 1), (32768, 256, 16), (16384, 512, 10))
 ROUNDED = ((16384, 128, 2), (16384, 256, 4))
@@ -174,7 +173,7 @@ def router_step(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--out", type=Path, help="folder for bookkeeping.json")
     options = parser.parse_args()
     if dry_run():

@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from measure import ROUNDS, Gate, emit, need_gpu, write_result
+from measure import ROUNDS, Gate, emit, need_gpu, option_parser, write_result
 
 STARTUP_S, QUIET_S, JOB_S = 40, 10, 20
 MOST_DEATHS = 3
@@ -50,7 +50,7 @@ LOST_CONTEXT = ("CUDA error", "illegal", "launch failure")
 
 def parser_of(doc: str | None, *, seconds: float, rounds: int = ROUNDS) -> argparse.ArgumentParser:
     """A parser with the options of every benchmark that runs jobs. `seconds` and `rounds` are defaults."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(doc)
     parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--seconds", type=float, default=seconds, help="for the whole run")
     parser.add_argument("--out", type=Path, metavar="FILE.json", help="result file")

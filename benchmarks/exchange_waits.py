@@ -10,14 +10,13 @@ exchange itself takes, and the rest is a wait. A rank is late because its kernel
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from measure import dry_run
+from measure import dry_run, option_parser
 
 ROOT = Path(__file__).parents[1]
 EXCHANGES = ("to_experts_kernel", "to_home_kernel")
@@ -57,7 +56,7 @@ def waits(ranks: list[list[tuple[str, float, float, float]]], steps: int) -> dic
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=ROOT)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -17,7 +17,6 @@ fails is left out, and the program still ends with 0.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import sys
@@ -27,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen as pick
+from children import chosen, option_parser
 from measure import TOLERANCE, Gate, dry_run, environment, interleave, need_gpu, relative_error, result_path
 from measure import write_result as write
 
@@ -257,17 +256,17 @@ def tflops(case: Case, phase: str, ms: float) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cases", default=DEFAULT)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", choices=PEERS)
     parser.add_argument("--rows-factor", type=float, default=1.25, help="of the peer's buffers, see vdev_2d.py")
     options = parser.parse_args()
-    chosen = pick(parser, "--cases", options.cases, CASES)
+    names = chosen(parser, "--cases", options.cases, CASES)
     peers = importlib.import_module(options.peer) if options.peer else None
     if dry_run():
-        for name in chosen:
+        for name in names:
             print(name, CASES[name])
         if peers:
             print(*peers.ARMS, sep="\n")
@@ -283,7 +282,7 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them
     of_layer, of_exchange = layer_case, exchange_case
     if peers:
-        peer = peers.Peer([CASES[name] for name in chosen], options.rows_factor)
+        peer = peers.Peer([CASES[name] for name in names], options.rows_factor)
         of_layer, of_exchange = peer.layer_case, peer.exchange_case
     gate, records, taken_on = Gate(ours=lambda key: not options.peer), [], environment()
     path = options.out or result_path(f"expert_parallel_{options.peer}" if options.peer else "expert_parallel",
@@ -295,7 +294,7 @@ def main() -> None:
             write(path, "expert_parallel", gate=gate, summary={"rounds": options.rounds}, records=records,
                   taken_on=taken_on)  # fmt: skip
 
-    for name in chosen:
+    for name in names:
         case = CASES[name]
         for arms in (of_exchange if case.alone else of_layer)(case, options.rounds, name, gate):
             for arm, figures in arms.items():

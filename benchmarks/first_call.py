@@ -26,7 +26,7 @@ from typing import Any
 
 from children import candidate, chosen
 from layer_candidates import OURS, SIZES, Shape, labelled, shape_of
-from measure import Gate, dry_run, emit, gpu_name, need_gpu, result_path, write_result
+from measure import Gate, dry_run, emit, gpu_name, need_gpu, option_parser, result_path, write_result
 
 ACTIVATIONS = ("gelu", "swiglu")
 
@@ -140,7 +140,7 @@ def report(records: list[dict[str, Any]], gate: Gate) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--impls", default=",".join(OURS))
     parser.add_argument("--activations", default=",".join(ACTIVATIONS))
     parser.add_argument("--size", default="Small", help=f"of {', '.join(SIZES)}, or T,H; I/E/K")

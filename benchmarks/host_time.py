@@ -11,13 +11,12 @@ fastest and the median round of 100 steps. DRY_RUN=1 prints the cases.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
-from measure import dry_run, host_milliseconds, interleave, milliseconds, need_gpu
+from measure import dry_run, host_milliseconds, interleave, milliseconds, need_gpu, option_parser
 
 STEPS = 100
 LAYERS = [(impl, activation) for activation in ("gelu", "swiglu") for impl in ("grouped", "sparse", "fused", "torch")]
@@ -92,7 +91,7 @@ def step(layer: Any, x: Any, dy: Any) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--shape", type=shape, default=Shape(256, 512, 64, 1), metavar="H,I,E,K")

@@ -21,14 +21,13 @@ transformers' own) and the peak memory of a step. --toy runs small on a CPU.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from children import chosen
+from children import chosen, option_parser
 from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
 
 THEIRS = ("grouped_mm", "batched_mm", "sonicmoe")
@@ -225,7 +224,7 @@ def compare_gpt_oss(tokens: int, rounds: int, toy: bool) -> bool:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=9)

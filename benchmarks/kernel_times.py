@@ -9,12 +9,11 @@ products. A shape may also be a case of layers.py, such as Medium/2. DRY_RUN=1 p
 
 from __future__ import annotations
 
-import argparse
 import re
 
 from bookkeeping import launches
 from layer_candidates import OURS, SIZES, Problem, labelled, problem_of, random_ids
-from measure import dry_run, need_gpu
+from measure import dry_run, need_gpu, option_parser
 from peers import PAPER
 
 from megablocks.monitor.profile_step import short
@@ -28,7 +27,7 @@ def problem_named(label: str) -> Problem:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--impl", choices=OURS, default="fused")
     parser.add_argument("--shapes", nargs="+", default=list(PAPER), metavar="'T,H; I/E/K'")
     args = parser.parse_args()

@@ -14,7 +14,6 @@ prints the cases.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -31,6 +30,7 @@ from measure import (
     interleave,
     milliseconds,
     need_gpu,
+    option_parser,
     relative_error,
     result_path,
     write_result,
@@ -155,7 +155,7 @@ def kernels(words: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

@@ -11,6 +11,7 @@ All of this also runs on a CPU at toy sizes. There times come from the host's cl
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shlex
@@ -55,6 +56,11 @@ PEER_SLACK = 0.15
 def emit(**record: Any) -> None:
     """Print one JSON line. A child process sends records to its parent this way."""
     print(json.dumps(record), flush=True)
+
+
+def option_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose help is the docstring of the benchmark, in its own lines."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def need_gpu(toy: bool = False) -> None:

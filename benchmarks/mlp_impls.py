@@ -10,7 +10,6 @@ and the gradients of each, computed in memory that held NaN, are first compared 
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen
+from children import chosen, option_parser
 from layer_candidates import ROUTER_TOLERANCE, TOLERANCE
 from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, relative_error, write_result
 
@@ -58,7 +57,7 @@ ROUNDS, REPEATS = 9, 4
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--only", default="", help="names of cases, comma-separated")
     parser.add_argument("--impls", default=",".join(IMPLS))
     parser.add_argument("--out", type=Path)

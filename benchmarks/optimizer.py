@@ -17,14 +17,13 @@ Prints the median milliseconds of each, its speed beside foreach, and the share 
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Callable
 from functools import partial
 from statistics import median
 from typing import Any
 
-from measure import Gate, dry_run, interleave, milliseconds, need_gpu, relative_error, speed
+from measure import Gate, dry_run, interleave, milliseconds, need_gpu, option_parser, relative_error, speed
 
 HIDDEN, WIDTH, EXPERTS, VOCABULARY = 768, 3072, 64, 51200
 BYTES = {"norm": 4, "step": 30}
@@ -103,7 +102,7 @@ def check(gate: Gate) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=15)
     options = parser.parse_args()

@@ -13,7 +13,6 @@ the run. Random tokens and routing, bf16, 128 experts, blocks of 128, bins of th
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -29,6 +28,7 @@ from measure import (
     interleave,
     milliseconds,
     need_gpu,
+    option_parser,
     relative_error,
     speed,
     write_result,
@@ -162,7 +162,7 @@ def rows_of(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--shapes", nargs="*", default=[",".join(map(str, shape)) for shape in SHAPES])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--out", type=Path, help="folder for permutation.json")

@@ -9,7 +9,6 @@ tokens, and the time of a step over the number of experts with its model. Red an
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,7 @@ from statistics import median
 from typing import Any
 
 from layer_candidates import GOAL, GOAL_FROM, GRAPHED, LEAST_AT_ONE, OURS, kind
-from measure import read_result
+from measure import option_parser, read_result
 
 from megablocks.monitor.plots import new_figure, save_figure
 
@@ -166,7 +165,7 @@ def draw(path: Path) -> Path:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
     for file in parser.parse_args().files:
         try:

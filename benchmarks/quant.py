@@ -15,7 +15,6 @@ Also the GB/s of the two kernels and of torch's copy. The exit status is 1 if th
 
 from __future__ import annotations
 
-import argparse
 import math
 import sys
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from measure import Gate, dry_run, interleave, milliseconds, relative_error, write_result
+from measure import Gate, dry_run, interleave, milliseconds, option_parser, relative_error, write_result
 
 QUANTIZERS = ("inputs", "rematerialize", "scatter")
 BOUND = {8: 1e-2, 4: 1e-1}
@@ -122,7 +121,7 @@ def measure_kernels(rows: int, width: int, repeats: int) -> list[dict[str, Any]]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/quant"), help="folder for the results")
     parser.add_argument("--tokens", type=int, help="default: 65536 on a GPU, 512 on a CPU")
     parser.add_argument("--repeats", type=int, default=10, help="timed runs per case")

@@ -28,7 +28,6 @@ FOLDER is made by scripts/prepare_data.py. DRY_RUN=1 prints the arms.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import signal
@@ -40,7 +39,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from children import chosen, end_session
-from measure import Gate, dry_run, gpu_name, need_gpu, result_path, write_result
+from measure import Gate, dry_run, gpu_name, need_gpu, option_parser, result_path, write_result
 
 ROOT = Path(__file__).parents[1]
 STEPS, INTERVAL = 30, 5
@@ -234,7 +233,7 @@ def summarize(runs: dict[str, list[Measured]], arms: dict[str, Arm], gate: Gate)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data/stdlib")
     usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine and name not in LARGER]
     parser.add_argument("--arms", default=",".join(usual))
