@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from measure import relative_error
+
 SHAPES = {  # T, H, I, E, K
     "S0": (40960, 768, 256, 128, 8),
     "S1": (24576, 1536, 256, 128, 8),
@@ -17,17 +19,13 @@ SHAPES = {  # T, H, I, E, K
 OPS = ("up", "down", "dx", "dx2", "dw1", "dw2", "layer")
 PRODUCTS = ("up", "down", "dx")
 GATHERED = ("up", "dw1", "dw2", "layer")
-
-
-def quack_tiles() -> dict[str, tuple[int, int, bool, int, int]]:
-    """tile_M, tile_N, pingpong, cluster_M, cluster_N: QuACK's default tile on Hopper and similar ones."""
-    return {
-        "quack-pp192": (128, 192, True, 2, 1),
-        "quack-c256x128": (256, 128, False, 2, 1),
-        "quack-c256x192": (256, 192, False, 2, 1),
-        "quack-pp128": (128, 128, True, 2, 1),
-        "quack-c128x256": (128, 256, False, 2, 1),
-    }
+QUACK_TILES = {  # tile_M, tile_N, pingpong, cluster_M, cluster_N: QuACK's default tile on Hopper and similar ones
+    "quack-pp192": (128, 192, True, 2, 1),
+    "quack-c256x128": (256, 128, False, 2, 1),
+    "quack-c256x192": (256, 192, False, 2, 1),
+    "quack-pp128": (128, 128, True, 2, 1),
+    "quack-c128x256": (128, 256, False, 2, 1),
+}
 
 
 class Problem:
@@ -72,8 +70,6 @@ class Problem:
 
     def check(self, out: Any) -> float:
         """Largest relative error of a few experts or tokens; inf if any value is NaN."""
-        import torch
-
         if bool(out.isnan().any()):
             return float("inf")
         if self.op == "layer":
@@ -90,7 +86,7 @@ class Problem:
                 got, truth = out[lo:hi], rows @ self.w[e].float()
                 if self.op == "dx2":
                     truth += self.a2[lo:hi].float() @ self.w2[e].float()
-            worst = max(worst, float(torch.norm(got.float() - truth) / truth.norm().clamp_min(1e-20)))
+            worst = max(worst, relative_error(got, truth))
         return worst
 
     def _check_layer(self, out: Any) -> float:
@@ -105,7 +101,7 @@ class Problem:
                 e = int(torch.searchsorted(self.offsets[1:], row, right=True))
                 z = (self.a[token].float() @ self.w[e].float()).bfloat16().float()[: self.inner]
                 truth += self.weight[int(d.pair[row])] * (z @ self.down[e].float())
-            worst = max(worst, float((out[token].float() - truth).norm() / truth.norm()))
+            worst = max(worst, relative_error(out[token], truth))
         return worst
 
     def ours(self) -> Callable[[], Any]:
@@ -220,6 +216,6 @@ class Problem:
         if "torch" in peers and self.op == "layer":
             made["torch-take"] = self.torch_take
         if "quack" in peers and single:
-            for name, tile in quack_tiles().items():
+            for name, tile in QUACK_TILES.items():
                 made[name] = lambda tile=tile: self.quack(tile)
         return made
