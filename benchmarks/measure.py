@@ -222,6 +222,13 @@ def result_path(name: str, gpu: str | None = None, root: Path = RESULTS) -> Path
     return root / folder / f"{name}.json"
 
 
+def one_a_line(result: Mapping[str, Any], name: str) -> str:
+    """JSON with the list `name` last and one of its elements per line, so that a diff shows which of them changed."""
+    head = json.dumps({key: value for key, value in result.items() if key != name}, indent=1)
+    lines = ",\n".join(map(json.dumps, result[name]))
+    return f'{head[:-2]},\n "{name}": [\n{lines}\n]\n}}\n'
+
+
 def write_result(
     path: Path,
     name: str,
@@ -244,10 +251,7 @@ def write_result(
         "records": list(records),
     }
     assert tuple(result) == REQUIRED
-    # One record per line, so that a diff shows which case changed.
-    head = json.dumps({key: value for key, value in result.items() if key != "records"}, indent=1)
-    lines = ",\n".join(json.dumps(record) for record in records)
-    write_durably(path, f'{head[:-2]},\n "records": [\n{lines}\n]\n}}\n')
+    write_durably(path, one_a_line(result, "records"))
 
 
 def read_result(path: Path) -> dict[str, Any]:

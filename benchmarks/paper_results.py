@@ -215,17 +215,8 @@ def record_of(
 
 def _tried(folder: Path) -> dict[str, float]:
     """Final validation loss by learning rate."""
-    out = {}
-    for run in sorted(folder.iterdir(), key=lambda path: float(path.name)):
-        out[run.name] = History.of_run(run).series("validation_loss")[1][-1]
-    return out
-
-
-def dump(record: dict[str, Any]) -> str:
-    """The record as JSON with one run a line, so that a diff shows which run changed."""
-    head = json.dumps({name: value for name, value in record.items() if name != "runs"}, indent=1)
-    lines = ",\n".join(json.dumps(run) for run in record["runs"])
-    return f'{head[:-2]},\n "runs": [\n{lines}\n]\n}}\n'
+    runs = sorted(folder.iterdir(), key=lambda path: float(path.name))
+    return {run.name: History.of_run(run).series("validation_loss")[1][-1] for run in runs}
 
 
 # ---- from a record to figures

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import paper_plots
 import paper_results
 import report
+from measure import one_a_line
 from paper_arms import (
     ARMS,
     BASE,
@@ -463,7 +464,7 @@ def _data(folder: Path) -> tuple[str, int]:
 
 
 def _report(record: dict[str, Any], out: Path) -> int:
-    write_durably(out / "record.json", paper_results.dump(record))
+    write_durably(out / "record.json", one_a_line(record, "runs"))
     for arm, why in record["failed"].items():
         print(f"paper: {arm}: {why}; the same command tries it again", file=sys.stderr)
     if record["failed"]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import paper_results
+from measure import one_a_line
 from paper_arms import ARMS, MODELS, Schedule, Settings, launch_of
 
 from megablocks.files import write_durably
@@ -67,6 +68,6 @@ def write_runs(out: Path, *, model: str = "toy", seeds: int = 2) -> dict[str, An
         for n, seed in enumerate(settings.seeds_of(arm)):
             write_run(out / "runs" / arm / str(seed), arm, seed, settings, final + 0.02 * n)
     record = paper_results.record_of(out, settings, {}, {})
-    write_durably(out / "record.json", paper_results.dump(record))
+    write_durably(out / "record.json", one_a_line(record, "runs"))
     write_durably(out / "settings.json", json.dumps(settings.to_dict()))
     return record
