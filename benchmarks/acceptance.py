@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from children import chosen, end_session
+from children import add_names, end_session
 from first_call import ACTIVATIONS
 from grouped_gemm_cases import SHAPES as PRODUCT_SHAPES
 from growth import EXPERTS, TOKENS, flatness, over_model
@@ -546,10 +546,10 @@ def main() -> int:
     parser = option_parser(__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/acceptance"), metavar="DIR")
     parser.add_argument("--seconds", type=float, default=570.0, help="for the whole run")
-    parser.add_argument("--only", default=",".join(STEPS), help="only these benchmarks")
+    add_names(parser, "--only", STEPS, help="only these benchmarks")
     parser.add_argument("--table", action="store_true", help="run nothing, judge the results in DIR")
     options = parser.parse_args()
-    names = [] if options.table else chosen(parser, "--only", options.only, STEPS)
+    names = [] if options.table else options.only
     if dry_run():
         for name in names:
             step = STEPS[name]

@@ -24,7 +24,7 @@ from statistics import mean, median
 from typing import Any
 
 from block_sparse_cases import FEW_TOKENS, PRODUCTS, SIZES, Case
-from children import candidate, chosen, guarded, parser_of, run_benchmark, struck_off
+from children import add_names, candidate, guarded, parser_of, run_benchmark, struck_off
 from measure import Gate, calls_for, dry_run, emit, graph_of, interleave, milliseconds, speed
 
 ROUND_MS = 8.0
@@ -105,19 +105,17 @@ def report(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=280.0)
-    parser.add_argument("--sizes", default=",".join(SIZES))
-    parser.add_argument("--products", default=",".join(PRODUCTS))
+    add_names(parser, "--sizes", SIZES)
+    add_names(parser, "--products", PRODUCTS)
     args = parser.parse_args()
-    sizes = chosen(parser, "--sizes", args.sizes, SIZES)
-    products = chosen(parser, "--products", args.products, PRODUCTS)
     if dry_run():
-        for size in sizes:
-            for product in products:
+        for size in args.sizes:
+            for product in args.products:
                 print(f"{product:6} {size:7} T, H, F, E = {SIZES[size]}")
         return 0
-    compiled = [[f"{product}/{sizes[0]}"] for product in products]
+    compiled = [[f"{product}/{args.sizes[0]}"] for product in args.products]
     return run_benchmark(
-        args, "block_sparse", [f"{product}/{size}" for size in sizes for product in products], time_job,
+        args, "block_sparse", [f"{product}/{size}" for size in args.sizes for product in args.products], time_job,
         first=lambda runner: runner.compile(compiled, seconds=COMPILE_S),
         ours=lambda key: key.endswith("/ours") or key.count("/") < 3,  # a lost job is ours, too
         summarise=report, out=args.out,

@@ -69,6 +69,13 @@ def chosen(parser: argparse.ArgumentParser, option: str, given: str, known: Coll
     return names
 
 
+def add_names(
+    parser: argparse.ArgumentParser, option: str, known: Collection[str], default: str = "", help: str | None = None
+) -> None:
+    """Add an option whose value is a list, as in `chosen`."""
+    parser.add_argument(option, default=default, help=help, type=lambda given: chosen(parser, option, given, known))
+
+
 def struck_off(key: str, struck: Collection[str]) -> bool:
     """In the child: whether `key` must not run. If only its name is excluded, reports `key` as failed to the parent."""
     if key not in struck and key.rsplit("/", 1)[1] in struck:

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen, option_parser
+from children import add_names, option_parser
 from measure import TOLERANCE, Gate, dry_run, environment, interleave, need_gpu, relative_error, result_path
 from measure import write_result as write
 
@@ -258,15 +258,14 @@ def tflops(case: Case, phase: str, ms: float) -> float:
 def main() -> None:
     parser = option_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--cases", default=DEFAULT)
+    add_names(parser, "--cases", CASES, DEFAULT)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--peer", choices=PEERS)
     parser.add_argument("--rows-factor", type=float, default=1.25, help="of the peer's buffers, see vdev_2d.py")
     options = parser.parse_args()
-    names = chosen(parser, "--cases", options.cases, CASES)
     peers = importlib.import_module(options.peer) if options.peer else None
     if dry_run():
-        for name in names:
+        for name in options.cases:
             print(name, CASES[name])
         if peers:
             print(*peers.ARMS, sep="\n")
@@ -282,7 +281,7 @@ def main() -> None:
     torch.cuda.set_stream(torch.cuda.Stream())  # gradients are accumulated on it too, so that a graph can capture them
     of_layer, of_exchange = layer_case, exchange_case
     if peers:
-        peer = peers.Peer([CASES[name] for name in names], options.rows_factor)
+        peer = peers.Peer([CASES[name] for name in options.cases], options.rows_factor)
         of_layer, of_exchange = peer.layer_case, peer.exchange_case
     gate, records, taken_on = Gate(ours=lambda key: not options.peer), [], environment()
     path = options.out or result_path(f"expert_parallel_{options.peer}" if options.peer else "expert_parallel",
@@ -294,7 +293,7 @@ def main() -> None:
             write(path, "expert_parallel", gate=gate, summary={"rounds": options.rounds}, records=records,
                   taken_on=taken_on)  # fmt: skip
 
-    for name in names:
+    for name in options.cases:
         case = CASES[name]
         for arms in (of_exchange if case.alone else of_layer)(case, options.rounds, name, gate):
             for arm, figures in arms.items():

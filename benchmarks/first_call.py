@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from children import candidate, chosen
+from children import add_names, candidate
 from layer_candidates import OURS, SIZES, Shape, labelled, shape_of
 from measure import Gate, dry_run, emit, gpu_name, need_gpu, option_parser, result_path, write_result
 
@@ -141,7 +141,7 @@ def report(records: list[dict[str, Any]], gate: Gate) -> None:
 
 def main() -> int:
     parser = option_parser(__doc__)
-    parser.add_argument("--impls", default=",".join(OURS))
+    add_names(parser, "--impls", OURS)
     parser.add_argument("--activations", default=",".join(ACTIVATIONS))
     parser.add_argument("--size", default="Small", help=f"of {', '.join(SIZES)}, or T,H; I/E/K")
     parser.add_argument("--at-once", type=int, default=4, help="number of cases that run at the same time")
@@ -149,8 +149,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="default: results/<gpu>/first_call.json")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    impls = chosen(parser, "--impls", args.impls, OURS)
-    cases = [(impl, activation) for impl in impls for activation in args.activations.split(",")]
+    cases = [(impl, activation) for impl in args.impls for activation in args.activations.split(",")]
     if dry_run():
         for impl, activation in cases:
             print(f"{impl:8} {activation:7} T,H; I/E/K = {shape_named(args.size).label}: cold, warm, new token counts "

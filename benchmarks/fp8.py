@@ -25,7 +25,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import candidate, chosen, parser_of, run_benchmark, struck_off
+from children import add_names, candidate, parser_of, run_benchmark, struck_off
 from measure import Gate, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, relative_error, speed
 
 # T, H, I, E, K. L: Llama-4-Scout (109B), few experts and long products. Q: Qwen3-235B-A22B, many and short ones.
@@ -334,16 +334,15 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=150.0, rounds=7)
-    parser.add_argument("--shapes", default="small,L,Q")
+    add_names(parser, "--shapes", SHAPES, "small,L,Q")
     args = parser.parse_args()
-    jobs = chosen(parser, "--shapes", args.shapes, SHAPES)
     if dry_run():
-        for job in jobs:
+        for job in args.shapes:
             print(f"{job:6} T, H, I, E, K = {SHAPES[job]}: {'; '.join(ARMS)}")
         return 0
     return run_benchmark(
-        args, "fp8", jobs, time_job, quiet=30.0, budget=70.0, ours=lambda key: "torch" not in key, summarise=summarise,
-        out=args.out / "fp8.json" if args.out else None, toy=jobs == ["toy"],
+        args, "fp8", args.shapes, time_job, quiet=30.0, budget=70.0, ours=lambda key: "torch" not in key,
+        summarise=summarise, out=args.out / "fp8.json" if args.out else None, toy=args.shapes == ["toy"],
     )  # fmt: skip
 
 

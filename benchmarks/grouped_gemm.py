@@ -36,7 +36,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import candidate, chosen, guarded, parser_of, run_benchmark, struck_off
+from children import add_names, candidate, guarded, parser_of, run_benchmark, struck_off
 from grouped_gemm_cases import OPS, SHAPES, Problem
 from measure import Gate, calls_for, dry_run, emit, host_milliseconds, interleave, milliseconds
 
@@ -56,7 +56,7 @@ def time_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     shape, op = job.split("/")
     problem = Problem(shape, op, tokens=512 if args.compile_only else None)
     timers: dict[str, Callable[[], float]] = {}
-    for name, make in problem.all(tuple(args.peers.split(","))).items():
+    for name, make in problem.all(args.peers).items():
         key = f"{job}/{name}"
         if struck_off(key, struck):
             continue
@@ -123,21 +123,18 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=330.0, rounds=ROUNDS)
-    parser.add_argument("--shapes", default="S1,S2,S0,S3,S5,S4,S6")
-    parser.add_argument("--ops", default=",".join(OPS))
-    parser.add_argument("--peers", default=",".join(PEERS))
+    add_names(parser, "--shapes", SHAPES, "S1,S2,S0,S3,S5,S4,S6")
+    add_names(parser, "--ops", OPS)
+    add_names(parser, "--peers", PEERS)
     args = parser.parse_args()
-    shapes, ops = chosen(parser, "--shapes", args.shapes, SHAPES), chosen(parser, "--ops", args.ops, OPS)
-    peers = chosen(parser, "--peers", args.peers, PEERS)
     if importlib.util.find_spec("quack") is None:
-        peers = [peer for peer in peers if peer != "quack"]
-    args.peers = ",".join(peers)
-    jobs = [f"{shape}/{op}" for shape in shapes for op in ops]
+        args.peers = [peer for peer in args.peers if peer != "quack"]
+    jobs = [f"{shape}/{op}" for shape in args.shapes for op in args.ops]
     if dry_run():
         for job in jobs:
-            print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {args.peers}")
+            print(f"{job:9} T, H, I, E, K = {SHAPES[job.split('/')[0]]}: ours, {','.join(args.peers)}")
         return 0
-    compiled = [[f"{shape}/{op}" for shape in shapes] for op in ops]
+    compiled = [[f"{shape}/{op}" for shape in args.shapes] for op in args.ops]
     return run_benchmark(
         args, "grouped_gemm", jobs, time_job, first=lambda runner: runner.compile(compiled, seconds=COMPILE_S),
         quiet=40.0, budget=60.0, ours=ours, summarise=summarise, out=args.out,

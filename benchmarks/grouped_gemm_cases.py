@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from measure import relative_error
@@ -203,7 +203,7 @@ class Problem:
 
         return gradient
 
-    def all(self, peers: tuple[str, ...]) -> dict[str, Callable[[], Callable[[], Any]]]:
+    def all(self, peers: Collection[str]) -> dict[str, Callable[[], Callable[[], Any]]]:
         made: dict[str, Callable[[], Callable[[], Any]]] = {}
         single = self.op in (*PRODUCTS, "dw1", "dw2")
         if "bmm" in peers and single:

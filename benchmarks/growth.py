@@ -27,7 +27,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import chosen, parser_of, run_benchmark, struck_off
+from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import OURS, Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
 from measure import Gate, cells, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, result_path
@@ -76,7 +76,7 @@ def run_job(series: str, struck: set[str], args: argparse.Namespace) -> None:
         load = torch.bincount(problem.ids.flatten(), minlength=shape.experts)
         point = getattr(shape, series)
         tiles[point] = int(((load + TILE - 1) // TILE).sum())
-        for impl in args.candidates.split(","):
+        for impl in args.candidates:
             name = f"{impl} {point}"
             if not struck_off(f"{series}/{name}", struck):
                 timers |= timers_of(series, problem, name, problem.ours()[impl], graph=True)[0]
@@ -144,20 +144,18 @@ def summarise(records: list[dict[str, Any]], gate: Gate, impls: list[str], toy: 
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=180.0)
-    parser.add_argument("--series", default=",".join(SERIES))
-    parser.add_argument("--candidates", default="fused", help="mlp_impls")
+    add_names(parser, "--series", SERIES)
+    add_names(parser, "--candidates", OURS, "fused", help="mlp_impls")
     parser.add_argument("--toy", action="store_true", help="two small points per series, for a CPU")
     args = parser.parse_args()
-    jobs = chosen(parser, "--series", args.series, SERIES)
-    impls = chosen(parser, "--candidates", args.candidates, OURS)
     if dry_run():
-        for series in jobs:
+        for series in args.series:
             for shape in points(series, args.toy):
                 print(f"{series:7} T,H; I/E/K = {shape.label}, weights {weight_bytes(shape) / 1e9:.2f} GB per step")
         return 0
     return run_benchmark(
-        args, "growth", jobs, run_job, quiet=60.0, budget=120.0, ours=lambda key: True,
-        summarise=lambda records, gate: summarise(records, gate, impls, args.toy),
+        args, "growth", args.series, run_job, quiet=60.0, budget=120.0, ours=lambda key: True,
+        summarise=lambda records, gate: summarise(records, gate, args.candidates, args.toy),
         out=args.out or result_path("growth", gpu_name()), toy=args.toy,
     )  # fmt: skip
 

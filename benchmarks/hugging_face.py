@@ -27,7 +27,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
-from children import chosen, option_parser
+from children import add_names, option_parser
 from measure import TOLERANCE, Gate, dry_run, interleave, milliseconds, need_gpu, on_gpu, relative_error, speed
 
 THEIRS = ("grouped_mm", "batched_mm", "sonicmoe")
@@ -228,12 +228,12 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=16384)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--cases", default=",".join(CASES))
+    add_names(parser, "--cases", CASES)
     parser.add_argument("--liger", action="store_true", help="norms and rotary embeddings of liger-kernel")
     parser.add_argument("--brief", action="store_true", help="without most of our ways by themselves")
     parser.add_argument("--toy", action="store_true", help="small sizes, on a CPU too; its times mean nothing")
     options = parser.parse_args()
-    cases = chosen(parser, "--cases", options.cases, CASES)
+    cases = options.cases
     tokens = min(options.tokens, 64) if options.toy else options.tokens
     print(f"{options.layers} layers, {tokens} tokens, {TOY if options.toy else SIZES}")
     if dry_run():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from measure import on_gpu
@@ -154,6 +154,5 @@ def problem_of(job: str) -> Problem:
     return Problem(shape, ids, device="cuda" if on_gpu() else "cpu")
 
 
-def select(makers: Mapping[str, Callable[[], Step]], wanted: str) -> dict[str, Callable[[], Step]]:
-    """The makers whose names are in the comma-separated `wanted`; "" means all."""
-    return {name: make for name, make in makers.items() if not wanted or name in wanted.split(",")}
+def select(makers: Mapping[str, Callable[[], Step]], wanted: Collection[str]) -> dict[str, Callable[[], Step]]:
+    return {name: make for name, make in makers.items() if name in wanted}

@@ -23,12 +23,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import chosen, parser_of, run_benchmark
+from children import add_names, parser_of, run_benchmark
 from layer_candidates import GRAPHED, OURS, PEER_LAYERS, PEERS, SIZES, Problem, Shape, Step, kind, problem_of, select
 from layer_timing import check_and_time
 from measure import Gate, cells, dry_run, emit, gpu_name, on_gpu, result_path, speed
@@ -49,7 +49,7 @@ def trained_skews() -> list[float]:
     return list(fullest.values())
 
 
-def makers(problem: Problem, skew: float, wanted: str) -> dict[str, Callable[[], Step]]:
+def makers(problem: Problem, skew: float, wanted: Collection[str]) -> dict[str, Callable[[], Step]]:
     made = {PADDED: problem.maker(capacity_factor=0), KNOWN: problem.maker(capacity_factor=skew)}
     made |= problem.ours()
     if on_gpu():
@@ -126,20 +126,19 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=300.0)
-    parser.add_argument("--sizes", default="XS,Small,Medium", help=f"of {', '.join(SIZES)}")
+    add_names(parser, "--sizes", SIZES, "XS,Small,Medium", help=f"of {', '.join(SIZES)}")
     parser.add_argument("--skews", default=",".join(f"{skew:g}" for skew in SKEWS))
-    parser.add_argument("--candidates", default="", help="only these, by name")
+    known = (PADDED, KNOWN, *OURS, GRAPHED, *PEER_LAYERS)
+    add_names(parser, "--candidates", known, help="only these, by name")
     args = parser.parse_args()
-    sizes = chosen(parser, "--sizes", args.sizes, SIZES)
-    chosen(parser, "--candidates", args.candidates, (PADDED, KNOWN, *OURS, GRAPHED, *PEER_LAYERS))
-    jobs = [f"{size}/{skew}" for size in sizes for skew in args.skews.split(",")]
+    jobs = [f"{size}/{skew}" for size in args.sizes for skew in args.skews.split(",")]
     if dry_run():
         for job in jobs:
             size, skew = job.split("/")
             print(f"{size:7} skew {skew:4} T, H, I, E = {SIZES[size]}")
         return 0
     return run_benchmark(
-        args, "layers", jobs, run_job, toy=sizes == ["toy"],
+        args, "layers", jobs, run_job, toy=args.sizes == ["toy"],
         quiet=120.0, budget=240.0,  # quiet: a peer may build a CUDA extension on first use
         ours=lambda key: key.count("/") < 2 or kind(key.rsplit("/", 1)[1]) not in PEERS,  # a lost job is ours, too
         summarise=summarise, out=args.out or result_path("layers", gpu_name()),

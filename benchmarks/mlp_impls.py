@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen, option_parser
+from children import add_names, option_parser
 from layer_candidates import ROUTER_TOLERANCE, TOLERANCE
 from measure import Gate, dry_run, graph_of, interleave, milliseconds, need_gpu, relative_error, write_result
 
@@ -58,13 +58,11 @@ ROUNDS, REPEATS = 9, 4
 
 def main() -> int:
     parser = option_parser(__doc__)
-    parser.add_argument("--only", default="", help="names of cases, comma-separated")
-    parser.add_argument("--impls", default=",".join(IMPLS))
+    add_names(parser, "--only", [case.name for case in CASES], help="names of cases, comma-separated")
+    add_names(parser, "--impls", IMPLS)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    names = chosen(parser, "--only", options.only, [case.name for case in CASES])
-    impls = chosen(parser, "--impls", options.impls, IMPLS)
-    cases = [case for case in CASES if case.name in names]
+    cases = [case for case in CASES if case.name in options.only]
     if dry_run():
         print(*cases, sep="\n")
         return 0
@@ -72,10 +70,10 @@ def main() -> int:
     import torch
 
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 is the reference
-    print(f"ms as a graph (eager) and MiB kept, of {', '.join(impls)}; the choice of auto")
+    print(f"ms as a graph (eager) and MiB kept, of {', '.join(options.impls)}; the choice of auto")
     gate, records = Gate(lambda key: True), []
     for case in cases:
-        record = measure(case, impls, gate)
+        record = measure(case, options.impls, gate)
         records += [record] if record else []
         if options.out:  # after each case, so that an interrupted run leaves its results
             missing = [c.name for c in cases if c.name not in {r["case"] for r in records}]

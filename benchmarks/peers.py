@@ -37,7 +37,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from children import candidate, chosen, parser_of, run_benchmark
+from children import add_names, candidate, chosen, parser_of, run_benchmark
 from layer_candidates import (
     FUSED_MODES,
     OURS,
@@ -92,7 +92,7 @@ def labels(toy: bool) -> list[str]:
 
 
 @functools.cache
-def load(label: str, wanted: str, skew: float | None) -> tuple[Problem, dict[str, Callable[[], Step]]]:
+def load(label: str, wanted: tuple[str, ...], skew: float | None) -> tuple[Problem, dict[str, Callable[[], Step]]]:
     """A shape and its candidates. Each candidate is made once, so that the one that `prepare` compiled is timed."""
     shape, device = labelled(label), "cuda" if on_gpu() else "cpu"
     ids = random_ids(shape, device) if skew is None else skewed(shape.tokens, shape.experts, shape.top_k, skew)
@@ -105,7 +105,7 @@ def prepare(job: str, args: argparse.Namespace) -> None:
     """Run every candidate once, which compiles its kernels. A failure counts only if it happens again when timed."""
     import torch
 
-    for name, make in load(labels(args.toy)[int(job)], args.candidates, args.skew)[1].items():
+    for name, make in load(labels(args.toy)[int(job)], tuple(args.candidates), args.skew)[1].items():
         with candidate(f"{job}/{name}"):
             make().total()
     if on_gpu():
@@ -114,7 +114,7 @@ def prepare(job: str, args: argparse.Namespace) -> None:
 
 
 def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
-    problem, made = load(labels(args.toy)[int(job)], args.candidates, args.skew)
+    problem, made = load(labels(args.toy)[int(job)], tuple(args.candidates), args.skew)
     times, memory = check_and_time(job, problem, made, struck, args.rounds, queued=True)
     if times:
         label = problem.shape.label if args.skew is None else f"{problem.shape.label}{SKEWED}{args.skew:g}"
@@ -262,13 +262,12 @@ def merged(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def main() -> int:
     parser = parser_of(__doc__, seconds=590.0)
     parser.add_argument("--shapes", default="", help="numbers of the shapes, from 0; default: all")
-    parser.add_argument("--candidates", default="", help="only these, by name")
+    add_names(parser, "--candidates", (*OURS, *FUSED_MODES, *PEER_LAYERS, "bmm"), help="only these, by name")
     parser.add_argument("--skew", type=float, help="load of the fullest expert over the mean; default: random routing")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE.json", help="merge these results")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
     args = parser.parse_args()
     jobs = chosen(parser, "--shapes", args.shapes, [str(i) for i in range(len(labels(args.toy)))])
-    chosen(parser, "--candidates", args.candidates, (*OURS, *FUSED_MODES, *PEER_LAYERS, "bmm"))
     most = min(shape.experts / shape.top_k for shape in (labelled(labels(args.toy)[int(job)]) for job in jobs))
     if args.skew is not None and not 1 <= args.skew <= most:
         parser.error(f"--skew={args.skew:g}: must be in [1, {most:g}], E / K of these shapes")

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-from children import chosen, parser_of, run_benchmark, struck_off
+from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
 from measure import Gate, dry_run, emit, gpu_name, interleave, on_gpu, result_path, speed
@@ -71,7 +71,7 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     shape, device = labelled(labels(args.toy)[int(job)]), "cuda" if on_gpu() else "cpu"
     timers: dict[str, Callable[[], float]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for rule in (PLAIN, WHOLE, *args.rules.split(",")):
+    for rule in (PLAIN, WHOLE, *args.rules):
         name = f"fused {rule}"
         if struck_off(f"{job}/{name}", struck):
             continue
@@ -113,14 +113,13 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
 
 def main() -> int:
     parser = parser_of(__doc__, seconds=120.0)
-    parser.add_argument("--rules", default="nearest", help=f"of {', '.join(RULES)}")
+    add_names(parser, "--rules", RULES, "nearest", help=f"of {', '.join(RULES)}")
     parser.add_argument("--toy", action="store_true", help="one small shape, for a CPU")
     args = parser.parse_args()
     jobs = [str(i) for i in range(len(labels(args.toy)))]
-    chosen(parser, "--rules", args.rules, RULES)
     if dry_run():
         for job in jobs:
-            print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}: {PLAIN}, {WHOLE}, {args.rules}")
+            print(f"{job}: T,H; I/E/K = {labels(args.toy)[int(job)]}: {PLAIN}, {WHOLE}, {','.join(args.rules)}")
         return 0
     return run_benchmark(
         args, "token_rounding", jobs, run_job, quiet=60.0, budget=90.0, ours=lambda key: True, summarise=summarise,

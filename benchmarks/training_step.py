@@ -38,7 +38,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from children import chosen, end_session
+from children import add_names, end_session
 from measure import Gate, dry_run, gpu_name, need_gpu, option_parser, result_path, write_result
 
 ROOT = Path(__file__).parents[1]
@@ -236,7 +236,7 @@ def main() -> int:
     parser = option_parser(__doc__)
     parser.add_argument("--data", type=Path, default=ROOT / "data/stdlib")
     usual = [name for name, arm in ARMS.items() if arm.gpus == 1 and not arm.engine and name not in LARGER]
-    parser.add_argument("--arms", default=",".join(usual))
+    add_names(parser, "--arms", ARMS, ",".join(usual))
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of a run, a multiple of {INTERVAL}")
     parser.add_argument("--before", type=Path)
@@ -245,7 +245,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 2 * INTERVAL or options.steps % INTERVAL:
         parser.error(f"--steps is {options.steps}, but must be a multiple of {INTERVAL} and at least {2 * INTERVAL}")
-    arms = {name: ARMS[name] for name in chosen(parser, "--arms", options.arms, ARMS)}
+    arms = {name: ARMS[name] for name in options.arms}
     checkouts = dict.fromkeys(arms, ROOT)
     if options.before is not None:
         arms |= BEFORE

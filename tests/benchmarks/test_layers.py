@@ -91,7 +91,7 @@ def test_peers_compute_the_same_layer(results):
 
 
 def test_peers_under_skew_have_the_load_and_a_name_that_says_so():
-    problem, _ = peers.load(peers.TOY, "fused", 2.0)
+    problem, _ = peers.load(peers.TOY, ("fused",), 2.0)
     loads = torch.bincount(problem.ids.flatten(), minlength=8)
     assert (int(loads.max()), int(loads.sum())) == (32, 128)
     said = child_records(peers, "--child", "0", "--toy", "--skew", "2", "--candidates", "fused")
