@@ -139,17 +139,12 @@ def outermost(pick: Callable[..., Any], found: Iterable[tuple[float, str]]) -> t
     return pick(found)
 
 
-def whole_products(result: Result) -> Result:
-    s = result["summary"]
-    if s["cases"] != 18:
-        raise NotMeasured(f"{s['cases']} of 18 products measured")
-    return s
-
-
 def products(key: str, goal: float) -> Callable[[Result], Judged]:
     def judge(result: Result) -> Judged:
-        value = whole_products(result)[key]
-        return f"{value:.1%}", value >= goal
+        s = result["summary"]
+        if s["cases"] != 18:
+            raise NotMeasured(f"{s['cases']} of 18 products measured")
+        return f"{s[key]:.1%}", s[key] >= goal
 
     return judge
 

@@ -9,7 +9,7 @@ exactly skew times the mean, and the loads of the others follow a power law (`sk
     padded known  MoE(capacity_factor=skew); the same capacity without a synchronization, so a CUDA graph can hold it
     auto, sparse, grouped, scatter, fused   dMoE with that mlp_impl
     auto graphed  dMoE through torch.cuda.make_graphed_callables
-    torch, scattermoe, sonicmoe   peers, if they are installed; see layer_candidates.py
+    torch, scattermoe, sonicmoe   peers, if they are installed; see megablocks/tool/peers.py
 
 Each candidate is timed in three ways. `eager` is a call from Python, compared with `padded`. `one thread` is the same
 with backward in the caller's thread, as in the training driver (torch.autograd.set_multithreading_enabled(False)).
@@ -61,14 +61,10 @@ def fresh_skew(shape: Shape, device: str) -> float:
     """max/mean load of a freshly initialized router on random data."""
     import torch
 
-    from megablocks import MoEConfig
     from megablocks.moe.router import make_router
 
     torch.manual_seed(0)
-    config = MoEConfig(
-        hidden_size=shape.hidden, ffn_hidden_size=shape.width, num_experts=shape.experts, top_k=shape.top_k
-    )
-    router = make_router(config, device=device)
+    router = make_router(shape.config(), device=device)
     with torch.no_grad():
         load = router(torch.randn(shape.tokens, shape.hidden, device=device)).metrics["tokens_per_expert"]
     return float(load.max() / load.double().mean())
@@ -84,11 +80,9 @@ def run_job(job: str, struck: set[str], args: argparse.Namespace) -> None:
     times, memory = check_and_time(job, problem, made, struck, args.rounds, graphs=(KNOWN, *OURS), one_thread=True)
     if not times:
         return
-    flops = 3 * problem.shape.forward_flops
-    skew_given = float(load.max() / load.double().mean())
-    fresh = fresh_skew(problem.shape, problem.device)
-    emit(size=size, skew=skew_given, fresh_skew=fresh, flops=flops, fullest=int(load.max()), least=int(load.min()),
-         memory=memory, times=times)  # fmt: skip
+    emit(size=size, skew=float(load.max() / load.double().mean()), fresh_skew=fresh_skew(problem.shape, problem.device),
+         flops=3 * problem.shape.forward_flops, fullest=int(load.max()), least=int(load.min()), memory=memory,
+         times=times)  # fmt: skip
 
 
 def row_of(record: dict[str, Any], name: str) -> dict[str, Any]:

@@ -176,17 +176,14 @@ class Comparison:
                     self._give_up(arm, f"the search for a micro-batch failed: {error}")
                     return
             if self.found(arm)["micro_batch_size"] is None:
-                self._leave_out(arm, "no micro-batch fits into memory")
+                self.not_run[arm] = "no micro-batch fits into memory"
+                self.arms.remove(arm)
+                _say(f"{arm}: not run: {self.not_run[arm]}")
 
         self.places.each(lambda: waiting.pop(0) if waiting else None, find, ended)
         if why := self.not_run.get(BASE):
             change = "use another folder and a smaller model or MICRO_BATCH, or GPUs with more memory"
             raise ConfigError(f"{BASE}: not run: {why}, and all arms are compared with it; {change}")
-
-    def _leave_out(self, arm: str, why: str) -> None:
-        self.not_run[arm] = why
-        self.arms.remove(arm)
-        _say(f"{arm}: not run: {why}")
 
     def _give_up(self, arm: str, why: str) -> None:
         self.failed[arm] = why

@@ -182,8 +182,8 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
          "–" if one is base else span(one.below(base), "+.4f"),
          "–" if dmoe is None or one is dmoe else span(dmoe.below(one), "+.4f"),
          f"{gains[one.arm]:+.2f}" if one.arm in gains else "–", str(one.seeds),
-         span(one.tokens_per_second, ",.0f"), "–" if one.dropped is None else f"{one.dropped:.2%}",
-         _or_dash(one.load, ".2f"), f"{one.learning_rate:g}"]
+         span(one.tokens_per_second, ",.0f"), _or_dash(one.dropped, ".2%"), _or_dash(one.load, ".2f"),
+         f"{one.learning_rate:g}"]
         for one in summaries.values() if ARMS[one.arm].has_quality
     ]  # fmt: skip
     head = ["arm", "validation loss", "below dense", "above dMoE", "below dense in the paper, Small", "seeds",
@@ -207,7 +207,8 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
     named = " below ".join(one.label for one in order)
     lines = []
     if seeds and len(order) > 1:
-        lines.append(f"- The paper's order of losses, {named}, holds in {hold} of {count_of(len(seeds), 'seed')}.")
+        word = "seed" if len(seeds) == 1 else "seeds"
+        lines.append(f"- The paper's order of losses, {named}, holds in {hold} of {len(seeds)} {word}.")
     for a, b in pairwise(order):
         apart, n = a.below(b), len(a.losses.keys() & b.losses.keys())
         around = f"({apart.low:+.4f} to {apart.high:+.4f})"
@@ -231,10 +232,6 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
         side = "below" if apart.mean > 0 else "above"
         lines.append(f"- {a.label} is {abs(apart.mean):.4f} {side} {b.label}, {verdict}{why}")
     return lines
-
-
-def count_of(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 def time(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
