@@ -42,7 +42,8 @@ PRODUCTS = ("up", "down", "dA", "dX")
 """Those in e4m3."""
 RESULTS = ("y", "dx", "d_weight", "dw1", "dw2")
 REFERENCE = "fp8 by float32 products"
-ARMS = ("bf16", "fp8 + bf16 dW")
+FP8 = "fp8 + bf16 dW"
+ARMS = ("bf16", FP8)
 MICRO_BATCHES = (1, 4)
 GO = 1.15
 
@@ -206,7 +207,7 @@ def bounds(name: str, gpu: str) -> dict[str, float] | None:
 
     return {
         "bf16": ms(rest16 + dw16, [], both),
-        "fp8 + bf16 dW": ms(dw16, rest8, passes8),
+        FP8: ms(dw16, rest8, passes8),
         "quantize weights": ms([], [], 12 * W),
     }
 
@@ -279,28 +280,25 @@ def time_job(job: str, struck: set[str], args: Any) -> None:
                 timers[part] = timer(f"{job}/{part}", fn)
     times = interleave(timers, args.rounds)
     parts.clear(), timers.clear(), keep.clear()
-    arms: dict[str, Callable[[], Any]] = {"bf16": case.bf16, "fp8 + bf16 dW": lambda: case.fp8(wq, product)}
-    if not check("fp8 + bf16 dW", arms["fp8 + bf16 dW"]):
+    layers = {"bf16": case.bf16, FP8: lambda: case.fp8(wq, product), "quantize weights": case.quantize_weights}
+    if not check(FP8, layers[FP8]):
         return
     truth = None
-    layers = arms | {"quantize weights": case.quantize_weights}
     timers = {name: timer(f"{job}/{name}", fn) for name, fn in layers.items()}
     emit(shape=job, sizes=SHAPES[job], errors=found, bounds=bounds(job, gpu_name() or ""),
          parts=times, layers=interleave(timers, args.rounds))  # fmt: skip
 
 
 def gains(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of each fp8 arm and number of micro-batches a step: the gain of the layer, and of its bound."""
-    rows = []
-    for arm in (arm for arm in ARMS[1:] if record["layers"].get(arm)):
-        times, limit = record["layers"], record["bounds"]
-        for n in MICRO_BATCHES:
-            steps = [t + q / n for t, q in zip(times[arm], times["quantize weights"], strict=True)]
-            gain = speed({"fp8": steps, "bf16": times["bf16"]}, "fp8", "bf16")
-            best = limit and limit["bf16"] / (limit[arm] + limit["quantize weights"] / n)
-            rows.append({"shape": record["shape"], "arm": arm, "micro_batches": n, "gain": gain, "gain_of_bound": best,
-                         "bf16_ms": median(times["bf16"]) / 1e3, "fp8_ms": median(steps) / 1e3,
-                         "largest_error": max(record["errors"][arm].values())})  # fmt: skip
+    """Of each number of micro-batches a step: the gain of the layer, and of its bound."""
+    rows, times, limit = [], record["layers"], record["bounds"]
+    for n in MICRO_BATCHES:
+        steps = [t + q / n for t, q in zip(times[FP8], times["quantize weights"], strict=True)]
+        gain = speed({"fp8": steps, "bf16": times["bf16"]}, "fp8", "bf16")
+        best = limit and limit["bf16"] / (limit[FP8] + limit["quantize weights"] / n)
+        rows.append({"shape": record["shape"], "arm": FP8, "micro_batches": n, "gain": gain, "gain_of_bound": best,
+                     "bf16_ms": median(times["bf16"]) / 1e3, "fp8_ms": median(steps) / 1e3,
+                     "largest_error": max(record["errors"][FP8].values())})  # fmt: skip
     return rows
 
 
