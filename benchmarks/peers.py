@@ -54,6 +54,7 @@ from layer_candidates import (
 from layer_timing import check_and_time
 from measure import (
     Gate,
+    cells,
     dry_run,
     emit,
     gpu_name,
@@ -148,8 +149,7 @@ def against_sonicmoe(record: Mapping[str, Any]) -> dict[str, float]:
     """Speed of fused over SonicMoE's faster candidate, queued and eager, and bytes held over SonicMoE's fewest."""
     times, memory, out = record["times"], record["memory"], {}
     for how in ("queued", "eager"):
-        ratio = speed(times, f"{how}/fused", f"{how}/{fastest_sonicmoe(times, how)}")
-        if ratio is not None:
+        if (ratio := speed(times, f"{how}/fused", f"{how}/{fastest_sonicmoe(times, how)}")) is not None:
             out[how] = ratio
     fewest = min((memory[name]["held"] for name in SONICMOE if "held" in memory.get(name, {})), default=None)
     if fewest:
@@ -201,16 +201,15 @@ def summarise(records: Sequence[Mapping[str, Any]], gate: Gate) -> dict[str, Any
     print("\nTFLOP/s forward / backward / total (eager total), MiB held; then the speeds of auto and fused over it")
     for r in records:
         table = by_shape[r["shape"]]
-        print(f"{r['shape']}")
+        print(r["shape"])
         rows = {}
         for name, row in table.items():
             held = r["memory"].get(name, {}).get("held")
             ratios = [speed(r["times"], f"queued/{mine}", f"queued/{name}") for mine in ("auto", "fused")]
             rows[name] = {**row, "held": held, "auto_speed": ratios[0], "fused_speed": ratios[1]}
-            space = "     –" if held is None else f"{held / 2**20:6.0f}"
+            space = cells([held and held / 2**20], "6.0f")
             print(f"  {name:17s} {row['forward']:5.0f} / {row['backward']:5.0f} / {row['total']:5.0f} "
-                  f"(eager {row['eager']:5.0f}) {space} MiB"
-                  + "".join("       –" if ratio is None else f"   {ratio:.2f}×" for ratio in ratios))  # fmt: skip
+                  f"(eager {row['eager']:5.0f}) {space} MiB {cells(ratios, '6.2f', '×')}")  # fmt: skip
         shapes[r["shape"]] = rows
     return {"shapes": shapes, "sonicmoe": compare(records)}
 

@@ -50,12 +50,11 @@ class Case:
 
         from megablocks.ops.permute import rows as r
         from megablocks.ops.routing import dispatch as p
-        from megablocks.ops.routing.dispatch import build_dispatch, make_routing
 
         torch.manual_seed(0)
         ids = torch.rand(tokens, EXPERTS, device="cuda").topk(top_k, dim=1).indices
-        routing = make_routing(ids, torch.rand(tokens, top_k, device="cuda"), EXPERTS)
-        d, weight = build_dispatch(routing), routing.weight
+        routing = p.make_routing(ids, torch.rand(tokens, top_k, device="cuda"), EXPERTS)
+        d, weight = p.build_dispatch(routing), routing.weight
         loads = routing.metrics["tokens_per_expert"]
         padded_offsets = torch.zeros(EXPERTS + 1, dtype=torch.int32, device="cuda")
         padded_offsets[1:] = ((loads + BLOCK - 1) // BLOCK * BLOCK).cumsum(0)

@@ -27,7 +27,7 @@ from typing import Any
 from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
-from measure import Gate, dry_run, emit, gpu_name, interleave, on_gpu, result_path, speed
+from measure import Gate, cells, dry_run, emit, gpu_name, interleave, on_gpu, result_path, speed
 
 from megablocks.ops.grouped import TILE_ROWS as TILE
 
@@ -102,10 +102,9 @@ def summarise(records: list[dict[str, Any]], gate: Gate) -> dict[str, Any]:
             shown = []
             for how in HOW:
                 name = f"{how}/fused {rule}"
-                row[f"{how}_us"] = median(r["times"][name]) if name in r["times"] else None
-                row[f"{how}_speed"] = speed(r["times"], name, f"{how}/fused {PLAIN}")
-                shown.append("       –        –" if row[f"{how}_us"] is None
-                             else f"{row[f'{how}_us']:8.0f} {row[f'{how}_speed']:7.3f}×")  # fmt: skip
+                row[f"{how}_us"] = us = median(r["times"][name]) if name in r["times"] else None
+                row[f"{how}_speed"] = ratio = speed(r["times"], name, f"{how}/fused {PLAIN}")
+                shown.append(f"{cells([us], '8.0f')} {cells([ratio], '7.3f', '×')}")
             print(f"  {rule:9s}{''.join(shown)}  {row['rows']:8d} rows, {row['wasted']:6.1%} wasted, at most "
                   f"{row['deviation']} rows changed per expert")  # fmt: skip
     return {"shapes": shapes}
