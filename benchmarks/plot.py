@@ -33,6 +33,15 @@ def _weight(name: str) -> dict[str, float]:
     return {"linewidth": 4.0, "alpha": 0.4} if name == "auto" else {"linewidth": 1.3}
 
 
+def _draw_line(
+    axes: Any, xs: list[Any], values: list[float | None], style: str, name: str, label: str, **weight: float
+) -> None:
+    """The line of a candidate, with a gap for each None; nothing if all are None."""
+    if any(v is not None for v in values):
+        points = [float("nan") if v is None else v for v in values]
+        axes.plot(xs, points, style, color=COLORS.get(name), label=label, markersize=4, **weight)
+
+
 def _mark_routers(axes: Any, fresh: float, trained: list[float]) -> None:
     axes.axvline(fresh, color="tab:gray", linestyle=":", label=f"fresh router ({fresh:.2f})")
     if trained:
@@ -52,25 +61,15 @@ def plot_layers(result: dict[str, Any]) -> Any:
         def series(name: str, key: str, entry: dict[str, Any] = entry) -> list[float | None]:
             return [case["candidates"].get(name, {}).get(key) for case in entry["skews"]]
 
-        def against_padded(name: str, key: str, entry: dict[str, Any] = entry) -> list[float | None]:
-            pairs = zip(series(name, key, entry), series("padded", key, entry), strict=True)
-            return [None if not a or not b else a / b for a, b in pairs]
-
         speed, memory = grid[0][column], grid[1][column]
         for name in names:
-            color = COLORS.get(name)
             for key, style in (("graph_speed", "o-"), ("speed", "x--")):
-                values = [float("nan") if v is None else v for v in series(name, key)]
-                if any(v == v for v in values):
-                    how = "CUDA graph" if key == "graph_speed" else "from Python" if name == GRAPHED else "eager"
-                    label = f"{name} ({how})"
-                    speed.plot(skews, values, style, color=color, label=label, markersize=4, **_weight(name))
+                how = "CUDA graph" if key == "graph_speed" else "from Python" if name == GRAPHED else "eager"
+                _draw_line(speed, skews, series(name, key), style, name, f"{name} ({how})", **_weight(name))
             for key, style in (("held", "o-"), ("peak", "x--")):
-                values = [float("nan") if v is None else v for v in against_padded(name, key)]
-                if any(v == v for v in values):
-                    memory.plot(
-                        skews, values, style, color=color, label=f"{name}, {key}", markersize=4, **_weight(name)
-                    )
+                pairs = zip(series(name, key), series("padded", key), strict=True)
+                ratios = [a / b if a and b else None for a, b in pairs]
+                _draw_line(memory, skews, ratios, style, name, f"{name}, {key}", **_weight(name))
         speed.plot([GOAL_FROM, max(skews)], [GOAL, GOAL], color="k", linewidth=0.8)
         speed.plot([1.0], [LEAST_AT_ONE], "k_", markersize=12, label=f"goal: {LEAST_AT_ONE} at 1, {GOAL} from 2")
         speed.axhline(1.0, color="0.6", linewidth=0.8)
@@ -118,10 +117,9 @@ def plot_growth(result: dict[str, Any]) -> Any:
             counts = [row[series] for row in rows]
             for key, style in (("graph_us", "o-"), ("eager_us", "x--")):
                 per = [row["tokens"] if series == "tokens" else 1.0 for row in rows]
-                values = [float("nan") if row[key] is None else row[key] / n for row, n in zip(rows, per, strict=True)]
-                if any(v == v for v in values):
-                    label = impl + (" (CUDA graph)" if key == "graph_us" else " (eager)")
-                    axes.plot(counts, values, style, color=COLORS.get(impl), label=label, markersize=4)
+                values = [None if row[key] is None else row[key] / n for row, n in zip(rows, per, strict=True)]
+                label = impl + (" (CUDA graph)" if key == "graph_us" else " (eager)")
+                _draw_line(axes, counts, values, style, impl, label)
             predicted = [row.get("predicted_us") for row in rows]
             if None not in predicted:
                 axes.plot(counts, predicted, "k:", label=f"{impl}, model")
