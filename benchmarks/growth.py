@@ -31,6 +31,7 @@ from children import add_names, parser_of, run_benchmark, struck_off
 from layer_candidates import OURS, Problem, Shape, labelled, random_ids
 from layer_timing import timers_of
 from measure import Gate, cells, dry_run, emit, gpu_name, interleave, milliseconds, on_gpu, result_path
+from permutation import copies_of
 
 TOKENS = tuple(2**i for i in range(6, 19))
 EXPERTS = tuple(2**i for i in range(3, 10))
@@ -58,11 +59,8 @@ def copy_timer() -> Callable[[], float]:
 
     torch's copy_ may be slower (permutation.py), and a bandwidth that is too low would hide a slow layer.
     """
-    import torch
-
-    x = torch.randn(COPY_BYTES // 4, device="cuda", dtype=torch.bfloat16)
-    out = torch.empty_like(x)
-    return lambda: 1e3 * milliseconds(lambda: torch.neg(x, out=out), 10)
+    neg = copies_of(COPY_BYTES)[f"neg {COPY_BYTES}"]
+    return lambda: 1e3 * milliseconds(neg, 10)
 
 
 def run_job(series: str, struck: set[str], args: argparse.Namespace) -> None:
