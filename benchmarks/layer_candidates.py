@@ -66,8 +66,6 @@ def skewed_loads(num_pairs: int, num_experts: int, skew: float) -> list[int]:
         middle = (low + high) / 2
         low, high = (middle, high) if shares(middle)[0] * num_experts < skew else (low, middle)
     fullest = min(num_pairs, math.floor(skew * num_pairs / num_experts + 0.5))
-    if num_experts == 1:
-        return [num_pairs]
     _, *tail = shares(low)
     wanted = [t / max(math.fsum(tail), 1e-300) * (num_pairs - fullest) for t in tail]
     loads = [math.floor(w) for w in wanted]
