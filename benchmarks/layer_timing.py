@@ -80,8 +80,7 @@ def check_and_time(
     for name, make in makers.items():
         if struck_off(f"{job}/{name}", struck):
             continue
-        how = {"graph": name in graphs, "queued": queued, "one_thread": one_thread}
-        mine, kept = timers_of(job, problem, name, make, **how)
+        mine, kept = timers_of(job, problem, name, make, graph=name in graphs, queued=queued, one_thread=one_thread)
         if mine:
             timers |= mine
             memory[name] = kept
