@@ -59,14 +59,11 @@ class Case:
     def ours(self) -> Any:
         from megablocks.ops.sparse import dds, dsd, sdd
 
-        if self.product == "sdd":
-            return sdd(self.x, self.w, self.pattern).data
-        if self.product == "sdd_t":
-            return sdd(self.x, self.w.t(), self.pattern).data
-        if self.product == "dsd":
-            return dsd(self.s, self.w)
-        if self.product == "dsd_t":
-            return dsd(self.s, self.w.t())
+        w = self.w.t() if self.product in ("sdd_t", "dsd_t") else self.w
+        if self.product in ("sdd", "sdd_t"):
+            return sdd(self.x, w, self.pattern).data
+        if self.product in ("dsd", "dsd_t"):
+            return dsd(self.s, w)
         return dsd(self.s.t(), self.x) if self.product == "dst_d" else dds(self.x.t(), self.s)
 
     def bmm(self) -> Callable[[], Any]:
