@@ -20,11 +20,17 @@ _ARGUMENTS = {
     "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
 }
 """Fields of `GPTShape` that Megatron's arguments name otherwise."""
+_LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+"""Fields of latent attention. Megatron's arguments have them without it too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
-    """The sizes that determine the FLOPs of a GPT. Expert widths are per expert. `gated`: three products per MLP."""
+    """The sizes that determine the FLOPs of a GPT. Expert widths are per expert. `gated`: three products per MLP.
+
+    kv_lora_rank and the fields behind it are of latent attention, which has them in place of head_dim and
+    num_query_groups. q_lora_rank 0: the queries have no low rank.
+    """
 
     num_layers: int
     hidden_size: int
@@ -40,11 +46,17 @@ class GPTShape:
     top_k: int = 0
     moe_ffn_hidden_size: int = 0
     shared_expert_hidden_size: int = 0
+    kv_lora_rank: int = 0
+    q_lora_rank: int = 0
+    qk_head_dim: int = 0
+    qk_pos_emb_head_dim: int = 0
+    v_head_dim: int = 0
 
     @classmethod
     def of(cls, args: Any, **given: Any) -> GPTShape:
         """The sizes in Megatron's arguments, None as 0; `given` says those that these do not hold."""
-        names = [field.name for field in fields(cls) if field.name not in given]
+        latent = () if getattr(args, "multi_latent_attention", False) else _LATENT
+        names = [field.name for field in fields(cls) if field.name not in (*given, *latent)]
         found: dict[str, Any] = {name: getattr(args, _ARGUMENTS.get(name, name)) or 0 for name in names}
         return cls(**found, **given)
 
@@ -63,14 +75,35 @@ class GPTShape:
         """Products of an MLP that read its input."""
         return 2 if self.gated else 1
 
+    @property
+    def attention_weights(self) -> int:
+        """Elements of the matrices of one layer's attention."""
+        hidden, heads = self.hidden_size, self.num_attention_heads
+        if not self.kv_lora_rank:
+            return hidden * (2 * self.query_width + 2 * self.key_width)
+        queries = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
+        return (
+            (self.q_lora_rank * (hidden + queries) if self.q_lora_rank else hidden * queries)
+            + hidden * (self.kv_lora_rank + self.qk_pos_emb_head_dim)
+            + self.kv_lora_rank * heads * (self.qk_head_dim + self.v_head_dim)
+            + heads * self.v_head_dim * hidden
+        )
+
+    @property
+    def attended_width(self) -> int:
+        """Of the keys and the values of a layer's heads, with each of which a query has a product."""
+        if not self.kv_lora_rank:
+            return 2 * self.query_width
+        return self.num_attention_heads * (self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim)
+
 
 def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
     """Forward FLOPs of one token, by part of the model."""
-    hidden, query, products = shape.hidden_size, shape.query_width, shape.up_products + 1
+    hidden, products = shape.hidden_size, shape.up_products + 1
     dense_layers, moe = shape.num_layers - shape.num_moe_layers, shape.num_moe_layers
     return {
-        "attention_projections": shape.num_layers * 2.0 * hidden * (2 * query + 2 * shape.key_width),
-        "attention": shape.num_layers * 2.0 * shape.seq_length * query,  # 2 products · 2 FLOPs · S/2 keys on average
+        "attention_projections": shape.num_layers * 2.0 * shape.attention_weights,
+        "attention": shape.num_layers * shape.seq_length * shape.attended_width,  # 2 FLOPs · S/2 keys on average
         "mlp": dense_layers * 2.0 * products * hidden * shape.ffn_hidden_size,
         "router": moe * 2.0 * hidden * shape.num_experts,
         "experts": moe * 2.0 * products * hidden * shape.moe_ffn_hidden_size * shape.top_k,
