@@ -54,6 +54,10 @@ SCHEDULE = (
     "lr_wsd_decay_samples", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style",
 )  # fmt: skip
 """Flags that define the learning rate and the weight decay of each step."""
+UNSAVED = ("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
+"""Flags of the schedule that Megatron neither saves with it nor compares."""
+KEPT = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
+"""Flags in whose place the optimizer's state brings the saved values."""
 
 _OF_DATACLASSES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
 """Modules whose dataclasses and enums `.metadata` may hold."""

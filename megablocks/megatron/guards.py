@@ -19,6 +19,7 @@ import json
 import math
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
 from megablocks.monitor.heartbeat import Heartbeat
 
+_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+"""Learning rates of a group of parameters, and the flags that they come from unless they are decoupled."""
 STATE = "megablocks.json"
 """File of a checkpoint that holds what Megatron does not save: the loss window and the data's fingerprint."""
 
@@ -217,7 +220,8 @@ class Guards:
         elif self.verifiable:  # weights alone, of `convert`
             _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
-            return original(*args, **kwargs)
+            with self._saved_rates(saved, *args[1:3]):
+                return original(*args, **kwargs)
         except (Exception, SystemExit, CheckpointException) as error:
             cause = cause_of(error)
             if out_of_memory(cause, self.args):
@@ -237,6 +241,26 @@ class Guards:
                     "--no-load-optim to start the optimizer's state anew"
                 ) from error
             raise CheckpointError(f"{folder}: cannot be loaded: {explain(cause, self.args)}") from error
+
+    @contextlib.contextmanager
+    def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
+        """Give the optimizer's groups the saved learning rates, by which Megatron finds them in the checkpoint.
+
+        Behind the load they have this run's again where --override-opt-param-scheduler asks for them.
+        """
+        if saved is None or optimizer is None or self.args.finetune or self.args.no_load_optim:
+            yield
+            return
+        given = [{key: group[key] for key in _RATES} for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            for key, flag in _RATES.items():
+                if group[key] == getattr(self.args, flag):
+                    group[key] = getattr(saved, flag)
+        yield
+        if self.args.override_opt_param_scheduler:
+            for group, rates in zip(optimizer.param_groups, given, strict=True):
+                group.update(rates)
+            scheduler.step(increment=0)
 
     def _open(self, folder: Path) -> None:
         """Verify a checkpoint, and take over its loss window and the fingerprint of its data."""
@@ -266,6 +290,15 @@ class Guards:
                     f"{folder}: saved without {what} (--no-save-{part}); give --no-load-{part} to start {them} anew, "
                     "or --finetune to start at iteration 0 with the saved weights"
                 )
+        schedule = () if self.args.override_opt_param_scheduler else checkpoint_io.UNSAVED
+        for names, what, instead in (
+            (schedule, "learning-rate schedule", "--override-opt-param-scheduler for this run's"),
+            (checkpoint_io.KEPT, "optimizer", "--no-load-optim to start its state anew"),
+        ):
+            changed = checkpoint_io.differences(self.args, saved, names)
+            if changed and not self.args.no_load_optim:
+                fix = f"give the saved values, or {instead}"
+                raise CheckpointError(f"{folder}: saved with another {what}: {changed}; {fix}")
         changed = checkpoint_io.differences(self.args, saved, checkpoint_io.MODEL)
         if changed and not self.settings.allow_other_model:
             raise CheckpointError(

@@ -157,6 +157,48 @@ def test_another_schedule_is_refused_and_each_advice_works(driver: Driver, check
         assert sorted(driver.run(*longer, advice, model=MODEL).losses()) == [3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("flags", [(), ("--use-distributed-optimizer",)], ids=["", "distributed"])
+def test_another_learning_rate_is_refused_and_each_advice_works(
+    driver: Driver, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """Megatron finds the optimizer's groups by their rates, so it failed at another one with both advised flags too."""
+    steady = ("--lr-decay-style", "constant", "--save", tmp_path / "run", "--save-interval", "2", *flags)
+    driver.run(*STEPS, "--exit-interval", "2", *steady, model=MODEL)
+    more = (*STEPS, *steady[:2], *flags, "--load", tmp_path / "run", "--lr", "2e-3", "--min-lr", "1e-3")
+    assert "another learning-rate schedule: lr=0.002 (saved: 0.01), min_lr=0.001 (saved: 0.0); give" in line_of(
+        driver, *more
+    )
+    for advice, rate in (("override", 2e-3), ("use-checkpoint", 1e-2)):
+        text = driver.run(*more, f"--{advice}-opt-param-scheduler", model=MODEL).text()
+        assert [float(one) for one in re.findall(r"learning rate: (\S+)", text)] == [rate, rate]
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--lr-wsd-decay-iters 1", "another learning-rate schedule: lr_wsd_decay_iters=1 (saved: 3); give"),
+        (
+            "--lr-wsd-decay-style cosine",
+            "another learning-rate schedule: lr_wsd_decay_style='cosine' (saved: 'linear')",
+        ),
+        (
+            "--adam-beta1 0.5",
+            "another optimizer: adam_beta1=0.5 (saved: 0.9); give the saved values, or --no-load-optim",
+        ),
+    ],
+)
+def test_what_megatron_neither_saves_nor_compares_is_refused(
+    driver: Driver, tmp_path: Path, flags: str, said: str
+) -> None:
+    decay = ("--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "3", "--lr-wsd-decay-style", "linear")
+    driver.run(*STEPS, *decay, "--exit-interval", "2", "--save", tmp_path / "run", "--save-interval", "2", model=MODEL)
+    more = (*STEPS, *decay, "--load", tmp_path / "run", *flags.split())
+    line = line_of(driver, *more)
+    assert said in line
+    advice = "--no-load-optim" if "optimizer" in said else "--override-opt-param-scheduler"
+    assert advice in line and sorted(driver.run(*more, advice, model=MODEL).losses()) == [3, 4]
+
+
 def test_a_finished_run_names_its_last_iteration_again(driver: Driver, checkpoint: Path) -> None:
     run = driver.run("--train-iters", "2", "--load", checkpoint, "--override-opt-param-scheduler", model=MODEL)
     assert not run.losses() and "\ndone at iteration 2\n" in run.text()
