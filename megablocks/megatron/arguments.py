@@ -62,8 +62,12 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "--megablocks-keep-checkpoints",
 }
 """Megatron's flags that this driver does not take, and why."""
-UNSUPPORTED_BY_EXPERTS = ("moe_use_upcycling", "expert_tensor_parallel_num_weight_shards")
+UNSUPPORTED_BY_EXPERTS = (
+    "moe_use_upcycling", "expert_tensor_parallel_num_weight_shards", "save_tokens_per_expert_interval",
+)  # fmt: skip
 """Megatron's flags that only its own experts read and that are not in its config; `model_config` has the others."""
+_WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
+"""Optimizers that treat each matrix as a whole."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
 """Our settings of which Transformer Engine's layers read none."""
 POSITIVE = {
@@ -439,7 +443,8 @@ def _check_saves(args: argparse.Namespace) -> None:
             continue
         if args.save is None:
             refuse(dest, interval, "needs --save; without it nothing is kept")
-        if dest in ("save_activations_interval", "save_dgrads_interval") and not HAVE_TE:
+        of_engine = ("save_activations_interval", "save_dgrads_interval", "save_tokens_per_expert_interval")
+        if dest in of_engine and not HAVE_TE:
             refuse(dest, interval, "needs Transformer Engine, which is not installed")
         if dest == "non_persistent_save_interval" and args.non_persistent_ckpt_type is None:
             refuse(dest, interval, "needs --non-persistent-ckpt-type")
@@ -463,6 +468,12 @@ def _check_layer(args: argparse.Namespace) -> None:
     for dest in UNSUPPORTED_BY_EXPERTS:
         if value := getattr(args, dest, None):
             refuse(dest, value, "must be left out, or use Megatron's own layer (--megablocks-layer megatron)")
+    if args.optimizer in _WHOLE_MATRICES:
+        why = "which would take all experts of a rank for one matrix"
+        refuse("optimizer", args.optimizer, f"must be adam, sgd or lion with our experts, {why}")
+    if layer != "experts" and args.moe_routing_trace_path:
+        rule = "must be left out, or use Megatron's own router (--megablocks-layer experts)"
+        refuse("moe_routing_trace_path", args.moe_routing_trace_path, rule)
     if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # asked for, since our default is another
         refuse("moe_token_dispatcher_type", "allgather", f"must be 'alltoall'; {OWN_EXCHANGE}")
     check_fields(args, dispatches=layer != "experts")

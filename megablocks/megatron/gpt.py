@@ -55,6 +55,8 @@ def model_config(args: argparse.Namespace) -> Any:
         refuse("profile", True, "needs a GPU, or --use-pytorch-profiler")
     if args.log_device_memory_used and not (on_gpu and find_spec("pynvml")):
         refuse("log_device_memory_used", True, "needs a GPU and the package nvidia-ml-py")
+    if args.moe_routing_trace_path and not on_gpu:
+        refuse("moe_routing_trace_path", args.moe_routing_trace_path, "needs a GPU")
     config = gpt_config_from_args(args)
     config.transformer.megablocks = settings = settings_from(args, MegaBlocksSettings)
     if args.spec is None:

@@ -140,6 +140,10 @@ def check_engine(config: TransformerConfig) -> None:
     if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
         driver = "megablocks.megatron.pretrain_gpt, which keeps in place what a captured step writes"
         refuse("cuda_graph_impl", config.cuda_graph_impl, f"must be 'none' outside of {driver}")
+    if config.fp32_residual_connection and config.params_dtype != torch.float32:
+        if not HAVE_TE or config.transformer_impl != "transformer_engine":
+            rule = f"needs Transformer Engine's norms with {config.params_dtype}; others keep the residual's dtype"
+            refuse("fp32_residual_connection", True, rule)
     if HAVE_TE:
         _check_fuser(config)
         return
