@@ -17,6 +17,9 @@ make a resumed run train wrongly without an error:
 The other optimizers have the first fault too, when they save: at a large loss scale the first steps of fp16 overflow,
 and what is saved before the first update could not be loaded. SGD's state could never be loaded, because Megatron has
 no function that fills it. Fix: fill it as well, also before a load.
+
+Beside the state: Megatron decays no parameter of one dimension, and knows biases by that. Those of our experts have
+two. Fix: decay none of them either.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import optimizer as megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
+from megatron.core.optimizer.optimizer_config import ParamKey
 
 from megablocks.megatron.wrap import wrap
 
@@ -40,6 +45,14 @@ def install() -> None:
     )
     for kind in (Float16OptimizerWithFloat16Params, FP32Optimizer):
         wrap(kind, sharded_state_dict=_with_state, load_state_dict=_with_a_step)
+    wrap(megatron_optimizer, _get_param_groups=_without_decay_of_biases)
+
+
+def _without_decay_of_biases(original: Any, model_chunks: Any, config: Any, overrides: Any) -> Any:
+    """Stands for `_get_param_groups`: where it decays no biases, our experts' are among them."""
+    if any(override.get("wd_mult") == 0 for override in (overrides or {}).values()):
+        overrides = {**overrides, ParamKey(name="*.experts.core.[bc][12]"): {"wd_mult": 0.0}}
+    return original(model_chunks, config, overrides)
 
 
 def _is_torch_adam(optimizer: Any) -> bool:

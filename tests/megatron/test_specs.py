@@ -95,6 +95,30 @@ def _inspect() -> dict[str, Any]:
     return out
 
 
+def _decays() -> dict[str, set[float]]:
+    """The multiplier of the weight decay of each of our experts' parameters, by name, of all layers."""
+    from megatron.core.optimizer import get_megatron_optimizer
+    from megatron.core.optimizer.optimizer_config import OptimizerConfig
+
+    biased = (("add_bias_linear", True), ("bias_activation_fusion", False), ("gated_linear_unit", True))
+    layout = Layout(layers=2, model=biased)
+    harness.initialize(layout)
+    _, chunks = harness.build_model(layout)
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.1), chunks)
+    names = {parameter: name for name, parameter in chunks[0].named_parameters() if ".experts.core." in name}
+    out: dict[str, set[float]] = {}
+    for group in optimizer.param_groups:
+        for parameter in names.keys() & set(group["params"]):
+            out.setdefault(names[parameter].rpartition(".")[2], set()).add(group["wd_mult"])
+    return out
+
+
+def test_biases_of_experts_are_not_decayed_as_no_other_bias_is() -> None:
+    """They have two dimensions, and Megatron knows biases by having one."""
+    names = {name: {0.0 if name[0] in "bc" else 1.0} for name in ("w1", "v1", "w2", "b1", "c1", "b2")}
+    assert run_distributed_test(_decays, 1)[0] == names
+
+
 @pytest.fixture(scope="module")
 def built() -> dict[str, Any]:
     return run_distributed_test(_inspect, 1)[0]
