@@ -175,7 +175,7 @@ def model_of(args: argparse.Namespace, where: object) -> Model:
     for name, allowed in must.items():
         value = getattr(args, name, allowed[0])
         value = value[0] if isinstance(value, list) and len(value) == 1 else value
-        if value not in allowed:
+        if any(one not in allowed for one in (value if isinstance(value, list) else [value])):  # several losses
             raise ConfigError(f"{where}: {name}={value!r}: must be {' or '.join(map(repr, allowed))} to be converted")
     if not args.num_experts:
         raise ConfigError(f"{where}: num_experts={args.num_experts!r}: only models with experts are converted")

@@ -337,6 +337,10 @@ BASE_GPT_OSS = {
         ({"apply_residual_connection_post_layernorm": True}, "apply_residual_.*=True: must be False"),
         ({"use_mup": True}, "use_mup=True: must be False"),
         ({"moe_shared_expert_glu_interleave_size": 8}, "moe_shared_expert_glu_interleave_size=8: must be None"),
+        (
+            {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]},
+            "balancing_type=.*'sinkhorn'.*: must be 'aux_loss'",
+        ),
         ({"moe_router_force_load_balancing": True}, "moe_router_force_load_balancing=True: must be False"),
     ],
 )
@@ -344,7 +348,9 @@ def test_a_run_that_no_family_computes_is_refused(changed: dict[str, Any], messa
     from megablocks.checkpoint.families import family_for
     from megablocks.megatron import conversion
 
-    family_for(conversion.model_of(argparse.Namespace(**BASE), "run"))
+    for kinds in ("aux_loss", ["aux_loss"], ["aux_loss", "seq_aux_loss"]):  # which only training reads
+        allowed = argparse.Namespace(**BASE, moe_router_load_balancing_type=kinds)
+        assert family_for(conversion.model_of(allowed, "run")) == "mixtral"
     with pytest.raises(ConfigError, match=message):
         family_for(conversion.model_of(argparse.Namespace(**{**BASE, **changed}), "run"))
 
@@ -376,7 +382,8 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
         ("mixtral", {"rope_parameters": YARN}, "rope_type='yarn': must be 'default'"),
         ("mixtral", {"rope_scaling": YARN}, "rope_type='yarn': must be 'default'"),
         (
-            "mixtral", {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 50.0},
+            "mixtral",
+            {"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_theta": 50.0},
             "rope_type='linear': must be 'default'",
         ),
         ("mixtral", {"rope_parameters": {"rope_theta": 50.5}}, "rope_theta=50.5: must be a whole number"),
@@ -389,7 +396,8 @@ def test_a_run_like_gpt_oss_that_computes_otherwise_is_refused(changed: dict[str
         ("deepseek_v3", {"topk_group": 1}, "topk_group=1: must be half of num_experts_per_tok=4, or n_group=3"),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "beta_fast": 16}}, "beta_fast=16: must be 32 for Megatron"),
         (
-            "deepseek_v3_yarn", {"rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("original")}},
+            "deepseek_v3_yarn",
+            {"rope_parameters": {k: v for k, v in YARN.items() if not k.startswith("original")}},
             "original_max_position_embeddings=40: must be 4096 for Megatron",
         ),
         ("deepseek_v3_yarn", {"rope_parameters": {**YARN, "mscale": None}}, "mscale of YaRN is missing"),
