@@ -139,7 +139,9 @@ def _refuse_other_files(out: Path) -> None:
     except DataError as error:
         refuse("--out", str(out), f"is no data set ({error}); choose another folder or remove it")
     for path in sorted(out.rglob("*")):
-        if not path.is_dir() and (name := path.relative_to(out).as_posix()) not in known:
+        if path.is_dir() or path.parent.name == "GPTDataset_indices":  # Megatron's, of runs without a run folder
+            continue
+        if (name := path.relative_to(out).as_posix()) not in known:
             refuse("--out", str(out), f"holds {name}, which is not of the data set; move it, or choose another folder")
 
 

@@ -638,6 +638,15 @@ def test_overwrite_loses_no_file_of_the_users(corpus, folder, tmp_path):
     assert (tmp_path / "extension/manifest.json").exists()
 
 
+def test_overwrite_replaces_megatrons_index_files_too(corpus, folder):
+    """A run without a run folder leaves them beside the data."""
+    indices = folder / "train/cache/GPTDataset_indices"
+    indices.mkdir(parents=True)
+    (indices / "0a-GPTDataset-train-document_index.npy").write_text("of the old text")
+    done = run("--input", corpus, "--out", folder, "--vocab-size", 600, "--overwrite")
+    assert done.returncode == 0 and not (folder / "train").exists(), done.stderr
+
+
 def test_a_mount_point_is_refused_before_the_work(corpus, tmp_path, monkeypatch, capsys):
     """As /data in a container: the finished folder cannot get its name."""
     monkeypatch.setattr(os.path, "ismount", lambda path: path == tmp_path / "set")
