@@ -182,8 +182,8 @@ class FusedAdam(torch.optim.Adam):
         Raises:
             ValueError: an option that a step would ignore, such as amsgrad.
         """
+        _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
-        _check_options(param_group)
 
     @classmethod
     def of(cls, optimizer: torch.optim.Adam) -> FusedAdam:

@@ -221,6 +221,10 @@ def test_what_a_step_would_ignore_is_refused_of_a_group_too(name: str) -> None:
         FusedAdam([group])
     with pytest.raises(ValueError, match=f"^{name}=True: must be False with FusedAdam"):
         FusedAdam.of(torch.optim.AdamW([group]))
+    ours = FusedAdam([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match=f"^{name}=True: must be False with FusedAdam"):
+        ours.add_param_group(group)
+    assert len(ours.param_groups) == 1, "a caller who catches the error goes on without the group"
 
 
 @pytest.mark.any_device
