@@ -175,7 +175,8 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     try:
         _announce(args, run_dir)
     except OSError as error:  # a full disk, or a folder that the user's rights alone do not open
-        raise ArgumentError(f"{run_dir}: cannot be written: {error.strerror}; choose another folder") from error
+        where = error.filename or run_dir
+        raise ArgumentError(f"{where}: cannot be written: {error.strerror}; choose another folder") from error
     fused_optimizer.install(args)
     checkpoint_io.install()
     cuda_graph.install(args)
@@ -272,10 +273,10 @@ def _hold(folder: str) -> None:
 
 
 def _announce(args: Namespace, run_dir: str | None) -> None:
-    """Hold the folder, write env.txt into the run folder and print what was set automatically, on rank 0."""
+    """Hold both folders, write env.txt into the run folder and print what was set automatically, on rank 0."""
     if args.rank != 0:
         return
-    if folder := args.save or run_dir:
+    for folder in filter(None, {args.save, run_dir}):
         _hold(folder)
     if run_dir:
         write_durably(Path(run_dir) / "env.txt", env_report())

@@ -123,14 +123,14 @@ def test_another_kind_of_optimizer_names_its_flag(driver: Driver, checkpoint: Pa
     assert sorted(driver.run(*STEPS, "--load", checkpoint, *allowed, model=MODEL).losses()) == [3, 4]
 
 
-@pytest.mark.parametrize("flag", ["--save", "--megablocks-run-dir"])
+@pytest.mark.parametrize("flag", ["--save", "--megablocks-run-dir", "both"])
 def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(driver: Driver, flag: str) -> None:
-    folder = driver.folder / "run"
+    folder, other = driver.folder / "run", ("--save", driver.folder / "2", "--save-interval", "9", "--train-iters", "1")
     more = ("--load", folder, "--save-interval", "99999") if flag == "--save" else ()
-    flags = ("--train-iters", "100000", flag, folder, *more)
+    flags = ("--train-iters", "100000", "--megablocks-run-dir" if flag == "both" else flag, folder, *more)
     with driver.start(*flags, model=MODEL) as first:
         first.wait_for(r"iteration +2/")
-        line = line_of(driver, *flags, expect=2)
+        line = line_of(driver, *flags, *(other if flag == "both" else ()), expect=2)
         assert f"{folder}: is in use by another run; wait until it ends, or choose another folder" in line
     first.wait()  # killed
     driver.run("--train-iters", "1", *flags[2:], model=MODEL)
@@ -139,6 +139,8 @@ def test_a_second_run_in_a_folder_is_refused_while_the_first_lives(driver: Drive
 def test_a_folder_that_cannot_be_made_is_one_line(driver: Driver) -> None:
     """The rights of /proc let root write, and the system does not: as on a full disk, env.txt is the first to fail."""
     assert "/proc" in line_of(driver, *STEPS, "--megablocks-run-dir", "/proc/none", expect=2)
+    saved = ("--megablocks-run-dir", driver.folder / "run", "--save", "/proc/none", "--save-interval", "9")
+    assert "/proc/none: cannot be written: " in line_of(driver, *STEPS, *saved, expect=2)
 
 
 def test_weights_that_do_not_fit_are_one_line_even_where_another_model_is_allowed(
