@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from megablocks.ops import hopper_gluon
 from megablocks.ops.activation_table import UNARY
 from megablocks.ops.hopper_gluon import unary
 from megablocks.ops.launch import interpreted
@@ -52,3 +55,11 @@ def test_N1_the_activation_of_each_number_of_16_bits(name: str, approximate: str
     torch.testing.assert_close(slope.double(), want, rtol=0, atol=SLOPE)
     nan = torch.full((1,), math.nan, dtype=dtype, device="cuda")
     assert all(bool(t.isnan().all()) for t in run(nan, name, approximate))
+
+
+def test_kernels_name_shared_constants_alone() -> None:
+    """Triton's key of a compiled kernel has the value of NAME, not of module.NAME: a changed one would not compile."""
+    folder = Path(hopper_gluon.__file__).parent
+    files = [path for path in folder.rglob("*_hopper*.py") if "gluon.jit" in path.read_text()]
+    assert len(files) == 5
+    assert not [(path.name, found) for path in files if (found := re.findall(r"\bhg\.[A-Z]\w+", path.read_text()))]

@@ -25,6 +25,7 @@ from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.activation_table import Activation
 from megablocks.ops.grouped import grouped_mm_hopper as grouped
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
+from megablocks.ops.hopper_gluon import ROW_BOUND
 from megablocks.ops.launch import quick
 from megablocks.ops.routing.dispatch import Dispatch
 
@@ -115,7 +116,7 @@ def _finish(d_act, at, kept, scaled_buf, outs, scale, row, end, col, held, c: gl
         hg.tma_store(scaled_desc, [row, col], scaled_buf)
     else:  # rows [row, end) belong to this expert, the next ones to another
         box: gl.constexpr = [1, 1, c.rows, c.out_cols]
-        at_tail = [hg.ROW_BOUND, end, hg.ROW_BOUND - end + row, col]
+        at_tail = [ROW_BOUND, end, ROW_BOUND - end + row, col]
         hg.tma_store(d_pre_tail, at_tail, pre_buf.reshape(box))
         if c.gated:
             hg.tma_store(d_gate_tail, at_tail, gate_buf.reshape(box))

@@ -37,6 +37,7 @@ from megablocks.ops import hopper_gluon as hg
 from megablocks.ops.grouped.grouped_mm_hopper import Plan, fits
 from megablocks.ops.grouped.pieces_triton import add_launch, list_launch
 from megablocks.ops.hopper import Tile, aligned, descriptor, multiprocessors, with_tail
+from megablocks.ops.hopper_gluon import ROW_BOUND
 from megablocks.ops.launch import quick
 
 
@@ -163,7 +164,7 @@ def _load_rows(desc, tail_desc, row, end, col, bar, buf, WIDTH: gl.constexpr, c:
     if row + c.BK <= end:
         hg.tma_load(desc, [row, col], bar, buf)
     else:
-        at_tail = [hg.ROW_BOUND, end, hg.ROW_BOUND - end + row, col]
+        at_tail = [ROW_BOUND, end, ROW_BOUND - end + row, col]
         hg.tma_load(tail_desc, at_tail, bar, buf.reshape([1, 1, c.BK, WIDTH]))
 
 
