@@ -195,7 +195,7 @@ launch() {
     fi
     find_python
     _check_machine
-    # Quoted alike in every locale, which decides how bash writes what is not ASCII.
+    # bash quotes characters outside of ASCII as the locale says; in C.UTF-8 the file is the same everywhere.
     _open_run_dir "$({ LC_ALL=C.UTF-8; } 2>/dev/null; echo "${command[*]@Q}")"
     # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"

@@ -180,7 +180,7 @@ def sparse(call: ExpertCall) -> Tensor:
 
 
 def sparse_products(p: ExpertParameters, config: MoEConfig) -> Callable[..., Tensor]:
-    """A function of rows (M, H), and of the blocks that hold each expert's, pattern= (M, E·I), → (M, H) without b2."""
+    """The block-sparse MLP but for b2, as a function: rows (M, H), pattern= their blocks (M, E·I) → (M, H)."""
     return partial(
         sparse_mlp,
         w1=p.w1.flatten(0, 1).t(),

@@ -399,7 +399,7 @@ def test_L5_an_existing_run_directory(data: Path, tmp_path: Path, recorder: dict
 
 
 def test_a_run_goes_on_in_another_locale(data: Path, tmp_path: Path, recorder: dict[str, str]) -> None:
-    """As in a job, which may have none. bash quotes what is not ASCII by the locale."""
+    """A job may have no locale, and bash quotes the ö by the locale."""
     run, settings = tmp_path / "größe 1", {"DATA_PREFIX": str(data), "NGPU": "1", **recorder}
     for locale in ("C.UTF-8", "C", "POSIX", "C.UTF-8"):
         done = _run(SMOKE, str(run), "3", LC_ALL=locale, **settings)

@@ -173,6 +173,11 @@ def test_another_learning_rate_is_refused_and_each_advice_works(
     for advice, rate in (("override", 2e-3), ("use-checkpoint", 1e-2)):
         text = driver.run(*more, f"--{advice}-opt-param-scheduler", model=MODEL).text()
         assert [float(one) for one in re.findall(r"learning rate: (\S+)", text)] == [rate, rate]
+    # The log has the rate after a step. In the first one a rate near 0 must hold as well, which changes no weight.
+    near_0 = (*more[:-4], "--lr", "1e-12")
+    ways = ("--override-opt-param-scheduler", "--no-load-optim")
+    still, anew = (driver.run(*near_0, way, model=MODEL).losses() for way in ways)
+    assert still == anew
 
 
 @pytest.mark.parametrize(
