@@ -208,15 +208,19 @@ def record_of(
     runs = [run_of(folder, settings, (stopped or {}).get(folder)) for folder in folders]
     return {
         "format": FORMAT, "settings": settings.to_dict(), "not_run": not_run, "failed": failed,
-        "tuning": {arm: _tried(out / "tuning" / arm) for arm in arms if (out / "tuning" / arm).is_dir()},
+        "tuning": {arm: _tried(folder, settings) for arm in arms if (folder := out / "tuning" / arm).is_dir()},
         "runs": runs,
     }  # fmt: skip
 
 
-def _tried(folder: Path) -> dict[str, float]:
-    """Final validation loss by learning rate."""
-    runs = sorted(folder.iterdir(), key=lambda path: float(path.name))
-    return {run.name: History.of_run(run).series("validation_loss")[1][-1] for run in runs}
+def _tried(folder: Path, settings: Settings) -> dict[str, dict[str, float]]:
+    """Tokens and final validation loss of an arm's trials, by learning rate."""
+    tried = {}
+    for run in sorted(folder.iterdir(), key=lambda path: float(path.name)):
+        evaluated, losses = History.of_run(run).series("validation_loss")
+        batch = read_written(run / "done.json", "batch")["batch"]
+        tried[run.name] = {"tokens": evaluated[-1] * batch * MODELS[settings.model].sequence, "loss": losses[-1]}
+    return tried
 
 
 # ---- from a record to figures

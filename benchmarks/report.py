@@ -162,10 +162,12 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             f"\n\nNot every run is finished: {'; '.join(stopped)}. Such a run has no final loss, so nothing that "
             "compares final losses includes it. Its other figures are those of the steps that it did."
         )
-    if record["tuning"]:
-        tried = "; ".join(f"{ARMS[arm].label}: {', '.join(f'{rate} → {loss:.4f}' for rate, loss in losses.items())}"
-                          for arm, losses in record["tuning"].items())  # fmt: skip
-        text.insert(-1, f"Validation losses of the tuning, each on a tenth of the tokens: {tried}.")
+    if tuning := record["tuning"]:
+        losses = {arm: ", ".join(f"{rate} → {one['loss']:.4f}" for rate, one in tried.items())
+                  for arm, tried in tuning.items()}  # fmt: skip
+        tokens = {count(one["tokens"]) for tried in tuning.values() for one in tried.values()}
+        tried = "; ".join(f"{ARMS[arm].label}: {of_arm}" for arm, of_arm in losses.items())
+        text.insert(-1, f"Validation losses of the tuning, each after {' or '.join(sorted(tokens))} tokens: {tried}.")
     names = ("budget", "seeds", "rates", "batch", "micro_batch", "save_every", "ngpu", "flags")
     given = {name.upper(): str(settings[name]) for name in names if settings[name] not in (0, "")}
     given |= {"AT_ONCE": str(beside)} if beside > 1 else {}
@@ -431,6 +433,7 @@ def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
         summaries = summarize(record)
         if titles.count(title) > 1:
             title += f", {_tokens(record)}, warm-up {_warmup(record)}, {_seeds(summaries)}"
+            title += ", tuned learning rates" if record["settings"]["rates"] == "tuned" else ""
         for name, section in SECTIONS.items():
             parts += [
                 f"## {title}: {name[0].lower()}{name[1:]}",

@@ -22,9 +22,9 @@ from typing import Any
 import paper_run
 import psutil
 import pytest
-from paper_arms import ROOT, Launch, Schedule, Settings
+from paper_arms import MODELS, ROOT, Launch, Schedule, Settings
 from paper_places import Failed, Places, Stopped
-from paper_results import first_intervals
+from paper_results import first_intervals, record_of
 from paper_run import Comparison, Job
 
 from megablocks.config import ConfigError
@@ -125,9 +125,16 @@ def test_tuning_takes_the_best_rate_of_every_arm(tmp_path: Path, monkeypatch: py
         return ""
 
     monkeypatch.setattr(Comparison, "_call", call)
-    _comparison(tmp_path, RATES="tuned").train(10e3)
+    comparison = _comparison(tmp_path, RATES="tuned")
+    comparison.train(10e3)
     assert rates == best
     assert {path.name for path in (tmp_path / "tuning/dmoe").iterdir()} == {"0.0003", "0.0006", "0.0012"}
+    schedule = comparison._schedule(Job("dmoe", 1234, 3e-4), 10e3)
+    tokens = schedule.steps * schedule.batch * MODELS["toy"].sequence
+    tuning = record_of(tmp_path, comparison.settings, {}, {})["tuning"]
+    assert tuning["dmoe"] == {
+        rate: {"tokens": tokens, "loss": loss} for rate, loss in (("0.0003", 3.0), ("0.0006", 4.0), ("0.0012", 4.0))
+    }
 
 
 def test_an_arm_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list) -> None:
