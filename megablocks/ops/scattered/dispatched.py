@@ -237,7 +237,7 @@ def _check(x: Tensor, name: str, w: Tensor, bias: Tensor | None, dispatch: Dispa
     experts = dispatch.expert_offsets.shape[0] - 1
     if dispatch.padded:
         raise ValueError("dispatch has padded rows: must be as build_dispatch made it")
-    if dispatch.num_rows < dispatch.num_pairs:
+    if dispatch.gather.shape[0] < dispatch.scatter.shape[0]:  # Dynamo of torch 2.8 traces no property of a NamedTuple
         raise ValueError("dispatch has fewer rows than pairs: mlp_impl='scatter' needs dispatch_rows_factor >= ranks")
     if x.dim() != 2 or x.shape[0] != rows:
         raise ValueError(f"{name} is {tuple(x.shape)}: must have {rows} rows, as the dispatch says")
