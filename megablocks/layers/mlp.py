@@ -68,8 +68,10 @@ class _ArgumentsExperts(Experts):
         ranks = mpu.get_expert_parallel_world_size(args)
         self.gradient_scale = 1 / ranks if args.moe_expert_model_parallelism else None
         super().__init__(config, shard=mpu.expert_shard(args), device=args.resolve_device(), dtype=args.dtype)
-        if self.v1 is not None:
-            self.v1 = self._parameters.pop("v1")  # last, as in 0.10: an optimizer numbers its states by the order
+        v1 = self.v1
+        del self.v1  # as in 0.10, only gated experts have it
+        if v1 is not None:
+            self.v1 = v1  # last, as in 0.10: an optimizer numbers its states by the order
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -77,7 +79,7 @@ class _ArgumentsExperts(Experts):
         args = dataclasses.replace(self.args, device=self.w1.device)
         size = args.moe_num_experts, args.ffn_hidden_size, args.hidden_size
         inits = args.init_method, args.output_layer_init_method, args.init_method
-        for weight, init in zip((self.w1, self.w2, self.v1), inits, strict=True):
+        for weight, init in zip((self.w1, self.w2, getattr(self, "v1", None)), inits, strict=True):
             if weight is not None:
                 self._per_expert(weight).copy_(create_moe_expert_weights(args, *size, init))
 

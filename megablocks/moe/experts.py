@@ -272,12 +272,13 @@ class Experts(nn.Module):
                 return None
             return self._per_expert(main_grad)
 
-        return MainGrads(of(self.w1), of(self.v1), of(self.w2))
+        return MainGrads(of(self.w1), of(getattr(self, "v1", None)), of(self.w2))
 
     def _parameters_in(self, dtype: torch.dtype, scale: float | None = None) -> ExpertParameters:
         """The parameters by expert, in the dtype of the rows, their gradients scaled (None: by grad_scale) and added to
         main_grad."""
         scale = self.grad_scale if scale is None else scale
+        v1: nn.Parameter | None = getattr(self, "v1", None)  # experts built from `Arguments` have it where it is used
 
         def matrix(parameter: nn.Parameter) -> Tensor:
             # Whichever implementation runs: either its product adds to main_grad, or this node of autograd does.
@@ -289,7 +290,7 @@ class Experts(nn.Module):
 
         return ExpertParameters(
             matrix(self.w1),
-            None if self.v1 is None else matrix(self.v1),
+            None if v1 is None else matrix(v1),
             matrix(self.w2),
             vector(self.b1),
             vector(self.c1),

@@ -185,6 +185,15 @@ def test_classes_are_related_as_in_0_10():
     assert all(issubclass(kind, Experts) for kind in (MLP, SparseMLP))
 
 
+@pytest.mark.parametrize("kind", [MLP, SparseMLP, GroupedMLP, SparseGLU, GroupedGLU])
+def test_only_gated_experts_have_v1(kind):
+    """By hasattr programs such as llm-foundry decide whether to count, draw or convert it."""
+    gated = kind in (SparseGLU, GroupedGLU)
+    made = kind(args_of())
+    assert hasattr(made, "v1") == gated and hasattr(MLP(args_of(mlp_type="glu")), "v1")
+    assert [n for n, _ in made.named_parameters()] == ["w1", "w2", "v1"][: 2 + gated]
+
+
 def test_registries():
     kinds = {
         ("mlp", "grouped"): GroupedMLP, ("mlp", "sparse"): SparseMLP, ("glu", "grouped"): GroupedGLU,
