@@ -74,7 +74,8 @@ class Arguments(SharesGroups):
     The defaults are 0.10's, except those of `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses
     with Triton 3.2 and newer. `device` None means the current CUDA device, or the CPU where there is none.
     `mlp_impl` may also be "auto", "fused", "scatter" or "reference", and `activation_fn` may be a name. The quantize_*
-    fields come from 0.5.1 and stand last. They need no other package.
+    fields and the two of weight parallelism come from 0.5.1 and stand last. The first need no other package, the second
+    may only say that there is none: wrap a layer in FSDP to shard its weights.
 
     Raises:
         ConfigError: one line with the field, its value and what is allowed.
@@ -125,6 +126,8 @@ class Arguments(SharesGroups):
     quantize_inputs_num_bits: int = -1
     quantize_rematerialize_num_bits: int = -1
     quantize_scatter_num_bits: int = -1
+    moe_weight_parallelism: bool = False
+    weight_parallel_group: ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         if self.shared_expert_hidden_size is None:
@@ -156,6 +159,8 @@ class Arguments(SharesGroups):
                 refuse(name, getattr(self, name), "must be a function that fills a tensor in place")
         if not isinstance(self.fc_kwargs, dict):
             refuse("fc_kwargs", self.fc_kwargs, "must be a dict of arguments for fc_cls")
+        if self.moe_weight_parallelism:
+            refuse("moe_weight_parallelism", True, "must be False: wrap the layer in FSDP to shard its weights")
         if not isinstance(self.expert_parallel_group, ProcessGroup | None):
             refuse("expert_parallel_group", self.expert_parallel_group, "must be a ProcessGroup, or None for all ranks")
         try:

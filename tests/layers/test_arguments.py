@@ -91,6 +91,7 @@ def test_activation_functions_are_recognized(function, mlp_type, expected):
         (dict(device="gpu"), "device='gpu': must be a device, its name such as 'cpu' or 'cuda:1', the number of a GPU"),
         (dict(device=-1), "device=-1: must be a device"),
         (dict(device=1.5), "device=1.5: must be a device"),
+        (dict(moe_weight_parallelism=True), "moe_weight_parallelism=True: must be False: wrap the layer in FSDP"),
         (dict(fc_kwargs=[]), "fc_kwargs=[]: must be a dict"),
         (dict(expert_parallel_group=4), "expert_parallel_group=4: must be a ProcessGroup, or None for all ranks"),
         (
@@ -104,6 +105,12 @@ def test_bad_values_end_with_one_line(changes, message):
         _arguments(**changes)
     assert str(error.value).startswith(message) and "\n" not in str(error.value)
     assert "capacity_rule" not in str(error.value), "no field of Arguments"
+
+
+def test_weight_parallelism_of_0_5_1_may_be_off():
+    """OLMoE and open_lm say so."""
+    arguments = _arguments(moe_weight_parallelism=False, weight_parallel_group=None)
+    assert dMoE(arguments)(torch.randn(3, 12))[0].shape == (3, 12)
 
 
 def test_a_field_set_later_is_checked_when_a_layer_is_built():
