@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from megablocks.config import ConfigError, MoEConfig, check_flags, check_integers, refuse
 from megablocks.kinds import QUANTIZED
 from megablocks.moe.groups import SharesGroups
-from megablocks.ops.activation_table import Activation
+from megablocks.ops.activation_table import APPROXIMATIONS, UNARY, Activation
 
 InitFn = Callable[[Tensor], Any]
 
@@ -45,6 +45,8 @@ _RENAMED = {
 def activation_of(function: object) -> Activation:
     """The activation that an `activation_fn` of megablocks 0.10 stands for.
 
+    A function that is not torch's is known by its values and slopes, such as those of transformers' ACT2FN.
+
     Raises:
         ConfigError: a function or name other than gelu, silu, relu and relu2.
     """
@@ -62,9 +64,34 @@ def activation_of(function: object) -> Activation:
     try:
         name = _ACTIVATION_FUNCTIONS[inner]
     except (KeyError, TypeError):
-        allowed = "gelu, silu, relu, relu2 by name, or torch.nn.functional's gelu, silu, relu"
-        raise ConfigError(f"activation_fn={function!r}: must be one of {allowed}") from None
+        found = _known_by_values(function)
+        if found is None:
+            allowed = "gelu, silu, relu, relu2 by name, torch.nn.functional's gelu, silu, relu, or equal to one of them"
+            raise ConfigError(f"activation_fn={function!r}: must be one of {allowed}") from None
+        return found
     return Activation(name, keywords.get("approximate", "none") if name == "gelu" else "tanh")
+
+
+def _known_by_values(function: Any) -> Activation | None:
+    """The activation whose values and slopes a function of tensors has; None for none, or with parameters to train."""
+    ends = torch.tensor([-1e3, -30, 30, 1e3], dtype=torch.float64, device="cpu")
+    z = torch.cat([torch.linspace(-8, 8, 64, dtype=torch.float64, device="cpu"), ends])  # without 0, a kink of relu
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            if function(z.clone()).requires_grad:
+                return None
+            x = z.clone().requires_grad_()
+            value = function(x)
+            (slope,) = torch.autograd.grad(value.sum(), x)
+    except Exception:  # whatever a program's function raises, it is none of ours
+        return None
+    ones = torch.ones_like(z)
+    for name, (forward, backward) in UNARY.items():
+        for approximate in APPROXIMATIONS:
+            expected = torch.stack([forward(z, approximate), backward(ones, z, approximate)])
+            if value.shape == z.shape and torch.allclose(torch.stack([value.double(), slope]), expected, 1e-5, 1e-6):
+                return Activation(name, approximate)
+    return None
 
 
 @dataclasses.dataclass

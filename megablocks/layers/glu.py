@@ -61,7 +61,7 @@ class SparseGLU(SparseMLP):
         return _gate_and_project(pre, gate, w2, lambda values, w2: dsd(pattern.with_data(values), w2), *options)
 
     def _activation(self) -> Activation:
-        return activation_of(self.args.activation_fn)
+        return Activation(self.config.act.unary, self.config.act.approximate)
 
     def _quantized(self) -> bool:
         config = self.config

@@ -61,11 +61,44 @@ def test_defaults_are_those_of_0_10():
         (torch.nn.SiLU(), "mlp", ("silu", "tanh")),
         (partial(F.relu, inplace=False), "glu", ("reglu", "tanh")),
         ("relu2", "mlp", ("relu2", "tanh")),
+        (lambda z: z * torch.sigmoid(z), "glu", ("swiglu", "tanh")),
+        (lambda z: F.relu(z) ** 2, "mlp", ("relu2", "tanh")),
+        (lambda z: 0.5 * z * (1 + torch.erf(z / 2**0.5)), "mlp", ("gelu", "none")),
+        (lambda z: z * torch.sigmoid(1.5957691216057308 * (z + 0.044715 * z**3)), "mlp", ("gelu", "tanh")),
     ],
 )
 def test_activation_functions_are_recognized(function, mlp_type, expected):
     config = _arguments(activation_fn=function, mlp_type=mlp_type).to_config()
     assert (config.activation, config.gelu_approximate) == expected
+
+
+class _TrainableSwish(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.beta = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, z):
+        return z * torch.sigmoid(self.beta * z)
+
+
+class _StraightThrough(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, z):
+        return F.relu(z)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+@pytest.mark.parametrize(
+    "function",
+    [F.mish, F.relu6, lambda z: z * torch.sigmoid(1.702 * z), lambda z: F.silu(z.clamp(max=100)), lambda z: z.sum(),
+     lambda z: 1.0, lambda z: z.no_method(), _TrainableSwish(), _StraightThrough.apply],
+)  # fmt: skip
+def test_activation_functions_with_other_values_or_slopes_are_refused(function):
+    with pytest.raises(ConfigError, match="^activation_fn=.* must be one of gelu, silu, relu, relu2 by name"):
+        _arguments(activation_fn=function)
 
 
 @pytest.mark.parametrize(
