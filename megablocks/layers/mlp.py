@@ -248,15 +248,12 @@ class SharedMLP(SharedExpert):
 
     def __init__(self, args: Arguments) -> None:
         shared = dataclasses.replace(args, shared_expert=True, mlp_type="glu" if self._gated else "mlp")
-        super().__init__(
-            shared.to_config(),
-            bias=args.bias,
-            linear=args.fc_cls,
-            linear_kwargs=args.fc_kwargs,
-            device=args.resolve_device(),
-            dtype=args.dtype,
-        )
-        self.args = args
+        kwargs = {"bias": args.bias, "device": args.resolve_device(), **args.fc_kwargs}
+        if args.fc_cls is nn.Linear:
+            kwargs.setdefault("dtype", args.dtype)
+        super().__init__(shared.to_config(), linear=args.fc_cls, linear_kwargs=kwargs)
+        # forward needs neither: they are there for subclasses, which add layers of their own
+        self.args, self.fc_kwargs, self.act = args, kwargs, args.activation_fn
         self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 
     def add_experts_sharedexpert(self, shared_expert_out: Tensor, expert_out: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megablocks.layers.arguments import Arguments
@@ -12,12 +13,22 @@ from megablocks.ops.routing.topk import router_scores
 __all__ = ["LearnedRouter", "batched_router_zloss", "clear_router_zloss"]
 
 
+def _uniform_expert_assignment(x: Tensor, num_experts: int) -> Tensor:
+    """0, 1, … num_experts-1, 0, 1, … in x's shape and dtype, for forwards that programs put in a router's place."""
+    return torch.arange(x.numel(), dtype=x.dtype, device=x.device).remainder(num_experts).view(x.shape)
+
+
 class LearnedRouter(TopKRouter):
     """A `TopKRouter` described by `Arguments` that returns tensors; its parameter is `layer.weight` (E, H)."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args.to_config(), init_method=args.init_method, device=args.resolve_device(), dtype=args.dtype)
         self.args = args
+
+    def _top_k(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """scores (T, E) → the K largest of each token and their ids, (T, K) each; for forwards of subclasses."""
+        values, ids = scores.topk(self.args.moe_top_k, dim=-1)
+        return values, ids
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Choose experts for x (..., H), T tokens in all. In training, record what the z-loss needs.

@@ -236,6 +236,23 @@ def test_shared_experts(kind, weighted):
     assert torch.allclose(shared.add_experts_sharedexpert(a, b), expected)
 
 
+def test_a_subclass_of_the_shared_expert_adds_layers_of_its_own():
+    class Own(SharedMLP):
+        def __init__(self, args):
+            super().__init__(args)
+            self.gate_proj = args.fc_cls(args.hidden_size, args.shared_expert_hidden_size, **self.fc_kwargs)
+
+        def forward(self, x):
+            return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+    args = args_of(shared_expert_hidden_size=20, bias=False, bf16=True)
+    own, ours = Own(args), SharedGLU(args)
+    assert {p.dtype for p in own.parameters()} == {torch.bfloat16}
+    ours.load_state_dict(own.state_dict())
+    x = torch.randn(5, H).bfloat16()
+    assert relative_error(own(x), ours(x).double()) < 0.01
+
+
 @pytest.mark.parametrize(
     "call, message",
     [

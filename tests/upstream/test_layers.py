@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megablocks.layers import MoE, dMoE, losses
+from megablocks.layers import router as layer_router
 from megablocks.layers.dmoe import ParallelDroplessMLP
 from megablocks.layers.moe import ParallelMLP
 from megablocks.layers.router import LearnedRouter
@@ -44,6 +45,28 @@ def test_router_jitters_in_training_and_assigns_uniformly():
     router.eval()
     assert torch.equal(router(x)[0], router(x)[0])
     assert router(x)[2].flatten().tolist() == [i % E for i in range(6 * K)]
+
+
+@pytest.mark.parametrize("top_k", [1, K])
+def test_a_program_may_put_its_own_forward_in_a_router_s_place(monkeypatch, top_k):
+    """As fms-acceleration does it, which resolves a replicated weight there."""
+
+    def forward(self, x):
+        scores = torch.nn.functional.linear(x.view(-1, H), self.layer.weight, self.layer.bias).softmax(dim=-1)
+        weights, ids = self._top_k(scores)
+        if self.args.uniform_expert_assignment:
+            ids = layer_router._uniform_expert_assignment(ids, self.args.moe_num_experts)
+        return scores, weights, ids
+
+    x = torch.randn(5, 2, H)
+    for uniform in (False, True):
+        router = LearnedRouter(args_of(moe_top_k=top_k, uniform_expert_assignment=uniform))
+        scores, weights, ids = router(x)
+        with monkeypatch.context() as patch:
+            patch.setattr(LearnedRouter, "forward", forward)
+            own_scores, own_weights, own_ids = router(x)
+        assert torch.equal(own_ids, ids) and torch.allclose(own_scores, scores)
+        assert uniform or torch.allclose(own_weights, weights)
 
 
 def _formula_of_layer(args, x, scores_of, p, places=None):
