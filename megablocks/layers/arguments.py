@@ -211,6 +211,7 @@ class Arguments(SharesGroups):
             if activation not in GATED:
                 refuse("activation_fn", activation, f"with mlp_type='glu' must be one of {', '.join(GATED)}")
             activation = GATED[activation]
+        norm = self.moe_normalize_expert_weights
         fields = {field: getattr(self, name) for field, name in _RENAMED.items()}
         fields |= {field: getattr(self, field) for field in (*QUANTIZED, "hidden_size", "ffn_hidden_size", "mlp_impl")}
         try:
@@ -219,7 +220,7 @@ class Arguments(SharesGroups):
                 activation=activation,
                 gelu_approximate=approximate,
                 shared_expert_hidden_size=self.shared_expert_hidden_size if self.shared_expert else None,
-                normalize_top_k=self.moe_normalize_expert_weights or None,
+                normalize_top_k=1 if norm is True else norm or None,  # 0.10 passes True on as a norm's p
             )
         except ConfigError as error:
             field, rest = str(error).split("=", 1)

@@ -140,6 +140,11 @@ def test_bad_values_end_with_one_line(changes, message):
     assert "capacity_rule" not in str(error.value), "no field of Arguments"
 
 
+@pytest.mark.parametrize("given, taken", [(True, 1), (1.0, 1.0), (2, 2), (False, None), (0, None), (None, None)])
+def test_normalization_may_be_a_flag(given, taken):
+    assert _arguments(moe_normalize_expert_weights=given).to_config().normalize_top_k == taken
+
+
 def test_weight_parallelism_of_0_5_1_may_be_off():
     """OLMoE and open_lm say so."""
     arguments = _arguments(moe_weight_parallelism=False, weight_parallel_group=None)
