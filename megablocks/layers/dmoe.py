@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,15 +13,19 @@ from megablocks.layers import common, dmlp_registry, moe, mpu  # noqa: F401  (pr
 from megablocks.layers.arguments import Arguments
 from megablocks.layers.mlp import GroupedMLP, SparseMLP, create_moe_expert_weights
 from megablocks.moe import layer
+from megablocks.moe.impls import BLOCKS
 from megablocks.ops.permute.rows import combine, gather
-from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op
+from megablocks.ops.routing.dispatch import Dispatch, build_dispatch_op, pad_dispatch
+from megablocks.ops.sparse.matrix import topology
 
 
 class ParallelDroplessMLP(moe.ParallelMLP):
     """Like `ParallelMLP`, but no token is dropped: the capacity factor of `Arguments` is ignored, as in 0.10.
 
     Methods "sparse_…" are called with mlp_impl "sparse", methods "grouped_…" with all others, so that a program may
-    override either. They are the same functions here.
+    override either. They are the same functions here. A program's own `mlp` gets what 0.10 gave it: rows and how many
+    each expert has, or with mlp_impl "sparse" padded rows and their blocks, as stanford-stk's Matrix where that is
+    installed.
     """
 
     def _config_of(self, args: Arguments) -> MoEConfig:
@@ -44,7 +51,15 @@ class ParallelDroplessMLP(moe.ParallelMLP):
         dispatch = Dispatch(*build_dispatch_op(token, expert, x.shape[0], bins.shape[0]))
         if type(self.mlp).forward in (SparseMLP.forward, GroupedMLP.forward):
             return self.mlp(x, dispatch, expert_weights)
-        rows = self.mlp(gather(x, dispatch), tokens_per_expert)  # a program's own experts, called as in 0.10
+        shape: Any = tokens_per_expert  # a program's own experts, called as in 0.10
+        if self.args.mlp_impl == "sparse":
+            width, pairs = mpu.features_per_rank(self.args), indices.shape[0]
+            block_size = next(size for size in BLOCKS if width % size == 0)
+            shape, offsets = topology(dispatch.expert_offsets, width, max_rows=pairs, block_size=block_size)
+            dispatch = pad_dispatch(dispatch, offsets, shape.shape[0])
+            if importlib.util.find_spec("stk") is not None:
+                shape = shape.to_stk()
+        rows = self.mlp(gather(x, dispatch), shape)
         return combine(rows, expert_weights, dispatch, num_bits=self.config.quantize_scatter_num_bits)
 
     def permute_and_compute(

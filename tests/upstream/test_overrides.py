@@ -1,6 +1,9 @@
 """What programs for megablocks 0.10 override and call beside forward: the steps of a layer, helpers, the drawing."""
 
 import dataclasses
+import importlib.machinery
+import sys
+import types
 
 import pytest
 import torch
@@ -9,13 +12,14 @@ import torch.nn.functional as F
 
 from megablocks.layers import dMoE, mlp, mpu, router
 from megablocks.layers.dmoe import ParallelDroplessMLP
-from megablocks.layers.glu import GroupedGLU, SharedGLU
+from megablocks.layers.glu import GroupedGLU, SharedGLU, SparseGLU
 from megablocks.layers.mlp import MLP, GroupedMLP, SparseMLP
 from megablocks.layers.moe import MoE, ParallelMLP
 from megablocks.layers.router import LearnedRouter
-from megablocks.ops.sparse import topology
+from megablocks.ops.sparse import Matrix, topology
 from megablocks.testing.launcher import run_distributed_test
 from megablocks.testing.oracle import relative_error
+from upstream.fake_stk import FakeStk
 from upstream.harness import F_, E, H, K, args_of, hidden_of
 
 KINDS = [ParallelMLP, ParallelDroplessMLP]
@@ -138,6 +142,32 @@ def test_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kin
     found = torch.autograd.grad(theirs(x, scores, weights, ids).sum(), [x, weights, *theirs.parameters()])
     wanted = torch.autograd.grad(plain(x, scores, weights, ids).sum(), [x, weights, *plain.parameters()])
     assert seen == [(ids.numel(), torch.bincount(ids.flatten(), minlength=E).tolist())]
+    assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("with_stk", [False, True])
+@pytest.mark.parametrize("mlp_type, kind", [("mlp", SparseMLP), ("glu", SparseGLU)])
+def test_sparse_experts_with_a_forward_of_their_own_are_called_as_in_0_10(mlp_type, kind, with_stk, monkeypatch):
+    """With padded rows and the pattern of their blocks, stanford-stk's where it is installed."""
+
+    class Own(kind):
+        def forward(self, x, topo):
+            seen.append((x.shape, type(topo)))
+            return super().forward(x, topo)
+
+    if with_stk:
+        stk = types.ModuleType("stk")
+        stk.Matrix, stk.__spec__ = FakeStk, importlib.machinery.ModuleSpec("stk", None)
+        monkeypatch.setitem(sys.modules, "stk", stk)
+    seen, (x, scores, weights, ids) = [], _inputs()
+    args = args_of(bias=False, mlp_type=mlp_type, mlp_impl="sparse")
+    theirs, plain = ParallelDroplessMLP(args), ParallelDroplessMLP(args)
+    theirs.mlp = Own(args)
+    theirs.load_state_dict(plain.state_dict())
+    x.requires_grad_(), weights.requires_grad_()
+    found = torch.autograd.grad(theirs(x, scores, weights, ids).sum(), [x, weights, *theirs.parameters()])
+    wanted = torch.autograd.grad(plain(x, scores, weights, ids).sum(), [x, weights, *plain.parameters()])
+    assert seen == [((E * 128, H), FakeStk if with_stk else Matrix)]
     assert all(relative_error(a, b) < 1e-5 for a, b in zip(found, wanted, strict=True))
 
 
