@@ -72,6 +72,9 @@ class _ArgumentsExperts(Experts):
         del self.v1  # as in 0.10, only gated experts have it
         if v1 is not None:
             self.v1 = v1  # last, as in 0.10: an optimizer numbers its states by the order
+        # for subclasses, which add matrices of their own as 0.10's gated classes do
+        self._num_rows_per_rank = self.w1.shape[0]
+        self._should_set_parallelism_attribute = args.moe_expert_model_parallelism
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:

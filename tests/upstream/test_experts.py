@@ -4,8 +4,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megablocks import grouped_gemm_util
 from megablocks.config import ConfigError
-from megablocks.layers import dmlp_registry, sharedexpert_registry
+from megablocks.layers import dmlp_registry, mpu, sharedexpert_registry
 from megablocks.layers.dmoe import ParallelDroplessMLP
 from megablocks.layers.glu import GroupedGLU, MemoryOptimizedGroupedGLU, SharedGLU, SparseGLU
 from megablocks.layers.mlp import (
@@ -15,6 +16,8 @@ from megablocks.layers.mlp import (
     MemoryOptimizedMLP,
     SharedMLP,
     SparseMLP,
+    create_dmoe_expert_weights,
+    resolve_dtensor,
 )
 from megablocks.layers.moe import ParallelMLP
 from megablocks.moe import experts
@@ -234,6 +237,30 @@ def test_shared_experts(kind, weighted):
     a, b = torch.randn(2, 5, H)
     expected = a / (K + 1) + b * (K / (K + 1)) if weighted else a + b
     assert torch.allclose(shared.add_experts_sharedexpert(a, b), expected)
+
+
+def test_a_subclass_of_the_experts_adds_matrices_of_its_own():
+    class Own(GroupedMLP):
+        def __init__(self, args):
+            super().__init__(args)
+            self.v1 = torch.nn.Parameter(torch.empty(self._num_rows_per_rank, args.hidden_size, device=args.device))
+            drawn = create_dmoe_expert_weights(args, E, args.ffn_hidden_size, args.hidden_size, args.init_method)
+            with torch.no_grad():
+                self.v1.copy_(drawn)
+            mpu.set_expert_model_parallel_attributes(self.v1, self._should_set_parallelism_attribute)
+
+        def forward(self, x, tokens_per_expert):
+            w1, v1, w2 = (resolve_dtensor(self.scale_grad(w)).view(E, -1, H) for w in (self.w1, self.v1, self.w2))
+            pre, gate = (grouped_gemm_util.ops.gmm(x, w, tokens_per_expert, trans_b=True) for w in (w1, v1))
+            return grouped_gemm_util.ops.gmm(F.gelu(pre, approximate="tanh") * gate, w2, tokens_per_expert)
+
+    own, ours, counts = Own(args_of()), GroupedGLU(args_of()), torch.tensor([3, 0, 4])
+    ours.load_state_dict(own.state_dict())
+    x = torch.randn(7, H)
+    found, wanted = (torch.autograd.grad(m(x, counts).sum(), [*m.parameters()]) for m in (own, ours))
+    assert not mpu.param_is_expert_model_parallel(own.v1) and mpu.is_moe_param(own.v1)
+    assert relative_error(own(x, counts), ours(x, counts).double()) < TOLERANCE
+    assert all(relative_error(a, b.double()) < TOLERANCE for a, b in zip(found, wanted, strict=True))
 
 
 def test_a_subclass_of_the_shared_expert_adds_layers_of_its_own():
