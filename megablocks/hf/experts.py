@@ -288,7 +288,9 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         ValueError: weights in a quantized dtype.
     """
     call = read_call(self, hidden_states)
-    if top_k_index.numel() <= FEW_PAIRS.get(hidden_states.device.type, 0) and not needs_gradient(call, top_k_weights):
+    most = FEW_PAIRS.get(hidden_states.device.type, 0)
+    exporting = torch.compiler.is_exporting()  # a choice by size would bind an exported program to its example's
+    if not exporting and top_k_index.numel() <= most and not needs_gradient(call, top_k_weights):
         y = few(call, top_k_index, top_k_weights)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)
     routing = routing_of(top_k_index, top_k_weights, call.up.w.shape[0])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megablocks.hf import OLDEST
+from megablocks.hf import NAME, OLDEST, register
 from megablocks.testing.tolerances import assert_as_exact_as
 
 pytest.importorskip("transformers", minversion=OLDEST)
@@ -323,6 +323,20 @@ def test_N9_compiles_in_one_graph(module: str, name: str, few: bool) -> None:
     inputs = [t.detach().requires_grad_(t.is_floating_point() and not few) for t in _inputs(5 if few else T)]
     compiled = torch.compile(ours.experts_forward, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(experts, *inputs), ours.experts_forward(experts, *inputs))
+
+
+@pytest.mark.parametrize("gradient", [False, True], ids=["", "gradient"])
+@pytest.mark.parametrize("example", [T, 2], ids=["", "few"])
+def test_an_exported_program_takes_other_numbers_of_tokens(example: int, gradient: bool) -> None:
+    register()
+    experts, tokens = _make(*MIXTRAL), torch.export.Dim.DYNAMIC
+    experts.config._experts_implementation = NAME
+    with torch.set_grad_enabled(gradient):
+        inputs = tuple(t.detach() for t in _inputs(example))
+        program = torch.export.export(experts, inputs, dynamic_shapes=[{0: tokens}] * 3).module()
+        for count in (2, T):  # on both sides of FEW_PAIRS
+            inputs = _inputs(count)
+            torch.testing.assert_close(program(*inputs), experts(*inputs), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("way", WAYS)
