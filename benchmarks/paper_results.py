@@ -213,13 +213,21 @@ def record_of(
     }  # fmt: skip
 
 
-def _tried(folder: Path, settings: Settings) -> dict[str, dict[str, float]]:
-    """Tokens and final validation loss of an arm's trials, by learning rate."""
-    tried = {}
+def trial_loss(folder: Path) -> float:
+    """The final validation loss of a trial of a learning rate; infinite if the trial diverged."""
+    if read_written(folder / "done.json").get("diverged"):
+        return math.inf
+    loss = History.of_run(folder).series("validation_loss")[1][-1]
+    return loss if math.isfinite(loss) else math.inf
+
+
+def _tried(folder: Path, settings: Settings) -> dict[str, dict[str, float | None]]:
+    """Tokens and final validation loss of an arm's trials, by learning rate. A trial that diverged has no loss."""
+    tried: dict[str, dict[str, float | None]] = {}
     for run in sorted(folder.iterdir(), key=lambda path: float(path.name)):
-        evaluated, losses = History.of_run(run).series("validation_loss")
-        batch = read_written(run / "done.json", "batch")["batch"]
-        tried[run.name] = {"tokens": evaluated[-1] * batch * MODELS[settings.model].sequence, "loss": losses[-1]}
+        batch, loss = read_written(run / "done.json", "batch")["batch"], trial_loss(run)
+        tokens = max(History.of_run(run).rows, default=0) * batch * MODELS[settings.model].sequence
+        tried[run.name] = {"tokens": tokens, "loss": loss if math.isfinite(loss) else None}
     return tried
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import importlib.util
 import json
+import math
 import os
 import re
 import shlex
@@ -67,6 +68,7 @@ LEAST_STEPS = 20
 _OUT_OF_MEMORY = re.compile(r"^(\S+: failed: )?pretrain_gpt: .*(out of memory|ALLOC_FAILED)", re.MULTILINE)
 _CRASHED = re.compile(r"illegal memory access")
 """What another package's layer also does at a micro-batch that is too large: Tutel's kernels have 32-bit indices."""
+_DIVERGED = re.compile(r"^(\S+: failed: )?pretrain_gpt: step \d+: NaN or Inf", re.MULTILINE)
 
 
 class Job(NamedTuple):
@@ -176,14 +178,19 @@ class Comparison:
                     self._give_up(arm, f"the search for a micro-batch failed: {error}")
                     return
             if self.found(arm)["micro_batch_size"] is None:
-                self.not_run[arm] = "no micro-batch fits into memory"
-                self.arms.remove(arm)
-                _say(f"{arm}: not run: {self.not_run[arm]}")
+                change = "a smaller model or MICRO_BATCH, or GPUs with more memory"
+                self._leave_out(arm, "no micro-batch fits into memory", change)
 
         self.places.each(lambda: waiting.pop(0) if waiting else None, find, ended)
-        if why := self.not_run.get(BASE):
-            change = "use another folder and a smaller model or MICRO_BATCH, or GPUs with more memory"
-            raise ConfigError(f"{BASE}: not run: {why}, and all arms are compared with it; {change}")
+
+    def _leave_out(self, arm: str, why: str, change: str) -> None:
+        """An arm that cannot run. The report says why. Raises ConfigError with a remedy if it is dense."""
+        self.not_run[arm] = why
+        self.arms.remove(arm)
+        _say(f"{arm}: not run: {why}")
+        if arm == BASE:
+            why += f", and all arms are compared with it; use another folder and {change}"
+            raise ConfigError(f"{arm}: not run: {why}")
 
     def _give_up(self, arm: str, why: str) -> None:
         self.failed[arm] = why
@@ -245,7 +252,7 @@ class Comparison:
     # ---- runs
 
     def run(self, job: Job, schedule: Schedule, *, size: int | None, rate: tuple[str, str]) -> History:
-        """The run of `job`, now or before. Raises Stopped or Failed."""
+        """The run of `job`, now or before. A trial that diverges is done, too. Raises Stopped or Failed."""
         arm, seed, folder = job.arm, job.seed, self.folder(job)
         launch = launch_of(self.settings, arm, schedule, folder, seed=seed, rate=rate, micro_batch=size)
         done = folder / "done.json"
@@ -256,12 +263,17 @@ class Comparison:
             if folder.is_dir() and not any(folder.glob("checkpoints/iter_*")):
                 shutil.rmtree(folder)
             began, last = time.time(), schedule.last_step(arm)
-            self._call(launch)
-            if "validation_loss" not in History.of_run(folder).rows.get(last, {}):
+            facts = self._facts(job, launch, schedule, size, rate)
+            try:
+                self._call(launch)
+            except Failed as error:
+                if job.rate is None or not _DIVERGED.search(error.output):
+                    raise
+                facts["diverged"] = True
+            if not facts.get("diverged") and "validation_loss" not in History.of_run(folder).rows.get(last, {}):
                 raise Failed(f"{folder}: ended before step {last}; see its train.log")
             if ARMS[arm].log not in (folder / "train.log").read_text(errors="replace"):
                 raise Failed(f"{folder}: its log lacks {ARMS[arm].log!r}: another layer ran; see its train.log")
-            facts = self._facts(job, launch, schedule, size, rate)
             facts |= {"at_once": self.places.at_once, "wall_s": time.time() - began}
             write_durably(done, json.dumps(facts, indent=1) + "\n")
         # After done.json: a comparison that is killed here must not resume from half a checkpoint.
@@ -323,12 +335,11 @@ class Comparison:
         """The learning rate of a job: with RATES=tuned that of the arm's best trial."""
         rate = job.rate
         if rate is None and self.settings.rates == "tuned":
-            losses = {
-                trial.rate: History.of_run(self.folder(trial)).series("validation_loss")[1][-1]
-                for trial in self._trials(job.arm)
-            }
-            rate = min(losses, key=losses.__getitem__)
+            rate = min(self._trials(job.arm), key=lambda trial: paper_results.trial_loss(self.folder(trial))).rate
         return rates_of(self.settings, job.arm, rate)
+
+    def _diverged(self, trial: Job) -> bool:
+        return self._is_done(trial) and math.isinf(paper_results.trial_loss(self.folder(trial)))
 
     def _trials(self, arm: str) -> list[Job]:
         rates = TRIED_RATES if self.settings.rates == "tuned" else ()
@@ -379,6 +390,12 @@ class Comparison:
             if size != self.found(job.arm)["micro_batch_size"]:  # another run of the arm ran out of memory
                 shutil.rmtree(self.folder(job), ignore_errors=True)
                 waiting.append(job)
+            elif history is not None and job.rate is not None and self._diverged(job):
+                _say(f"{job}: diverged")
+                if all(map(self._diverged, self._trials(job.arm))):
+                    why = f"it diverged with each learning rate of {', '.join(f'{rate:g}' for rate in TRIED_RATES)}"
+                    self._leave_out(job.arm, why, "a smaller learning rate as RATES")
+                    waiting[:] = [one for one in waiting if one.arm != job.arm]
             elif history is not None and is_new:
                 self._took.append((job.arm, self._expected(job, tokens), time.time() - began))
                 rates = sorted(history.series("tokens_per_second")[1])

@@ -109,8 +109,8 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _or_dash(value: float | None, form: str) -> str:
-    return "–" if value is None else f"{value:{form}}"
+def _or_dash(value: float | None, form: str, none: str = "–") -> str:
+    return none if value is None else f"{value:{form}}"
 
 
 # ---- one section each: (record, summaries) → text
@@ -163,9 +163,9 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
             "compares final losses includes it. Its other figures are those of the steps that it did."
         )
     if tuning := record["tuning"]:
-        losses = {arm: ", ".join(f"{rate} → {one['loss']:.4f}" for rate, one in tried.items())
+        losses = {arm: ", ".join(f"{rate} → {_or_dash(one['loss'], '.4f', 'diverged')}" for rate, one in tried.items())
                   for arm, tried in tuning.items()}  # fmt: skip
-        tokens = {count(one["tokens"]) for tried in tuning.values() for one in tried.values()}
+        tokens = {count(one["tokens"]) for tried in tuning.values() for one in tried.values() if one["loss"]}
         tried = "; ".join(f"{ARMS[arm].label}: {of_arm}" for arm, of_arm in losses.items())
         text.insert(-1, f"Validation losses of the tuning, each after {' or '.join(sorted(tokens))} tokens: {tried}.")
     names = ("budget", "seeds", "rates", "batch", "micro_batch", "save_every", "ngpu", "flags")

@@ -22,9 +22,10 @@ from typing import Any
 import paper_run
 import psutil
 import pytest
+import report
 from paper_arms import MODELS, ROOT, Launch, Schedule, Settings
 from paper_places import Failed, Places, Stopped
-from paper_results import first_intervals, record_of
+from paper_results import first_intervals, record_of, summarize
 from paper_run import Comparison, Job
 
 from megablocks.config import ConfigError
@@ -135,6 +136,65 @@ def test_tuning_takes_the_best_rate_of_every_arm(tmp_path: Path, monkeypatch: py
     assert tuning["dmoe"] == {
         rate: {"tokens": tokens, "loss": loss} for rate, loss in (("0.0003", 3.0), ("0.0006", 4.0), ("0.0012", 4.0))
     }
+
+
+def _tune(out: Path, monkeypatch: pytest.MonkeyPatch, diverging: dict[str, tuple[str, ...]]) -> Comparison:
+    """A comparison that tunes its rates. A trial with a rate of `diverging` ends as the driver ends it at a NaN."""
+
+    def call(self: Comparison, launch: Launch) -> str:
+        folder, steps = Path(launch.command[2]), int(launch.command[3])
+        monkeypatch.setattr(paper_runs, "STEPS", steps)
+        monkeypatch.setattr(paper_runs, "EVERY", steps // 4)
+        paper_runs.write_run(folder, folder.parent.name, 1234, self.settings, 4.0)
+        (folder / "done.json").unlink()
+        if folder.name in diverging.get(folder.parent.name, ()):
+            (folder / "loss.csv").unlink()
+            said = "pretrain_gpt: step 3: NaN or Inf on rank 0 in the loss: stopped before the update"
+            raise Failed(f"dmoe.sh: failed: {said}", f"{said}\ndmoe.sh: failed: {said}\n")
+        return ""
+
+    monkeypatch.setattr(Comparison, "_call", call)
+    comparison = _comparison(out, RATES="tuned")
+    comparison.train(10e3)
+    return comparison
+
+
+def test_a_rate_that_diverges_is_the_worst_of_its_arm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    comparison = _tune(tmp_path, monkeypatch, {"dmoe": ("0.0003", "0.0012")})
+    assert not comparison.failed and not comparison.not_run
+    assert "dmoe, seed 1234, learning rate 0.0012: diverged\n" in capsys.readouterr().out
+    record = record_of(tmp_path, comparison.settings, {}, {})
+    (run,) = (run for run in record["runs"] if run["arm"] == "dmoe")
+    assert run["learning_rate"] == 6e-4
+    assert [trial["loss"] for trial in record["tuning"]["dmoe"].values()] == [None, 4.0, None]
+    record = json.loads(json.dumps(record))  # as its file has it
+    assert "dMoE: 0.0003 → diverged, 0.0006 → 4.0000, 0.0012 → diverged" in report.setup(record, summarize(record))
+    monkeypatch.setattr(Comparison, "_call", None)  # nothing is repeated
+    _comparison(tmp_path, RATES="tuned").train(10e3)
+
+
+def test_an_arm_is_left_out_where_every_rate_diverges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = ("0.0003", "0.0006", "0.0012")
+    comparison = _tune(tmp_path / "dmoe", monkeypatch, {"dmoe": every})
+    why = "it diverged with each learning rate of 0.0003, 0.0006, 0.0012"
+    assert comparison.not_run == {"dmoe": why} and not comparison.failed
+    record = record_of(tmp_path / "dmoe", comparison.settings, comparison.not_run, {})
+    assert {run["arm"] for run in record["runs"]} == {"dense", "capacity-1"}
+    monkeypatch.setattr(Comparison, "_call", None)
+    again = _comparison(tmp_path / "dmoe", RATES="tuned")
+    again.train(10e3)
+    assert again.not_run == comparison.not_run
+    with pytest.raises(ConfigError, match=f"^dense: not run: {why}, and all arms are compared with it; use another "):
+        _tune(tmp_path / "dense", monkeypatch, {"dense": every})
+
+
+def test_a_loss_that_is_no_number_counts_as_diverged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without the guard, which FLAGS can turn off."""
+    comparison = _tune(tmp_path, monkeypatch, {})
+    _replace(tmp_path / "tuning/dmoe/0.0003/loss.csv", ",4,4,", ",4,nan,")  # training and validation loss
+    assert comparison._rate(Job("dmoe", 1234)) == ("0.0006", "6e-05")
 
 
 def test_an_arm_that_fails_leaves_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launches: list) -> None:
