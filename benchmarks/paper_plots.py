@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from paper_arms import ARMS, BASE, LARGER, MODELS, count, time_unit
-from paper_results import Summary, capacity_front, dense_time, drop_shares, summarize
+from paper_results import EQUAL_LOSS, Summary, capacity_front, dense_time, drop_shares, shared, summarize
 
 from megablocks.monitor.plots import new_figure, save_figure
 
@@ -114,17 +114,17 @@ def plot_time_to_dense_loss(record: dict[str, Any], path: Path) -> None:
     save_figure(figure, path)
 
 
-def _final_losses(record: dict[str, Any], arms: Iterable[str], line: Sequence[str], label: str, path: Path) -> None:
+def _final_losses(record: dict[str, Any], arms: Iterable[Summary], line: Sequence[str], label: str, path: Path) -> None:
     """Final loss against training time of `arms`, and a line through those of `line`."""
-    summaries, (scale, unit) = summarize(record), _unit(record)
+    summaries, (scale, unit) = {one.arm: one for one in arms}, _unit(record)
     figure = new_figure(7, 5)
     axes = figure.add_subplot()
-    for arm in arms:
+    for arm, one in summaries.items():
         color, marker, _ = _style(arm)
-        time, loss = summaries[arm].time_s.mean / scale, summaries[arm].loss
+        time, loss = one.time_s.mean / scale, one.loss
         axes.errorbar(time, loss.mean, [[loss.mean - loss.low], [loss.high - loss.mean]], color=color, marker=marker,
                       capsize=3)  # fmt: skip
-        axes.annotate(summaries[arm].label, (time, loss.mean), xytext=(7, 4), textcoords="offset points", fontsize=8)
+        axes.annotate(one.label, (time, loss.mean), xytext=(7, 4), textcoords="offset points", fontsize=8)
     axes.plot([summaries[arm].time_s.mean / scale for arm in line], [summaries[arm].loss.mean for arm in line],
               color="0.6", zorder=0, label=label)  # fmt: skip
     axes.set(xlabel=f"{unit} of training", ylabel="final validation loss (nats per token)")
@@ -136,12 +136,17 @@ def _final_losses(record: dict[str, Any], arms: Iterable[str], line: Sequence[st
 
 
 def plot_pareto(record: dict[str, Any], path: Path) -> None:
-    points, front = capacity_front(summarize(record))
-    _final_losses(record, points, front, "front: no arm is both sooner done and better", path)
+    summaries = summarize(record)
+    points, front = capacity_front(summaries)
+    _final_losses(
+        record, [summaries[arm] for arm in points], front, "front: no arm is both sooner done and better", path
+    )
 
 
 def plot_equal_loss(record: dict[str, Any], path: Path) -> None:
-    arms = [arm for arm, one in summarize(record).items() if ARMS[arm].has_quality and one.losses]
+    summaries = summarize(record)
+    summaries |= {one.arm: one for one in shared(*(summaries[arm] for arm in EQUAL_LOSS))}  # as the report's line is
+    arms = [one for one in summaries.values() if ARMS[one.arm].has_quality and one.losses]
     _final_losses(record, arms, (BASE, LARGER), "dense models of two sizes", path)
 
 

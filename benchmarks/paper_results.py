@@ -25,6 +25,8 @@ from megablocks.monitor.history import History
 FORMAT = 1
 SAME = ("gpu", "torch", "torch CUDA", "triton", "megatron-core", "commit")
 """What all runs of a record must share."""
+EQUAL_LOSS = (BASE, LARGER, "dmoe")
+"""The arms of the paper's comparison at equal loss."""
 _LEFT_OUT = 0.1
 """The first part of a run's log intervals that its step time leaves out."""
 _START = "[before the start of training step]"
@@ -49,9 +51,10 @@ class Summary(NamedTuple):
 
     losses: final ones, by seed; stopped: in words, which of the seeds have none. half_losses: of the same runs, at
         the evaluation in the middle.
-    time_s: of a whole run. to_base_s: until the dense run's final loss with the same seed; sooner: the dense run's time
-        over it. None: a seed has not reached it. missed: whole runs that never do. beyond: of a stopped run that had
-        not, its time until then and the dense run's time over it; the least of such seeds.
+    times: seconds of a whole run, by seed. to_base_s: until the dense run's final loss with the same seed; None: a seed
+        has not reached it. faster: the dense run's time over it, by the seed that reached it. missed: whole runs that
+        never do. beyond: of a stopped run that had not, its time until then and the dense run's time over it; the least
+        of such seeds.
     over_dmoe: its step time over dMoE's of the same steps. tokens_per_second: the median in place of the mean.
     dropped: share of all pairs. load: of the fullest expert over the mean, in the last quarter.
     """
@@ -66,9 +69,9 @@ class Summary(NamedTuple):
     over_dmoe: float | None
     tokens_per_second: Span
     peak_gib: float | None
-    time_s: Span
+    times: Mapping[int, float]
     to_base_s: Span | None
-    sooner: Span | None
+    faster: Mapping[int, float]
     missed: int
     beyond: tuple[float, float] | None
     dropped: float | None
@@ -80,10 +83,28 @@ class Summary(NamedTuple):
     def loss(self) -> Span:
         return Span.of(self.losses.values())
 
+    @property
+    def time_s(self) -> Span:
+        return Span.of(self.times.values())
+
+    @property
+    def sooner(self) -> Span | None:
+        """The dense run's time over the arm's until its loss; None: a seed has not reached it."""
+        return None if self.to_base_s is None else Span.of(self.faster.values())
+
     def below(self, other: Summary, at: str = "losses") -> Span:
         """How far its loss is below the other arm's, seed by seed: runs of one seed share data and initialization."""
         mine, theirs = getattr(self, at), getattr(other, at)
         return Span.of(theirs[seed] - mine[seed] for seed in mine if seed in theirs)
+
+
+def shared(*arms: Summary) -> list[Summary]:
+    """The arms with their losses and times of those seeds alone that all of them have."""
+    seeds = [seed for seed in arms[0].losses if all(seed in one.losses for one in arms)]
+    return [
+        one._replace(losses={seed: one.losses[seed] for seed in seeds}, times={seed: one.times[seed] for seed in seeds})
+        for one in arms
+    ]
 
 
 def first_intervals(log: str) -> set[int]:
@@ -128,16 +149,6 @@ def time_to_loss(seconds: Sequence[float], losses: Sequence[float], target: floa
         if l1 <= target:
             return t0 + (t1 - t0) * (l0 - target) / (l0 - l1)
     return None
-
-
-def pareto(points: dict[str, tuple[float, float]]) -> list[str]:
-    """Names of the points (cost, loss) that no other point beats in both, by cost."""
-    best = float("inf")
-    front: list[str] = []
-    for name, (_, loss) in sorted(points.items(), key=lambda item: item[1]):
-        if loss < best:
-            best, front = loss, [*front, name]
-    return front
 
 
 # ---- from folders to a record
@@ -318,7 +329,6 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
         reached = {seed: time for seed, time in times.items() if time is not None}
         until = {seed: run["validation"]["seconds"][-1] for seed, run in by_seed.items() if seed not in whole}
         beyond = [(time, _seconds(dense[seed]) / time) for seed, time in until.items() if seed not in reached]
-        all_reached = len(reached) == len(times)
         drops = [run["curve"]["tokens_dropped"][-1] for run in those]
         counted = [run["pairs_a_token"] * run["curve"]["tokens"][-1] for run in those]
         loads = [value for run in those for value in _last_quarter(run["curve"]["expert_load_max_over_mean"])]
@@ -337,9 +347,9 @@ def summarize(record: dict[str, Any]) -> dict[str, Summary]:
             over_dmoe=step_ms / _step_ms(runs["dmoe"], last) if "dmoe" in runs else None,
             tokens_per_second=Span(statistics.median(rates), min(rates), max(rates)),
             peak_gib=max(peaks) if peaks else None,
-            time_s=Span.of(_seconds(run) for run in whole.values()),
-            to_base_s=Span.of(reached.values()) if all_reached else None,
-            sooner=Span.of(_seconds(dense[seed]) / time for seed, time in reached.items()) if all_reached else None,
+            times={seed: _seconds(run) for seed, run in whole.items()},
+            to_base_s=Span.of(reached.values()) if len(reached) == len(times) else None,
+            faster={seed: _seconds(dense[seed]) / time for seed, time in reached.items()},
             missed=len(times) - len(reached) - len(beyond),
             beyond=min(beyond, default=None),
             dropped=sum(drops) / sum(counted) if counted[0] and None not in drops else None,
@@ -380,27 +390,45 @@ def _last_quarter(values: Sequence[float | None]) -> list[float]:
     return known[-max(1, len(known) // 4) :] if known else []
 
 
-def dense_time(summaries: dict[str, Summary]) -> tuple[str, float] | None:
-    """The training time of a dense model whose final loss is dMoE's, on as many tokens: ("", seconds).
+def dense_time(summaries: dict[str, Summary]) -> tuple[str, float, float] | None:
+    """The training time of a dense model whose final loss is dMoE's, on as many tokens: ("", seconds, over dMoE's).
 
-    It lies on the straight line between the time and loss of the dense model and of the larger one. A worse dMoE takes
-    the word "less than" and the time of the dense one; a better one "more than" and that of the better of both. None
-    without those arms.
+    It lies on the straight line between the time and loss of the dense model and of the larger one, over the seeds that
+    all three have. A worse dMoE takes the word "less than" and the time of the dense one; a better one "more than" and
+    that of the better of both. None without such seeds.
     """
-    if not all(arm in summaries and summaries[arm].losses for arm in ("dmoe", LARGER)):
+    if not all(arm in summaries for arm in EQUAL_LOSS):
         return None
-    (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (summaries[BASE], summaries[LARGER]))
-    loss = summaries["dmoe"].loss.mean
+    base, larger, dmoe = shared(*(summaries[arm] for arm in EQUAL_LOSS))
+    if not dmoe.losses:
+        return None
+    (t0, l0), (t1, l1) = ((one.time_s.mean, one.loss.mean) for one in (base, larger))
+    loss, word = dmoe.loss.mean, ""
     if loss >= l0:
-        return "less than" if loss > l0 else "", t0
-    if loss < l1:
-        return "more than", t1 if l1 < l0 else t0
-    return "", t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
+        word, seconds = "less than" if loss > l0 else "", t0
+    elif loss < l1:
+        word, seconds = "more than", t1 if l1 < l0 else t0
+    else:
+        seconds = t0 + (t1 - t0) * (l0 - loss) / (l0 - l1)
+    return word, seconds, seconds / dmoe.time_s.mean
 
 
 def capacity_front(summaries: dict[str, Summary]) -> tuple[dict[str, tuple[float, float]], list[str]]:
-    """(seconds of a whole run, final loss) of dMoE and of every arm with a capacity, and the front's names."""
-    points = {arm: (one.time_s.mean, one.loss.mean) for arm, one in summaries.items()
-              if one.losses and (arm == "dmoe" or ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")))
-              }  # fmt: skip
-    return points, pareto(points)
+    """(seconds of a whole run, final loss) of dMoE and of every arm with a capacity, and the front's names, by seconds.
+
+    On the front is an arm if no other one is better in one of both and no worse in the other, over the seeds that the
+    two have. Nothing is compared without a seed that all arms have.
+    """
+    arms = {arm: one for arm, one in summaries.items()
+            if one.losses and (arm == "dmoe" or ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")))
+            }  # fmt: skip
+    if not arms or not shared(*arms.values())[0].losses:
+        return {}, []
+    points = {arm: (one.time_s.mean, one.loss.mean) for arm, one in arms.items()}
+    front = [arm for arm, one in arms.items() if not any(_beats(other, one) for other in arms.values())]
+    return points, sorted(front, key=points.__getitem__)
+
+
+def _beats(one: Summary, other: Summary) -> bool:
+    (t0, l0), (t1, l1) = ((arm.time_s.mean, arm.loss.mean) for arm in shared(one, other))
+    return t0 <= t1 and l0 <= l1 and (t0, l0) != (t1, l1)

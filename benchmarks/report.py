@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from paper_arms import ARMS, BASE, LARGER, MODELS, Settings, count, time_unit
 from paper_plots import PICTURES
-from paper_results import Span, Summary, capacity_front, dense_time, read_record, summarize
+from paper_results import EQUAL_LOSS, Span, Summary, capacity_front, dense_time, read_record, shared, summarize
 
 from megablocks.config import ConfigError
 from megablocks.files import write_durably
@@ -211,7 +211,7 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
     if seeds and len(order) > 1:
         word = "seed" if len(seeds) == 1 else "seeds"
         lines.append(f"- The paper's order of losses, {named}, holds in {hold} of {len(seeds)} {word}.")
-    for a, b in pairwise(order):
+    for a, b in (shared(*pair) for pair in pairwise(order)):
         apart, n = a.below(b), len(a.losses.keys() & b.losses.keys())
         around = f"({apart.low:+.4f} to {apart.high:+.4f})"
         if n == 0:
@@ -260,14 +260,15 @@ def _equal_loss(summaries: dict[str, Summary], scale: float, unit: str) -> list[
     found = dense_time(summaries)
     if found is None:
         return []
-    larger, (word, seconds) = summaries[LARGER], found
-    takes, times = (
-        f"{word} {value:.2f}".strip() for value in (seconds / scale, seconds / summaries["dmoe"].time_s.mean)
-    )
+    larger, (word, seconds, ratio) = summaries[LARGER], found
+    takes, times = (f"{word} {value:.2f}".strip() for value in (seconds / scale, ratio))
+    those = [summaries[arm] for arm in EQUAL_LOSS]
+    seeds = {len(one.losses) for one in (*those, *shared(*those))}
+    over = f", over the {min(seeds)} seed{'s' * (min(seeds) > 1)} that the three arms share," if len(seeds) > 1 else ","
     return [
         "The paper compares models that train on equally many tokens and end with the same loss. The "
         f"{larger.label} model ends with {span(larger.loss, '.4f')} after {span(larger.time_s, '.2f', scale)} {unit}. "
-        "On the straight line through both dense models, one with dMoE's final loss trains "
+        f"On the straight line through both dense models{over} one with dMoE's final loss trains "
         f"{takes} {unit}, {times} times as long as dMoE.",
         _picture("equal_loss", "Final loss against training time"),
     ]
@@ -300,7 +301,9 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
         if len(front) < len(points):
             with_loss = " with a final loss" if any(one.stopped for one in summaries.values()) else ""
-            tail += f" Every other arm{with_loss} takes at least as long as one of these, and its loss is not lower."
+            tail += f" Every other one{with_loss} takes at least as long as one of them, and its loss is not lower"
+            uneven = len({len(summaries[arm].losses) for arm in points}) > 1
+            tail += ", over the seeds that the two share." if uneven else "."
         parts += [tail, _picture("pareto", "Loss and time by capacity factor")]
     return "\n\n".join([*parts, _picture("drops_and_load", "Dropped pairs and load over tokens")])
 
@@ -315,7 +318,7 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         low, high = published.dense
         rows.append(["dense over dMoE, time to the dense loss", _sooner(dmoe), f"{SOONER}", "–"])
         if (found := dense_time(summaries)) is not None:
-            times = f"{found[0]} {found[1] / dmoe.time_s.mean:.2f}".strip()
+            times = f"{found[0]} {found[2]:.2f}".strip()
             rows.append(["dense of another size with dMoE's loss over dMoE, training time", times, "–",
                          f"{low} to {high}"])  # fmt: skip
         if (one := summaries.get("tutel-1")) is not None:
@@ -327,7 +330,7 @@ def beside_paper(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         ]  # fmt: skip
         best = best_tutel(summaries)
         if best is not None and best.sooner is not None and dmoe.sooner is not None:
-            ratio = dmoe.sooner.mean / best.sooner.mean
+            ratio = Span.of(dmoe.faster[seed] / best.faster[seed] for seed in best.faster if seed in dmoe.faster).mean
             paper = f"{published.tutel_best} (its best factor, at dMoE's loss)"
             rows.append([f"{best.label} over dMoE, time to the dense loss", f"{ratio:.2f}", "–", paper])
     rows += [

@@ -50,9 +50,13 @@ def test_between() -> None:
     assert paper_results.between([10, 20], [1.0, 3.0], 15) == pytest.approx(2.0)
 
 
-def test_a_front_has_no_point_that_another_beats() -> None:
-    points = {"a": (1.0, 5.0), "b": (2.0, 4.0), "c": (2.5, 4.5), "d": (3.0, 3.0), "e": (3.0, 3.5)}
-    assert paper_results.pareto(points) == ["a", "b", "d"]
+def test_a_front_has_no_arm_that_another_beats(tmp_path: Path) -> None:
+    _, dmoe, capacity = paper_results.summarize(write_runs(tmp_path, seeds=1)).values()
+    points = {"tutel-1": (1.0, 5.0), "tutel-2": (2.0, 4.0), "capacity-2": (2.5, 4.5), "dmoe": (3.0, 3.0),
+              "capacity-1": (3.0, 3.5)}  # fmt: skip
+    arms = {arm: capacity._replace(arm=arm, times={1234: time}, losses={1234: loss})
+            for arm, (time, loss) in points.items()}  # fmt: skip
+    assert paper_results.capacity_front(arms | {"dense": dmoe}) == (points, ["tutel-1", "tutel-2", "dmoe"])
 
 
 def test_summaries_have_the_spread_of_the_seeds(tmp_path: Path) -> None:
