@@ -52,16 +52,20 @@ def launch(command: Sequence[str], **variables: str) -> int:
 
     A signal goes to the script too, which saves and ends; then this program ends with 130.
     """
-    child = subprocess.Popen(command, env={**os.environ, **variables})
+    child: subprocess.Popen[bytes] | None = None
     stopped = False
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = True
-        child.send_signal(signal.SIGTERM)  # of Ctrl-C its second signal, which it does not count
+        if child is not None:
+            child.send_signal(signal.SIGTERM)  # of Ctrl-C its second signal, which it does not count
 
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = [signal.signal(number, stop) for number in numbers]
+    child = subprocess.Popen(command, env={**os.environ, **variables})
+    if stopped:  # while the script started
+        child.send_signal(signal.SIGTERM)
     status = child.wait()
     for number, handler in zip(numbers, before, strict=True):
         signal.signal(number, handler)

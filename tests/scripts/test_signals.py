@@ -43,3 +43,23 @@ def test_a_signal_waits_for_the_launch(name: str, to_group: bool, number: signal
     said, _ = child.communicate(timeout=30)
     assert (said, child.returncode) == (f"{name}: stopped\n", 130)
     assert (tmp_path / "saved").exists() and not list(out.glob("tmp*"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_the_launch_starts_ends_it_too(number: signal.Signals, tmp_path: Path) -> None:
+    program = f"""
+import subprocess, signal, sys
+sys.path.insert(0, {str(SCRIPTS)!r})
+import profile_step
+
+class Popen(subprocess.Popen):
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        signal.raise_signal({int(number)})  # before the caller has the process
+
+subprocess.Popen, began = Popen, {str(tmp_path / "pid")!r}
+profile_step.launch(["bash", "-c", 'echo $$ >"$0"; exec sleep 60', began])
+"""
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "-c: stopped\n") and time.monotonic() - began < 50
