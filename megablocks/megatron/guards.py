@@ -39,7 +39,6 @@ from megablocks.config import ConfigError, refuse
 from megablocks.megatron import checkpoint_io
 from megablocks.megatron.failures import cause_of, explain, out_of_memory, sizes_of
 from megablocks.megatron.reporting import shape_of
-from megablocks.megatron.settings import DriverSettings
 from megablocks.megatron.wrap import wrap
 from megablocks.monitor.flops import forward_flops_per_token
 from megablocks.monitor.guards import LayerSentinels, LossWindow, NonFiniteError, first_bad_parameter, is_bad
@@ -60,11 +59,9 @@ class Guards:
         data_fingerprint: of the run's data; None if this process does not know it, or with mock data.
     """
 
-    def __init__(
-        self, args: argparse.Namespace, settings: DriverSettings, verifiable: bool, data_fingerprint: str | None
-    ) -> None:
-        self.args, self.settings, self.verifiable, self.fingerprint = args, settings, verifiable, data_fingerprint
-        self.window = LossWindow(settings.loss_spike_window, settings.loss_spike_factor)
+    def __init__(self, args: argparse.Namespace, verifiable: bool, data_fingerprint: str | None) -> None:
+        self.args, self.verifiable, self.fingerprint = args, verifiable, data_fingerprint
+        self.window = LossWindow(args.megablocks_loss_spike_window, args.megablocks_loss_spike_factor)
         self.is_training = False
         self.heartbeat: Heartbeat | None = None
         # (4,) of this rank since the last step: loss, tokens, micro-batches whose loss was bad, bad gradient buffers
@@ -110,11 +107,11 @@ class Guards:
         model, optimizer, scheduler = original(*args, **kwargs)
         device = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
         self._model, self._sums, self._bad = model, self._sums.to(device), self._bad.to(device)
-        if optimizer is not None and (self.settings.nonfinite_guard or self.settings.loss_spike_factor):
+        if optimizer is not None and (self.args.megablocks_nonfinite_guard or self.args.megablocks_loss_spike_factor):
             parts = getattr(optimizer, "chained_optimizers", [optimizer])
             skips = all(getattr(part, "skips_nonfinite", False) for part in parts)
-            self._defers = skips and not self.settings.loss_spike_factor
-            if self.settings.nonfinite_guard:
+            self._defers = skips and not self.args.megablocks_loss_spike_factor
+            if self.args.megablocks_nonfinite_guard:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
                 if layers and not mpu.is_pipeline_last_stage():
@@ -128,7 +125,8 @@ class Guards:
         number, sums = self.args.curr_iteration + 1, self._sums.clone()
         self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
         reads = self._reads_in(number)
-        guards = self.settings.nonfinite_guard and not self.args.fp16  # with fp16 the loss scaler expects overflows
+        # With fp16 the loss scaler expects overflows.
+        guards = self.args.megablocks_nonfinite_guard and not self.args.fp16
         if guards and (reads or not self.args.clip_grad > 0):  # else the gradient norm, read later, says the same
             for buffer in self._gradient_buffers():
                 sums[3] += is_bad(buffer)
@@ -165,15 +163,15 @@ class Guards:
         dist.all_reduce(table)
         last, is_spike = steps[-1][0], False
         for (step, _), bad_here, (loss, tokens, *bad) in zip(steps, here, table.tolist(), strict=True):
-            if any(bad) and self.settings.nonfinite_guard:
+            if any(bad) and self.args.megablocks_nonfinite_guard:
                 raise NonFiniteError(self._describe(step, bad_here, last, before_update and step == last))
             mean = loss / tokens if tokens and not any(bad) else math.nan
             median = self.window.median()
             is_spike = self.window.is_spike(mean)
             if is_spike:
                 print_rank_0(
-                    f"step {step}: loss {mean:.4f} exceeds {self.settings.loss_spike_factor:g} times "
-                    f"{median:.4f}, the median of the last {self.settings.loss_spike_window}: update skipped"
+                    f"step {step}: loss {mean:.4f} exceeds {self.args.megablocks_loss_spike_factor:g} times "
+                    f"{median:.4f}, the median of the last {self.args.megablocks_loss_spike_window}: update skipped"
                 )
         return is_spike
 
@@ -264,7 +262,7 @@ class Guards:
 
     def _open(self, folder: Path) -> None:
         """Verify a checkpoint, and take over its loss window and the fingerprint of its data."""
-        if self.verifiable and self.settings.verify_checkpoint:
+        if self.verifiable and self.args.megablocks_verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
         if not path.is_file():
@@ -300,7 +298,7 @@ class Guards:
                 fix = f"give the saved values, or {instead}"
                 raise CheckpointError(f"{folder}: saved with another {what}: {changed}; {fix}")
         changed = checkpoint_io.differences(self.args, saved, checkpoint_io.MODEL)
-        if changed and not self.settings.allow_other_model:
+        if changed and not self.args.megablocks_allow_other_model:
             raise CheckpointError(
                 f"{folder}: saved as another model: {changed}; give the saved values, or --finetune to start at "
                 "iteration 0 with the saved weights, or --megablocks-allow-other-model to continue as this run's model"
@@ -344,8 +342,8 @@ class Guards:
 
     def _prune(self, root: Path, saved: int) -> None:
         try:
-            if self.settings.keep_checkpoints:
-                atomic.prune(root, saved, self.settings.keep_checkpoints)
+            if self.args.megablocks_keep_checkpoints:
+                atomic.prune(root, saved, self.args.megablocks_keep_checkpoints)
         except OSError as error:  # the new checkpoint is whole, so the run goes on
             print_rank_0(f"WARNING: an older checkpoint could not be removed: {error}")
 

@@ -35,7 +35,6 @@ from megablocks.monitor.heartbeat import Heartbeat
 
 if TYPE_CHECKING:
     from megablocks.megatron.guards import Guards
-    from megablocks.megatron.settings import DriverSettings
 
 _STARTED = time.time()
 _WAIT_TO_BE_ENDED_S = 20.0
@@ -124,7 +123,7 @@ class OutOfMemory(Exception):
     """A tensor did not fit on this rank; the message is one line."""
 
 
-def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
+def prepare() -> tuple[Namespace, Any, Guards]:
     """Parse, validate and verify. Returns what `train` takes. Raises ArgumentError or CheckpointError."""
     if int(os.environ["RANK"]) != 0:
         warnings.filterwarnings("ignore")
@@ -138,7 +137,6 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
     from megatron.training.arguments import parse_and_validate_args
 
     from megablocks.megatron import arguments, checkpoint_io, data, failures, gpt, guards
-    from megablocks.megatron.settings import DriverSettings
 
     checkpoint_io.restrict_unpickling()
     guards.choose_before_reading_args()
@@ -148,7 +146,6 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
             extra_args_provider=lambda parser: arguments.add_arguments(parser, parsed, needs_data=True),
             args_defaults={"tokenizer_type": "GPT2BPETokenizer"},
         )
-        settings = arguments.settings_from(args, DriverSettings)
         config = pretrain_cfg_container_from_args(args, gpt.model_config(args))
         fingerprint = data.open_data(args)
         verifiable = guards.choose_checkpoint(args)
@@ -156,10 +153,10 @@ def prepare() -> tuple[Namespace, DriverSettings, Any, Guards]:
         if isinstance(error, CheckpointError) or (isinstance(error, SystemExit) and not parsed):  # the latter: --help
             raise
         raise ArgumentError(failures.explain(error, parsed[0] if parsed else None)) from error
-    return args, settings, config, guards.Guards(args, settings, verifiable, fingerprint)
+    return args, config, guards.Guards(args, verifiable, fingerprint)
 
 
-def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards) -> int:
+def train(args: Namespace, config: Any, guards: Guards) -> int:
     """Run Megatron's `pretrain`. Returns the exit code. config: Megatron's container of all configs."""
     import torch
     import torch.distributed as dist
@@ -170,7 +167,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     from megablocks.megatron import checkpoint_io, cuda_graph, data, failures, fused_optimizer, gpt, profiling
     from megablocks.megatron.reporting import Reporter
 
-    run_dir = settings.run_dir or args.save
+    run_dir = args.megablocks_run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
     try:
         _announce(args, run_dir)
@@ -188,8 +185,8 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
     if args.exit_signal_handler:
         save_at_interrupt(args.exit_signal)
     atexit.register(end_data_workers)
-    if args.world_size > 1 and settings.hang_timeout > 0:
-        guards.heartbeat = Heartbeat.from_environment(settings.hang_timeout)
+    if args.world_size > 1 and args.megablocks_hang_timeout > 0:
+        guards.heartbeat = Heartbeat.from_environment(args.megablocks_hang_timeout)
     set_startup_timestamps(program_start=_STARTED, main_entry=time.time())
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     code = 0
@@ -212,7 +209,7 @@ def train(args: Namespace, settings: DriverSettings, config: Any, guards: Guards
         if (line := failures.out_of_memory(error, args)) is not None:
             raise OutOfMemory(f"rank {args.rank}: {line}") from error
         if guards.is_training and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            where = error.filename or run_dir or args.save
+            where = error.filename or run_dir
             raise SaveError(f"{where}: {error.strerror}; make room; the newest checkpoint resumes") from error
         if guards.is_training or isinstance(error, CheckpointError):
             raise

@@ -18,7 +18,6 @@ from megablocks.megatron import cuda_graph  # noqa: E402
 from megablocks.megatron.arguments import add_arguments  # noqa: E402
 from megablocks.megatron.guards import Guards  # noqa: E402
 from megablocks.megatron.load import ExpertLoad  # noqa: E402
-from megablocks.megatron.settings import DriverSettings  # noqa: E402
 
 GRAPH = ["--train-iters", "4", "--cuda-graph-impl", "full_iteration"]
 EXPERTS = "--num-experts 8 "
@@ -121,9 +120,10 @@ def test_what_a_step_counts_stays_in_one_place_of_memory() -> None:
     load.reset()
     assert load.counts is counts and counts.tolist() == [0, 0, 0]
     args = argparse.Namespace(
-        curr_iteration=0, log_interval=9, save_interval=None, exit_interval=None, train_iters=9, fp16=False, clip_grad=1
-    )
-    guards = Guards(args, DriverSettings(), False, None)
+        curr_iteration=0, log_interval=9, save_interval=None, exit_interval=None, train_iters=9, fp16=False,
+        clip_grad=1, megablocks_nonfinite_guard=True, megablocks_loss_spike_factor=0, megablocks_loss_spike_window=64,
+    )  # fmt: skip
+    guards = Guards(args, False, None)
     guards._defers = True
     places = []
     for _ in range(2):
