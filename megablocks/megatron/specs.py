@@ -44,9 +44,9 @@ from megatron.core.tensor_parallel import ColumnParallelLinear  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.identity_op import IdentityOp  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
 from megatron.core.transformer.torch_norm import L2Norm, WrappedTorchNorm  # noqa: E402
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # noqa: E402
+from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.config import refuse  # noqa: E402
@@ -92,18 +92,6 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
         if config.gradient_accumulation_fusion:
             engine.accumulate_without_apex()
     return TransformerBlockSubmodules(layer_specs=[ours[id(layer)] for layer in block.layer_specs], layer_norm=norm)
-
-
-def _ready_layer(num_experts: int | None) -> ModuleSpec:
-    """The spec of a layer with our parts at their default settings."""
-    layer = get_gpt_layer_local_spec(num_experts=num_experts)
-    parts = layer.submodules
-    parts.input_layernorm = parts.pre_mlp_layernorm = Norm
-    parts.self_attention.submodules.core_attention = SDPAttention
-    _fuse_bias(parts.self_attention.submodules, MegaBlocksSettings())
-    if num_experts is not None:
-        parts.mlp = _moe_layer(parts.mlp, MegaBlocksSettings())
-    return layer
 
 
 def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
@@ -189,6 +177,17 @@ def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) 
 
 def _log(message: str, level: int = logging.INFO) -> None:
     log_single_rank(logging.getLogger(__name__), level, message)
+
+
+_PLAIN = TransformerConfig(num_layers=1, hidden_size=1, num_attention_heads=1, transformer_impl="local")
+
+
+def _ready_layer(num_experts: int | None) -> Any:
+    """The spec of a layer with our parts at their default settings."""
+    layer = get_gpt_layer_local_spec(num_experts=num_experts)
+    parts = layer.submodules
+    parts.input_layernorm = parts.pre_mlp_layernorm = WrappedTorchNorm  # apex's has no RMSNorm
+    return _our_layer(layer, _PLAIN, MegaBlocksSettings())
 
 
 moe_layer_spec = _ready_layer(num_experts=1)  # Megatron asks only whether there are experts; the config says how many
