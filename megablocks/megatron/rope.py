@@ -14,9 +14,6 @@ from torch import Tensor
 from megablocks.megatron.wrap import wrap
 from megablocks.ops.rope import rope
 
-_PLAIN = {"apply_rope_fusion": False, "multi_latent_attention": False}
-"""Fields of TransformerConfig, with the values under which `apply` computes what Megatron does."""
-
 
 def install() -> None:
     """Let Megatron's attention call `apply`; once a process."""
@@ -35,12 +32,12 @@ def apply(
 ) -> Tensor:
     """Stands for Megatron's `apply_rotary_pos_emb`: t (S, B, N, D) and angles (S, 1, 1, R) to (S, B, N, D).
 
-    Packed sequences, other shapes of angles, and what `_PLAIN` rules out go to the original.
+    Packed sequences, other shapes of angles, latent attention and fused embeddings go to the original.
     """
     settings = getattr(config, "megablocks", None)  # None: the environment asked for it when this was installed
     wanted = settings is None or settings.rope == "fused"
-    plain = all(getattr(config, name) == value for name, value in _PLAIN.items())
-    one_layout = cu_seqlens is None and not mla_rotary_interleaved and t.dim() == 4 and not freqs.requires_grad
+    plain = not (config.apply_rope_fusion or config.multi_latent_attention or mla_rotary_interleaved)
+    one_layout = cu_seqlens is None and t.dim() == 4 and not freqs.requires_grad
     if wanted and plain and one_layout and freqs.shape[:-1] == (t.shape[0], 1, 1):
         return rope(t, freqs.reshape(len(freqs), -1), interleaved=config.rotary_interleaved, scale=mscale)
     return original(t, freqs, config, cu_seqlens, mscale, cp_group, mla_rotary_interleaved)
