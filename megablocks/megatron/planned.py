@@ -13,10 +13,6 @@ from unittest import mock
 from megablocks.config import ConfigError
 from megablocks.data.indexed import DataError
 
-_UNSAID = ("--lr", "1e-4")
-_UNSAID_LENGTH = ("--train-iters", "1000")
-"""What the driver must know and a plan need not; the length unless it is given in samples."""
-
 
 def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     """The validated arguments of `megablocks.megatron.pretrain_gpt` on rank 0 of a run on this many GPUs.
@@ -26,35 +22,33 @@ def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     """
     if {"-h", "--help"} & set(argv):
         raise ConfigError("--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help")
+    in_samples = any(word.split("=")[0] == "--train-samples" for word in argv)
+    unsaid = ["--lr", "1e-4"] if in_samples else ["--lr", "1e-4", "--train-iters", "1000"]  # a plan need not know them
     of_rank_0 = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(gpus), "LOCAL_WORLD_SIZE": str(min(gpus, 8))}
-    # patch.dict also takes away what the parser adds to the environment.
-    with warnings.catch_warnings(), mock.patch.dict(os.environ, of_rank_0), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")  # of packages that are missing here
-        return _parsed(argv, gpus)
-
-
-def _parsed(argv: Sequence[str], gpus: int) -> argparse.Namespace:
-    from megatron.training.arguments import add_megatron_arguments, validate_args
-
-    from megablocks.megatron import arguments, failures
-
     parsed: list[argparse.Namespace] = []
-    try:
-        theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-        in_samples = any(word.split("=")[0] == "--train-samples" for word in argv)
-        unsaid = _UNSAID if in_samples else (*_UNSAID, *_UNSAID_LENGTH)
-        args = arguments.add_arguments(theirs, parsed).parse_args([*unsaid, *argv])
-        args.rank, args.world_size = 0, gpus
-        args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
-        if "(no GPU)" in str(args.megablocks_automatic.get("megablocks_fused_loss")):
-            args.megablocks_fused_loss = True  # off on this machine only
-        with (  # the validation asks for the GPU's generation, and hears Hopper's
-            mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
-            mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
-        ):
-            validate_args(args, {})
-    except DataError as error:
-        raise ConfigError(f"{error}, or give --vocab-size in place of --data-prefix") from error
-    except (Exception, SystemExit) as error:
-        raise ConfigError(failures.explain(error, parsed[0] if parsed else None)) from error
+    with (
+        warnings.catch_warnings(action="ignore"),  # of packages that are missing here
+        mock.patch.dict(os.environ, of_rank_0),  # it also takes away what the parser adds to the environment
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
+        from megatron.training.arguments import add_megatron_arguments, validate_args
+
+        from megablocks.megatron import arguments, failures
+
+        try:
+            theirs = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+            args = arguments.add_arguments(theirs, parsed).parse_args([*unsaid, *argv])
+            args.rank, args.world_size = 0, gpus
+            args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
+            if "(no GPU)" in str(args.megablocks_automatic.get("megablocks_fused_loss")):
+                args.megablocks_fused_loss = True  # off on this machine only
+            with (  # the validation asks for the GPU's generation, and hears Hopper's
+                mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
+                mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
+            ):
+                validate_args(args, {})
+        except DataError as error:
+            raise ConfigError(f"{error}, or give --vocab-size in place of --data-prefix") from error
+        except (Exception, SystemExit) as error:
+            raise ConfigError(failures.explain(error, parsed[0] if parsed else None)) from error
     return args
