@@ -19,12 +19,12 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.capacity import drop_beyond_capacity, limit_to_capacity
 from megablocks.moe.dispatchers import make_dispatcher
 from megablocks.moe.memory import out_of_memory
+from megablocks.monitor.expert_load import ExpertLoad
 
 
 class MegaBlocksMoELayer(MoELayer):

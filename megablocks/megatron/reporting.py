@@ -23,9 +23,8 @@ from megatron.training.utils import is_last_rank
 
 from megablocks.data.manifest import read_manifest
 from megablocks.files import write_durably
-from megablocks.megatron.load import gather_load
 from megablocks.megatron.wrap import wrap
-from megablocks.monitor.expert_load import LoadSummary
+from megablocks.monitor.expert_load import LoadSummary, gather_load
 from megablocks.monitor.flops import GPTShape, mfu
 from megablocks.monitor.history import History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss

@@ -31,10 +31,10 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.model_config import moe_config, needs_megatron_routing
 from megablocks.megatron.settings import settings_of
 from megablocks.moe.router import route
+from megablocks.monitor.expert_load import ExpertLoad
 from megablocks.ops.routing.dispatch import Routing, make_routing
 
 

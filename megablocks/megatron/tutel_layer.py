@@ -19,11 +19,11 @@ from torch import Tensor
 from tutel import moe as tutel_moe
 
 from megablocks.config import refuse
-from megablocks.megatron.load import ExpertLoad
 from megablocks.megatron.local_experts import mark_expert
 from megablocks.megatron.model_config import check_config
 from megablocks.megatron.settings import settings_of
 from megablocks.megatron.topk_router import forced_logits
+from megablocks.monitor.expert_load import ExpertLoad
 from megablocks.ops.routing.capacity import capacity_of
 
 _ALONE: dict[str, tuple[Any, ...]] = {

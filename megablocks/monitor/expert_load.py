@@ -1,15 +1,66 @@
-"""How the tokens of a log interval were spread over the experts, and the fields of the log line that say so.
+"""The load of the experts: counted on the device in every training step, read and summed up once a log interval.
 
 Legend: L layers with experts, E experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+
+
+class ExpertLoad:
+    """A layer's counts on this rank since the last reset. They stay on the device until `gather_load` reads them."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self.counts: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, tokens_per_expert: Tensor, dropped: Tensor | int) -> None:
+        """Add a step's counts.
+
+        Args:
+            tokens_per_expert: (E,), pairs (token, expert) by expert, before any drop.
+            dropped: (), how many of these pairs were dropped.
+        """
+        if self.counts is None:
+            self.counts = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=tokens_per_expert.device)
+        self.counts[:-1] += tokens_per_expert
+        self.counts[-1] += dropped
+
+    def reset(self) -> None:
+        if self.counts is not None:
+            self.counts.zero_()  # a replayed CUDA graph adds to the memory that it was captured with
+
+
+def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:
+    """Counts of all layers and all ranks since the last call; then reset. Every rank of the world must call it.
+
+    Args:
+        model: this rank's model chunks. A layer with experts has an `ExpertLoad` as `expert_load`, and its 1-based
+            number in the whole model as `layer_number`. Ranks of a tensor-parallel group hold different tokens.
+
+    Returns:
+        (num_layers, num_experts + 1) int64 on the CPU: pairs of each expert, then dropped pairs. Rows of layers without
+        experts are 0.
+    """
+    device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
+    table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
+    for chunk in model:
+        for module in chunk.modules():
+            load = getattr(module, "expert_load", None)
+            if isinstance(load, ExpertLoad) and load.counts is not None:
+                layer_number = module.layer_number
+                assert isinstance(layer_number, int), "TransformerLayer sets it"
+                table[layer_number - 1] += load.counts.to(device)
+                load.reset()
+    dist.all_reduce(table)
+    return table.cpu()
 
 
 @dataclass(frozen=True)

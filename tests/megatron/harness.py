@@ -440,7 +440,7 @@ class Trainer:
 
 def train(layout: Layout, steps: int = 1, *, weights: bool = False) -> Trained:
     """Train this rank's part. Returns what `Trained` lists."""
-    from megablocks.megatron.load import gather_load
+    from megablocks.monitor.expert_load import gather_load
 
     trainer, result = Trainer(layout), Trained()
     for step in range(steps):

@@ -17,7 +17,7 @@ from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron import cuda_graph  # noqa: E402
 from megablocks.megatron.arguments import add_arguments  # noqa: E402
 from megablocks.megatron.guards import Guards  # noqa: E402
-from megablocks.megatron.load import ExpertLoad  # noqa: E402
+from megablocks.monitor.expert_load import ExpertLoad  # noqa: E402
 
 GRAPH = ["--train-iters", "4", "--cuda-graph-impl", "full_iteration"]
 EXPERTS = "--num-experts 8 "
