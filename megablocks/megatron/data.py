@@ -42,8 +42,6 @@ _SPLITS = ("train", "valid", "test")
 _FIXED_SEED = 1234
 """Draws the samples of --megablocks-fixed-validation."""
 
-
-_NO_DATA = "--data-prefix, --data-path or --mock-data is required"
 _SOURCES = (
     "data_path", "data_args_path", "train_data_path", "valid_data_path", "test_data_path", "per_split_data_args_path",
 )  # fmt: skip
@@ -72,7 +70,7 @@ def check_named(args: argparse.Namespace) -> None:
     names the flag that is missing.
     """
     if not args.mock_data and not any(getattr(args, name) for name in _SOURCES):
-        refuse("data_prefix", None, _NO_DATA)
+        refuse("data_prefix", None, "--data-prefix, --data-path or --mock-data is required")
     has_files = args.vocab_file is not None and args.merge_file is not None
     has_default = args.tokenizer_type is None and not has_files and not args.use_checkpoint_args
     if has_default and find_spec("wget") is None:
@@ -91,15 +89,19 @@ def _check_splits(args: argparse.Namespace) -> None:
         there = [one is not None for one in per_split]
     else:
         there = [share > 0 for share in parse_and_normalize_split(args.split)]
-    evaluates = args.eval_iters > 0 or args.full_validation
     for name, is_there, is_read, rule in (
         ("train", there[0], not args.skip_train, "is read by each training step; give it, or --skip-train"),
-        ("valid", there[1], evaluates, "is read by each evaluation; give it, or --eval-iters 0"),
+        ("valid", there[1], "valid" in _read(args), "is read by each evaluation; give it, or --eval-iters 0"),
     ):
         if is_read and not is_there:
             if blend is None:
                 refuse(f"{name}_data_path", None, rule)
             refuse("split", args.split, f"holds nothing for {name}, which {rule}")
+
+
+def _read(args: argparse.Namespace) -> set[str]:
+    """The splits whose samples a run reads."""
+    return set(_SPLITS) if args.eval_iters > 0 or args.full_validation else {"train"}
 
 
 def open_data(args: argparse.Namespace) -> str | None:
@@ -121,8 +123,9 @@ def open_data(args: argparse.Namespace) -> str | None:
         if not first:
             return read_manifest(args.data_prefix).fingerprint
         manifest, _ = verify_folder(args.data_prefix, args.trust_remote_code)
-        for split in ("train", "valid") if args.eval_iters > 0 or args.full_validation else ("train",):
-            _check_sample(manifest.prefix(split), manifest.splits[split]["tokens"], args)
+        for split, counts in manifest.splits.items():
+            if split in _read(args):
+                _check_sample(manifest.prefix(split), counts["tokens"], args)
         return manifest.fingerprint
     if not first:
         return None
@@ -138,14 +141,12 @@ def open_data(args: argparse.Namespace) -> str | None:
 
 def _prefixes(args: argparse.Namespace) -> list[tuple[str, list[tuple[float, float]]]]:
     """Every data set of the flags, with the parts (begin, end in 0 to 1) of its sequences that this run reads."""
-    used = [split == "train" or args.eval_iters > 0 or args.full_validation for split in _SPLITS]
+    used = [split in _read(args) for split in _SPLITS]
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is not None:
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(args.split))
         shares = [share for share, wanted in zip(matrix, used, strict=True) if share is not None and wanted]
         return [(prefix, shares) for prefix in blend[0]]
-    if per_split is None:
-        refuse("data_prefix", None, _NO_DATA)
     blends = [one for one, wanted in zip(per_split, used, strict=True) if one is not None and wanted]
     return [(prefix, [(0.0, 1.0)]) for one in blends for prefix in one[0]]
 
