@@ -88,21 +88,14 @@ def write(args: argparse.Namespace, model: Sequence[torch.nn.Module], history: H
     rates = [rate for i, rate in pairs if i > args.profile_step_end + 1]
     parameters = [parameter for chunk in model for parameter in chunk.parameters()]
     on_gpu = torch.cuda.is_available()
-    sharded = args.use_distributed_optimizer
-    expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size
-    expert_shards *= args.pipeline_model_parallel_size
-    sizes = RunSizes(
-        shape=shape_of(args),
-        tokens=args.global_batch_size * args.seq_length,
-        micro_batches=get_num_microbatches(),
+    sizes = RunSizes.of(
+        args,
         world_size=args.world_size,
+        shape=shape_of(args),
+        micro_batches=get_num_microbatches(),
         parameters=sum(one.numel() for one in parameters),
         expert_parameters=sum(one.numel() for one in parameters if not getattr(one, "allreduce", True)),
-        model_shards=args.tensor_model_parallel_size * args.pipeline_model_parallel_size,
-        optimizer_shards=args.data_parallel_size * args.context_parallel_size if sharded else 1,
-        expert_optimizer_shards=args.world_size // expert_shards if sharded else 1,
         element_bytes=2 if args.bf16 or args.fp16 else 4,
-        rotary=args.position_embedding_type == "rope",
         qk_norms=args.qk_layernorm or args.qk_l2_norm,
         device=torch.cuda.get_device_name() if on_gpu else "cpu",
         peak_memory_bytes=torch.cuda.max_memory_allocated() if on_gpu else None,

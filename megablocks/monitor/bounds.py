@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megablocks.config import ConfigError
 from megablocks.monitor.flops import GPTShape, forward_flops_per_token, peak_bandwidth, peak_flops
@@ -45,6 +45,22 @@ class RunSizes:
     qk_norms: bool = False
     peak_memory_bytes: int | None = None
     tokens_per_second: float | None = None
+
+    @classmethod
+    def of(cls, args: Any, *, world_size: int, **given: Any) -> RunSizes:
+        """The sizes in Megatron's arguments; `given` says those that these do not hold."""
+        stages, sharded = args.pipeline_model_parallel_size, args.use_distributed_optimizer
+        shards = args.tensor_model_parallel_size * stages
+        expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size * stages
+        return cls(
+            tokens=args.global_batch_size * args.seq_length,
+            world_size=world_size,
+            model_shards=shards,
+            optimizer_shards=world_size // shards if sharded else 1,
+            expert_optimizer_shards=world_size // expert_shards if sharded else 1,
+            rotary=args.position_embedding_type == "rope",
+            **given,
+        )
 
     @classmethod
     def read(cls, path: Path) -> RunSizes:

@@ -93,19 +93,15 @@ class StepTime(NamedTuple):
 def run_sizes(m: Model) -> RunSizes:
     """The sizes from which `monitor.bounds` computes the bounds."""
     p = parameters(m)
-    return RunSizes(
+    return RunSizes.of(
+        m,
+        world_size=m.gpus,
         shape=m.shape,
-        tokens=m.tokens,
         micro_batches=m.micro_batches,
         parameters=p.per_gpu,
         expert_parameters=p.experts_per_gpu,
         device=m.gpu,
-        world_size=m.gpus,
-        model_shards=m.tensor_model_parallel_size * m.pipeline_model_parallel_size,
-        optimizer_shards=m.data_parallel_size * m.context_parallel_size if m.use_distributed_optimizer else 1,
-        expert_optimizer_shards=m.expert_data_parallel_size if m.use_distributed_optimizer else 1,
         element_bytes=m.element_bytes,
-        rotary=m.position_embedding_type == "rope",
         qk_norms=m.qk_layernorm,
     )
 
