@@ -168,9 +168,8 @@ class Arguments(SharesGroups):
             ConfigError: the first bad field.
         """
         check_integers(self, "num_layers", "pipeline_model_parallel_size")
-        stage = self.num_layers_per_virtual_pipeline_stage
-        if stage is not None and (isinstance(stage, bool) or not isinstance(stage, int) or stage < 1):
-            refuse("num_layers_per_virtual_pipeline_stage", stage, "must be an integer >= 1, or None")
+        if self.num_layers_per_virtual_pipeline_stage is not None:
+            check_integers(self, "num_layers_per_virtual_pipeline_stage")
         stages = self.pipeline_model_parallel_size
         if self.num_layers % stages:
             refuse("pipeline_model_parallel_size", stages, f"must divide num_layers={self.num_layers}")

@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megablocks.config import ConfigError, refuse
+from megablocks.config import ConfigError, check_integers, refuse
 from megablocks.files import write_durably
 from megablocks.megatron.settings import flag_of
 from megablocks.monitor.plots import new_figure, save_figure
@@ -174,9 +174,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="write bench.json, bench.txt and bench.png there")
     options = parser.parse_args(argv)
-    for name in ("tokens", "rounds"):
-        if getattr(options, name) < 1:
-            refuse(name, getattr(options, name), "must be an integer >= 1")
+    check_integers(options, "tokens", "rounds")
     tokens, hidden, width, experts, top_k = (getattr(options, name) for name in sizes)
     shape = Shape(tokens, hidden, width, experts, top_k, options.activation, ORDER)
     shape.config()  # refuses sizes that no layer has
