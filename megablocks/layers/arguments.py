@@ -83,7 +83,7 @@ def _known_by_values(function: Any) -> Activation | None:
             x = z.clone().requires_grad_()
             value = function(x)
             (slope,) = torch.autograd.grad(value.sum(), x)
-    except Exception:  # whatever a program's function raises, it is none of ours
+    except Exception:  # a program's function may raise anything; then it is not one of ours
         return None
     ones = torch.ones_like(z)
     for name, (forward, backward) in UNARY.items():
@@ -101,8 +101,8 @@ class Arguments(SharesGroups):
     The defaults are 0.10's, except those of `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses
     with Triton 3.2 and newer. `device` None means the current CUDA device, or the CPU where there is none.
     `mlp_impl` may also be "auto", "fused", "scatter" or "reference", and `activation_fn` may be a name. The quantize_*
-    fields and the two of weight parallelism come from 0.5.1 and stand last. The first need no other package, the second
-    may only say that there is none: wrap a layer in FSDP to shard its weights.
+    fields come from 0.5.1 and need no other package. `moe_weight_parallelism` and `weight_parallel_group` come from
+    0.5.1 too; the first must be False, and the second is ignored. To shard a layer's weights, wrap it in FSDP.
 
     Raises:
         ConfigError: one line with the field, its value and what is allowed.
