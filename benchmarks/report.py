@@ -209,8 +209,10 @@ def orders(summaries: dict[str, Summary]) -> list[str]:
     named = " below ".join(one.label for one in order)
     lines = []
     if seeds and len(order) > 1:
-        word = "seed" if len(seeds) == 1 else "seeds"
-        lines.append(f"- The paper's order of losses, {named}, holds in {hold} of {len(seeds)} {word}.")
+        holds = f"holds in {hold} of {len(seeds)} seeds"
+        if len(seeds) == 1:
+            holds = f"{'holds' if hold else 'does not hold'}, with one seed"
+        lines.append(f"- The paper's order of losses, {named}, {holds}.")
     for a, b in (shared(*pair) for pair in pairwise(order)):
         apart, n = a.below(b), len(a.losses.keys() & b.losses.keys())
         around = f"({apart.low:+.4f} to {apart.high:+.4f})"
@@ -428,20 +430,43 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Summary]], str]] = {
 }
 
 
+def overview(titled: Mapping[str, tuple[dict[str, Any], dict[str, Summary]]]) -> str:
+    """A row for each comparison. An arm that it did not run, or that never got so far, is a dash."""
+    rows = []
+    for title, (record, summaries) in titled.items():
+        base, dmoe = summaries[BASE], summaries.get("dmoe")
+        others = [one for arm, one in summaries.items() if arm.startswith(("capacity-", "tutel-")) and one.sooner]
+        best = max(others, key=lambda one: one.sooner.mean if one.sooner else 0.0, default=None)
+        padded = summaries.get("tutel-0-short", summaries.get("tutel-0"))
+        steps = [one and one.over_dmoe for one in (base, summaries.get("tutel-1"), padded)]
+        rows.append([
+            title, record["runs"][0]["environment"]["gpu"].removeprefix("NVIDIA "),
+            span(dmoe.below(base), "+.4f") if dmoe else "–", _sooner(dmoe) if dmoe else "–",
+            f"{_sooner(best)} ({best.label})" if best else "–", *(_or_dash(step, ".2f") for step in steps),
+        ])  # fmt: skip
+    head = ["comparison", "GPU", "dMoE's loss below dense", "dMoE, times sooner at the dense loss",
+            "the soonest arm that drops or pads", "step time over dMoE's: dense", "Tutel, capacity 1",
+            "Tutel, padded"]  # fmt: skip
+    text = "Of several seeds: the mean, with the smallest and the largest in brackets. All else is below."
+    return f"{text}\n\n{table(head, rows)}"
+
+
 def report(records: Sequence[tuple[dict[str, Any], str]]) -> str:
     """RESULTS.md of (record, folder of its pictures relative to the report)."""
     parts = ["# Dropless against dropping, padding and dense models", "Written by `benchmarks/report.py`; do not edit."]
     titles = [MODELS[record["settings"]["model"]].title for record, _ in records]
+    titled = {}
     for (record, folder), title in zip(records, titles, strict=True):
         summaries = summarize(record)
         if titles.count(title) > 1:
             title += f", {_tokens(record)}, warm-up {_warmup(record)}, {_seeds(summaries)}"
             title += ", tuned learning rates" if record["settings"]["rates"] == "tuned" else ""
+        titled[title] = record, summaries
+        parts.append(f"## {title}")
         for name, section in SECTIONS.items():
-            parts += [
-                f"## {title}: {name[0].lower()}{name[1:]}",
-                section(record, summaries).replace("{folder}", folder),
-            ]
+            parts += [f"### {name}", section(record, summaries).replace("{folder}", folder)]
+    if len(titled) > 1:
+        parts.insert(2, f"## All comparisons\n\n{overview(titled)}")
     return "\n\n".join(parts) + "\n"
 
 

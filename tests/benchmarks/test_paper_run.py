@@ -606,8 +606,8 @@ def _lasting(out: Path) -> dict:
 
 def _report(out: Path) -> list[str]:
     """The sections of RESULTS.md, those of times and speeds without numbers."""
-    sections = (out / "RESULTS.md").read_text().split("\n## ")
-    timed = ("toy: time to the dense", "toy: step time")
+    sections = (out / "RESULTS.md").read_text().split("\n### ")
+    timed = ("Time to the dense", "Step time")
     return [re.sub(r"\d[\d,.]*", "#", one) if one.startswith(timed) else one for one in sections]
 
 

@@ -55,7 +55,7 @@ def test_the_commands_have_the_settings_of_the_record(tmp_path: Path) -> None:
         assert given.pop("DATA_PREFIX") == "DATA"
         read = Settings.from_environment(model, given, data=settings["data"], commit=settings["commit"])
         assert read == Settings.from_dict(settings) and (bash, script, out) == ("bash", "exp/paper/compare.sh", "OUT")
-        _, below = text.split(": commands\n")
+        _, below = text.split("### Commands\n")
         launches = [line.strip() for line in below.splitlines() if line.startswith("    ")]
         assert launches == [f"DATA_PREFIX=DATA {run['launch']}" for run in record["runs"] if run["seed"] == 1234]
 
@@ -74,7 +74,7 @@ def test_the_kept_report_is_that_of_its_records() -> None:
         "XS, 812.6M tokens, warm-up 200 steps, one seed", "XS, 301.5M tokens, warm-up 200 steps, one seed",
     )  # fmt: skip
     for title in titles:
-        assert f"## {title}: set-up" in text
+        assert f"\n## {title}\n\n### Set-up\n" in text
     assert text.count("Tutel 0.4") == 2  # of some runs of a record, and of all
     assert "tuning, each after 26.21M tokens: dense: 0.0003 → 4.5255, 0.0006 → 4.4194, 0.0012 → 4.6938; dMoE" in text
 
@@ -85,7 +85,10 @@ def test_two_comparisons_are_one_report_with_pictures_beside_their_records(tmp_p
     out = tmp_path / "RESULTS.md"
     assert report.main([str(tmp_path / "xs"), str(tmp_path / "small/record.json"), "--out", str(out)]) == 0
     text = out.read_text()
-    assert "## XS: quality at equal tokens" in text and "## Small: limits" in text
+    xs, small = text.index("\n## XS\n"), text.index("\n## Small\n")
+    assert xs < text.index("\n### Quality at equal tokens\n") < small < text.rindex("\n### Limits\n")
+    row = "CPU | +0.5000 | 1.33 | 1.11 (ours, capacity 1) | 1.00 | – | – |"
+    assert f"| XS | {row}\n| Small | {row}\n" in text[:xs]
     assert "](xs/loss_time.png)" in text and "](small/pareto.png)" in text
 
 
