@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megablocks.config import ConfigError, MoEConfig
+from megablocks.config import MoEConfig, check_integers, refuse
 from megablocks.moe.layer import AuxOutput
 from megablocks.moe.parallel_experts import ParallelExperts
 from megablocks.moe.router import TopKRouter
@@ -77,16 +77,16 @@ class MixtureOfAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _check(config, num_heads, kv_heads, rope_base, attention_dropout)
-        self.config, self.num_heads, self.num_kv_heads = config, num_heads, kv_heads
+        self.config, self.num_heads = config, num_heads
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.rope_base, self.attention_dropout, self.causal = rope_base, attention_dropout, causal
+        _check(self)
         self.head_size = config.ffn_hidden_size // num_heads
         hidden, width, bias = config.hidden_size, config.ffn_hidden_size, config.mlp_bias
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.router = TopKRouter(config, loss_group=loss_group, init_method=init_method, **placed)
         self.query = ParallelExperts(config.num_experts, hidden, width, bias, **placed)
-        self.key_value = nn.Linear(hidden, 2 * kv_heads * self.head_size, bias=bias, **placed)
+        self.key_value = nn.Linear(hidden, 2 * self.num_kv_heads * self.head_size, bias=bias, **placed)
         self.output = ParallelExperts(config.num_experts, width, hidden, bias, **placed)
         self.reset_parameters()
 
@@ -108,10 +108,12 @@ class MixtureOfAttention(nn.Module):
         """x (B, S, H) → y (B, S, H), and the router's losses, to be added to the training loss, and metrics.
 
         Raises:
-            ValueError: x of another shape.
+            ValueError: x of another shape, or not floating.
         """
         if x.dim() != 3 or x.shape[2] != self.config.hidden_size:
             raise ValueError(f"x is {tuple(x.shape)}: must be (B, S, {self.config.hidden_size})")
+        if not x.is_floating_point():
+            raise ValueError(f"x: has dtype {x.dtype}, must be the layer's {self.key_value.weight.dtype}")
         batch, length, top_k = x.shape[0], x.shape[1], self.config.top_k
         tokens = x.reshape(-1, x.shape[2])
         routing = self.router(tokens)
@@ -157,18 +159,22 @@ _NEEDED = {
 }  # fmt: skip
 
 
-def _check(config: MoEConfig, heads: int, kv_heads: int, rope_base: float | None, dropout: float) -> None:
+def _check(layer: MixtureOfAttention) -> None:
     for name, needed in _NEEDED.items():
-        if getattr(config, name) != needed:
-            raise ConfigError(f"{name}={getattr(config, name)!r}: must be {needed!r} for a mixture of attention")
-    width = config.ffn_hidden_size
-    if heads < 1 or width % heads:
-        raise ConfigError(f"num_heads={heads}: must divide ffn_hidden_size={width}, the width of an expert's queries")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ConfigError(f"num_kv_heads={kv_heads}: must divide num_heads={heads}")
-    if rope_base is not None and not math.isfinite(rope_base):
-        raise ConfigError(f"rope_base={rope_base!r}: must be a finite number > 0, or None")
+        if getattr(layer.config, name) != needed:
+            refuse(name, getattr(layer.config, name), f"must be {needed!r} for a mixture of attention")
+    check_integers(layer, "num_heads", "num_kv_heads")
+    width, heads = layer.config.ffn_hidden_size, layer.num_heads
+    rope_base, dropout = layer.rope_base, layer.attention_dropout
+    if width % heads:
+        refuse("num_heads", heads, f"must divide ffn_hidden_size={width}, the width of an expert's queries")
+    if heads % layer.num_kv_heads:
+        refuse("num_kv_heads", layer.num_kv_heads, f"must divide num_heads={heads}")
+    if rope_base is not None and not (isinstance(rope_base, (int, float)) and math.isfinite(rope_base)):
+        refuse("rope_base", rope_base, "must be a finite number > 0, or None")
     if rope_base is not None and (rope_base <= 0 or width // heads % 2):
-        raise ConfigError(f"rope_base={rope_base!r}: must be > 0 and the head size {width // heads} even, or None")
-    if not 0 <= dropout < 1:
-        raise ConfigError(f"attention_dropout={dropout!r}: must be in [0, 1)")
+        refuse("rope_base", rope_base, f"must be > 0 and the head size {width // heads} even, or None")
+    if not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        refuse("attention_dropout", dropout, "must be in [0, 1)")
+    if not isinstance(layer.causal, bool):
+        refuse("causal", layer.causal, "must be True or False")

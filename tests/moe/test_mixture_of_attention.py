@@ -241,8 +241,17 @@ def test_a_small_model_learns_to_look_one_token_back():
         ({}, {"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads=3: must divide num_heads=4"),
         ({}, {"num_heads": 8}, "rope_base=10000.0: must be > 0 and the head size 3 even, or None"),
         ({}, {"num_heads": 4, "attention_dropout": 1.0}, "attention_dropout=1.0: must be in [0, 1)"),
-        ({}, {"num_heads": 0}, "num_heads=0: must divide ffn_hidden_size=24, the width of an expert's queries"),
-        ({}, {"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0: must divide num_heads=4"),
+        ({}, {"num_heads": 0}, "num_heads=0: must be an integer >= 1"),
+        ({}, {"num_heads": 4, "num_kv_heads": 0}, "num_kv_heads=0: must be an integer >= 1"),
+        *(({}, {"num_heads": value}, f"num_heads={value!r}: must be an integer >= 1") for value in ("8", 8.0, True)),
+        *(
+            ({}, {"num_heads": 4, "num_kv_heads": value}, f"num_kv_heads={value!r}: must be an integer >= 1")
+            for value in ("2", 2.0, True)
+        ),
+        ({}, {"num_heads": 4, "rope_base": "1e4"}, "rope_base='1e4': must be a finite number > 0, or None"),
+        ({}, {"num_heads": 4, "attention_dropout": "0.1"}, "attention_dropout='0.1': must be in [0, 1)"),
+        ({}, {"num_heads": 4, "attention_dropout": None}, "attention_dropout=None: must be in [0, 1)"),
+        ({}, {"num_heads": 4, "causal": 1}, "causal=1: must be True or False"),
         ({}, {"num_heads": 4, "rope_base": math.nan}, "rope_base=nan: must be a finite number > 0, or None"),
         ({}, {"num_heads": 4, "rope_base": math.inf}, "rope_base=inf: must be a finite number > 0, or None"),
         ({}, {"num_heads": 4, "attention_dropout": math.nan}, "attention_dropout=nan: must be in [0, 1)"),
@@ -279,3 +288,9 @@ def test_L2_attention_refuses(changes, options, message):
 def test_L2_attention_refuses_other_shapes():
     with pytest.raises(ValueError, match=r"^x is \(9, 12\): must be \(B, S, 12\)$"):
         layer_of()(torch.zeros(S, H, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool], ids=str)
+def test_L2_attention_refuses_tokens_that_are_not_floating(dtype):
+    with pytest.raises(ValueError, match=f"^x: has dtype {dtype}, must be the layer's torch.float64$"):
+        layer_of()(torch.zeros(B, S, H, dtype=dtype))
