@@ -88,11 +88,16 @@ class MixtureOfAttention(nn.Module):
         self.query = ParallelExperts(config.num_experts, hidden, width, bias, **placed)
         self.key_value = nn.Linear(hidden, 2 * self.num_kv_heads * self.head_size, bias=bias, **placed)
         self.output = ParallelExperts(config.num_experts, width, hidden, bias, **placed)
-        self.reset_parameters()
+        self._draw_projections()
+
+    def reset_parameters(self) -> None:
+        """Draw every parameter anew, as after `to_empty` of a layer on "meta"."""
+        self.router.reset_parameters()
+        self._draw_projections()
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
-        """Normals of the config's stds, biases 0; the router draws its own when it is built."""
+    def _draw_projections(self) -> None:
+        """Normals of the config's stds, biases 0. The router draws its own when it is built."""
         std, output_std = self.config.init_std, self.config.output_init_std
         output_std = std if output_std is None else output_std
         for projection in (self.query, self.key_value, self.output):

@@ -294,3 +294,16 @@ def test_L2_attention_refuses_other_shapes():
 def test_L2_attention_refuses_tokens_that_are_not_floating(dtype):
     with pytest.raises(ValueError, match=f"^x: has dtype {dtype}, must be the layer's torch.float64$"):
         layer_of()(torch.zeros(B, S, H, dtype=dtype))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_reset_parameters_draws_every_parameter(device):
+    """Also after `to_empty`, which leaves what was in memory."""
+    layer = MixtureOfAttention(config_of(), num_heads=HEADS, device=device).to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(float("nan"))
+    layer.reset_parameters()
+    for name, parameter in layer.named_parameters():
+        std = 0.0 if name.endswith("bias") else 0.4
+        assert parameter.std().item() == pytest.approx(std, rel=0.25), name
