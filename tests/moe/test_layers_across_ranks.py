@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import io
 import math
 
 import pytest
@@ -308,6 +309,10 @@ def _copies(kwargs):
         late = copy.deepcopy(layer).to("meta").to_empty(device="cpu")
         marks = [{n for n, p in one.named_parameters() if is_moe_param(p)} for one in (layer, copied, late)]
         assert marks[0] and marks == [marks[0]] * 3
+        with pytest.raises(TypeError, match="cannot pickle 'torch._C._distributed_c10d.ProcessGroup' object"):
+            torch.save(layer, io.BytesIO())  # docs/parallelism.md quotes it, and says to save this instead:
+        torch.save(layer.state_dict(), saved := io.BytesIO())
+        copied.load_state_dict(torch.load(io.BytesIO(saved.getvalue())))
         with torch.no_grad():
             outs = [one(x) for one in (layer, copied)]
             [p.zero_() for p in copied.parameters()]
