@@ -437,10 +437,10 @@ def test_meta_has_no_values_to_read():
         build("batched", config_of()).to("meta")(x)
 
 
-@pytest.mark.parametrize("impl", [impl for impl in MLP_IMPLS if impl != "reference"])
+@pytest.mark.parametrize("impl", [*(impl for impl in MLP_IMPLS if impl != "reference"), "batched"])
 def test_N9_compile_a_whole_layer(impl):
     """Router, experts and losses in one graph, equal to eager."""
-    config = config_of("sparse", mlp_impl=impl)
+    config = config_of("sparse", **({"capacity_factor": 1.25} if impl == "batched" else {"mlp_impl": impl}))
     plain, layer = build(impl, config), build(impl, config)
     x, dy = batch(config, 9)
     y, aux = plain.forward_with_aux(x)

@@ -340,7 +340,8 @@ def bin_dispatch(dispatch: Dispatch, capacity: int) -> Dispatch:
     """
     if capacity < 0:
         raise ValueError(f"capacity={capacity}: must be >= 0")
-    return _pad(dispatch, None, capacity, dispatch.num_experts * capacity)
+    experts = dispatch.expert_offsets.shape[0] - 1  # torch.compile of 2.8 does not know a NamedTuple's properties
+    return _pad(dispatch, None, capacity, experts * capacity)
 
 
 def pad_indices(
