@@ -114,7 +114,9 @@ class MoEConfig:
             `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.ops.routing.rounding`. None for the tile means the
             grouped products' own, `megablocks.ops.grouped.TILE_ROWS`.
     Losses (float32, returned with the output)
-        load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t score_te, 0 for none.
+        load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t share_te, 0 for none. A share is
+            the softmax over all E, or a sigmoid score divided by the sum of the token's E scores. tokens_e counts
+            the pairs that were chosen, under expert_score_bias and groups too.
         load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
         z_loss_weight: coefficient of mean(logsumexp(logits)²), 0 for none.
     Capacity (layer `MoE` only; `dMoE` has none)
