@@ -26,6 +26,7 @@ from megablocks.kinds import ROUTERS, load
 from megablocks.moe.groups import SharesGroups
 from megablocks.ops.grouped import TILE_ROWS
 from megablocks.ops.grouped.rows_linear import rows_linear
+from megablocks.ops.library import custom_op
 from megablocks.ops.routing.dispatch import Routing, check_padding_mask, count_valid, make_routing
 from megablocks.ops.routing.rounding import route_rounded
 from megablocks.ops.routing.topk import balance_loss, has_losses, losses_ref, route_topk, router_scores, wide_logits
@@ -136,8 +137,8 @@ class TopKRouter(Router):
         """Like `Router.route`; also counts the load for the next update of the bias."""
         routing = super().route(logits, padding_mask=padding_mask)
         counts = self.tokens_since_update
-        if counts is not None and self.training and torch.is_grad_enabled() and not _repeats_counted_forward():
-            counts += routing.metrics["tokens_per_expert"]
+        if counts is not None and self.training and torch.is_grad_enabled():
+            count_once(counts, routing.metrics["tokens_per_expert"])
         return routing
 
     @torch.no_grad()
@@ -185,16 +186,17 @@ def make_router(config: MoEConfig, **kwargs: Any) -> Router:
     return kind(config, **kwargs)
 
 
-def _repeats_counted_forward() -> bool:
-    """Whether this forward recomputes one that was counted already.
+@custom_op("megablocks::count_once", mutates_args=("counts",), fake=lambda *_: None)
+def count_once(counts: Tensor, load: Tensor) -> None:
+    """Add the load (E,) to the counts (E,), unless this forward recomputes one that was counted already.
 
     Both kinds of activation checkpointing recompute inside a backward pass. The reentrant kind ran the first forward
-    without gradients, so it was not counted; the other ran it with them and recomputes under saved-tensor hooks.
+    without gradients, so it was not counted; the other ran it with them and recomputes under saved-tensor hooks. It is
+    an op because a compiled layer is the same code in both passes.
     """
-    if torch.compiler.is_compiling():
-        return False
     in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward and torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        counts += load
 
 
 def route(

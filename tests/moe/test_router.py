@@ -149,6 +149,27 @@ def test_N5_checkpointing_counts_the_load_once(use_reentrant, router_frozen):
     assert torch.equal(got, x.grad)  # the loss entered once
 
 
+@pytest.mark.parametrize("compiled", ["inside", "outside"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_N5_checkpointing_counts_the_load_of_a_compiled_router_once(use_reentrant, compiled):
+    """compiled: inside of what is checkpointed, or around it."""
+    router, x = biased(), X.clone().requires_grad_()
+
+    def weight(x):
+        return router(x).weight
+
+    inner = torch.compile(weight, backend="aot_eager", fullgraph=True) if compiled == "inside" else weight
+
+    def run(x):
+        return checkpoint(inner, x, use_reentrant=use_reentrant)
+
+    if compiled == "outside":
+        run = torch.compile(run, backend="aot_eager")
+    for step in (1, 2):
+        run(x).square().sum().backward()
+        assert router.tokens_since_update.sum().item() == 22 * step
+
+
 def test_bias_stays_float32_when_the_module_is_cast():
     router = biased()
     with torch.no_grad():
