@@ -42,7 +42,7 @@ from megablocks.ops.grouped.pair_mlp import pair_mlp_op
 from megablocks.ops.grouped.pair_mm import MOST_PAIRS
 from megablocks.ops.library import under_autocast
 from megablocks.ops.permute.rows import combine
-from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch
+from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, narrow_ids
 
 FEW_PAIRS = {"cuda": MOST_PAIRS, "cpu": 16}
 """Up to so many pairs are computed without sorting where no gradient is wanted: with top-8, 64 tokens and two."""
@@ -176,7 +176,7 @@ def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
     num_tokens, top_k = ids.shape
     token = torch.arange(num_tokens, dtype=torch.int32, device=ids.device)
     token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
-    return Routing(token, ids.flatten().int(), weight.flatten(), num_tokens, num_experts, top_k)
+    return Routing(token, narrow_ids(ids.flatten()), weight.flatten(), num_tokens, num_experts, top_k)
 
 
 def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:

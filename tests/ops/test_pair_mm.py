@@ -29,6 +29,7 @@ def draw(shape: tuple[int, ...], dtype: torch.dtype, inner_first: bool) -> tuple
     if inner_first:
         w = w.transpose(1, 2).contiguous().transpose(1, 2)
     ids = torch.randint(-1, experts + 1, (tokens * top_k,), generator=g)
+    ids[ids == experts] = 2**32  # expert 0 in 32 bits
     bias, scale = torch.randn(experts, outer, generator=g), torch.randn(tokens * top_k, generator=g)
     x, w, bias = (t.to(DEVICE, dtype) for t in (x, w, bias))
     return x, w, ids.to(DEVICE), bias, scale.to(DEVICE)

@@ -121,7 +121,7 @@ def _pair_mm_kernel(
         if (block == 0) & (p % c.each == 0):
             i = tl.arange(0, c.all_counters)
             tl.store(counters_ptr + (p // c.each) * c.counters + i, 0, mask=i < c.counters)
-    expert = tl.load(ids_ptr + p).to(tl.int32)
+    expert = tl.load(ids_ptr + p).to(tl.int64)  # in 32 bits 2**32 would be expert 0
     if (expert < 0) | (expert >= c.experts):
         zero = tl.zeros((BLOCK,), dtype=rows_ptr.dtype.element_ty)
         tl.store(rows_ptr + p.to(tl.int64) * c.outer + n, zero, mask=inside)
@@ -130,17 +130,17 @@ def _pair_mm_kernel(
             _count(rows_ptr, y_ptr, counters_ptr, p, block, n, inside, c)
         return
     every = tl.arange(0, c.ids)
-    ids = tl.load(ids_ptr + every, mask=every < num_pairs, other=-1).to(tl.int32)
+    ids = tl.load(ids_ptr + every, mask=every < num_pairs, other=-1).to(tl.int64)
     mine = ids == expert
     if tl.min(tl.where(mine, every, c.ids), 0) != p:
         return
     place = tl.cumsum(mine.to(tl.int32), 0) - 1
     count = tl.sum(mine.to(tl.int32), 0)
     k = tl.arange(0, c.step)
-    w_ptr += expert.to(tl.int64) * c.w_strides[0]
+    w_ptr += expert * c.w_strides[0]
     gate_ptr = w_ptr + c.half * c.w_strides[2]
     if bias_ptr is not None:
-        bias_ptr += expert.to(tl.int64) * (c.outer + c.half) + n
+        bias_ptr += expert * (c.outer + c.half) + n
     for start in range(0, count, 16):  # rows of a tile: what the tensor cores take at least
         slot = start + tl.arange(0, 16)
         pair = tl.sum(tl.where(mine[None, :] & (place[None, :] == slot[:, None]), every[None, :], 0), 1)

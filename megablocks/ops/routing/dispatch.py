@@ -127,6 +127,11 @@ def check_padding_mask(padding_mask: Tensor, num_tokens: int) -> None:
         raise ValueError(f"padding_mask is {padding_mask.dtype}: must be torch.bool, True for padding")
 
 
+def narrow_ids(expert: Tensor) -> Tensor:
+    """Integer ids in int32. Those that it cannot hold stay outside [0, E): the cast alone would make 2**32 expert 0."""
+    return (expert.clamp(-(2**31), 2**31 - 1) if expert.dtype == torch.int64 else expert).int()
+
+
 def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
     """The Routing of a fixed number of choices a token.
 
@@ -145,9 +150,7 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
         check_padding_mask(padding_mask, num_tokens)
     if expert.is_floating_point() or expert.is_complex() or expert.dtype == torch.bool:
         raise ValueError(f"expert is {expert.dtype}: must be an integer dtype, ids are not rounded")
-    if expert.dtype == torch.int64:
-        expert = expert.clamp(-(2**31), 2**31 - 1)  # the cast would take 2**32 for expert 0
-    expert = expert.int()  # first, because narrow types hold neither -1 nor every E
+    expert = narrow_ids(expert)  # first, because narrow types hold neither -1 nor every E
     outside = (expert < 0) | (expert >= num_experts)
     if padding_mask is not None:
         outside = outside & ~padding_mask.unsqueeze(1)
