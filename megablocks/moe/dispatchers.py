@@ -67,10 +67,11 @@ class AllToAllDispatcher(SharesGroups):
     in the order of the ranks. Both sums are float32 and are rounded once. At top-8 over two ranks this moves a quarter
     of the rows that one row a pair would move; it never moves more rows.
 
-    A step makes one exchange of counts (two integers a rank, the only host synchronization), one of ids and weights,
+    A step makes one exchange of counts (three integers a rank, the only host synchronization), one of ids and weights,
     and two all-to-alls of rows. All but the counts have a counterpart in backward. Zero tokens on a rank, or on all,
     take the same path. The ranks whose autograd reaches a collective of backward enter it, so x needs a gradient on all
-    ranks or on none, weights likewise, the experts too where neither does, and every rank's loss must depend on y.
+    ranks or on none, and weights likewise: `run` refuses anything else, unless it is compiled. Where neither needs one,
+    the experts need one on all ranks or on none. Every rank's loss must depend on y.
 
     Args:
         group: all ranks that share the experts, expert blocks × ffn shards.
@@ -92,17 +93,20 @@ class AllToAllDispatcher(SharesGroups):
         """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
 
         Raises:
-            ValueError: the routing has another number of experts than the dispatcher.
+            ValueError: the routing has another number of experts than the dispatcher, or x or the weights need a
+                gradient on some ranks alone.
         """
         if routing.num_experts != self.num_experts:
             raise ValueError(f"routing.num_experts={routing.num_experts}: the dispatcher spreads {self.num_experts}")
         (x,) = under_autocast(x)  # before rows are copied, to move half the bytes
-        to_ranks, local, weight, send, receive = self._exchange_pairs(routing)
+        to_ranks, local, weight, send, receive = self._exchange_pairs(routing, x.requires_grad)
         incoming = all_to_all(gather(x, to_ranks), send, receive, self.group)
         partial = all_to_all(experts(incoming, local, weight), receive, send, self.group)
         return combine(partial, None, to_ranks)
 
-    def _exchange_pairs(self, routing: Routing) -> tuple[Dispatch, Dispatch, Tensor, Sequence[int], Sequence[int]]:
+    def _exchange_pairs(
+        self, routing: Routing, x_wants: bool
+    ) -> tuple[Dispatch, Dispatch, Tensor, Sequence[int], Sequence[int]]:
         """Tell each rank which rows it gets from here, for which of its experts, with which weights.
 
         Returns (the Dispatch from tokens to the rows sent, sorted by rank; the Dispatch from the rows received to the
@@ -118,11 +122,14 @@ class AllToAllDispatcher(SharesGroups):
         owner = torch.arange(wanted.shape[0], dtype=torch.int32, device=rank.device) // (size + 1)
         rank_offsets, token_offsets, *rows = build_dispatch_op(owner, wanted, tokens, size)
 
-        counts = torch.stack([rank_offsets.diff(), by_rank[0].diff()], 1)
+        wants = (routing.weight.requires_grad * 2 + x_wants) * torch.is_grad_enabled()
+        state = rank_offsets.new_full((size,), wants)
+        counts = torch.stack([rank_offsets.diff(), by_rank[0].diff(), state], 1)
         received = torch.empty_like(counts)
         dist.all_to_all_single(received, counts, group=self.group)
         on_host = torch.stack([counts, received]).tolist()
-        (send, send_pairs), (receive, receive_pairs) = (zip(*side, strict=True) for side in on_host)
+        (send, send_pairs, _), (receive, receive_pairs, states) = (zip(*side, strict=True) for side in on_host)
+        _check_gradients(wants, states)
         # without unused rows, whose number the host knows; narrow tells torch.compile the size, a slice does not
         to_ranks = Dispatch(rank_offsets, token_offsets, *(t.narrow(0, 0, sum(send)) for t in rows))
 
@@ -152,6 +159,22 @@ class AllToAllDispatcher(SharesGroups):
         rank = torch.where(block < blocks, rank, self.size).flatten()
         token, expert, weight = (t.repeat_interleave(shards) for t in (token, expert, weight))
         return token, expert, weight, rank
+
+
+def _check_gradients(wants: int, states: Sequence[int]) -> None:
+    """Refuse x or weights that need a gradient on some ranks alone, for which backward's exchange would wait for ever.
+
+    wants: bit 0 for x, bit 1 for the weights. states: those of all ranks.
+    """
+    if torch.compiler.is_compiling():  # a graph knows the values only as it runs
+        return
+    for rank, state in enumerate(states):
+        if state != wants:
+            name, bit = ("x", 1) if (state ^ wants) & 1 else ("routing.weight", 2)
+            raise ValueError(
+                f"{name}.requires_grad={bool(wants & bit)}, on rank {rank} {bool(state & bit)}: must be equal on all "
+                "ranks that share the experts; freeze the router and what computes x on all or none"
+            )
 
 
 def make_dispatcher(

@@ -262,6 +262,31 @@ def test_N5_frozen_parts_and_a_second_backward(frozen_experts, x_needs_grad):
         assert relative_error(weight_grad, 2 * dweight[5 * rank : 5 * rank + 5]) < TOLERANCE
 
 
+def _frozen_on_one_rank(part):
+    config = _config()
+    dispatcher = AllToAllDispatcher(dist.group.WORLD, config.num_experts)
+    experts = _experts(config, shard=dispatcher.shard)
+    x, weight, expert, _ = _batch(config, dist.get_rank(), 5, "random")
+    x.requires_grad_(part == "x" and dist.get_rank() == 0)
+    weight.requires_grad_(part == "x" or dist.get_rank() == 0)
+    routing = make_routing(expert, weight, config.num_experts)
+    with torch.no_grad():
+        dispatcher.run(x, routing, experts)  # where no rank wants a gradient nothing differs
+    try:
+        dispatcher.run(x, routing, experts)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("part, name", [("x", "x"), ("weight", "routing.weight")])
+def test_N5_what_is_frozen_on_one_rank_alone_is_refused_in_forward(part, name):
+    """In backward the other rank would wait for ever."""
+    here, there = run_distributed_test(_frozen_on_one_rank, 2, part)
+    rule = "must be equal on all ranks that share the experts; freeze the router and what computes x on all or none"
+    assert here == f"{name}.requires_grad=True, on rank 1 False: {rule}"
+    assert there == f"{name}.requires_grad=False, on rank 0 True: {rule}"
+
+
 def _eager_and_compiled(config, counts, ffn_shards):
     """Per way the outputs and gradients of two routings, between which the numbers of rows differ."""
     rank = dist.get_rank()
