@@ -467,7 +467,7 @@ def _check_same_checkpoint(args: argparse.Namespace) -> None:
 def _check_memory(args: argparse.Namespace) -> None:
     """Refuse a model whose parameters alone do not fit the memory of all ranks together."""
     shape = shape_of(args)
-    parts = forward_flops_per_token(dataclasses.replace(shape, top_k=shape.num_experts))
+    parts = forward_flops_per_token(dataclasses.replace(shape, top_k=shape.num_experts, mtp_num_layers=0))
     parameters = (sum(parts.values()) - parts["attention"]) / 2  # a token costs 2 FLOPs for each
     wanted = parameters * args.params_dtype.itemsize / dist.get_world_size()
     if torch.cuda.is_available():

@@ -44,12 +44,14 @@ def moe_layers(args: argparse.Namespace) -> Sequence[int]:
 
 def shape_of(args: argparse.Namespace) -> GPTShape:
     """The sizes that decide the model's FLOPs, from Megatron's validated arguments."""
+    layers, ahead = moe_layers(args), args.mtp_num_layers or 0
     return GPTShape.of(
         args,
+        num_layers=args.num_layers + ahead,
         vocab_size=args.padded_vocab_size,
         num_query_groups=args.num_query_groups if args.group_query_attention else None,
         gated=args.swiglu or args.quick_geglu,
-        num_moe_layers=len(moe_layers(args)),
+        num_moe_layers=len(layers) + ahead * (args.num_layers in layers),  # they predict ahead by layers like the last
     )
 
 

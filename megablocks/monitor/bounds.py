@@ -139,7 +139,7 @@ def _products(run: RunSizes) -> Work:
     mlp = (s.num_layers - s.num_moe_layers) * (2 * s.hidden_size + (s.up_products + 1) * s.ffn_hidden_size)
     shared = s.num_moe_layers * (2 * s.hidden_size + (s.up_products + 1) * s.shared_expert_hidden_size)
     shared = shared if s.shared_expert_hidden_size else 0
-    parts = ("attention_projections", "mlp", "shared_experts")
+    parts = ("attention_projections", "mlp", "shared_experts", "prediction")
     moved = run.weights(run.matrices(*parts)) + run.activations(3 * (attention + mlp + shared))
     return Work(run.flops(*parts), moved)
 

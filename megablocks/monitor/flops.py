@@ -2,8 +2,9 @@
 
 Only matrix products count, with 2 FLOPs per multiply-add: attention projections, causal attention (half of S²), router,
 the top-k experts and shared experts of a token, logits. Backward costs twice the forward. Recomputed activations and
-padding are not model FLOPs. A pair that a capacity drops counts as if its expert had computed it. Megatron's
-`num_floating_point_operations` counts the same, except that it leaves out the router.
+padding are not model FLOPs. A pair that a capacity drops counts as if its expert had computed it, and a sliding window
+as if it were the whole sequence. Megatron's `num_floating_point_operations` counts the same, except that it leaves out
+the router, takes a quick GEGLU for an MLP without a gate, and counts the weights of a few norms.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", 
 class GPTShape:
     """The sizes that determine the FLOPs of a GPT. Expert widths are per expert. `gated`: three products per MLP.
 
+    mtp_num_layers: those of multi-token prediction, which num_layers and num_moe_layers count too; each has a product
+    of two inputs and logits of its own. attention_output_gate: a gate as wide as the queries on attention's output.
     kv_lora_rank and the fields behind it are of latent attention, which has them in place of head_dim and
     num_query_groups. q_lora_rank 0: the queries have no low rank.
     """
@@ -51,6 +54,8 @@ class GPTShape:
     qk_head_dim: int = 0
     qk_pos_emb_head_dim: int = 0
     v_head_dim: int = 0
+    mtp_num_layers: int = 0
+    attention_output_gate: bool = False
 
     @classmethod
     def of(cls, args: Any, **given: Any) -> GPTShape:
@@ -80,7 +85,7 @@ class GPTShape:
         """Elements of the matrices of one layer's attention."""
         hidden, heads = self.hidden_size, self.num_attention_heads
         if not self.kv_lora_rank:
-            return hidden * (2 * self.query_width + 2 * self.key_width)
+            return hidden * ((2 + self.attention_output_gate) * self.query_width + 2 * self.key_width)
         queries = heads * (self.qk_head_dim + self.qk_pos_emb_head_dim)
         return (
             (self.q_lora_rank * (hidden + queries) if self.q_lora_rank else hidden * queries)
@@ -108,7 +113,8 @@ def forward_flops_per_token(shape: GPTShape) -> dict[str, float]:
         "router": moe * 2.0 * hidden * shape.num_experts,
         "experts": moe * 2.0 * products * hidden * shape.moe_ffn_hidden_size * shape.top_k,
         "shared_experts": moe * 2.0 * products * hidden * shape.shared_expert_hidden_size,
-        "logits": 2.0 * hidden * shape.vocab_size,
+        "prediction": shape.mtp_num_layers * 2.0 * 2 * hidden * hidden,
+        "logits": (1 + shape.mtp_num_layers) * 2.0 * hidden * shape.vocab_size,
     }
 
 

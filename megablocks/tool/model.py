@@ -24,6 +24,7 @@ _UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
     "mtp_num_layers": "the layers of multi-token prediction are not counted",
+    "attention_output_gate": "the gate of attention's output is not counted",
     "use_checkpoint_args": "the sizes of a checkpoint are not read; give them as flags",
     "decoder_first_pipeline_num_layers": _UNEQUAL,
     "decoder_last_pipeline_num_layers": _UNEQUAL,
@@ -207,7 +208,7 @@ class Model:
     @property
     def shape(self) -> GPTShape:
         """The sizes that decide the model's FLOPs."""
-        return GPTShape.of(self, gated=self.swiglu)
+        return GPTShape.of(self, gated=self.swiglu, mtp_num_layers=0, attention_output_gate=False)
 
     @property
     def impl(self) -> str:

@@ -518,13 +518,16 @@ def test_flops_agree_with_megatron_but_for_the_router(parser: argparse.ArgumentP
     flags = "--moe-router-topk 2 --swiglu --moe-layer-freq 2 --group-query-attention --num-query-groups 2".split()
     latent = ["--multi-latent-attention", "--kv-lora-rank", "16", "--qk-pos-emb-head-dim", "4", "--v-head-dim", "12"]
     sparse = [*MOE, *flags, "--moe-shared-expert-intermediate-size", "48"]
-    for base in (BASE, sparse, [*BASE, *latent], [*MOE, *latent, "--q-lora-rank", "24"]):
+    ahead = ["--mtp-num-layers", "2", "--megablocks-layer", "megatron"]  # 2 more layers, as the last one is
+    bases = [BASE, sparse, [*BASE, *latent], [*MOE, *latent, "--q-lora-rank", "24"], [*BASE, "--attention-output-gate"]]
+    for base in (*bases, [*BASE, *ahead[:2]], [*sparse, *ahead], [*MOE, *ahead]):
         args = parser.parse_args(base)
         args.kv_channels, args.padded_vocab_size, args.moe_ffn_hidden_size = 8, 512, args.moe_ffn_hidden_size or 64
         shape = shape_of(args)
         router = 3 * forward_flops_per_token(shape)["router"]
         if args.multi_latent_attention:  # of the norms of low ranks Megatron counts the weights too
             router -= 6 * args.num_layers * (args.kv_lora_rank + (args.q_lora_rank or 0))
+        router -= 6 * 3 * args.hidden_size * (args.mtp_num_layers or 0)  # and here too
         tokens = 8 * args.seq_length
         assert tokens * (training_flops_per_token(shape) - router) == pytest.approx(
             num_floating_point_operations(args, 8), rel=1e-9
