@@ -165,7 +165,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
     from megatron.training.utils import print_rank_0
 
     from megablocks.megatron import checkpoint_io, cuda_graph, data, failures, fused_optimizer, gpt, profiling
-    from megablocks.megatron.reporting import Reporter
+    from megablocks.megatron.reporting import FULL_DISK, Reporter
 
     run_dir = args.megablocks_run_dir or args.save
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
@@ -208,7 +208,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
             guards.heartbeat.fail(error)
         if (line := failures.out_of_memory(error, args)) is not None:
             raise OutOfMemory(f"rank {args.rank}: {line}") from error
-        if guards.is_training and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if guards.is_training and isinstance(error, OSError) and error.errno in FULL_DISK:
             where = error.filename or run_dir
             raise SaveError(f"{where}: {error.strerror}; make room; the newest checkpoint resumes") from error
         if guards.is_training or isinstance(error, CheckpointError):

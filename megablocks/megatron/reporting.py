@@ -8,8 +8,10 @@ these lines.
 from __future__ import annotations
 
 import argparse
+import errno
 import math
 import re
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +31,7 @@ from megablocks.monitor.flops import GPTShape, mfu
 from megablocks.monitor.history import History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _SAVE_EVERY_S = 20.0
 
 
@@ -75,6 +78,7 @@ class Reporter:
         self._rates: list[float] = []
         self._saved_at = time.monotonic()
         self._retries = 0
+        self._board_error: OSError | None = None
 
     def install(self) -> None:
         """Wrap Megatron's functions; once a process, before `pretrain`."""
@@ -88,6 +92,7 @@ class Reporter:
             print_rank_last=self._print,
             save_checkpoint=self._save_checkpoint,
         )
+        wrap(threading, excepthook=self._thread_failed)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Stands for `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
@@ -137,6 +142,17 @@ class Reporter:
     def _board(self, original: Any) -> Any:
         """Stands for both getters of a writer: Megatron writes the experts' losses to it in every step."""
         return None if self._is_quiet else original()
+
+    def _thread_failed(self, original: Any, failed: threading.ExceptHookArgs) -> None:
+        """Stands for `threading.excepthook`: where TensorBoard's disk is full, names the folder in its thread's error.
+
+        The writer raises the same error at its next call, which ends the run in one line.
+        """
+        error = failed.exc_value
+        if isinstance(error, OSError) and error.errno in FULL_DISK and "tensorboard" in type(failed.thread).__module__:
+            error.filename, self._board_error = self.args.tensorboard_dir, error
+        else:
+            original(failed)
 
     def _max_over_ranks(self, original: Any, stat: Any, *args: Any, **kwargs: Any) -> Any:
         """A quiet step needs no learning rate of the model-parallel ranks, which the host would read."""
@@ -228,6 +244,8 @@ class Reporter:
         """Write the files and pictures and print the summary, on the rank that has the losses."""
         if not is_last_rank():
             return
+        if self._board_error is not None:  # of a point behind which the writer was not called again
+            print(f"{self._board_error.filename}: {self._board_error.strerror}; the last points are lost", flush=True)
         if self.run_dir is not None and self.history.rows:
             self.history.save()
             plot_loss(self.history, self.run_dir / "loss.png", unigram_entropy=self.entropy)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,24 @@ def test_the_last_line_says_on_which_side_of_the_entropy_the_loss_is(tmp_path: P
     reporter.history, reporter.entropy, reporter.layers, reporter._rates = History(tmp_path), 4.0, [], []
     reporter.history.rows[1] = {"validation_loss": loss}
     assert reporter.summary_line().endswith(said)
+
+
+def test_K6_a_disk_that_fills_up_at_the_last_point_of_tensorboard_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Thread(threading.Thread):
+        __module__ = "tensorboard.summary.writer.event_file_writer"
+
+    monkeypatch.setattr("megablocks.megatron.reporting.is_last_rank", lambda: True)
+    reporter = object.__new__(Reporter)
+    reporter.args, reporter.run_dir, reporter._board_error = argparse.Namespace(tensorboard_dir="board"), None, None
+    reporter.history, reporter.entropy, reporter.layers, reporter._rates = History(Path()), None, [], []
+    others: list[object] = []
+    for error in (OSError(errno.ENOSPC, "full"), OSError(errno.EIO, "broken"), ValueError()):
+        reporter._thread_failed(others.append, threading.ExceptHookArgs((type(error), error, None, Thread())))
+    reporter.finish()
+    assert len(others) == 2
+    assert capsys.readouterr().out == "board: full; the last points are lost\nnothing was trained\n"
 
 
 @pytest.mark.parametrize(("name", "losses"), [("", [4.5]), ("-0", [4.5]), ("-1", [])])

@@ -139,6 +139,20 @@ def full_disk() -> None:
     history.write_durably = write_durably
 
 
+def full_disk_of_tensorboard() -> None:
+    """The disk is full when TensorBoard's thread writes an event of the second step. The error names no file."""
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    original = RecordWriter.write
+
+    def write(self, data):
+        if b"lm loss" in data and _step() > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        original(self, data)
+
+    RecordWriter.write = write
+
+
 def file_size_limit(size: int) -> None:
     """No file grows beyond `size` bytes. To a process this looks like a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))

@@ -145,6 +145,14 @@ def test_K6_a_disk_that_fills_up_between_saves_is_one_line(driver: Driver) -> No
     assert said(run, f"^pretrain_gpt: {folder}/loss.csv: No space left on device; make room; the newest checkpoint")
 
 
+def test_K6_a_full_disk_of_tensorboard_is_one_line(driver: Driver) -> None:
+    board = driver.folder / "board"
+    flags = ("--train-iters", "4", "--tensorboard-dir", board)
+    run = driver.run(*flags, ranks=1, faults=[("full_disk_of_tensorboard", {})], expect=1)
+    assert "Traceback" not in run.text()
+    assert said(run, f"^pretrain_gpt: {board}: No space left on device; make room; the newest checkpoint")
+
+
 FAILING = """
 import sys
 from megablocks.megatron import gpt, pretrain_gpt
