@@ -56,6 +56,10 @@ UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pret
     "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
     "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
+    **dict.fromkeys(
+        ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
+        "must be left out; this driver builds and counts layers of one size",
+    ),
     "freeze_all_layers": "must be left out, because Megatron does not freeze the model that this driver has it build",
     "rampup_batch_size": "must be left out, because Megatron does not read it; use --step-batch-size-schedule",
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "

@@ -26,7 +26,7 @@ from megatron.training.utils import is_last_rank
 from megablocks.data.manifest import read_manifest
 from megablocks.files import write_durably
 from megablocks.megatron.wrap import wrap
-from megablocks.monitor.expert_load import LoadSummary, gather_load
+from megablocks.monitor.expert_load import LoadSummary, check_load, gather_load
 from megablocks.monitor.flops import GPTShape, mfu
 from megablocks.monitor.history import History, parse_log_line
 from megablocks.monitor.plots import plot_expert_load, plot_loss
@@ -98,6 +98,8 @@ class Reporter:
         """Stands for `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
         model, optimizer, scheduler = original(*args, **kwargs)
         self.model = model
+        if self.layers:
+            check_load(model, self.args.num_experts)
         if self._is_writer:
             self.history.load(up_to=self.args.iteration)
             if kept := self.history.set_aside():

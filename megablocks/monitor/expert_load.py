@@ -5,12 +5,14 @@ Legend: L layers with experts, E experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+from megablocks.config import refuse
 
 
 class ExpertLoad:
@@ -38,6 +40,25 @@ class ExpertLoad:
             self.counts.zero_()  # a replayed CUDA graph adds to the memory that it was captured with
 
 
+def _loads(model: Iterable[nn.Module]) -> Iterator[tuple[int, ExpertLoad]]:
+    """The layers of `gather_load`'s model that count their load: their numbers from 1, and the counts."""
+    for chunk in model:
+        for module in chunk.modules():
+            load = getattr(module, "expert_load", None)
+            if isinstance(load, ExpertLoad):
+                layer_number = module.layer_number
+                assert isinstance(layer_number, int), "TransformerLayer sets it"
+                yield layer_number, load
+
+
+def check_load(model: Iterable[nn.Module], num_experts: int) -> None:
+    """Refuse, with a ConfigError, layers whose counts `gather_load` could not put into one table."""
+    for layer_number, load in _loads(model):
+        if load.num_experts != num_experts:
+            rule = "must be the number of every layer that counts its load"
+            refuse("num_experts", num_experts, f"layer {layer_number} has {load.num_experts} experts; {rule}")
+
+
 def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:
     """Counts of all layers and all ranks since the last call; then reset. Every rank of the world must call it.
 
@@ -51,14 +72,10 @@ def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -
     """
     device = "cpu" if dist.get_backend() == "gloo" else torch.device("cuda", torch.cuda.current_device())
     table = torch.zeros(num_layers, num_experts + 1, dtype=torch.int64, device=device)
-    for chunk in model:
-        for module in chunk.modules():
-            load = getattr(module, "expert_load", None)
-            if isinstance(load, ExpertLoad) and load.counts is not None:
-                layer_number = module.layer_number
-                assert isinstance(layer_number, int), "TransformerLayer sets it"
-                table[layer_number - 1] += load.counts.to(device)
-                load.reset()
+    for layer_number, load in _loads(model):
+        if load.counts is not None:
+            table[layer_number - 1] += load.counts.to(device)
+            load.reset()
     dist.all_reduce(table)
     return table.cpu()
 

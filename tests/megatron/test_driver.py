@@ -21,7 +21,9 @@ pytest.importorskip("megatron.training")
 
 from driver import EXPERTS, ROOT, TINY, Driver, read_csv  # noqa: E402
 
+from megablocks.config import ConfigError  # noqa: E402
 from megablocks.megatron.reporting import Reporter  # noqa: E402
+from megablocks.monitor.expert_load import ExpertLoad  # noqa: E402
 from megablocks.monitor.history import History, parse_log_line  # noqa: E402
 
 
@@ -132,6 +134,18 @@ def test_the_loss_of_the_first_validation_set_is_kept(
     reporter.history, reporter.run_dir = History(Path()), None
     reporter._print(print, f" validation{name} loss at iteration 4 on validation set | lm loss value: 4.5E+00 | ")
     assert reporter.history.series("validation_loss")[1] == losses
+
+
+def test_layers_with_another_number_of_experts_are_refused_before_training() -> None:
+    """As of a --spec of the user's. The table of the load has one number of experts for all layers."""
+    reporter = object.__new__(Reporter)
+    reporter.args, reporter.layers = argparse.Namespace(num_experts=4), [1, 2]
+    chunk = torch.nn.ModuleList([torch.nn.Module(), torch.nn.Module()])
+    for number, (layer, experts) in enumerate(zip(chunk, (4, 8), strict=True), start=1):
+        layer.layer_number, layer.expert_load = number, ExpertLoad(experts)
+    line = "num_experts=4: layer 2 has 8 experts; must be the number of every layer that counts its load"
+    with pytest.raises(ConfigError, match=f"^{line}$"):
+        reporter._setup(lambda: ([chunk], None, None))
 
 
 def test_losses_are_read_once_a_log_interval(driver: Driver, tmp_path: Path) -> None:
