@@ -55,6 +55,8 @@ from megablocks.tool.commands import Parser, need_megatron, unfit
 
 FORMATS = ("hf", "ours", "megatron")
 CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
+_TEMPLATES = "additional_chat_templates"
+"""The one folder that transformers' tokenizers read."""
 _SECONDS_BETWEEN_LINES = 10.0
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
 """Keys of old files whose values follow from config.json."""
@@ -194,7 +196,7 @@ def _check_layer_config(path: Path, expected: MoEConfig) -> None:
 
 def _others(folder: Path) -> Iterator[Path]:
     """The tokenizer and what else stands beside the weights; of code and other weights nothing."""
-    for path in sorted(folder.iterdir()):
+    for path in sorted((*folder.iterdir(), *(folder / _TEMPLATES).glob("*"))):
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.suffix != ".py" and path.name not in (CONFIG, LAYER_CONFIG):
             yield path
@@ -218,8 +220,11 @@ def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal,
     if to == "ours":
         content = json.dumps(layer_config(opened.model).to_dict(), indent=2)
         (target / LAYER_CONFIG).write_text(content + "\n", encoding="utf-8")
-    for path in _others(opened.folder) if opened.folder is not None else ():
-        shutil.copyfile(path, target / path.name)
+    if (folder := opened.folder) is not None:
+        for path in _others(folder):
+            copy = target / path.relative_to(folder)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_run: bool = False) -> str:

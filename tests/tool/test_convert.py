@@ -564,6 +564,10 @@ def test_memory_is_bounded_by_the_largest_block(tmp_path: Path, monkeypatch: Any
 def test_other_files_travel_but_no_code(source: Path, tmp_path: Path) -> None:
     for name in ("tokenizer.json", "modeling_evil.py", "pytorch_model.bin", "generation_config.json"):
         (source / name).write_text(name)
+    for folder in ("additional_chat_templates", "original"):
+        (source / folder).mkdir()
+        (source / folder / "tool_use.jinja").write_text(folder)
     convert(source, tmp_path / "ours", "ours")
     names = {"config.json", "moe_config.json", "model.safetensors", "tokenizer.json", "generation_config.json"}
-    assert {path.name for path in (tmp_path / "ours").iterdir()} == names
+    found = [path.relative_to(tmp_path / "ours") for path in (tmp_path / "ours").rglob("*") if path.is_file()]
+    assert {str(path) for path in found} == names | {"additional_chat_templates/tool_use.jinja"}
