@@ -263,9 +263,10 @@ def check_names(source: Source, layout: Mapping[str, Stored], where: str, ignore
     for names, what in ((missing, "missing"), (unknown, "unknown")):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            raise CheckpointError(
-                f"{where}: {names[0]}: {what} key{more}; the model's sizes ask for {len(layout)} tensors"
-            )
+            asked = f"the model's sizes ask for {len(layout)} tensors"
+            if names == ["lm_head.weight"]:
+                asked = "tie_word_embeddings in config.json must be false if the files hold this key, true if not"
+            raise CheckpointError(f"{where}: {names[0]}: {what} key{more}; {asked}")
     for name, stored in layout.items():
         if shapes[name] != stored.shape:
             sizes = "the model's sizes, in config.json or the run's flags, are those of other weights"

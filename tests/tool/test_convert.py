@@ -193,6 +193,16 @@ def test_every_key_is_accounted_for(change: Any, message: str, tmp_path: Path, c
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
 
 
+@pytest.mark.parametrize(("tied", "what"), [(True, "unknown"), (False, "missing")])
+def test_an_output_layer_that_config_json_denies_names_the_field(tied: bool, what: str, tmp_path: Path) -> None:
+    tensors = _tensors()
+    if not tied:
+        del tensors["lm_head.weight"]
+    source = _write(tmp_path / "hf", tensors, CONFIG | {"tie_word_embeddings": tied})
+    with pytest.raises(CheckpointError, match=f"lm_head.weight: {what} key; tie_word_embeddings in config.json must"):
+        convert(source, tmp_path / "ours", "ours")
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
