@@ -76,6 +76,8 @@ def check_named(args: argparse.Namespace) -> None:
     if has_default and find_spec("wget") is None:
         rule = "--tokenizer-type is required without --data-prefix, for example NullTokenizer with --vocab-size"
         refuse("tokenizer_type", None, rule)
+    if args.tokenizer_type == "NullTokenizer" and not (args.vocab_size or args.use_checkpoint_args):
+        refuse("vocab_size", args.vocab_size, "--vocab-size is required with --tokenizer-type NullTokenizer")
     if not args.mock_data:
         _check_splits(args)
 

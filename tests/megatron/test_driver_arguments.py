@@ -306,6 +306,9 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
         parser.parse_args(BASE[:at] + BASE[at + 2 :])
 
 
+NULL = "--tokenizer-type NullTokenizer --vocab-size 9"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
@@ -313,14 +316,15 @@ def test_L2_what_is_required_is_named(parser: argparse.ArgumentParser, dest: str
         ("--vocab-size 100", "data_prefix=None: --data-prefix, --data-path or --mock-data is required"),
         ("--mock-data", "tokenizer_type=None: --tokenizer-type is required without --data-prefix"),
         ("--data-path a/train --vocab-file vocab.json", "tokenizer_type=None: --tokenizer-type is required without"),
-        ("--train-data-path a --tokenizer-type NullTokenizer", "valid_data_path=None: is read by each evaluation"),
-        ("--valid-data-path a --tokenizer-type NullTokenizer", "train_data_path=None: is read by each training"),
-        ("--train-data-path a --eval-iters 0 --tokenizer-type NullTokenizer", None),
-        ("--valid-data-path a --skip-train --tokenizer-type NullTokenizer", None),
-        ("--data-path a --split 100,0,0 --tokenizer-type NullTokenizer", "split='100,0,0': holds nothing for valid"),
-        ("--data-path a --split 0,1,1 --tokenizer-type NullTokenizer", "split='0,1,1': holds nothing for train"),
-        ("--data-path a --split x --tokenizer-type NullTokenizer", "split='x': holds nothing for train"),
-        ("--data-path a --split 9,1 --tokenizer-type NullTokenizer", None),
+        ("--mock-data --tokenizer-type NullTokenizer", "vocab_size=None: --vocab-size is required with"),
+        (f"--train-data-path a {NULL}", "valid_data_path=None: is read by each evaluation"),
+        (f"--valid-data-path a {NULL}", "train_data_path=None: is read by each training"),
+        (f"--train-data-path a --eval-iters 0 {NULL}", None),
+        (f"--valid-data-path a --skip-train {NULL}", None),
+        (f"--data-path a --split 100,0,0 {NULL}", "split='100,0,0': holds nothing for valid"),
+        (f"--data-path a --split 0,1,1 {NULL}", "split='0,1,1': holds nothing for train"),
+        (f"--data-path a --split x {NULL}", "split='x': holds nothing for train"),
+        (f"--data-path a --split 9,1 {NULL}", None),
         ("--mock-data --tokenizer-type NullTokenizer --vocab-size 100", None),
         ("--mock-data --vocab-file vocab.json --merge-file merges.txt", None),
         ("--mock-data --use-checkpoint-args", None),
