@@ -1,4 +1,4 @@
-"""The driver's flags beside Megatron's: `--megablocks-*`, `--data-prefix`, the old fork's names, and defaults.
+"""The driver's flags in addition to Megatron's: `--megablocks-*`, `--data-prefix`, the old fork's names, and defaults.
 
 All flags of Megatron-LM work, except those of `UNSUPPORTED`. `add_arguments` is the `extra_args_provider` of Megatron's
 `parse_and_validate_args`. Its parser first parses; then it maps the old names to Megatron's, fills defaults that depend
@@ -45,7 +45,7 @@ ALIASES: dict[str, tuple[str, type]] = {
     "moe_capacity_factor": (PREFIX + "capacity_factor", float),
     "moe_normalize_expert_weights": (PREFIX + "normalize_top_k", float),
 }
-"""The old fork's names: Megatron's or ours, and the type. The old loss is averaged over layers, so the weight of
+"""The old fork's flags, with the present name and the type. The old loss is averaged over layers, so
 --moe-loss-weight is divided by their number."""
 _PARTS_LEFT_OUT = (
     "sft", "logits_load_dir", "hybrid_context_parallel", "dataloader_inter_document_masking", "fim_data",
@@ -53,27 +53,27 @@ _PARTS_LEFT_OUT = (
 )  # fmt: skip
 UNSUPPORTED = dict.fromkeys(_PARTS_LEFT_OUT, "must be left out; this driver pretrains GPT models only") | {
     "yaml_cfg": "must be left out; Megatron's YAML file would replace all flags, this driver's too",
-    "async_save": "must be left out; this driver's saves are synchronous, because only those end whole or not at all",
+    "async_save": "must be left out; this driver's saves are synchronous, so that each is complete or absent",
     "optimizer_cuda_graph": "must be left out; the optimizer's step is a few launches, and the guard reads before it",
     **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), "must be left out; use --cuda-graph-impl"),
     **dict.fromkeys(
         ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json"),
         "must be left out; this driver builds and counts layers of one size",
     ),
-    "freeze_all_layers": "must be left out, because Megatron does not freeze the model that this driver has it build",
+    "freeze_all_layers": "must be left out, because Megatron does not freeze the model of this driver",
     "rampup_batch_size": "must be left out, because Megatron does not read it; use --step-batch-size-schedule",
     "save_retain_interval": "must be left out, because it removes a checkpoint before the next one is whole; use "
     "--megablocks-keep-checkpoints",
 }
-"""Megatron's flags that this driver does not take, and why."""
+"""Megatron's flags that this driver does not accept, and why."""
 UNSUPPORTED_BY_EXPERTS = (
     "moe_use_upcycling", "expert_tensor_parallel_num_weight_shards", "save_tokens_per_expert_interval",
 )  # fmt: skip
-"""Megatron's flags that only its own experts read and that are not in its config; `model_config` has the others."""
+"""Megatron's flags that only its own experts read and that its config lacks; `model_config` refuses the others."""
 _WHOLE_MATRICES = ("muon", "dist_muon", "adaptive_muon", "soap")
 """Optimizers that treat each matrix as a whole."""
 WITHOUT_ENGINE = ("attention", "norm", "qkv_bias", "rope")
-"""Our settings of which Transformer Engine's layers read none."""
+"""Our settings that Transformer Engine's layers do not read."""
 POSITIVE = {
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels", "num_query_groups",
     "seq_length", "make_vocab_size_divisible_by", "moe_ffn_hidden_size", "micro_batch_size", "global_batch_size",
@@ -92,7 +92,7 @@ NOT_NEGATIVE = {
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_bias_update_rate", "moe_shared_expert_intermediate_size",
     "non_persistent_save_interval", "exit_interval", "exit_duration_in_mins",
 }  # fmt: skip
-"""Flags whose value, or each of several, must be >= 0."""
+"""Flags whose value must be >= 0, or each value if there are several."""
 FRACTIONS = {"hidden_dropout", "attention_dropout", "rotary_percent"}
 
 
@@ -102,7 +102,7 @@ def add_arguments(
     """Megatron's `extra_args_provider`: returns a parser of Megatron's flags and ours.
 
     Args:
-        parsed: gets the namespace before Megatron validates it, so that an error message can name its values.
+        parsed: a list that gets the namespace before Megatron validates it, so that an error can name its values.
         needs_data: refuse flags that name no data or no tokenizer.
     """
     driver = DriverParser(
@@ -136,7 +136,7 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 
 class DriverParser(argparse.ArgumentParser):
-    """A parser whose result is resolved: aliases, `--data-prefix`, defaults. Errors are ConfigErrors of one line."""
+    """A parser that resolves aliases, `--data-prefix` and defaults. Errors are ConfigErrors of one line."""
 
     parsed: list[argparse.Namespace] | None = None
     needs_data = False
@@ -207,7 +207,7 @@ def resolve(args: argparse.Namespace) -> None:
 
 
 def _resolve_aliases(args: argparse.Namespace, explicit: set[str]) -> None:
-    """Set Megatron's flags from the old fork's names; refuse a flag that is given in both ways with two values."""
+    """Set Megatron's flags from the old fork's names; refuse a flag given under both names with different values."""
     for name, (dest, _) in ALIASES.items():
         value = getattr(args, name)
         if value is None:
@@ -371,7 +371,7 @@ def check(args: argparse.Namespace) -> None:
     if args.transformer_impl == "transformer_engine":
         _check_engine(args)
     elif args.reset_attention_mask and not args.create_attention_mask_in_dataloader:
-        refuse("create_attention_mask_in_dataloader", False, "must be True with --reset-attention-mask, which is in it")
+        refuse("create_attention_mask_in_dataloader", False, "must be True with --reset-attention-mask, which needs it")
     settings_from(args, DriverSettings)
     settings_from(args, MegaBlocksSettings)
     if args.cuda_graph_impl != "none":
@@ -420,7 +420,7 @@ def _check_schedule(args: argparse.Namespace) -> None:
     if args.lr_warmup_fraction is not None and not 0 <= args.lr_warmup_fraction < 1:
         refuse("lr_warmup_fraction", args.lr_warmup_fraction, "must be >= 0 and < 1")
     if warmup >= total:
-        whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, else --train-{unit})"
+        whole = f"the {unit} of the whole schedule (--lr-decay-{unit}, or --train-{unit})"
         refuse(f"lr_warmup_{unit}", warmup, f"must be smaller than {total}, {whole}")
 
 
@@ -455,7 +455,7 @@ def _check_saves(args: argparse.Namespace) -> None:
 
 
 def _check_dense(args: argparse.Namespace) -> None:
-    if args.use_checkpoint_args:  # they may bring experts
+    if args.use_checkpoint_args:  # the checkpoint's flags can add experts
         return
     for dest in (*(name for name in ALIASES if name != "moe_num_experts"), *(PREFIX + name for name in EXPERTS_ONLY)):
         if dest in args.megablocks_explicit:
@@ -463,7 +463,7 @@ def _check_dense(args: argparse.Namespace) -> None:
 
 
 def _check_layer(args: argparse.Namespace) -> None:
-    """Refuse what the chosen layer would not read, before Megatron asks for what such a flag needs."""
+    """Refuse flags that the chosen layer would not read, before Megatron checks what they need."""
     layer = args.megablocks_layer
     if layer == "megatron" or args.spec is not None:
         return
@@ -473,12 +473,12 @@ def _check_layer(args: argparse.Namespace) -> None:
         if value := getattr(args, dest, None):
             refuse(dest, value, "must be left out, or use Megatron's own layer (--megablocks-layer megatron)")
     if args.optimizer in _WHOLE_MATRICES:
-        why = "which would take all experts of a rank for one matrix"
+        why = "which would treat all experts of a rank as one matrix"
         refuse("optimizer", args.optimizer, f"must be adam, sgd or lion with our experts, {why}")
     if layer != "experts" and args.moe_routing_trace_path:
         rule = "must be left out, or use Megatron's own router (--megablocks-layer experts)"
         refuse("moe_routing_trace_path", args.moe_routing_trace_path, rule)
-    if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # asked for, since our default is another
+    if layer != "experts" and args.moe_token_dispatcher_type == "allgather":  # given, because our default is another
         refuse("moe_token_dispatcher_type", "allgather", f"must be 'alltoall'; {OWN_EXCHANGE}")
     check_fields(args, dispatches=layer != "experts")
 

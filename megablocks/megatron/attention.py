@@ -1,9 +1,9 @@
 """Core attention through torch's scaled_dot_product_attention, for Megatron without Transformer Engine.
 
 Megatron's own fallback builds the (batch·heads, S, S) scores in memory. Here a causal layer without a mask runs the
-fused causal kernel. If there is a mask, it is applied as it is: with `--reset-attention-mask` it is more than causal,
-and to find that out would need a host synchronization. If attention is only causal, pass
-`--no-create-attention-mask-in-dataloader`; the driver does so by itself.
+fused causal kernel. A mask is applied as it is: with `--reset-attention-mask` it is more than causal, and to find that
+out would need a host synchronization. If attention is only causal, pass `--no-create-attention-mask-in-dataloader`; the
+driver does this automatically.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ class SDPAttention(MegatronModule):
 
 
 def supports(config: TransformerConfig) -> bool:
-    """Whether SDPAttention computes what `config` asks for."""
+    """Whether SDPAttention computes what `config` requires."""
     return all(getattr(config, name) == allowed for name, allowed in _SUPPORTED.items())

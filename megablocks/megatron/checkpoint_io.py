@@ -1,6 +1,6 @@
-"""What Megatron's checkpoints need besides: safe reading, a comparison with the run's flags, fast and exact saving.
+"""Additions to Megatron's checkpoints: safe reading, a comparison with the run's flags, fast and exact saving.
 
-A torch_dist checkpoint is a folder of files: `.metadata` (a pickle that says where everything lies) and `*.distcp`
+A torch_dist checkpoint is a folder of files: `.metadata` (a pickle that says where each tensor is) and `*.distcp`
 (tensors, and pickled objects such as the flags of the run).
 """
 
@@ -55,9 +55,9 @@ SCHEDULE = (
 )  # fmt: skip
 """Flags that define the learning rate and the weight decay of each step."""
 UNSAVED = ("lr_warmup_init", "lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style")
-"""Flags of the schedule that Megatron neither saves with it nor compares."""
+"""Flags of the schedule that Megatron does not save with the schedule's state and does not compare."""
 KEPT = ("adam_beta1", "adam_beta2", "adam_eps", "sgd_momentum", "decoupled_lr", "decoupled_min_lr")
-"""Flags in whose place the optimizer's state brings the saved values."""
+"""Flags that the values saved in the optimizer's state override."""
 
 _OF_DATACLASSES = tuple(f"torch.distributed.checkpoint.{name}" for name in ("metadata", "planner", "filesystem"))
 """Modules whose dataclasses and enums `.metadata` may hold."""
@@ -68,7 +68,7 @@ _OTHERS = {
     "pathlib._local": ("PosixPath",),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreMetadata", "MCoreSavePlan"),
 }
-"""What else `.metadata` may hold, by module. Megatron before 0.19 wrote the last two classes."""
+"""Other classes that `.metadata` may hold, by module. Megatron before 0.19 wrote the last two classes."""
 _TRUST = "; for a file that you trust, set TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1"
 
 
@@ -107,9 +107,9 @@ def _with_capacity(args: argparse.Namespace) -> argparse.Namespace:
 def restrict_unpickling() -> None:
     """Let checkpoints hold only the classes that torch and Megatron put there.
 
-    torch.distributed.checkpoint unpickles `.metadata` and objects without a restriction, so that a file could run any
-    code. From here on `.metadata` may hold the classes of `_OF_DATACLASSES` and `_OTHERS`. An object may hold those
-    that torch.load(weights_only=True) allows, to which Megatron adds some (megatron.core.safe_globals).
+    torch.distributed.checkpoint unpickles `.metadata` and objects without a restriction, so a file could run any code.
+    After this call `.metadata` may hold only the classes of `_OF_DATACLASSES` and `_OTHERS`. An object may hold only
+    those that torch.load(weights_only=True) allows, and those that Megatron adds (megatron.core.safe_globals).
     """
     # A random state is an array of numpy, whose module has one name before numpy 2 and another since.
     names = [f"numpy.{core}.multiarray._reconstruct" for core in ("core", "_core")]
@@ -132,7 +132,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _load_metadata(file: IO[bytes]) -> Any:
-    """Stands for the unpickling of a checkpoint's `.metadata`; it runs no code of the file."""
+    """Replaces the unpickling of a checkpoint's `.metadata`. It runs no code of the file."""
     try:
         return _MetadataUnpickler(file).load()
     except pickle.UnpicklingError as error:
@@ -140,15 +140,15 @@ def _load_metadata(file: IO[bytes]) -> Any:
 
 
 def _load_bytes(original: Any, planner: DefaultLoadPlanner, read_item: Any, value: io.BytesIO) -> None:
-    """Stands for torch's unpickling of an object in a checkpoint; it runs no code of the file."""
+    """Wraps torch's unpickling of an object in a checkpoint. It runs no code of the file."""
     copy = io.BytesIO()
-    torch.save(torch.load(value), copy)  # this load is restricted; the original's, of our copy, is not
+    torch.save(torch.load(value), copy)  # this load is restricted, that of our copy in the original is not
     copy.seek(0)
     original(planner, read_item, copy)
 
 
 def _read_data(original: Any, reader: FileSystemReader, plan: Any, planner: Any) -> Any:
-    """Stands for torch's reader: file by file, so that an error names the file that it is in."""
+    """Wraps torch's reader: reads file by file, so that an error names its file."""
     files = defaultdict(list)
     for item in plan.items:
         files[reader.storage_data[item.storage_index].relative_path].append(item)
@@ -162,7 +162,7 @@ def _read_data(original: Any, reader: FileSystemReader, plan: Any, planner: Any)
 
 
 def _refusal(file: str, error: pickle.UnpicklingError, advice: str = "") -> CheckpointError:
-    """The error of a file that is damaged, or that holds a class which may run code."""
+    """The error for a file that is damaged, or that holds a class which could run code."""
     named = re.search(r"GLOBAL ([\w.]+)", str(error))
     if named is None:
         return CheckpointError(f"{file}: damaged: {line_of(error)[:200]}")
@@ -184,13 +184,13 @@ def write_in_process() -> None:
 
 
 def install() -> None:
-    """Save fast, and name failed writes; once a process, before `pretrain`."""
+    """Save fast, and report why a write failed. Call it once per process, before `pretrain`."""
     write_in_process()
     wrap(filesystem_async.FileSystemWriterAsync, write_preloaded_data=_write)
 
 
 def _write(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of a failed write, as on a full disk, Megatron reports only the type of the error."""
+    """Wraps Megatron's write, which reports only the type of an error, for example on a full disk."""
     result = original(*args, **kwargs)
     error = result[1] if result is not None else None
     if not isinstance(error, Exception):

@@ -1,8 +1,8 @@
 """Megatron's distributed checkpoints for `python -m megablocks convert`: read and written tensor by tensor.
 
-A checkpoint of weights alone lies in the folder `release`, Megatron's name for one without optimizer: `--load` starts
-at iteration 0 with it. It is read and written through torch.distributed.checkpoint by one process without any GPU; no
-Megatron model is built.
+A checkpoint with only weights is in the folder `release`, Megatron's name for a checkpoint without an optimizer.
+`--load` starts from it at iteration 0. One process reads and writes it through torch.distributed.checkpoint; it needs
+no GPU and builds no Megatron model.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _OUTSIDE = (
 
 
 def rules_of(model: Model, per_layer: bool) -> tuple[Rule, ...]:
-    """Megatron's names. per_layer: each layer has tensors of its own, as where dense layers stand among the others."""
+    """The rules for Megatron's names. per_layer: each layer has its own tensors, as when only some have experts."""
     prefix = "decoder.layers.{l}." if per_layer else "decoder.layers."
     inside = (_HEADS if model.kv_lora_rank is None else _LATENT) + _BOTH
     if model.clamp is not None:  # the last rule of a unit counts
@@ -127,8 +127,8 @@ _MUST: dict[str, tuple[Any, ...]] = {
         (None,),
     ),
 }  # fmt: skip
-"""What a run must have been given so that a family of Hugging Face computes the same. A capacity and token rounding
-drop tokens in training; the converted model drops none."""
+"""The flags with which a model computes the same as a Hugging Face family. A capacity and token rounding drop tokens in
+training; the converted model drops none."""
 _MUST_GPT_OSS = _MUST | {
     "swiglu": (False,),
     "quick_geglu": (True,),
@@ -146,7 +146,7 @@ _MUST_GPT_OSS = _MUST | {
     "megablocks_layer": ("megatron",),
     "transformer_impl": ("local",),
 }
-"""The same where the gate is clamped."""
+"""The same for a clamped gate."""
 _SIZES = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -169,7 +169,7 @@ _LATENT_SIZES = {
 
 
 def model_of(args: argparse.Namespace, where: object) -> Model:
-    """What the flags of a run say of its model. Raises ConfigError, which names a flag that no family has."""
+    """The model that a run's flags define. Raises ConfigError, which names the flag, for what no family has."""
     clamp = getattr(args, "activation_func_clamp_value", None)
     must = _MUST if clamp is None else _MUST_GPT_OSS | {"window_size": ((*(args.window_size or (127,))[:1], 0),)}
     for name, allowed in must.items():
@@ -248,7 +248,7 @@ def flags_of(model: Model) -> dict[str, Any]:
     if model.clamp is None:
         flags |= {"--swiglu": True, "--disable-bias-linear": True}
     else:  # our experts have no clamp, our attention no window and no sinks
-        if model.top_k == 1:  # gpt-oss's weight of a single expert is 1, Megatron's own layer has its probability
+        if model.top_k == 1:  # a single expert's weight: 1 in gpt-oss, its probability in Megatron's layer
             refuse("num_experts_per_tok", 1, "must be > 1 with gpt-oss's router for Megatron")
         flags |= {"--megablocks-layer": "megatron", "--megablocks-attention": "megatron", "--transformer-impl": "local"}
         flags |= {"--activation-func-clamp-value": model.clamp, "--glu-linear-offset": 1, "--softmax-type": "learnable"}
@@ -280,12 +280,12 @@ def flags_of(model: Model) -> dict[str, Any]:
 
 
 def _values(model: Model, names: Mapping[str, str]) -> dict[str, Any]:
-    """The model's fields as flags: `names` gives the flag of each field."""
+    """The model's fields as flags. names: the flag of each field."""
     return {flag_of(name): getattr(model, field) for field, name in names.items()}
 
 
 def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
-    """The folder of the weights in a run's folder, its files compared with what was recorded, and warnings.
+    """Choose and verify the checkpoint in a run's folder. Returns the folder of its weights, and warnings.
 
     Raises CheckpointError if no checkpoint is complete, or a file differs from what was saved.
     """
@@ -305,7 +305,7 @@ def choose_checkpoint(folder: Path) -> tuple[Path, list[str]]:
 
 
 class Checkpoint:
-    """The weights of a distributed checkpoint; what else it holds (optimizer, random states) is left alone.
+    """The weights of a distributed checkpoint. Its other contents (optimizer, random states) are not read.
 
     args: the flags of the run. per_layer: as in `rules_of`. Raises CheckpointError if a file cannot be read, or the
     checkpoint holds no flags.
@@ -336,7 +336,7 @@ class Checkpoint:
         return self._tensors[name].properties.dtype
 
     def read_block(self, stored: Stored, block: Block) -> Tensor:
-        """A run saves all experts of a layer together, so they are read together and kept for the next ones."""
+        """Read a block. A run saves all experts of a layer together, so they are read together and kept."""
         layer = block.at[0] if block.at and not self.per_layer else None
         key = (stored.name, layer)
         if self._last is None or self._last[0] != key:
@@ -356,7 +356,7 @@ class Checkpoint:
             raise atomic.CheckpointError(f"{self.folder}: {name}: the files hold only a part of it")
         try:
             self._reader.read_data(LoadPlan(items), _Into(target)).wait()
-        except Exception as error:  # of torch.load, of many kinds
+        except Exception as error:  # torch.load raises many kinds
             raise atomic.CheckpointError(f"{self.folder}: {name} cannot be read: {line_of(error)}") from error
         return target if layer is None else target[0]
 
@@ -373,7 +373,7 @@ class _Into(DefaultLoadPlanner):
 
 
 class _FromUnits(DefaultSavePlanner):
-    """Lets the writer ask for one block after the other."""
+    """Lets the writer request one block at a time."""
 
     def __init__(self, read: Callable[[MetadataIndex], Tensor], objects: Mapping[str, Any]) -> None:
         super().__init__()
@@ -394,11 +394,11 @@ def write(
     said: Callable[[int], None],
     skipped: Callable[[int], None],
 ) -> None:
-    """Write a checkpoint that `--load` of the journal's folder starts from at iteration 0, and the driver's flags.
+    """Write a checkpoint from which `--load` of the journal's folder starts at iteration 0, and the driver's flags.
 
     Args:
-        journal: a file that it has as finished stays. layout: of Megatron's tensors.
-        said: called with the bytes of each block that was written. skipped: with those of a file that stays.
+        journal: files that it lists as finished are kept. layout: of Megatron's tensors.
+        said: called with the size in bytes of each written block. skipped: called with that of each kept file.
     """
     folder = journal.folder
     lines = [flag if value is True else f"{flag} {value}" for flag, value in flags_of(units.model).items()]
@@ -424,7 +424,7 @@ def write(
     writer.set_up_storage_writer(True)
 
     def written(plan: SavePlan) -> list[WriteResult]:
-        """The plan's file: where it has which block. As a note that is name, offset, first byte, length, bytes."""
+        """Write the plan's file. Returns where its blocks are. A note: name, offset, first byte, length, bytes."""
         name = f"{atomic.RELEASE}/{plan.storage_data.prefix}0.distcp"
         if (notes := journal.finished(name)) is not None:
             skipped(sum(note[-1] for note in notes))
@@ -452,7 +452,7 @@ def _object_key(name: str, number: tuple[int, ...] = (0,), numbers: tuple[int, .
 
 
 def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:
-    """The empty objects that Megatron asks for beside the weight of each linear layer."""
+    """The empty objects that Megatron expects with the weight of each linear layer."""
     return {
         _object_key(f"{stored.name.removesuffix('weight')}_extra_state", block.at or (0,), stored.numbers or (1,)): None
         for stored in layout.values()
@@ -462,7 +462,7 @@ def _extra_states(layout: Mapping[str, Stored]) -> dict[str, None]:
 
 
 def _plans(units: Units, layout: Mapping[str, Stored]) -> tuple[list[SavePlan], dict[Any, tuple[Stored, Block]]]:
-    """What to write, a plan for each layer and one for what is outside of them; and the block at each offset."""
+    """A save plan for each layer and one for the tensors outside the layers; and the block at each offset."""
     items: dict[str, list[WriteItem]] = {}
     where = {}
     for name, stored in layout.items():

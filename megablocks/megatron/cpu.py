@@ -1,14 +1,14 @@
 """The CPU with gloo as a device for megatron-core 0.19.2: every change that Megatron needs without CUDA, and why.
 
-On a machine without CUDA `install()` applies `PATCHES` once a process. Each entry says what it replaces and what fails
-without it; `tests/megatron/test_cpu.py` leaves out each one and sees the failure. No patch changes what a model
+Without CUDA, `install()` applies `PATCHES` once per process. Each entry says what it replaces and what fails
+without it; `tests/megatron/test_cpu.py` leaves out each one and checks the failure. No patch changes what a model
 computes: devices named "cuda" become the CPU, the CUDA random generator becomes the CPU's, and streams do nothing,
 because work on the CPU is in order already.
 
 Importing `megablocks.megatron.specs` calls `install()`. That is early enough for Megatron-LM's own pretrain_gpt.py with
 `--spec megablocks.megatron.specs block_spec`, because Megatron imports the spec before `initialize_megatron`. It also
-needs `REQUIRED_FLAGS`. With tensor parallelism Megatron asks for the GPU before it imports the spec. Then
-`-m megablocks.megatron.cpu pretrain_gpt.py …` in place of `pretrain_gpt.py …` installs first and runs the script.
+needs `REQUIRED_FLAGS`. With tensor parallelism Megatron uses the GPU before it imports the spec. Then start with
+`-m megablocks.megatron.cpu pretrain_gpt.py …` instead of `pretrain_gpt.py …`: it installs first and runs the script.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _cuda: Any = torch.cuda  # without types, since the patches write to it
 
 
 class _NoStream:
-    """Stands for torch.cuda.Stream and torch.cuda.Event: the CPU runs work in the order of the calls."""
+    """Replaces torch.cuda.Stream and torch.cuda.Event: the CPU runs work in the order of the calls."""
 
     device = torch.device("cpu")
 
@@ -73,7 +73,7 @@ _CUDA_TYPE_NAMES = {f"torch.{kind}Tensor": f"torch.cuda.{kind}Tensor" for kind i
 
 
 class _CudaMeansCpu(TorchFunctionMode):
-    """Calls that name the device "cuda" get "cpu"; Tensor.cuda() gives the tensor; Tensor.type() names the CUDA class.
+    """Calls with the device "cuda" get "cpu"; Tensor.cuda() returns the tensor; Tensor.type() names the CUDA class.
 
     Costs about one microsecond a torch call. It is active in the thread that installed it.
     """
@@ -93,13 +93,13 @@ class _CudaMeansCpu(TorchFunctionMode):
 
 
 def _literals() -> None:
-    """The literal "cuda" in schedules, optimizers, gradient clipping and the training loop. Also `Tensor.type()`, by
-    whose result Megatron's mixed-precision and distributed optimizers sort parameters."""
+    """The literal "cuda" in schedules, optimizers, gradient clipping and the training loop. Also `Tensor.type()`:
+    Megatron's mixed-precision and distributed optimizers sort parameters by its result."""
     _CudaMeansCpu().__enter__()
 
 
 def _random_state() -> None:
-    """The CUDA generator, which dropout and weight initialization fork by name: here it is the CPU's. Megatron warns
+    """The CUDA generator, which dropout and weight initialization fork by name, is the CPU's here. Megatron warns
     when the CPU's state changes inside a fork. Here it must change, so the warning is dropped."""
     from megatron.core.tensor_parallel import random as tp_random
 
@@ -136,7 +136,7 @@ def _dispatcher_splits() -> None:
 
 def _initialize() -> None:
     """`initialize_megatron` asserts CUDA unless it gets `allow_no_cuda`, which `pretrain` does not pass on."""
-    if importlib.util.find_spec("megatron.training") is None:  # a program on megatron.core alone
+    if importlib.util.find_spec("megatron.training") is None:  # a program that uses only megatron.core
         return
     from megatron.training import training
 
@@ -145,10 +145,10 @@ def _initialize() -> None:
 
 
 def skip_compile_helpers() -> None:
-    """Megatron runs "make" for its data-set helpers. Its wheel holds them built and no Makefile, so that would fail.
+    """Megatron runs "make" for its data-set helpers. Its wheel has them built but no Makefile, so make would fail.
 
     A checkout whose megatron/ hides the wheel's has a Makefile, which needs pybind11; it gets the wheel's helpers too.
-    Every device needs this, so `install` calls it on all.
+    Every device needs this, so `install` calls it on all devices.
     """
     with contextlib.suppress(ImportError):
         from megatron.core import datasets
@@ -177,16 +177,16 @@ _ATTRIBUTES: dict[str, dict[str, Any]] = {
         "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         "set_device": lambda device: None,
     },
-    # With tensor parallelism Megatron's validation asks for the compute capability. At 0.0 it uses nothing special.
+    # With tensor parallelism Megatron's validation reads the compute capability. At 0.0 it uses nothing special.
     "device_properties": {
         "get_device_properties": lambda device=None: types.SimpleNamespace(
             name="cpu", major=0, minor=0, total_memory=0, multi_processor_count=os.cpu_count() or 1
         )
     },
-    # --log-memory-to-tensorboard reads fields of it, which is empty without CUDA: now 0.
+    # --log-memory-to-tensorboard reads its fields. It is empty without CUDA; here each field is 0.
     "memory_statistics": {"memory_stats": lambda device=None: defaultdict(int)},
 }
-"""What stands in torch.cuda, by patch."""
+"""New attributes of torch.cuda, by patch."""
 _FUNCTIONS = (_literals, _random_state, _no_compiler, _dispatcher_splits, _initialize)
 PATCHES: dict[str, Callable[[], None]] = {
     **{name: functools.partial(vars(torch.cuda).update, new) for name, new in _ATTRIBUTES.items()},
@@ -195,7 +195,7 @@ PATCHES: dict[str, Callable[[], None]] = {
 
 
 def hide_engine() -> None:
-    """Let Megatron take its own code in place of Transformer Engine's, whose layers and optimizer need CUDA.
+    """Let Megatron use its own code instead of Transformer Engine's layers and optimizer, which need CUDA.
 
     Raises ConfigError if Transformer Engine is imported already.
     """
@@ -206,7 +206,7 @@ def hide_engine() -> None:
 
 
 def install() -> bool:
-    """Apply `PATCHES` where there is no CUDA, once a process. Returns whether this process runs on the CPU path."""
+    """Apply `PATCHES` where there is no CUDA, once per process. Returns whether this process runs on the CPU path."""
     on_cpu = not torch.cuda.is_available()
     if on_cpu:
         hide_engine()
@@ -223,7 +223,7 @@ def run_script() -> None:
     if len(sys.argv) < 2:
         sys.exit("megablocks.megatron.cpu: give a script and its flags: -m megablocks.megatron.cpu pretrain_gpt.py …")
     if install():
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron asks for with tensor parallelism
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # which Megatron requires with tensor parallelism
     sys.argv = sys.argv[1:]
     sys.path.insert(0, os.path.dirname(os.path.abspath(sys.argv[0])))  # as Python does for a script
     runpy.run_path(sys.argv[0], run_name="__main__")

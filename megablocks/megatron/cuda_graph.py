@@ -1,14 +1,14 @@
 """A CUDA graph of the whole training step: Megatron's `--cuda-graph-impl full_iteration`, without Transformer Engine.
 
-Megatron runs the first `--cuda-graph-warmup-steps` steps as always. The next one it captures: forward, loss and
-backward of all micro-batches and the reduction of their gradients over the ranks. From then on it copies each step's
-data to where the captured step reads it, and replays. Reading the data, the optimizer, the guard's verdict and the log
-stay outside. Evaluation has a graph of its own. Megatron's generators can be captured without Transformer Engine, so
-every replay draws new random numbers.
+Megatron runs the first `--cuda-graph-warmup-steps` steps as usual and captures the next one: forward, loss and backward
+of all micro-batches, and the reduction of their gradients over the ranks. After that it copies each step's data to the
+memory that the captured step reads, and replays. Reading the data, the optimizer, the guard's decision and the log stay
+outside. Evaluation has a graph of its own. Megatron's generators can be captured without Transformer Engine, so every
+replay draws new random numbers.
 
-A replay runs no Python. So what the step leaves behind stays in one place of memory (`guards`, `load`), what would act
-between layers is refused by `check`, and `install` mends two things of Megatron: a dynamic loss scale moves to other
-memory when it changes, and a checkpoint would hold generators as objects, which no run could read.
+A replay runs no Python. So the results of a step stay at one place in memory (`guards`, `load`), `check` refuses what
+would act between layers, and `install` fixes two things of Megatron: a dynamic loss scale moves to other memory when it
+changes, and a checkpoint would hold generators as objects, which no run could read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NEEDS: Table = {
     "recompute_granularity": ((None,), "the second forward would draw other random numbers than the first"),
     "spec": ((None,), "layers that are not ours may read from the GPU"),
 }  # fmt: skip
-"""Flags of every model that a captured step allows."""
+"""Flags of every model: the values that a captured step allows, and why no other value is allowed."""
 _EXPERTS_NEED: Table = {
     "megablocks_layer": (("megablocks",), "the other layers read from the GPU"),
     "megablocks_router_type": (("topk",), "another router is untested"),
@@ -85,7 +85,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def install(args: argparse.Namespace) -> None:
-    """Let the training loop capture its steps, if the flag asks for it; once a process, before `pretrain`."""
+    """Let the training loop capture its steps, if the flag is set. Call it once per process, before `pretrain`."""
     if args.cuda_graph_impl != "full_iteration":
         return
     training.FullCudaGraphWrapper = _Captured
@@ -94,12 +94,12 @@ def install(args: argparse.Namespace) -> None:
 
 
 def release() -> None:
-    """Drop the graphs. NCCL waits for those that hold its kernels, for ever, when its groups are destroyed."""
+    """Drop the graphs. When NCCL destroys its groups, it would wait forever for graphs that hold its kernels."""
     FullCudaGraphWrapper.cuda_graph.update(training=None, validation=None)
 
 
 class _Captured(FullCudaGraphWrapper):
-    """Megatron's wrapper of forward and backward, which also says in the log what it captured."""
+    """Megatron's wrapper of forward and backward, which also logs what it captured."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stage = "validation" if kwargs["forward_only"] else "training"
@@ -121,7 +121,7 @@ class _Captured(FullCudaGraphWrapper):
 def _train_step(
     places: dict[int, Tensor], original: Any, forward: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kw: Any
 ) -> Any:
-    """Stands for `train_step`. places: where the captured step reads the loss scale of each scaler."""
+    """Wraps `train_step`. places: where the captured step reads the loss scale of each scaler."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         scaler = getattr(part, "grad_scaler", None)
         if scaler is not None:
@@ -133,7 +133,7 @@ def _train_step(
 
 
 def _with_plain_states(original: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `get_rng_state`: the tracker's states are tensors, as in every run without graphs."""
+    """Wraps `get_rng_state`: the tracker's states are tensors, as in every run without graphs."""
     tracker = get_cuda_rng_tracker()
     generators = tracker.states_
     tracker.states_ = {name: convert_cuda_rng_state(state) for name, state in generators.items()}

@@ -1,6 +1,6 @@
 """Data for the training driver: flags from a prepared folder, verification at the start, Megatron's own data sets.
 
-A folder made by `scripts/prepare_data.py` stands for five of Megatron's flags (`flags_of_folder`). Before Megatron
+A folder made by `scripts/prepare_data.py` sets five of Megatron's flags (`flags_of_folder`). Before Megatron
 starts, `open_data` reads every byte once on the first process of each host; the others wait at the rendezvous.
 """
 
@@ -49,7 +49,7 @@ _SOURCES = (
 
 
 def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    """The names and values of Megatron's arguments that a prepared folder stands for. Reads only its manifest.
+    """The names and values of Megatron's arguments that a prepared folder sets. Reads only its manifest.
 
     Raises DataError if there is no folder or no manifest, or the manifest is damaged.
     """
@@ -66,7 +66,7 @@ def flags_of_folder(folder: str | os.PathLike[str]) -> dict[str, Any]:
 def check_named(args: argparse.Namespace) -> None:
     """Refuse a run whose flags name no data or no tokenizer, before Megatron builds its default tokenizer.
 
-    That one downloads GPT-2's files by the package wget, so an error there would speak of neither. The ConfigError
+    That tokenizer downloads GPT-2's files with the package wget, so an error there would name neither. The ConfigError
     names the flag that is missing.
     """
     if not args.mock_data and not any(getattr(args, name) for name in _SOURCES):
@@ -83,7 +83,7 @@ def check_named(args: argparse.Namespace) -> None:
 
 
 def _check_splits(args: argparse.Namespace) -> None:
-    """Refuse data without a split that the run reads. Megatron would fail where it reads it, the validation late."""
+    """Refuse data without a split that the run reads. Megatron would fail only when it reads it, perhaps late."""
     blend, per_split = get_blend_and_blend_per_split(args)
     if blend is not None and args.split is None:
         return  # Megatron's default has all
@@ -177,7 +177,7 @@ def datasets_provider(num_samples: Sequence[int | None], vp_stage: int | None = 
     one = _only(_config(args, _FIXED_SEED), "valid")
     _, valid, _ = _build(args, [0, evaluation, 0], one, vp_stage)
     if valid is not None:
-        # A resumed run starts behind the samples that its evaluations have read.
+        # A resumed run starts after the samples that its evaluations have read.
         total = args.consumed_valid_samples + num_samples[1]
         valid = Subset(valid, [index % evaluation for index in range(total)])
         valid.split = Split.valid  # type: ignore[attr-defined]  # Megatron's loader takes its micro-batch from it
@@ -189,10 +189,10 @@ datasets_provider.is_distributed = True  # type: ignore[attr-defined]
 
 
 def install() -> None:
-    """Let every data loader draw from a generator of its own.
+    """Give every data loader a random generator of its own.
 
-    Its iterator draws a seed for its workers, in a resumed run after the checkpoint has restored the default generator.
-    On a CPU dropout draws from that one, and would differ from that of the run that is continued.
+    A loader's iterator draws a seed for its workers, in a resumed run after the default generator has been restored.
+    On a CPU dropout draws from the default generator too, so it would differ from a run without a stop.
     """
     wrap(training, build_pretraining_data_loader=_own_generator)
 
@@ -211,7 +211,7 @@ def _build(args: argparse.Namespace, sizes: Sequence[int | None], config: Any, v
 
 
 def _only(config: Any, *splits: str) -> Any:
-    """`config`, which then builds these splits and None for the others."""
+    """Change `config` so that it builds these splits, and None for the others."""
     for name in ("blend_per_split", "split_matrix"):
         if (parts := getattr(config, name)) is not None:
             chosen = [part if split in splits else None for split, part in zip(_SPLITS, parts, strict=True)]
@@ -240,9 +240,9 @@ def _config(args: argparse.Namespace, seed: int) -> Any:
 
 
 def cache_folder(args: argparse.Namespace) -> str | None:
-    """The folder of Megatron's sample indices: `--data-cache-path`, else one in the run's folder, None without either.
+    """The folder of Megatron's sample indices: `--data-cache-path`, or one in the run's folder, None without either.
 
-    So the data folder may be read-only, and holds only the files that its manifest lists.
+    So the data folder can be read-only, and holds only the files that its manifest lists.
     """
     if args.data_cache_path is not None:
         return args.data_cache_path
@@ -259,7 +259,7 @@ def _is_read_here(vp_stage: int | None = None) -> bool:
 
 def predicts_ahead(vp_stage: int | None) -> bool:
     """Whether this rank's stage has layers of multi-token prediction, which read tokens too."""
-    if not get_args().mtp_num_layers:  # asked for each micro-batch; the config takes 0.4 ms to make
+    if not get_args().mtp_num_layers:  # called for each micro-batch; building the config takes 0.4 ms
         return False
     config = core_transformer_config_from_args(get_args())
     return mtp_on_this_rank(

@@ -1,7 +1,7 @@
-"""Transformer Engine beside our layers: where it can be used, and where megatron-core needs help with it.
+"""Transformer Engine together with our layers: where it can be used, and where megatron-core needs help with it.
 
-With `--transformer-impl transformer_engine`, the default where it is installed, attention, norms and linear layers of a
-block are Transformer Engine's, and our layer stands in the place of the feed-forward layer. `specs` builds the block.
+With `--transformer-impl transformer_engine`, the default if it is installed, attention, norms and linear layers of a
+block are Transformer Engine's, and our layer replaces the feed-forward layer. `specs` builds the block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 def why_not() -> str | None:
-    """Why a model cannot have Transformer Engine's layers here, None if it can."""
+    """Why a model cannot use Transformer Engine's layers here, None if it can."""
     if importlib.machinery.PathFinder.find_spec("transformer_engine") is None:  # `cpu` hides it from an import
         return "Transformer Engine is not installed"
     if not torch.cuda.is_available():
@@ -57,8 +57,8 @@ def cudnn_conflict(theirs: tuple[int, int, int], ours: int | None) -> str | None
 def accumulate_without_apex() -> None:
     """Let Megatron's own linear layers accumulate their gradients in the product, as Transformer Engine's do.
 
-    With gradient accumulation fusion Megatron asks for apex even where only the output layer, which is never
-    Transformer Engine's, would use it. Transformer Engine's product does what apex's does. Once a process.
+    With gradient accumulation fusion Megatron requires apex even if only the output layer, which is never Transformer
+    Engine's, would use it. Transformer Engine's product does the same as apex's. Call it once per process.
     """
     from megatron.core.tensor_parallel import layers
 
@@ -77,10 +77,10 @@ def _add_product(x: Tensor, grad: Tensor, main_grad: Tensor) -> None:
 
 
 def without_extra_state(builder: Any) -> Any:
-    """The builder of a norm of Transformer Engine that saves its weights alone.
+    """The builder of a norm of Transformer Engine that saves only its weights.
 
-    The norm's extra state is of quantized inputs, which a norm has not. Without it a checkpoint has the same tensors
-    with Transformer Engine and without, and resumes with the other. All other layers agree already.
+    The norm's extra state is for quantized inputs, which a norm does not have. Without it a checkpoint has the same
+    tensors with and without Transformer Engine, so either can resume it. All other layers agree already.
     """
 
     class Plain:  # Megatron tells a class from a module by its type
@@ -100,9 +100,9 @@ def _plain(kind: type) -> type:
 
 
 def take_any_state(optimizer: Any) -> None:
-    """Let Transformer Engine's Adam load what torch's or ours has saved: a step for each parameter, none of a group.
+    """Let Transformer Engine's Adam load what torch's or ours has saved: a step per parameter, but none per group.
 
-    Ours loads Transformer Engine's by itself.
+    Ours loads Transformer Engine's state without help.
     """
 
     def complete(optimizer: Any, saved: dict[str, Any]) -> None:

@@ -1,8 +1,8 @@
-"""One line for a failure that flags or the machine cause: the flags that it is about, their values, what was asked.
+"""One line for a failure that flags or the machine cause: the flags concerned, their values, and what is required.
 
 Megatron checks many flags with assertions that have no text, and others not at all: a zero becomes a ZeroDivisionError
-in some constructor. `explain` walks through the traceback from its end to the first statement that reads, or comes
-shortly after one that reads, a flag of the command line.
+in some constructor. `explain` walks back from the end of the traceback. It stops at the first statement that reads a
+flag of the command line, or that comes shortly after such a statement.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ _SIZES = ("micro_batch_size", "seq_length", "num_layers", "hidden_size", "ffn_hi
 _ALLOCATORS = ("can't allocate memory", "out of memory")
 _PARTS = re.compile(r"megatron\.|megablocks\.(?!megatron\.(?:pretrain_gpt|cpu)$)")
 _SHOWN = 6
-"""Flags that one line names."""
+"""Most flags that one line names."""
 _NEAR = 12
-"""Lines before a statement in which its flag is searched, because they hold the condition that led to it."""
+"""Number of lines before a statement that are searched for its flag, because they hold the condition for it."""
 _LONGEST = 400
 
 
@@ -42,7 +42,7 @@ def line_of(error: BaseException) -> str:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The error of the first rank in a CheckpointException, which collects those of all ranks; else `error` itself."""
+    """The error of the first rank in a CheckpointException, which collects those of all ranks; otherwise `error`."""
     while isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     return error

@@ -1,19 +1,20 @@
 """Megatron's Adam in one pass over each parameter, without a read from the GPU.
 
-megatron-core 0.19.2 takes Transformer Engine's or apex's Adam, one pass over each parameter, or torch's AdamW, which
-reads and writes each state in passes of its own. Before it Megatron reads the gradient norm on the host and scales the
-gradients, and after it copies master weights into the model. `install` changes four places, and no file of Megatron:
+megatron-core 0.19.2 uses Transformer Engine's or apex's Adam, one pass over each parameter, or torch's AdamW, which
+reads and writes each state in passes of its own. Before the step Megatron reads the gradient norm on the host and
+scales the gradients; after it, Megatron copies master weights into the model. `install` changes four places, and no
+file of Megatron:
 
 1. `get_megatron_optimizer`: Megatron builds torch's optimizer, as on a machine without Transformer Engine and apex, and
    the optimizer in each part of the result becomes a `FusedAdam` with the same state.
-2. `step` of the result, a ChainedOptimizer: the norm stays on the device, and the factor that clips goes to the kernel.
-   The gradients keep their values. Their copy and the loss scaling of fp16 stay Megatron's, found-inf included.
+2. `step` of the result, a ChainedOptimizer: the norm stays on the device, and the kernel gets the clipping factor. The
+   gradients keep their values. Megatron still copies them and handles the loss scale of fp16, found-inf included.
 3. `_copy_main_params_to_model_params` of each part does nothing, because the step has written the copies.
-4. `reduce_max_stat_…` and `logical_and_across_model_parallel_group` of the training loop: a device's norm is reduced
-   there, and one rank asks nobody. The constant loss scale 1 lies on the host, where the loop reads it every step.
+4. `reduce_max_stat_…` and `logical_and_across_model_parallel_group` of the training loop: a norm on the device is
+   reduced there, and a single rank skips both. The constant loss scale 1 is on the host, where each step reads it.
 
-What still waits for the GPU: fp16 and --loss-scale, whose scaler needs found-inf and the scale on the host; where
-several ranks are model-parallel, Megatron's reduction of the learning rate for its log.
+Two things still wait for the GPU: fp16 and --loss-scale, whose scaler needs found-inf and the scale on the host; and,
+with several model-parallel ranks, Megatron's reduction of the learning rate for its log.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ _REFUSED_BY_DDP = ("use_megatron_fsdp", "fp8_param_gather", "fp4_param_gather")
 
 
 def install(args: argparse.Namespace) -> None:
-    """Let the training loop build and use fused optimizers, on a machine with a GPU; once a process.
+    """Let the training loop build and use fused optimizers, on a machine with a GPU. Call it once per process.
 
-    Without --megablocks-fused-optimizer Megatron's optimizer is only named in the log.
+    Without --megablocks-fused-optimizer it only names Megatron's optimizer in the log.
     """
     if not torch.cuda.is_available():
         return
@@ -63,9 +64,9 @@ def install(args: argparse.Namespace) -> None:
 
 
 def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: bool, **options: Any) -> Any:
-    """Stands for Megatron's `get_megatron_optimizer`: fuses the optimizer's step, or says why it cannot."""
+    """Wraps Megatron's `get_megatron_optimizer`: fuses the optimizer's step, or says why it cannot."""
     why = why_not(config, model) if wanted else "--no-megablocks-fused-optimizer"
-    if why is None:  # build torch's Adam, and treat its state so, also where Transformer Engine or apex is installed
+    if why is None:  # build torch's Adam and treat its state as such, even with Transformer Engine or apex
         megatron_optimizer.USING_PYTORCH_OPTIMIZER = True
         distrib_optimizer.HAVE_APEX_OR_TE = False
     optimizer = original(config, model, *args, **options)
@@ -82,7 +83,7 @@ def _build(original: Any, config: Any, model: list[Any], *args: Any, wanted: boo
 
 
 def why_not(config: Any, model: list[Any]) -> str | None:
-    """Why Megatron's optimizer is not fused, None if it can be. Every rank gives the same answer."""
+    """Why Megatron's optimizer is not fused, None if it can be. Every rank returns the same."""
     if config.optimizer != "adam":
         return f"--optimizer {config.optimizer}"
     for source, names in ((config, _REFUSED), (model[0].ddp_config, _REFUSED_BY_DDP)):
@@ -97,7 +98,7 @@ def why_not(config: Any, model: list[Any]) -> str | None:
 
 
 def why_not_parts(optimizer: Any) -> str | None:
-    """As `why_not`, of what Megatron has built."""
+    """Like `why_not`, for the optimizer that Megatron has built."""
     parts = getattr(optimizer, "chained_optimizers", ())
     if type(optimizer) is not ChainedOptimizer or any(type(part) not in _PARTS for part in parts):
         return f"a part of {type(optimizer).__name__} is of an unknown class"
@@ -105,7 +106,7 @@ def why_not_parts(optimizer: Any) -> str | None:
 
 
 def fuse(optimizer: Any) -> None:
-    """Fuse a ChainedOptimizer for which `why_not` and `why_not_parts` give None, before or after a load."""
+    """Fuse a ChainedOptimizer for which `why_not` and `why_not_parts` return None, before or after a load."""
     for part in optimizer.chained_optimizers:
         # 0-dimensional on the host: the loop's .item() waits for nothing, and a loss on the GPU can be multiplied by it
         for name in ("_scale_one", "_scale"):
@@ -120,7 +121,7 @@ def fuse(optimizer: Any) -> None:
 
 
 def _copies(part: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Each main parameter of a part, and the model's memory that is to hold it in the model's dtype."""
+    """Each main parameter of a part, and the model's memory for its copy in the model's dtype."""
     if isinstance(part, DistributedOptimizer):
         mains = chain(*part.shard_fp32_from_float16_groups, *part.shard_fp32_groups)
         models = chain(*part.model_float16_groups, *part.model_fp32_groups)
@@ -155,9 +156,9 @@ class _Norm:
 
 
 def clip_factor(norm: Tensor, limit: float) -> Tensor:
-    """By what gradients of this norm () are multiplied: () float32. limit: 0 for any norm.
+    """The factor () float32 that clips gradients of this norm () to the limit. limit: 0 never clips.
 
-    NaN for a norm that is not finite: the step changes nothing then, and the guard stops the run when it reads.
+    NaN for a norm that is not finite: then the step changes nothing, and the guard stops the run when it reads.
     """
     factor = (limit / (norm + 1e-6)).clamp(max=1.0) if limit > 0 else torch.ones_like(norm)
     return torch.where(norm.isfinite(), factor, math.nan).float()
@@ -165,7 +166,7 @@ def clip_factor(norm: Tensor, limit: float) -> Tensor:
 
 @torch.no_grad()
 def _step(optimizer: Any, norm_of: _Norm) -> tuple[bool, Tensor | None, Any]:
-    """Stands for `ChainedOptimizer.step`, and returns the norm as a () float32 tensor on the device."""
+    """Replaces `ChainedOptimizer.step`, and returns the norm as a () float32 tensor on the device."""
     optimizer.grad_norms_by_group = {}
     if optimizer.prepare_grads():  # an overflow of fp16
         return False, None, None
@@ -179,7 +180,7 @@ def _step(optimizer: Any, norm_of: _Norm) -> tuple[bool, Tensor | None, Any]:
 
 
 def _reduce_max(original: Any, stat: Any, group: Any = None) -> Any:
-    """The largest `stat`, None where no rank has one. A tensor stays on its device."""
+    """The largest `stat`, None if no rank has one. A tensor stays on its device."""
     if group is not None and group.size() == 1:
         return stat
     if not isinstance(stat, Tensor):
@@ -189,7 +190,7 @@ def _reduce_max(original: Any, stat: Any, group: Any = None) -> Any:
 
 
 def _logical_and(original: Any, update_successful: bool, group: Any = None, *, agreed: bool) -> bool:
-    """agreed: all ranks of the group always give the same."""
+    """Whether all ranks were successful. agreed: all ranks of the group always pass the same value."""
     if agreed or (group is not None and group.size() == 1):
         return update_successful is True
     return original(update_successful, group)

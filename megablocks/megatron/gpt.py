@@ -34,7 +34,7 @@ from megablocks.megatron.specs import block_spec
 
 _KEYS = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 _SPIKE_FACTOR = 10
-"""Megatron's --check-for-spiky-loss reports a loss that exceeds the largest one so far this many times."""
+"""Megatron's --check-for-spiky-loss reports a loss above this many times the largest loss so far."""
 
 Observer = Callable[[Tensor, Tensor], None]
 """Called with a micro-batch's summed loss () and its token count ()."""
@@ -112,8 +112,8 @@ def loss_func(loss_mask: Tensor | None, output: Tensor, observe: Observer) -> tu
     """The summed loss of a micro-batch, in the form that Megatron's schedules need.
 
     Args:
-        loss_mask: (B, S), 1 for a token that counts, else 0. output: (B, S) floating, the loss of each token.
-        observe: in training called with the sum () float32 and the number of tokens () int32, both detached.
+        loss_mask: (B, S), 1 for a token that counts, otherwise 0. output: (B, S) floating, the loss of each token.
+        observe: called in training with the sum () float32 and the number of tokens () int32, both detached.
 
     Returns:
         the sum () float32, the number of tokens () int32, and {"lm loss": (2,)} with both, for the log.
@@ -143,9 +143,9 @@ def forward_step(
     *,
     observe: Observer,
 ) -> tuple[Any, Any]:
-    """Megatron's `forward_step_func`: run the next micro-batch. Returns the output and the function that makes a loss.
+    """Megatron's `forward_step_func`: run the next micro-batch. Returns the output and the loss function.
 
-    observe: gets each training micro-batch's loss.
+    observe: called with the loss of each training micro-batch.
     """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
@@ -160,7 +160,7 @@ def forward_step(
 
 
 def embedding_ranks(pipeline_ranks: list[int]) -> list[int]:
-    """Ranks of a pipeline group that hold the word embedding: the first; the last if tied; those that predict ahead."""
+    """Ranks of a pipeline group that hold the word embedding: the first, the last if tied, those that predict ahead."""
     args = get_args()
     ranks = {pipeline_ranks[0]}
     if len(pipeline_ranks) > 1:

@@ -3,10 +3,10 @@
 `Guards.install` replaces globals of `megatron.training.training`, and later `optimizer.step`, by wrappers that call the
 original.
 
-A step's loss and flags stay on the device until the host reads them, before an update. With an optimizer that changes
-nothing in a step of a non-finite gradient norm, by a flag on the device, and so has the attribute `skips_nonfinite`,
-that is once a log interval and before every save; else, and with a guard against spikes, it is in every step. All ranks
-read in the same steps, so all of them stop in the same one.
+A step's loss and flags stay on the device until the host reads them, before an update. An optimizer with the attribute
+`skips_nonfinite` changes nothing in a step whose gradient norm is not finite; it decides by a flag on the device. With
+it, and without a guard against spikes, the host reads once per log interval and before every save. Otherwise it reads
+in every step. All ranks read in the same steps, so they all stop in the same step.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Guards:
         self._model: list[torch.nn.Module] = []
 
     def install(self) -> None:
-        """Wrap Megatron's functions; once a process, before `pretrain`."""
+        """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
         wrap(
             training,
             load_checkpoint=self._load,
@@ -84,7 +84,7 @@ class Guards:
         wrap(DistributedSignalHandler, signals_received=_signals)
 
     def _train_step(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stands for Megatron's `train_step`: announces the first step, which compiles."""
+        """Wraps Megatron's `train_step`: announces the first step, which compiles."""
         if not self.is_training and torch.cuda.is_available():
             print_rank_0("first step: compiling kernels, 10 to 20 s unless Triton's and torch's caches hold them")
         self.is_training = True
@@ -99,7 +99,7 @@ class Guards:
         self._sums[2] += ~torch.isfinite(loss)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stands for `setup_model_and_optimizer`: checks what can fail before it, and watches the optimizer's step."""
+        """Wraps `setup_model_and_optimizer`: checks what can fail before it, and wraps the optimizer's step."""
         if self.heartbeat is not None:
             self.heartbeat.wait_until_known()
         _check_same_checkpoint(self.args)
@@ -115,19 +115,19 @@ class Guards:
                 layers = [layer for chunk in model for layer in get_attr_wrapped_model(chunk, "decoder").layers]
                 names = [f"layer {layer.layer_number}" for layer in layers]
                 if layers and not mpu.is_pipeline_last_stage():
-                    names.append(f"layer {layers[-1].layer_number + 1}")  # of the next stage
+                    names.append(f"layer {layers[-1].layer_number + 1}")  # in the next stage
                 self._sentinels = LayerSentinels(layers, names, self._bad.device)
             optimizer.step = functools.wraps(optimizer.step)(functools.partial(self._step, optimizer.step))
         return model, optimizer, scheduler
 
     def _step(self, original: Any) -> Any:
-        """Stands for `optimizer.step`. Costs no synchronization and no collective in a step that is not read."""
+        """Wraps `optimizer.step`. A step that the host does not read costs no synchronization and no collective."""
         number, sums = self.args.curr_iteration + 1, self._sums.clone()
-        self._sums.zero_()  # the same memory in every step: a replayed one adds to what it was captured with
+        self._sums.zero_()  # in place: a replayed step adds to the memory that it was captured with
         reads = self._reads_in(number)
         # With fp16 the loss scaler expects overflows.
         guards = self.args.megablocks_nonfinite_guard and not self.args.fp16
-        if guards and (reads or not self.args.clip_grad > 0):  # else the gradient norm, read later, says the same
+        if guards and (reads or not self.args.clip_grad > 0):  # otherwise the gradient norm, read later, shows it
             for buffer in self._gradient_buffers():
                 sums[3] += is_bad(buffer)
         if self._sentinels is not None:
@@ -152,8 +152,8 @@ class Guards:
     def read(self, before_update: bool = False) -> bool:
         """Read the steps since the last call. Every rank must call it. Synchronizes.
 
-        Returns whether the last one's loss is a spike, whose update is to be skipped. Raises NonFiniteError, on every
-        rank, if one of them held a NaN or Inf.
+        Returns whether the loss of the last step is a spike, so that its update must be skipped. Raises NonFiniteError
+        on every rank if one of these steps had a NaN or Inf.
         """
         steps, self._unread = self._unread, []
         if not steps:
@@ -180,7 +180,7 @@ class Guards:
         return [buffer.grad_data for c in chunks for buffer in (*c.buffers, *c.expert_parallel_buffers)]
 
     def _describe(self, step: int, here: list[float], last: int, before_update: bool) -> str:
-        """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it and gets the same.
+        """One line: on which rank the first NaN or Inf arose, and where. Every rank must call it; all get the same.
 
         here: how many losses and gradient buffers of this rank were bad.
         """
@@ -197,7 +197,7 @@ class Guards:
             parameter = first_bad_parameter(named) if before_update else None  # later steps have overwritten them
             born, where = "gradient", f"the gradient of {parameter or 'some parameter'}"
         order = ("forward", "loss", "backward", "gradient", None).index(born)
-        stage = mpu.get_pipeline_model_parallel_rank()  # a NaN spreads to later ones in forward, to earlier in backward
+        stage = mpu.get_pipeline_model_parallel_rank()  # a NaN spreads to later stages, in backward to earlier ones
         reports = _of_all_ranks((order, -stage if born == "backward" else stage, dist.get_rank(), where))
         *_, rank, where = min(report for report in reports if report[-1] is not None)
         kept = f"; {self.args.save} is as the last save left it" if self.args.save else ""
@@ -207,7 +207,7 @@ class Guards:
     # Checkpoints.
 
     def _load(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stands for Megatron's `load_checkpoint`: verifies it first, and gives each failure one line."""
+        """Wraps Megatron's `load_checkpoint`: verifies the checkpoint first, and reports each failure in one line."""
         folder, saved = Path(self.args.load or self.args.pretrained_checkpoint), None
         if self.args.load and self.args.ckpt_step:
             folder = atomic.folder_of(self.args.load, self.args.ckpt_step)
@@ -215,7 +215,7 @@ class Guards:
             saved = checkpoint_io.saved_args(folder)
             if not self.args.finetune:
                 self._compare(folder, saved)
-        elif self.verifiable:  # weights alone, of `convert`
+        elif self.verifiable:  # only weights, written by `convert`
             _together(functools.partial(self._open, folder / atomic.RELEASE))
         try:
             with self._saved_rates(saved, *args[1:3]):
@@ -244,7 +244,7 @@ class Guards:
     def _saved_rates(self, saved: argparse.Namespace | None, optimizer: Any, scheduler: Any) -> Iterator[None]:
         """Give the optimizer's groups the saved learning rates, by which Megatron finds them in the checkpoint.
 
-        Behind the load they have this run's again where --override-opt-param-scheduler asks for them.
+        After the load, --override-opt-param-scheduler gives them this run's rates again.
         """
         if saved is None or optimizer is None or self.args.finetune or self.args.no_load_optim:
             yield
@@ -261,7 +261,7 @@ class Guards:
             scheduler.step(increment=0)
 
     def _open(self, folder: Path) -> None:
-        """Verify a checkpoint, and take over its loss window and the fingerprint of its data."""
+        """Verify a checkpoint, load its loss window and compare the fingerprint of its data."""
         if self.verifiable and self.args.megablocks_verify_checkpoint:
             atomic.verify(folder, dist.get_rank(), dist.get_world_size())
         path = folder / STATE
@@ -316,7 +316,7 @@ class Guards:
 
     def _save(self, original: Any, iteration: int, *args: Any, **kwargs: Any) -> Any:
         self.read()
-        if not self.args.save:  # Megatron's own check of a step saves in any run before it exits
+        if not self.args.save:  # Megatron's own check of a step saves before it exits, in any run
             return None
         if self.args.ckpt_format != "torch_dist" or kwargs.get("non_persistent_ckpt"):
             return original(iteration, *args, **kwargs)
@@ -344,11 +344,11 @@ class Guards:
         try:
             if self.args.megablocks_keep_checkpoints:
                 atomic.prune(root, saved, self.args.megablocks_keep_checkpoints)
-        except OSError as error:  # the new checkpoint is whole, so the run goes on
+        except OSError as error:  # the new checkpoint is complete, so the run continues
             print_rank_0(f"WARNING: an older checkpoint could not be removed: {error}")
 
     def _save_failure(self, root: Path, folder: Path, error: BaseException) -> str:
-        """The line of a save that failed: the reason, and what is left to resume from."""
+        """One line for a failed save: the reason, and the checkpoint that is left to resume from."""
         complete = [i for i in atomic.iterations(root) if (atomic.folder_of(root, i) / atomic.MARKER).is_file()]
         survives = f"iteration {complete[-1]} is the newest complete checkpoint" if complete else "none is complete"
         lines = str(error).strip().splitlines() or [type(error).__name__]  # torch puts the cause last
@@ -359,8 +359,8 @@ class Guards:
 def choose_checkpoint(args: argparse.Namespace) -> bool:
     """Make Megatron load the newest complete checkpoint of --load: set `ckpt_step`; without one, set `load` to None.
 
-    Without one --pretrained-checkpoint becomes --load with --finetune, which is what Megatron makes of it. Call it
-    before Megatron looks for a checkpoint. A second call changes nothing.
+    Then --pretrained-checkpoint, if given, becomes --load with --finetune, as in Megatron. Call it before Megatron
+    looks for a checkpoint. A second call changes nothing.
 
     Returns:
         whether the checkpoint has a manifest, so that its files can be verified.
@@ -383,7 +383,7 @@ def choose_checkpoint(args: argparse.Namespace) -> bool:
 
 
 def _choose(args: argparse.Namespace) -> bool:
-    """What `choose_checkpoint` does with --load, once it is given."""
+    """Do for a given --load what `choose_checkpoint` says."""
     first = int(os.environ.get("RANK", 0)) == 0
     if args.ckpt_step:
         folder = atomic.folder_of(args.load, args.ckpt_step)
@@ -420,22 +420,22 @@ def choose_before_reading_args() -> None:
 
 
 def _load_args(original: Any, args: argparse.Namespace, *rest: Any, **options: Any) -> Any:
-    """Stands for Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
+    """Wraps Megatron's `load_args_from_checkpoint`: chooses the checkpoint first."""
     choose_checkpoint(args)
     if args.load and args.ckpt_step:
-        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # if it fails, in one line
-        if options.get("load_arg") == "pretrained_checkpoint":  # the step is of --load, which Megatron reads next
+        checkpoint_io.saved_args(atomic.folder_of(args.load, args.ckpt_step))  # a failure is one line
+        if options.get("load_arg") == "pretrained_checkpoint":  # the step belongs to --load, which Megatron reads next
             return args
     return original(args, *rest, **options)
 
 
 def _signals(original: Any, handler: DistributedSignalHandler) -> list[bool]:
-    """`original`, which asks every rank for the signal to exit; one rank needs no tensor here either."""
+    """Wraps `signals_received`, which gathers the exit signals of all ranks: a single rank needs no tensor for it."""
     return [handler._signal_received] if dist.get_world_size() == 1 else original(handler)
 
 
 def _of_all_ranks(value: Any) -> list[Any]:
-    """What each rank passes, in the order of the ranks. Every rank must call it."""
+    """The values that the ranks pass, in the order of the ranks. Every rank must call it."""
     values = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -454,7 +454,7 @@ def _together(check: Any) -> None:
 
 
 def _check_same_checkpoint(args: argparse.Namespace) -> None:
-    """Refuse to start where ranks found different checkpoints to resume from, as without a shared folder."""
+    """Refuse to start if ranks found different checkpoints to resume from, for example without a shared folder."""
     found = _of_all_ranks((socket.gethostname(), args.ckpt_step if args.load else None))
     for rank, (host, iteration) in enumerate(found):
         if iteration != found[0][1]:

@@ -20,17 +20,17 @@ _PLAIN = {
     "grad_output_buffer": None,
     "gtp_remat_size": 1,
 }
-"""Options of Megatron's linear function, with the values that ask for no more than x · Wᵀ + bias."""
+"""Options of Megatron's linear function, with the values for which it computes only x · Wᵀ + bias."""
 
 
 class BiasInProduct(ColumnParallelLinear):
-    """Megatron's ColumnParallelLinear. Where ranks exchange nothing in it, the bias is added inside the product.
+    """Megatron's ColumnParallelLinear. It adds the bias inside the product if its ranks exchange nothing.
 
-    Elsewhere, as with tensor parallelism, Megatron's own function runs.
+    Otherwise, for example with tensor parallelism, Megatron's own function runs.
     """
 
     def _forward_impl(self, input: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
         plain = all(options[name] == value for name, value in _PLAIN.items())
-        if bias is not None and plain and weight.requires_grad:  # beside a frozen weight Megatron trains no bias
+        if bias is not None and plain and weight.requires_grad:  # with a frozen weight Megatron trains no bias
             return F.linear(input, weight, bias)
         return super()._forward_impl(input=input, weight=weight, bias=bias, **options)

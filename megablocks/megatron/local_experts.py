@@ -1,4 +1,4 @@
-"""Our experts under Megatron's contract: parallel attributes, sharded checkpoints, and the `experts` builder's call.
+"""Our experts with Megatron's interface: parallel attributes, sharded checkpoints, and the `experts` builder's call.
 
 Used by our own layer, and as `MoESubmodules(experts=MegaBlocksExperts)` inside Megatron's MoELayer.
 """
@@ -27,7 +27,7 @@ class MegaBlocksExperts(MegatronModule):
 
     Args:
         num_local_experts: experts on this expert-parallel rank.
-        config: Megatron's; `check_config` says what is refused.
+        config: Megatron's; `check_config` refuses what is not supported.
         pg_collection: groups `ep` (expert parallel), `expt_tp` (shards of every expert's width), `expt_dp`.
     """
 
@@ -39,7 +39,7 @@ class MegaBlocksExperts(MegatronModule):
         name: str | None = None,
     ) -> None:
         super().__init__(config=config)
-        check_config(config, dispatches=False)  # Megatron's layer may do that
+        check_config(config, dispatches=False)  # Megatron's layer may dispatch
         groups = get_default_pg_collection() if pg_collection is None else pg_collection
         self.ep_group, self.tp_group, self.dp_group = groups.ep, groups.expt_tp, groups.expt_dp
         draw = config.perform_initialization
@@ -62,7 +62,7 @@ class MegaBlocksExperts(MegatronModule):
             rows: (R, H) sorted by local expert. tokens_per_expert: (E_local,) integers, adding up to R. probs: (R,).
 
         Returns:
-            ((R, H) weighted by probs, None); a partial sum when the experts' width is cut over ranks.
+            ((R, H) weighted by probs, None); a partial sum if the experts' width is split over ranks.
         """
         offsets = torch.zeros(tokens_per_expert.shape[0] + 1, dtype=torch.int32, device=tokens_per_expert.device)
         offsets[1:] = tokens_per_expert.cumsum(0)
@@ -70,14 +70,14 @@ class MegaBlocksExperts(MegatronModule):
         return (out * probs.unsqueeze(-1)).to(rows.dtype), None
 
     def backward_dw(self) -> None:
-        """Weight gradients are computed in backward itself; `check_config` refuses delaying them."""
+        """Does nothing: backward has computed the weight gradients. `check_config` refuses to delay them."""
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
         """Each parameter as one global tensor over layers, experts and, where it has one, the experts' width.
 
-        Global shapes, after the layers that `sharded_offsets` says: w1, v1, w2 (E, I, H); b1, c1 (E, I); b2 (E, H).
+        Global shapes, after the layer axes of `sharded_offsets`: w1, v1, w2 (E, I, H); b1, c1 (E, I); b2 (E, H).
         So a checkpoint loads at any expert, expert-tensor, tensor and pipeline parallel size.
         """
         return {
@@ -88,7 +88,7 @@ class MegaBlocksExperts(MegatronModule):
     def _factory(
         self, key: str, name: str, parameter: Tensor, sharded_offsets: tuple[tuple[int, int, int], ...]
     ) -> ShardedTensorFactory:
-        """For the parameter, and for its optimizer state of the same shape."""
+        """A factory for the sharded tensor of the parameter, and of optimizer state of the same shape."""
         is_matrix, has_width = name in ("w1", "v1", "w2"), name != "b2"
         layers = len(sharded_offsets)
         offsets = [*sharded_offsets, (layers, self.ep_group.rank(), self.ep_group.size())]

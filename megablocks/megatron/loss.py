@@ -1,7 +1,7 @@
 """Megatron's output layer and cross entropy in one op, `megablocks.ops.linear_cross_entropy`.
 
-`GPTModel.forward` takes an `output_processor`, which it calls in place of both. Where the logits are needed,
-Megatron's own loss runs and one line says why.
+`GPTModel.forward` accepts an `output_processor`, which it calls instead of both. If the logits are needed, Megatron's
+own loss runs, and one log line says why.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NEEDS_LOGITS: dict[str, tuple[tuple[Any, ...], str]] = {
     "config_logger_dir": (("", None), "it writes the logits to a file"),
     "use_mup": ((False,), "it scales the logits"),
 }
-"""Fields of TransformerConfig: the values that the fused loss takes, and why it takes no other."""
+"""Fields of TransformerConfig: the values that the fused loss supports, and why no other value is supported."""
 
 
 def loss_arguments(kept_gib: float | None) -> dict[str, Any]:
-    """What `forward` of a GPTModel gets for the fused loss, by name.
+    """The keyword arguments of `forward` of a GPTModel for the fused loss.
 
     kept_gib: GiB of logits that stay in memory for backward; None: a tenth of the GPU's memory.
     """
@@ -60,7 +60,7 @@ def fused_loss(
 ) -> Tensor:
     """An `output_processor` of GPTModel: hidden states (S, B, H) and labels (B, S) to the loss of each token (B, S).
 
-    Without labels it gives the logits (B, S, V), as GPTModel does. context: GiB of logits that are kept for backward.
+    Without labels it returns the logits (B, S, V), as GPTModel does. context: GiB of logits that are kept for backward.
     """
     obstacle = None if labels is None else _obstacle(output_layer, output_weight, runtime_gather_output, config)
     if labels is None or obstacle is not None:
@@ -78,7 +78,7 @@ def fused_loss(
 
 
 def _obstacle(layer: Any, weight: Tensor | None, gather_output: bool | None, config: Any) -> str | None:
-    """Why the fused loss cannot stand for this output layer and Megatron's loss; None if it can."""
+    """Why the fused loss cannot replace this output layer and Megatron's loss; None if it can."""
     for name, (allowed, why) in _NEEDS_LOGITS.items():
         value = getattr(config, name, allowed[0])
         if value not in allowed:

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig → our MoEConfig, and what of the former our layer refuses.
+"""Megatron's TransformerConfig → our MoEConfig, and the checks of values that our layer refuses.
 
 Every refusal is one line that names the field, its value and what is allowed.
 """
@@ -22,7 +22,7 @@ from megablocks.megatron.settings import MegaBlocksSettings, settings_of
 from megablocks.ops.activation_table import Activation
 
 Table = dict[str, tuple[tuple[Any, ...], str]]
-"""Fields: the allowed values, and why no other."""
+"""Fields: the allowed values, and why no other value is allowed."""
 _OF_ENGINE = "or use Megatron's own layer (--megablocks-layer megatron) with Transformer Engine"
 _OF_MEGATRON = "or use Megatron's own layer (--megablocks-layer megatron)"
 _SPLITS = "the all-to-all's split sizes change every step"
@@ -53,7 +53,7 @@ _UNSUPPORTED: Table = {
     "use_te_activation_func": ((False,), "activations are part of the experts"),
     "mtp_num_layers": ((None, 0), "multi-token prediction needs Megatron's own layer"),
     "cuda_graph_impl": (("none", "full_iteration"), "a graph of one layer would run without the guard's hooks"),
-    "cuda_graph_modules": (([], "full"), "they are of graphs of one layer"),
+    "cuda_graph_modules": (([], "full"), "they belong to graphs of one layer"),
 }
 """Fields that our experts refuse."""
 OWN_EXCHANGE = "our layer exchanges the tokens itself; --megablocks-layer experts is our experts in Megatron's layer"
@@ -68,7 +68,7 @@ _DISPATCHER: Table = {
     "moe_token_dispatcher_type": (("alltoall", "allgather"), OWN_EXCHANGE),  # the latter is the config's default
     **{name: ((getattr(TransformerConfig, name),), OWN_EXCHANGE) for name in _OF_DISPATCHERS},
 }
-"""Fields of Megatron's dispatchers, which stand in its own layer only, with their defaults."""
+"""Fields of Megatron's dispatchers, which only its own layer has, with their defaults."""
 _AS_SET = (*QUANTIZED, "mlp_impl", "router_type", "uniform_assignment", "token_rounding", "token_rounding_tile",
            "capacity_factor", "capacity_rule")  # fmt: skip
 """Fields of MoEConfig that are our settings of the same names."""
@@ -89,7 +89,7 @@ def check_fields(values: Any, *, dispatches: bool) -> None:
 
     Args:
         values: a TransformerConfig, or the driver's flags, which have its names.
-        dispatches: whether our layer computes, not only our experts in Megatron's layer.
+        dispatches: True for our layer, False for our experts in Megatron's layer.
     """
     check_table(values, _UNSUPPORTED | (_DISPATCHER if dispatches else {}))
     inside = _OFFLOADED.intersection(getattr(values, "offload_modules", None) or ())
@@ -126,9 +126,9 @@ def _check_experts(config: TransformerConfig) -> None:
 
 
 def check_engine(config: TransformerConfig) -> None:
-    """Refuse what Megatron accepts and then does wrongly or does not read, with or without Transformer Engine.
+    """Refuse values that Megatron accepts but handles wrongly or ignores, with or without Transformer Engine.
 
-    It checks dense models too. The ConfigError says the field, its value and why it cannot work here.
+    It checks dense models too. The ConfigError names the field, its value and the reason.
     """
     if config.virtual_pipeline_model_parallel_size is not None and config.pipeline_model_parallel_size == 2:
         if config.batch_p2p_comm or not config.overlap_p2p_comm:
@@ -138,7 +138,7 @@ def check_engine(config: TransformerConfig) -> None:
     if config.activation_func_clamp_value is not None:
         _check_clamp(config)
     if config.cuda_graph_impl == "full_iteration" and not hasattr(config, "megablocks"):
-        driver = "megablocks.megatron.pretrain_gpt, which keeps in place what a captured step writes"
+        driver = "megablocks.megatron.pretrain_gpt, which does not move the memory that a captured step writes"
         refuse("cuda_graph_impl", config.cuda_graph_impl, f"must be 'none' outside of {driver}")
     if config.fp32_residual_connection and config.params_dtype != torch.float32:
         if not HAVE_TE or config.transformer_impl != "transformer_engine":
@@ -172,7 +172,7 @@ def _check_clamp(config: TransformerConfig) -> None:
 
 
 def _check_fuser(config: TransformerConfig) -> None:
-    """Transformer Engine's fused operations: Megatron's own grouped experts read them, a block of `specs` does not."""
+    """Refuse flags of Transformer Engine's fused operations that nothing reads. Megatron's grouped experts read one."""
     grouped = config.num_moe_experts is not None and settings_of(config).layer == "megatron"
     for name, is_read in (("use_transformer_engine_op_fuser", grouped), ("use_grouped_gemm_for_dense_mlp", False)):
         if getattr(config, name) and not is_read:
@@ -180,7 +180,7 @@ def _check_fuser(config: TransformerConfig) -> None:
 
 
 def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoEConfig:
-    """What one of the model's mixture-of-experts layers computes. Losses, jitter and shared experts stay Megatron's."""
+    """The config of a mixture-of-experts layer of the model. Losses, jitter and shared experts stay Megatron's."""
     assert config.num_moe_experts is not None and config.moe_ffn_hidden_size is not None
     shards = config.expert_tensor_parallel_size or 1
     check_width(settings.mlp_impl, config.moe_ffn_hidden_size, shards, "moe_ffn_hidden_size")
@@ -225,7 +225,7 @@ def moe_config(config: TransformerConfig, settings: MegaBlocksSettings) -> MoECo
 
 
 def needs_megatron_routing(config: TransformerConfig) -> bool:
-    """Whether the router's settings are among those that our functional routing lacks."""
+    """Whether the router has settings that our functional routing lacks."""
     return (
         config.moe_router_load_balancing_type in ("sinkhorn", "quantile_balancing")
         or config.moe_enable_routing_replay

@@ -2,8 +2,8 @@
 
     x (S, B, H) ─ MegaBlocksRouter ─▶ Routing ─ [capacity] ─ dispatcher, MegaBlocksExperts ─ [+ shared] ─▶ (S, B, H)
 
-A subclass of Megatron's MoELayer, because Megatron asks `isinstance` where it treats such layers differently. It builds
-no token dispatcher of Megatron's.
+The layer is a subclass of Megatron's MoELayer, because Megatron recognizes such layers by `isinstance`. It does not
+build Megatron's token dispatcher.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from megablocks.monitor.expert_load import ExpertLoad
 
 
 class MegaBlocksMoELayer(MoELayer):
-    """Takes the place, the arguments and the config of Megatron's MoELayer.
+    """Replaces Megatron's MoELayer, with the same arguments and config.
 
     submodules: builders of the router (a `MegaBlocksRouter`), of the experts (`MegaBlocksExperts`) and, where the
     config has them, of the shared experts (Megatron's).
@@ -59,7 +59,7 @@ class MegaBlocksMoELayer(MoELayer):
                 config=config, pg_collection=groups, gate=config.moe_shared_expert_gate
             )
         self.dispatch_group, settings = groups.tp_ep, settings_of(config)
-        # In Megatron's group of expert-tensor × expert-parallel ranks the former are neighbors.
+        # In Megatron's group of expert-tensor × expert-parallel ranks, expert-tensor ranks are neighbors.
         self.dispatcher = make_dispatcher(
             self.dispatch_group,
             config.num_moe_experts,
@@ -84,7 +84,7 @@ class MegaBlocksMoELayer(MoELayer):
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
-        """hidden_states (S, B, H) → (S, B, H); with recomputation backward calls it again."""
+        """hidden_states (S, B, H) → (S, B, H). Backward calls it again if the layer is recomputed."""
         shared = self.shared_experts_compute(hidden_states)
         core = self.experts.core
         routing, experts = self.router(hidden_states, padding_mask), core
@@ -93,7 +93,7 @@ class MegaBlocksMoELayer(MoELayer):
             experts = partial(core, places=places)
         else:
             routing = drop_beyond_capacity(routing, core.config, self.dispatch_group)
-        if self.training and torch.is_grad_enabled():  # once a step, also when the layer is recomputed
+        if self.training and torch.is_grad_enabled():  # once per step, even if the layer is recomputed
             self.expert_load.add(routing.metrics["tokens_per_expert"], routing.metrics.get("dropped", 0))
         tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
         try:

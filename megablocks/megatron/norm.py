@@ -4,8 +4,8 @@ Megatron's own fallback (`WrappedTorchNorm`) refuses sequence parallelism and ze
 parallelism each tensor-parallel rank normalizes its own part of the sequence. So the gradients of the norm's parameters
 are partial sums, which Megatron adds up if the parameters are marked `sequence_parallel`.
 
-On a GPU the kernels of `megablocks.ops.norm` compute it unless `--megablocks-norm torch` is given: torch's pass over
-the gradients of weight and bias takes as long as both others together.
+On a GPU the kernels of `megablocks.ops.norm` compute it unless `--megablocks-norm torch` is given. torch's pass for the
+gradients of weight and bias takes as long as its two other passes together.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ class Norm(torch.nn.Module):
 
 
 class AllHeadsNorm(Norm):
-    """Normalizes queries or keys (S, B, heads, D) over all heads of a token, as OLMoE. weight: (heads · D,).
+    """Normalizes queries or keys (S, B, heads, D) over all heads of a token, as OLMoE does. weight: (heads · D,).
 
-    of_keys: whether it stands behind the keys, which have one head a query group. Raises ConfigError with tensor
-    parallelism, where no rank has all heads.
+    of_keys: whether it normalizes the keys, which have one head per query group. Raises ConfigError with tensor
+    parallelism, because then no rank has all heads.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, *, of_keys: bool) -> None:

@@ -1,25 +1,25 @@
 """Resuming Megatron's distributed optimizer with torch's Adam, or ours, which has torch's state.
 
-Megatron takes it where neither apex nor Transformer Engine is installed, and elsewhere with `fused_optimizer`. Its
-state holds a `step` tensor for each parameter. megatron-core 0.19.2 then has four faults, of which the second and third
-make a resumed run train wrongly without an error:
+Megatron uses this Adam if neither apex nor Transformer Engine is installed, and otherwise with `fused_optimizer`. Its
+state holds a `step` tensor for each parameter. megatron-core 0.19.2 then has four faults. The second and third make a
+resumed run train wrongly without an error:
 
 1. `DistributedOptimizer.state_dict` asserts that all steps are equal. An optimizer that has not stepped yet, as when a
    checkpoint is loaded, has none. Fix: fill its state with zeros and step 0 first, as AdamW would.
 2. `_set_main_param_and_optimizer_states` looks for every tensor of the state in what it loads, but `step` is saved with
-   the parameter groups. Megatron's default format, which cannot be resharded, has the 0 of the new run there. Fix:
-   leave `step` out.
+   the parameter groups. In Megatron's default format, which cannot be resharded, the new run finds its own 0 there.
+   Fix: leave `step` out.
 3. `load_state_dict` gives all parameters the same `step` tensor. AdamW adds one to it for each parameter, so the bias
    correction is wrong. Fix: give each parameter a copy.
 4. `_set_main_param_and_optimizer_states` copies in place into float32 parameters. Without mixed precision these are
-   views of parameters, for which autograd refuses it. Fix: copy without autograd.
+   views of parameters, where autograd refuses such a copy. Fix: copy without autograd.
 
-The other optimizers have the first fault too, when they save: at a large loss scale the first steps of fp16 overflow,
-and what is saved before the first update could not be loaded. SGD's state could never be loaded, because Megatron has
-no function that fills it. Fix: fill it as well, also before a load.
+The other optimizers have the first fault too, when they save. At a large loss scale the first steps of fp16 overflow,
+and a checkpoint from before the first update could not be loaded. SGD's state could never be loaded, because Megatron
+has no function that fills it. Fix: fill it as well, also before a load.
 
-Beside the state: Megatron decays no parameter of one dimension, and knows biases by that. Those of our experts have
-two. Fix: decay none of them either.
+Apart from the state: Megatron does not decay parameters of one dimension, which biases usually are. The biases of our
+experts have two. Fix: do not decay them either.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from megablocks.megatron.wrap import wrap
 
 
 def install() -> None:
-    """Apply the fixes, once a process. They leave an optimizer of another class alone."""
+    """Apply the fixes. Call it once per process. They do not change optimizers of other classes."""
     wrap(
         DistributedOptimizer,
         state_dict=_with_state,
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def _without_decay_of_biases(original: Any, model_chunks: Any, config: Any, overrides: Any) -> Any:
-    """Stands for `_get_param_groups`: where it decays no biases, our experts' are among them."""
+    """Wraps `_get_param_groups`: if it decays no biases, it decays none of our experts either."""
     if any(override.get("wd_mult") == 0 for override in (overrides or {}).values()):
         overrides = {**overrides, ParamKey(name="*.experts.core.[bc][12]"): {"wd_mult": 0.0}}
     return original(model_chunks, config, overrides)
@@ -60,7 +60,7 @@ def _is_torch_adam(optimizer: Any) -> bool:
 
 
 def _with_state(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `state_dict`, and for `sharded_state_dict` of the others: the first fix."""
+    """Wraps `state_dict`, and `sharded_state_dict` of the other optimizers: the first fix."""
     inner: Any = getattr(optimizer, "optimizer", None)
     is_sgd = isinstance(inner, torch.optim.SGD)
     if is_sgd:
@@ -77,7 +77,7 @@ def _with_state(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """Stands for `load_state_dict`: the third fix."""
+    """Wraps `load_state_dict`: the third fix."""
     original(optimizer, state_dict)
     if _is_torch_adam(optimizer):
         for state in optimizer.optimizer.state.values():
@@ -86,7 +86,7 @@ def _with_own_steps(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _with_a_step(original: Any, optimizer: Any, state_dict: Any) -> None:
-    """Stands for `load_state_dict` of the others: Megatron saves no step that is 0, and Adam asks for one."""
+    """Wraps `load_state_dict` of the others: Megatron does not save a step of 0, but Adam requires one."""
     if _is_torch_adam(optimizer):
         for state in state_dict.get("optimizer", state_dict).get("state", {}).values():
             if isinstance(state, dict):
@@ -95,7 +95,7 @@ def _with_a_step(original: Any, optimizer: Any, state_dict: Any) -> None:
 
 
 def _without_steps(original: Any, optimizer: Any, model_param: Any, tensors: dict[str, Any]) -> None:
-    """Stands for `_set_main_param_and_optimizer_states`: the second and the fourth fix."""
+    """Wraps `_set_main_param_and_optimizer_states`: the second and the fourth fix."""
     if _is_torch_adam(optimizer):
         tensors = {**tensors, "step": None}  # the original skips a value that is not a tensor
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""A driver's command line, parsed and validated for GPUs that this machine need not have."""
+"""Parse and validate a driver's command line for GPUs that this machine need not have."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
     parsed: list[argparse.Namespace] = []
     with (
         warnings.catch_warnings(action="ignore"),  # of packages that are missing here
-        mock.patch.dict(os.environ, of_rank_0),  # it also takes away what the parser adds to the environment
+        mock.patch.dict(os.environ, of_rank_0),  # it also removes what the parser adds to the environment
         contextlib.redirect_stdout(io.StringIO()),
     ):
         from megatron.training.arguments import add_megatron_arguments, validate_args
@@ -42,13 +42,13 @@ def parse(argv: Sequence[str], gpus: int) -> argparse.Namespace:
             args._is_global_batch_size_explicitly_specified = args.global_batch_size is not None
             if "(no GPU)" in str(args.megablocks_automatic.get("megablocks_fused_loss")):
                 args.megablocks_fused_loss = True  # off on this machine only
-            with (  # the validation asks for the GPU's generation, and hears Hopper's
+            with (  # the validation reads the GPU's generation; this answers Hopper
                 mock.patch("megatron.training.arguments.get_device_arch_version", lambda: 9),
                 mock.patch("torch.cuda.get_device_capability", lambda *_: (9, 0)),
             ):
                 validate_args(args, {})
         except DataError as error:
-            raise ConfigError(f"{error}, or give --vocab-size in place of --data-prefix") from error
+            raise ConfigError(f"{error}, or give --vocab-size instead of --data-prefix") from error
         except (Exception, SystemExit) as error:
             raise ConfigError(failures.explain(error, parsed[0] if parsed else None)) from error
     return args

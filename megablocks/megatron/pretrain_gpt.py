@@ -3,11 +3,11 @@
     torchrun --nproc-per-node 2 -m megablocks.megatron.pretrain_gpt --data-prefix data/stdlib --num-layers 4 …
 
 The flags are Megatron-LM's and those of `arguments`. A single process needs no torchrun. Every failure that the user
-can mend is one line. Exit codes: 0 done, or saved and stopped by SIGTERM or SIGINT; 1 stopped by a guard, by a
-checkpoint that cannot be read or written, or by a full memory; 2 bad arguments or data; 75 another rank died; 130
+can fix is reported in one line. Exit codes: 0 done, or saved and stopped by SIGTERM or SIGINT; 1 stopped by a guard, by
+a checkpoint that cannot be read or written, or out of memory; 2 bad arguments or data; 75 another rank died; 130
 interrupted before training.
 
-What needs another package is imported late, so that one that is not installed is one line too.
+Modules that need other packages are imported late, so that a missing package is reported in one line too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _NEEDED = ("torch", "triton", "psutil", "six", "regex", "yaml", "pydantic", "ome
 
 
 def missing() -> str | None:
-    """One line that says what to install, None if everything is there."""
+    """One line that says what to install, None if nothing is missing."""
     if sys.version_info < (3, 12):  # noqa: UP036  the rest of this package supports older ones
         return f"Python {sys.version.split()[0]}: the Megatron plug-in needs Python >= 3.12"
     lacking = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
@@ -62,7 +62,7 @@ def single_process_environment() -> None:
 
 
 def print_whole_lines() -> None:
-    """Write each line at once and whole. Under torchrun Python does not buffer, which mixes the lines of ranks."""
+    """Write each line at once and whole. Under torchrun Python does not buffer, so the lines of ranks would mix."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
@@ -124,7 +124,7 @@ class OutOfMemory(Exception):
 
 
 def prepare() -> tuple[Namespace, Any, Guards]:
-    """Parse, validate and verify. Returns what `train` takes. Raises ArgumentError or CheckpointError."""
+    """Parse, validate and verify. Returns the arguments of `train`. Raises ArgumentError or CheckpointError."""
     if int(os.environ["RANK"]) != 0:
         warnings.filterwarnings("ignore")
     # The lines "set automatically" say the same as these warnings.
@@ -171,7 +171,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
     reporter = Reporter(args, Path(run_dir) if run_dir else None)
     try:
         _announce(args, run_dir)
-    except OSError as error:  # a full disk, or a folder that the user's rights alone do not open
+    except OSError as error:  # a full disk, or a folder that the user's rights do not suffice for
         where = error.filename or run_dir
         raise ArgumentError(f"{where}: cannot be written: {error.strerror}; choose another folder") from error
     fused_optimizer.install(args)
@@ -220,7 +220,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
     if profiling.is_on(args):
         profiling.write(args, reporter.model, reporter.history)
     if not args.skip_train:
-        print_rank_0(f"done at iteration {max(args.curr_iteration + 1, args.iteration)}")  # the second if it was done
+        print_rank_0(f"done at iteration {max(args.curr_iteration + 1, args.iteration)}")  # the second: it was done
     if guards.heartbeat is not None:
         guards.heartbeat.stop()
     dist.barrier()
@@ -231,7 +231,7 @@ def train(args: Namespace, config: Any, guards: Guards) -> int:
 def save_at_interrupt(exit_signal: int) -> None:
     """Let the first SIGINT (Ctrl-C) save and exit, as `exit_signal` does, and the second end the process at once.
 
-    A terminal also sends it to the data loader's processes, which inherit the handler: they leave it to the rank.
+    A terminal also sends it to the data loader's processes, which inherit the handler. There it does nothing.
     """
     rank = os.getpid()
 
@@ -247,9 +247,9 @@ def save_at_interrupt(exit_signal: int) -> None:
 
 
 def end_data_workers() -> None:
-    """End the data loader's processes where an error left them running.
+    """End the data loader's processes that an error left running.
 
-    Python would send them SIGTERM and wait, but Megatron lets them ignore it: the rank would never exit.
+    Python would send them SIGTERM and wait. Megatron makes them ignore it, so the rank would never exit.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises when a worker is killed
     for worker in multiprocessing.active_children():
@@ -258,11 +258,11 @@ def end_data_workers() -> None:
 
 
 def _hold(folder: str) -> None:
-    """Keep other runs out of a folder until this process ends, where the file system has locks."""
+    """Lock a folder against other runs until this process ends, if the file system has locks."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     handle = os.open(Path(folder) / "lock", os.O_RDWR | os.O_CREAT, 0o666)  # stays open
     try:
-        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the data loader's processes do not inherit this kind
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the data loader's processes do not inherit this lock
     except OSError as error:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             line = f"{folder}: is in use by another run; wait until it ends, or choose another folder"
@@ -284,8 +284,8 @@ def _announce(args: Namespace, run_dir: str | None) -> None:
 def _fail(message: str, code: int, speak: bool) -> int:
     """Print the message of a failed run once for all ranks. Returns the exit code."""
     if not speak and "TORCHELASTIC_RUN_ID" in os.environ:
-        # The first rank speaks for all, and torchrun ends the others once it exits. A rank that still runs after the
-        # wait is the only one with this error.
+        # The first rank prints for all, and torchrun ends the others after it exits. If this rank still runs after the
+        # wait, it alone has the error.
         time.sleep(_WAIT_TO_BE_ENDED_S)
         speak = True
     if speak:
@@ -296,6 +296,6 @@ def _fail(message: str, code: int, speak: bool) -> int:
 if __name__ == "__main__":
     exit_code = main()
     for asks in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        if callable(signal.getsignal(asks)):  # Python drops handlers before it has ended; all is done by now
+        if callable(signal.getsignal(asks)):  # Python drops handlers before it exits; the work is done
             signal.signal(asks, signal.SIG_IGN)
     sys.exit(exit_code)

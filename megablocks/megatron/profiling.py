@@ -1,6 +1,6 @@
-"""Names for the parts of a training step in torch's trace, and the run's sizes beside the trace.
+"""Names for the parts of a training step in torch's trace, and the run's sizes next to the trace.
 
-With `--profile --use-pytorch-profiler` Megatron writes `torch_profile/rank-N.json.gz` beside `--tensorboard-dir`. Here
+With `--profile --use-pytorch-profiler` Megatron writes `torch_profile/rank-N.json.gz` next to `--tensorboard-dir`. Here
 every module of `MODULES` and the steps of the optimizer run inside a range "part: NAME", so that
 `monitor.profile_step` can say to which part of the model a kernel belongs. Without these flags nothing is wrapped.
 """
@@ -28,7 +28,7 @@ from megablocks.monitor.history import History
 from megablocks.monitor.trace import RANGE_PREFIX
 
 MODULES = (
-    # "": what the model itself runs is the loss, its output layer with it, which the fused loss takes only unwrapped
+    # "": the model itself runs the loss and its output layer, which the fused loss accepts only unwrapped
     (r"^$|embedding$", "embedding and loss"),
     (r"rotary_pos_emb$|decoder$", "elementwise"),  # what a layer itself runs: residuals, dropout, activations
     (r"norm$", "norms"),
@@ -53,15 +53,15 @@ def part_of(name: str, module: torch.nn.Module) -> str | None:
 
 
 def _ranged(call: Callable[..., Any], part: str) -> Any:
-    """`call` inside a range of this part, which the trace then has."""
+    """`call` inside a range of this part, which the trace records."""
     return record_function(RANGE_PREFIX + part)(call)
 
 
 def install() -> None:
-    """Once a process, before `pretrain`."""
+    """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
     wrap(training, setup_model_and_optimizer=_setup)
     training.finalize_model_grads = _ranged(training.finalize_model_grads, "gradients")
-    # The loss's mask, sum and scale are no module's.
+    # The mask, sum and scale of the loss belong to no module.
     schedules.forward_step_calc_loss = _ranged(schedules.forward_step_calc_loss, "embedding and loss")
 
 
@@ -72,14 +72,14 @@ def _setup(original: Any, *args: Any, **kwargs: Any) -> Any:
             if (part := part_of(name, module)) is not None:
                 module.forward = _ranged(module.forward, part)
         chunk.zero_grad_buffer = _ranged(chunk.zero_grad_buffer, "gradients")
-    # A step prepares and clips the gradients, then it calls the second method for the update alone.
+    # A step prepares and clips the gradients, then it calls the second method only for the update.
     optimizer.step = _ranged(optimizer.step, "gradients")
     optimizer.step_with_ready_grads = _ranged(optimizer.step_with_ready_grads, "optimizer")
     return model, optimizer, scheduler
 
 
 def write(args: argparse.Namespace, model: Sequence[torch.nn.Module], history: History) -> None:
-    """Write `run.json` beside the trace.
+    """Write `run.json` next to the trace.
 
     model: this rank's chunks. history: for the tokens/s of the iterations after the profile.
     """

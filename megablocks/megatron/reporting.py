@@ -1,8 +1,8 @@
 """What a run reports: fields added to Megatron's log line, CSV files, pictures, a summary.
 
-`Reporter.install` wraps globals of `megatron.training.training`: `training_log`, to read the experts' load once a log
-interval and nothing else in between, and `print_rank_last`, which prints the log lines. The files hold the numbers of
-these lines.
+`Reporter.install` wraps globals of `megatron.training.training`: `training_log`, to read the experts' load once per log
+interval and nothing in between, and `print_rank_last`, which prints the log lines. The files hold the numbers of these
+lines.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def moe_layers(args: argparse.Namespace) -> Sequence[int]:
         return []
     frequency = args.moe_layer_freq
     if isinstance(frequency, int):
-        return range(1, args.num_layers + 1, frequency)  # no list: `plan` and the check of memory count absurd numbers
+        return range(1, args.num_layers + 1, frequency)  # no list: for `plan` and the check of memory it can be huge
     return [number for number, has_experts in enumerate(frequency, start=1) if has_experts]
 
 
@@ -72,7 +72,7 @@ class Reporter:
         self.summary: LoadSummary | None = None
         self._load: torch.Tensor | None = None  # since the last row, as far as it was read
         self._is_extra = False
-        self._is_quiet = False  # whether Megatron logs a step of which nothing is read from the GPU
+        self._is_quiet = False  # whether Megatron logs a step for which nothing is read from the GPU
         self.dropped = 0
         self.history = History(run_dir or Path())
         self._rates: list[float] = []
@@ -81,7 +81,7 @@ class Reporter:
         self._board_error: OSError | None = None
 
     def install(self) -> None:
-        """Wrap Megatron's functions; once a process, before `pretrain`."""
+        """Wrap Megatron's functions. Call it once per process, before `pretrain`."""
         wrap(
             training,
             setup_model_and_optimizer=self._setup,
@@ -95,7 +95,7 @@ class Reporter:
         wrap(threading, excepthook=self._thread_failed)
 
     def _setup(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stands for `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
+        """Wraps `setup_model_and_optimizer`: reads a resumed run's rows, or sets an earlier run's file aside."""
         model, optimizer, scheduler = original(*args, **kwargs)
         self.model = model
         if self.layers:
@@ -116,11 +116,11 @@ class Reporter:
         self, original: Any, losses: dict[str, Any], totals: dict[str, Any], rate: Any, iteration: int, scale: Any,
         memory: bool, skipped: int, *args: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        """Stands for `training_log`: reads the loads, and waits for no kernel where nothing is printed."""
+        """Wraps `training_log`: reads the loads, and does not wait for kernels if nothing is printed."""
         first = kwargs.get("is_first_iteration", False)
         ends, resumed = iteration % self.args.log_interval == 0, first and iteration > 1
-        # Megatron also logs the first step of each process, and counts it into the next line. A run that resumes keeps
-        # the rows that it has without a stop: the step is a row only where it ends an interval, and then of that alone.
+        # Megatron also logs the first step of each process, and counts it in the next line too. A resumed run gets the
+        # same rows as a run without a stop: its first step is a row only if it ends an interval, and counts only there.
         self._is_extra = resumed and not ends
         if resumed and ends:
             kwargs["is_first_iteration"] = False
@@ -142,11 +142,11 @@ class Reporter:
             self._is_quiet = False
 
     def _board(self, original: Any) -> Any:
-        """Stands for both getters of a writer: Megatron writes the experts' losses to it in every step."""
+        """Wraps both getters of a writer, to which Megatron would write the experts' losses in every step."""
         return None if self._is_quiet else original()
 
     def _thread_failed(self, original: Any, failed: threading.ExceptHookArgs) -> None:
-        """Stands for `threading.excepthook`: where TensorBoard's disk is full, names the folder in its thread's error.
+        """Wraps `threading.excepthook`: if TensorBoard's disk is full, names the folder in its thread's error.
 
         The writer raises the same error at its next call, which ends the run in one line.
         """
@@ -157,7 +157,7 @@ class Reporter:
             original(failed)
 
     def _max_over_ranks(self, original: Any, stat: Any, *args: Any, **kwargs: Any) -> Any:
-        """A quiet step needs no learning rate of the model-parallel ranks, which the host would read."""
+        """Skips a reduction that the host would read: a quiet step needs no learning rate of other ranks."""
         return stat if self._is_quiet else original(stat, *args, **kwargs)
 
     def _read_load(self) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Reporter:
         return self._load
 
     def _print(self, original: Any, message: str) -> None:
-        """Stands for `print_rank_last`: adds our fields to a training line, and keeps the validation loss."""
+        """Wraps `print_rank_last`: adds our fields to a training line, and keeps the validation loss."""
         if is_last_rank():
             if "elapsed time per iteration" in message:
                 message += self._train_fields(message)
@@ -180,7 +180,7 @@ class Reporter:
         original(message)
 
     def _train_fields(self, line: str) -> str:
-        """Our fields of a training line, after they went into the history and to the boards."""
+        """Add our fields of a training line to the history and the boards. Returns their text."""
         values = parse_log_line(line)
         iteration = int(values["iteration"])
         seconds = values["elapsed time per iteration (ms)"] / 1000
@@ -215,7 +215,7 @@ class Reporter:
         return text
 
     def _new_retries(self) -> int:
-        """How often since the last call this GPU's allocator waited for it and emptied its cache to find room."""
+        """How often this GPU's allocator waited for it and emptied its cache to find room, since the last call."""
         if not torch.cuda.is_available():
             return 0
         before, self._retries = self._retries, torch.cuda.memory_stats().get("num_alloc_retries", 0)
@@ -246,7 +246,7 @@ class Reporter:
         """Write the files and pictures and print the summary, on the rank that has the losses."""
         if not is_last_rank():
             return
-        if self._board_error is not None:  # of a point behind which the writer was not called again
+        if self._board_error is not None:  # the writer was not called after the point that failed
             print(f"{self._board_error.filename}: {self._board_error.strerror}; the last points are lost", flush=True)
         if self.run_dir is not None and self.history.rows:
             self.history.save()

@@ -1,7 +1,7 @@
 """Megatron's rotary embedding as one kernel each way, `megablocks.ops.rope`.
 
-Without Transformer Engine Megatron rotates queries and keys by six operations of torch forward and seven backward, each
-a pass over memory. `install` puts `apply` in the place where its attention looks the function up, and changes no file.
+Without Transformer Engine Megatron rotates queries and keys with six torch operations in forward and seven in backward,
+each a pass over memory. `install` makes Megatron's attention call `apply` instead, and changes no file.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megablocks.ops.rope import rope
 
 
 def install() -> None:
-    """Let Megatron's attention call `apply`; once a process."""
+    """Let Megatron's attention call `apply`. Call it once per process."""
     wrap(attention, apply_rotary_pos_emb=apply)
 
 
@@ -30,11 +30,11 @@ def apply(
     cp_group: Any = None,
     mla_rotary_interleaved: bool = False,
 ) -> Tensor:
-    """Stands for Megatron's `apply_rotary_pos_emb`: t (S, B, N, D) and angles (S, 1, 1, R) to (S, B, N, D).
+    """Wraps Megatron's `apply_rotary_pos_emb`: t (S, B, N, D) and angles (S, 1, 1, R) → (S, B, N, D).
 
-    Packed sequences, other shapes of angles, latent attention and fused embeddings go to the original.
+    The original computes packed sequences, other shapes of angles, latent attention and fused embeddings.
     """
-    settings = getattr(config, "megablocks", None)  # None: the environment asked for it when this was installed
+    settings = getattr(config, "megablocks", None)  # None: the environment selected it at installation
     wanted = settings is None or settings.rope == "fused"
     plain = not (config.apply_rope_fusion or config.multi_latent_attention or mla_rotary_interleaved)
     one_layout = cu_seqlens is None and t.dim() == 4 and not freqs.requires_grad

@@ -1,8 +1,8 @@
-"""The settings of our layers that Megatron's TransformerConfig lacks, and of the driver, and where they come from.
+"""The settings of the driver, those of our layers that Megatron's TransformerConfig lacks, and where they come from.
 
-The driver makes one `--megablocks-*` flag of each field and stores those of the layers on the TransformerConfig as the
-attribute `megablocks`. Megatron-LM's own pretrain_gpt.py with `--spec` stores nothing; then environment variables of
-the same names fill them: MEGABLOCKS_CAPACITY_FACTOR=1.25.
+The driver has one `--megablocks-*` flag for each field. It stores the layers' settings on the TransformerConfig as the
+attribute `megablocks`. Megatron-LM's own pretrain_gpt.py with `--spec` stores nothing; then the settings come from
+environment variables of the same names, such as MEGABLOCKS_CAPACITY_FACTOR=1.25.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megablocks.kinds import DISPATCHER_CHOICES, IMPLS, MLP_IMPLS, ROUTERS
 
 _FUSED = ("fused", "megatron")
 PREFIX = "megablocks_"
-"""Of a field in the driver's parsed flags; in capitals, of its environment variable."""
+"""Prefix of a field's name in the driver's parsed flags and, in capitals, in the environment."""
 
 _DISPATCH = ("dispatcher", "max_tokens", "dispatch_rows_factor")
 _ROUTING = ("router_type", "token_rounding", "token_rounding_tile", "normalize_top_k", "uniform_assignment")
@@ -29,7 +29,7 @@ _EXPERTS = ("mlp_impl", "recompute_activation", "quantize_inputs_num_bits", "qua
             "quantize_scatter_num_bits", "gradient_accumulation_fusion")  # fmt: skip
 EXPERTS_ONLY = ("layer", *_DISPATCH, *_ROUTING, *_CAPACITY, *_EXPERTS)
 """The settings that a dense model does not read."""
-# The settings that the other layers do not read. With "experts", Megatron weights the experts' output itself.
+# The settings that each other layer does not read. With "experts", Megatron applies the weights to the output itself.
 _NOT_READ = {
     "experts": (*_DISPATCH, *_ROUTING, *_CAPACITY, "quantize_scatter_num_bits"),
     "megatron": (*_DISPATCH, *_ROUTING, *_CAPACITY, *_EXPERTS),
@@ -40,7 +40,7 @@ _NOT_READ = {
 def option(
     default: Any, text: str, choices: Sequence[Any] | None = None, *, least: int | None = None, most: int | None = None
 ) -> Any:
-    """A dataclass field of which `add_flags` makes a flag. A default of ... must be given.
+    """A dataclass field that `add_flags` turns into a flag. With the default `...` a value is required.
 
     choices, or least and most: what `check_options` allows.
     """
@@ -49,7 +49,7 @@ def option(
 
 
 def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = False) -> None:
-    """A flag for each field of a dataclass of `option`s. unset: every flag is None where it is not given."""
+    """Add a flag for each field of a dataclass of `option`s. unset: a flag that is not given is None."""
     for one in dataclasses.fields(options):
         kind = kind_of(one)
         default = None if one.default is dataclasses.MISSING else one.default
@@ -61,7 +61,7 @@ def add_flags(parser: Any, options: type, prefix: str = "", *, unset: bool = Fal
 
 
 _LIMITS = {int: (1, 2**63 - 1, "below 2**63"), float: (0, sys.float_info.max, "finite")}
-"""The least and the largest value of a number by its type, the latter also in words; a field may have others."""
+"""By type of a number: its least value, its largest value, and the latter in words. A field can set its own limits."""
 
 
 def check_options(options: type, values: Mapping[str, Any]) -> None:
@@ -83,7 +83,7 @@ def check_options(options: type, values: Mapping[str, Any]) -> None:
 
 
 def kind_of(one: dataclasses.Field) -> type:
-    """The type of a field's values but None."""
+    """The type of a field's values, apart from None."""
     return {"int": int, "float": float, "bool": bool}.get(str(one.type).split(" ")[0], str)
 
 
@@ -92,7 +92,7 @@ def flag_of(name: str) -> str:
 
 
 def check_heads(args: Any, query_groups: int | None) -> None:
-    """Refuse heads that do not fit the model. query_groups: heads of keys and values; None for one a head."""
+    """Refuse heads that do not fit the model. query_groups: heads of keys and values; None: one per head."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     if args.kv_channels is None and hidden % heads:
         refuse("num_attention_heads", heads, f"must divide hidden_size={hidden}, or give --kv-channels")
@@ -265,8 +265,8 @@ class DriverSettings:
     )
     fixed_validation: bool = option(
         False,
-        "let every evaluation read the same validation samples, whatever --seed is; else each evaluation reads the "
-        "next ones, in an order of --seed",
+        "let every evaluation read the same validation samples, whatever --seed is; off: each evaluation reads the "
+        "next ones, in an order drawn from --seed",
     )
     fused_loss: bool = option(
         True,
@@ -301,6 +301,6 @@ def _parse(name: str, text: str, one: dataclasses.Field) -> Any:
 
 
 def settings_of(config: Any) -> MegaBlocksSettings:
-    """The settings stored on a TransformerConfig as `megablocks`, else those of the environment."""
+    """The settings stored on a TransformerConfig as `megablocks`, otherwise those of the environment."""
     stored = getattr(config, "megablocks", None)
     return stored if stored is not None else MegaBlocksSettings.from_env()

@@ -95,7 +95,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
 
 
 def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
-    """A copy of Megatron's spec of a layer with our parts in place of its own, where they can stand."""
+    """A copy of Megatron's layer spec, with our parts instead of its own where they are supported."""
     layer = copy.copy(layer)
     layer.submodules = parts = copy.copy(layer.submodules)
     parts.self_attention = copy.copy(parts.self_attention)
@@ -128,9 +128,9 @@ def _norms(parts: Any) -> list[tuple[Any, str]]:
 
 
 def _save_as_local(parts: Any, settings: MegaBlocksSettings, multi_latent: bool) -> None:
-    """Let a layer of Transformer Engine save the tensors of the layer that Megatron has without it, by their names.
+    """Let a layer of Transformer Engine save the same tensors, by the same names, as Megatron's layer without it.
 
-    Megatron's own layer, and what stands around it, keeps the names that Megatron gives it with Transformer Engine.
+    A block around Megatron's own expert layer keeps the names that Megatron uses with Transformer Engine.
     """
     for owner, name in _norms(parts):
         if getattr(owner, name) not in (None, IdentityOp, L2Norm):
@@ -145,7 +145,7 @@ _LATENT_NAMES = {
     "self_attention.linear_q_up_proj.layer_norm_": "self_attention.q_layernorm.",
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
 }
-"""Norms that Transformer Engine's linear layers hold, by the names of the modules that latent attention has else."""
+"""Norms inside Transformer Engine's linear layers, and the modules that latent attention has for them without it."""
 
 
 def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
@@ -156,7 +156,7 @@ def _fuse_bias(heads: Any, settings: MegaBlocksSettings) -> None:
 
 
 def _moe_layer(megatron_layer: functools.partial, settings: MegaBlocksSettings) -> Any:
-    """The builder of a mixture-of-experts layer that `settings.layer` names, from Megatron's own."""
+    """The builder of the mixture-of-experts layer that `settings.layer` names, made from Megatron's builder."""
     parts = megatron_layer.keywords["submodules"]
     layer = settings.layer
     if layer == "tutel" and importlib.util.find_spec("tutel") is not None:
@@ -190,5 +190,5 @@ def _ready_layer(num_experts: int | None) -> Any:
     return _our_layer(layer, _PLAIN, MegaBlocksSettings())
 
 
-moe_layer_spec = _ready_layer(num_experts=1)  # Megatron asks only whether there are experts; the config says how many
+moe_layer_spec = _ready_layer(num_experts=1)  # Megatron checks only whether there are any; the config has their number
 dense_layer_spec = _ready_layer(num_experts=None)

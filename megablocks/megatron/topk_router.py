@@ -1,13 +1,13 @@
 """Megatron's top-k router with our routing: the same parameters, losses and metrics; a `Routing`, no dense maps.
 
 `aux_loss`, `global_aux_loss` and the z-loss come from the op that routes: it sums the scores and counts the load, so
-there is no second softmax, no second top-k and no map of tokens and experts. Megatron's own methods add the losses up
-over ranks, attach and log them, so their flags mean what they mean in Megatron. One trap stays with them: the gradient
-of its `global_aux_loss` is divided by the data-parallel size. Jitter and expert bias are Megatron's own methods too.
+there is no second softmax, no second top-k and no map of tokens and experts. Megatron's own methods sum the losses
+over ranks, attach them and log them, so their flags mean the same as in Megatron. One trap remains: Megatron divides
+the gradient of `global_aux_loss` by the data-parallel size. Jitter and expert bias are Megatron's own methods too.
 
-Megatron balances the top-k of the plain scores. With an expert bias, with groups and with uniform assignment ours is
-another one; then, for `seq_aux_loss`, which sums over each sequence, and for a per-token loss over several ranks,
-Megatron's dense scores and map are computed.
+Megatron balances the top-k of the plain scores. With an expert bias, groups or uniform assignment we choose other
+experts. In these cases, for `seq_aux_loss`, which sums over each sequence, and for a per-token loss over several
+ranks, Megatron's dense scores and map are computed.
 
 Settings that our functional routing lacks (sinkhorn, quantile balancing, replay, Megatron's own capacity, sqrt-softplus
 scores, Transformer Engine's fused router) run Megatron's routing, whose dense map becomes a `Routing`.
@@ -63,8 +63,8 @@ class MegaBlocksRouter(TopKRouter):
         ranks = self.tp_cp_group.size()
         balance = self.get_aux_loss_coeff("aux_loss") if "aux_loss" in self.own_losses else 0.0
         self.z_weight = 0.0 if is_mtp_layer else (config.moe_z_loss_coeff or 0.0) / ranks  # Megatron's scales repeats
-        # `route` gives the mean over the ranks of the group, Megatron sums over them. Where only the global loss is on,
-        # any weight makes the sums differentiable.
+        # `route` returns the mean over the ranks of the group, but Megatron sums over them. If only the global loss is
+        # on, any weight makes the sums differentiable.
         self.loss_config = self.moe_config.replace(
             load_balancing_loss_weight=balance / ranks or float("global_aux_loss" in self.own_losses),
             load_balancing_scope="global" if balance else "local",
@@ -72,7 +72,7 @@ class MegaBlocksRouter(TopKRouter):
         )
 
     def _sort_losses(self) -> tuple[set[str], set[str]]:
-        """The kinds of load-balancing losses that are on: those of the op that routes, and those of the dense map."""
+        """The load-balancing losses that are on: those that the routing op computes, and those from the dense map."""
         kinds = {kind for kind in ("aux_loss", "seq_aux_loss", "global_aux_loss") if self.get_aux_loss_coeff(kind) > 0}
         config, own = self.moe_config, set()
         if not (config.expert_score_bias or config.num_groups or config.uniform_assignment):
@@ -118,7 +118,7 @@ class MegaBlocksRouter(TopKRouter):
         return routing
 
     def _attach_losses(self, routing: Routing, padding_mask: Tensor | None) -> Tensor:
-        """The weights (R,), unchanged, with the gradients of the losses that `route` computed behind them."""
+        """The weights (R,), unchanged; in backward they also pass gradients to the losses that `route` computed."""
         weight, losses = routing.weight, routing.losses
         tokens = routing.num_tokens if padding_mask is None else (~padding_mask).sum()
         if "aux_loss" in self.own_losses:
@@ -130,7 +130,7 @@ class MegaBlocksRouter(TopKRouter):
                 self.tp_cp_group,
                 valid_token_count=tokens,
             )
-        if "global_aux_loss" in self.own_losses:  # one row stands for all tokens, which Megatron would add up to it
+        if "global_aux_loss" in self.own_losses:  # one row: the sums over all tokens, which Megatron would compute
             assert routing.score_sums is not None
             load, sums = routing.metrics["tokens_per_expert"].unsqueeze(0), routing.score_sums.unsqueeze(0)
             weight = self._apply_global_aux_loss(weight, sums, load, with_padding_mask=True)
@@ -139,7 +139,7 @@ class MegaBlocksRouter(TopKRouter):
         return weight
 
     def _attach_z_loss(self, weight: Tensor, loss: Tensor, tokens: Tensor | int) -> Tensor:
-        """What Megatron's `apply_z_loss` does with the logits, after the routing."""
+        """Do with the weights, after the routing, what Megatron's `apply_z_loss` does with the logits."""
         get_moe_metrics_tracker().record(
             "z_loss",
             loss / self.z_weight,
@@ -154,7 +154,7 @@ class MegaBlocksRouter(TopKRouter):
     def _attach_dense_losses(
         self, weight: Tensor, logits: Tensor, padding_mask: Tensor | None, seq: int, batch: int
     ) -> Tensor:
-        """Like `_attach_losses`, the losses that are not `route`'s: Megatron's, from its dense scores and map."""
+        """Like `_attach_losses`, for the losses that Megatron computes from its dense scores and map."""
         chosen, scores = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=False, padding_mask=padding_mask
         )
@@ -187,7 +187,7 @@ class CountingTopKRouter(TopKRouter):
 def routing_from_map(probs: Tensor, routing_map: Tensor, top_k: int) -> Routing:
     """Megatron's dense routing → pairs, with a static number of them.
 
-    probs: (T, E) weights. routing_map: (T, E) bool, at most `top_k` a row; where fewer, the rest are "no expert".
+    probs: (T, E) weights. routing_map: (T, E) bool, at most `top_k` per row; missing ones are "no expert".
     """
     chosen, expert = routing_map.int().topk(top_k, dim=1)
     weight = probs.float().gather(1, expert)

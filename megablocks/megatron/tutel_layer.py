@@ -1,4 +1,4 @@
-"""Tutel's own mixture-of-experts layer (github.com/microsoft/Tutel) inside Megatron, beside ours in one driver.
+"""Tutel's own mixture-of-experts layer (github.com/microsoft/Tutel) inside Megatron, as an alternative to ours.
 
 Imported only where the package tutel is installed. Router, capacity, all-to-all and experts are Tutel's; weights are
 drawn, scaled losses logged and checkpoints written as Megatron does for its own layer.
@@ -43,7 +43,7 @@ _ALONE: dict[str, tuple[Any, ...]] = {
 
 
 class TutelMoELayer(MoELayer):
-    """Takes the place of Megatron's MoELayer. ConfigError for what Tutel's layer lacks."""
+    """Replaces Megatron's MoELayer. Raises ConfigError for what Tutel's layer lacks."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class TutelMoELayer(MoELayer):
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: Any = None, padding_mask: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """hidden_states (S, B, H) → ((S, B, H), None). Padding is computed as any token."""
+        """hidden_states (S, B, H) → ((S, B, H), None). Padding is computed like any token."""
         out = self.moe(hidden_states)
         if self.training and torch.is_grad_enabled():
             self._count(hidden_states.shape[:-1].numel())
@@ -121,7 +121,7 @@ class TutelMoELayer(MoELayer):
 
     @torch.no_grad()
     def _count(self, num_tokens: int) -> None:
-        """Add this step's loads, and the pairs that Tutel dropped, to the log's."""
+        """Add this step's loads, and the pairs that Tutel dropped, to the counts for the log."""
         config, load = self.config, self.moe.dispatch_count.long()
         factor = self.settings.capacity_factor
         if not factor:  # the fullest expert's load
@@ -143,7 +143,7 @@ class TutelMoELayer(MoELayer):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[tuple[int, int, int], ...] = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Experts along their first axis over expert-parallel ranks; the gate on all of them."""
+        """Experts are split along their first axis over expert-parallel ranks; each rank has the whole gate."""
         layers, out = len(sharded_offsets), {}
         for name, tensor in self.moe.state_dict(prefix="", keep_vars=True).items():
             is_expert = name.startswith("experts.")

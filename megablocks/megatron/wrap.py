@@ -1,4 +1,4 @@
-"""Functions of Megatron and torch that this package stands in front of."""
+"""Wrap functions of Megatron and torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def wrap(owner: Any, **wrappers: Callable[..., Any]) -> None:
 
 
 def _in_front(wrapper: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    """`original` with `wrapper` in front, which gets the original as its first argument."""
+    """A function that calls `wrapper` with `original` as its first argument."""
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
