@@ -3,9 +3,9 @@
 Legend: T tokens, H hidden, I expert width, E experts, K top-k, R pairs or rows, V <= R valid ones.
 
 Each op has a plain torch reference `<op>_ref` (the CPU path and the oracle) behind a `torch.library` custom op, so a
-faster kernel takes its place without a change for its callers. A public function refuses shapes, dtypes and names that
+faster kernel can replace it without a change for its callers. A public function refuses shapes, dtypes and names that
 do not fit with a ValueError that names the argument, its value and what is allowed. Each public name is imported on
-first use. The names of megablocks 0.10 are its functions; ours of the same name, over a Dispatch, are in `permute`.
+first use. The names of megablocks 0.10 are its functions; `permute` has ours with the same names, over a Dispatch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ __all__ = [*_PUBLIC]
 
 
 class _ModuleOf010(ModuleType):
-    """`megablocks.ops.<module>` for imports from it; a file of that name would take the function's place here."""
+    """`megablocks.ops.<module>` for imports from it; a file of that name would hide the function of that name here."""
 
     def __getattr__(self, name: str) -> Any:
         for function in _OF_0_10[self.__name__.rpartition(".")[2]]:
@@ -71,7 +71,7 @@ class _ModuleOf010(ModuleType):
 
 for _name in _OF_0_10:
     sys.modules[f"{__name__}.{_name}"] = _ModuleOf010(f"{__name__}.{_name}")
-cumsum = sys.modules[f"{__name__}.cumsum"]  # the one whose name no function has
+cumsum = sys.modules[f"{__name__}.cumsum"]  # the only one that has no function of its name
 
 
 def __getattr__(name: str) -> Any:

@@ -90,8 +90,8 @@ halves_activation_op.register_autograd(_halves_backward, setup_context=save_inpu
 def activate_halves(h: Tensor, activation: Activation) -> Tensor:
     """`activate` of the two halves of h (R, 2·I), as one product with both matrices leaves them.
 
-    They are read where they lie, and their gradients are written beside each other. Cut by torch, they are copied for
-    the kernel, and their gradients are copied into one tensor.
+    The kernel reads both halves in place and writes their gradients side by side. Halves that torch cuts would be
+    copied for the kernel, and their gradients copied into one tensor.
 
     Args:
         h: (R, 2·I) floating: the pre-activation, then the gate.
@@ -101,7 +101,7 @@ def activate_halves(h: Tensor, activation: Activation) -> Tensor:
         (R, I) in h's dtype.
 
     Raises:
-        ValueError: an activation without a gate, or h that has no two halves.
+        ValueError: an activation without a gate, or h without two equal halves.
     """
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"h is {tuple(h.shape)}: must be (R, 2·I)")
@@ -114,7 +114,7 @@ def activate(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor
 
     Args:
         pre: (..., I) floating, the pre-activation x·w1ᵀ.
-        gate: (..., I), same dtype, x·v1ᵀ where the activation is gated; None elsewhere.
+        gate: (..., I), same dtype, x·v1ᵀ if the activation is gated, otherwise None.
         activation: one of `ACTIVATIONS`, and the form of gelu.
 
     Returns:
@@ -128,7 +128,7 @@ def activate(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor
 
 
 def check_activation(pre: Tensor, gate: Tensor | None, activation: Activation, what: str = "gate") -> None:
-    """The ValueErrors of `activate`. `what` names the gate, or the matrix that makes it."""
+    """The ValueErrors of `activate`. `what` names the gate, or the matrix that computes it."""
     name, approximate = activation
     if name not in ACTIVATIONS:
         raise ValueError(f"activation={name!r}: must be one of {', '.join(ACTIVATIONS)}")

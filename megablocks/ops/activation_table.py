@@ -71,15 +71,15 @@ class Activation(NamedTuple):
 
     @property
     def gated(self) -> bool:
-        """Whether it takes a second factor, the gate."""
+        """Whether it has a second factor, the gate."""
         return self.name in GATED
 
     @property
     def unary(self) -> str:
-        """What is applied to the pre-activation."""
+        """The activation of one argument that is applied to the pre-activation."""
         return GATED.get(self.name, self.name)
 
     @property
     def exact(self) -> bool:
-        """Whether gelu takes its exact form."""
+        """Whether gelu is in its exact form."""
         return self.approximate == "none"

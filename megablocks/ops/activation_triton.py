@@ -2,7 +2,7 @@
 
 Legend: n elements, in rows of I. A gated activation moves 3·n values forward and 5·n backward, a plain one 2·n and 3·n;
 the gate of clamp.py moves as many as any gated one.
-The activation of one element and its derivative are a device function, which fused kernels share.
+A device function computes the activation of one element and its derivative; fused kernels share it.
 """
 
 # mypy: allow-untyped-defs
@@ -160,7 +160,7 @@ def _clamped_backward_kernel(
 
 
 def _rows_of(pre: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, int | None]:
-    """Both as the kernels read them, and the stride of their rows; None where both are contiguous, copied or not."""
+    """Both as the kernels read them, and the stride of their rows; None if both are contiguous, copied or not."""
     strided = gate is not None and pre.dim() == 2 and pre.stride() == gate.stride() and pre.stride(1) == 1
     if strided and not pre.is_contiguous():
         return pre, gate, pre.stride(0)
@@ -168,7 +168,7 @@ def _rows_of(pre: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor | None, i
 
 
 def activation_launch(pre: Tensor, gate: Tensor | None, activation: Activation) -> Tensor:
-    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch. Halves of (R, 2·I) are read where they lie."""
+    """`pre` (..., I), `gate` (..., I) or None → (..., I); one launch. Halves of (R, 2·I) are read in place."""
     pre, gate, stride = _rows_of(pre, gate)
     out = torch.empty(pre.shape, dtype=pre.dtype, device=pre.device)
     if out.numel():

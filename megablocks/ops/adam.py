@@ -6,10 +6,10 @@
     p ← (1 − α·λ')·p − α / (1 − β1ᵗ) · m / (√v / √(1 − β2ᵗ) + ε)         α: learning rate; λ': weight decay of AdamW
     copy ← p                          rounded to the dtype of the model, if there is a copy
 
-All but the copy is float32. A parameter costs 28 bytes of memory traffic (g read; m, v, p read and written), 30 with a
-copy in bf16 or fp16. The norm before it reads 4 more. Source: Loshchilov and Hutter 2019, as torch.optim.AdamW has it.
+Everything except the copy is float32. A parameter costs 28 bytes of memory traffic (g read; m, v, p read and written),
+30 with a copy in bf16 or fp16. The norm before it reads 4 more. Source: Loshchilov and Hutter 2019; torch.optim.AdamW.
 
-The step changes tensors in place by their addresses, so it is no custom op: torch.compile and autograd do not see it.
+The step changes tensors in place by their addresses. So it is no custom op: torch.compile and autograd do not see it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from megablocks.ops.library import runs_triton
 UNSUPPORTED = ("amsgrad", "maximize", "differentiable")
 _OF_THE_RUN = ("decoupled_weight_decay", "capturable", "fused", "foreach", *UNSUPPORTED)
 CHUNK = 16384
-"""Elements of a program."""
+"""Elements per program."""
 ALIGNMENT = 16
-"""Bytes. Where all addresses, and the size in elements, are multiples of it, a thread reads 16 bytes at once."""
+"""Bytes. If all addresses, and the size in elements, are multiples of it, a thread reads 16 bytes at once."""
 
 
 class Scalars(NamedTuple):
@@ -51,7 +51,7 @@ class Item(NamedTuple):
 
 
 class Table(NamedTuple):
-    """rows (tensors, columns) int64: a tensor's size, then addresses. A program takes one chunk of one tensor.
+    """rows (tensors, columns) int64: a tensor's size, then addresses. A program processes one chunk of one tensor.
 
     chunks (programs, 2) int32: the row and the chunk.
     """
@@ -62,14 +62,14 @@ class Table(NamedTuple):
 
 
 class Tables:
-    """Tables of addresses on the device. They are made again when any size, address or kind differs from the last."""
+    """Tables of addresses on the device. They are rebuilt when any size, address or kind differs from the last call."""
 
     def __init__(self) -> None:
         self._items: Sequence[Item] = ()
         self._tables: list[Table] = []
 
     def of(self, items: list[Item], device: torch.device) -> list[Table]:
-        """The tables of these parameters, one for each kind; made anew only where an address changed."""
+        """The tables of these parameters, one for each kind; rebuilt only if something changed."""
         if items != self._items:
             kinds: dict[Hashable, list[tuple[int, ...]]] = {}
             for kind, numbers in items:
@@ -152,21 +152,21 @@ def _aligned(*tensors: Tensor) -> bool:
 
 
 class FusedAdam(torch.optim.Adam):
-    """torch.optim.Adam, with `decoupled_weight_decay=True` AdamW, whose step is one launch for all float32 parameters.
+    """torch's Adam, or AdamW with `decoupled_weight_decay=True`. Its step is one launch for all float32 parameters.
 
-    State and state_dict are torch's (`step`, `exp_avg`, `exp_avg_sq`), so that each loads the other's. It is a subclass
-    of Adam because AdamW sets `decoupled_weight_decay` to True in everything that it loads.
+    State and state_dict are torch's (`step`, `exp_avg`, `exp_avg_sq`), so each class loads the other's. The base class
+    is Adam, because AdamW sets `decoupled_weight_decay` to True in everything that it loads.
 
     The host reads nothing from the GPU. `step` is `prepare`, which computes the step's numbers on the host and copies
     them to the GPU without waiting, and `launch`. While a CUDA graph is captured `step` only launches: then call
     `prepare` before each replay, with parameters, gradients and state where they were at the capture.
 
-    A parameter, gradient or state that is not on a GPU, contiguous and float32 takes `adam_ref`.
+    If a parameter, its gradient or its state is not on a GPU, contiguous and float32, `adam_ref` computes its step.
 
     Attributes:
-        grad_scale: () or (1,) float32 on the device, by which the next step multiplies gradients; None: by 1; NaN: the
-            next step changes no parameter and no moment. A step sets it to None.
-        copies: parameter → tensor of the same number of elements, which each step sets to the new parameter.
+        grad_scale: () or (1,) float32 on the device. The next step multiplies gradients by it; None means 1. With NaN
+            the next step changes no parameter and no moment. A step sets it to None.
+        copies: parameter → tensor with the same number of elements, to which each step writes the new parameter.
 
     Raises:
         ValueError: an option that it does not have, such as amsgrad.
@@ -187,10 +187,10 @@ class FusedAdam(torch.optim.Adam):
 
     @classmethod
     def of(cls, optimizer: torch.optim.Adam) -> FusedAdam:
-        """Take over the parameters, options and state of torch's Adam or AdamW, which must not be used any more.
+        """Take over the parameters, options and state of torch's Adam or AdamW. Do not use that optimizer afterwards.
 
         Raises:
-            ValueError: as the class.
+            ValueError: as for the class.
         """
         made = cls([torch.empty(0)], **optimizer.defaults)  # torch refuses views of parameters, which shards can be
         for group in optimizer.param_groups:
@@ -233,7 +233,7 @@ class FusedAdam(torch.optim.Adam):
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """The host's part of a step: count it, and bring its numbers, and any new address, to the GPU."""
+        """The host's part of a step: count it, and copy its numbers and any new address to the GPU."""
         items: list[Item] = []
         self._references = []
         steps: list[Tensor] = []
@@ -264,12 +264,12 @@ class FusedAdam(torch.optim.Adam):
             self._to_device(items, scalars, device)
 
     def _to_device(self, items: list[Item], scalars: list[Scalars], device: torch.device) -> None:
-        """Bring addresses and scalars of a step to the GPU; the addresses only where they changed."""
+        """Copy addresses and scalars of a step to the GPU; the addresses only if they changed."""
         self._prepared = self._tables.of(items, device)
         if self._scalars is None or len(self._scalars) != len(scalars) or self._scalars.device != device:
             self._scalars = torch.empty(len(scalars), len(Scalars._fields), dtype=torch.float32, device=device)
             self._one = torch.ones((), device=device)
-        # always the same memory, which a captured graph reads; the pinned copy is new, as the GPU may be steps behind
+        # always the same memory, which a captured graph reads; the pinned copy is new, because the GPU can lag by steps
         self._scalars.copy_(to_device(torch.tensor(scalars, dtype=torch.float32), device), non_blocking=True)
 
     @torch.no_grad()
@@ -305,7 +305,7 @@ def _check_options(group: dict[str, Any]) -> None:
 
 
 def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
-    """Whether the kernel takes a parameter: float32 on a GPU, all tensors contiguous."""
+    """Whether the kernel supports a parameter: float32 on a GPU, all tensors contiguous."""
     return (
         runs_triton(tensors[0])
         and all(t.dtype == torch.float32 and t.is_contiguous() for t in tensors)
@@ -314,7 +314,7 @@ def fits(tensors: tuple[Tensor, ...], copy: Tensor | None) -> bool:
 
 
 def _item(tensors: tuple[Tensor, ...], copy: Tensor | None, row: int) -> Item:
-    """What the kernel is told of a parameter: sizes and addresses. row: of its scalars."""
+    """The table row of a parameter: sizes and addresses. row: the row of its scalars."""
     every = tensors if copy is None else (*tensors, copy)
     addresses = [t.data_ptr() for t in every] + [0] * (5 - len(every))
     kind = (None if copy is None else copy.dtype, _aligned(*every))

@@ -2,9 +2,9 @@
 
     y = (clamp(b, -limit, limit) + offset) · z · σ(alpha · z)       z = min(a, limit)
 
-a is what the activation is applied to and b its factor: the halves of h (R, 2·I), or its alternating columns.
-gpt-oss has limit 7, alpha 1.702 and offset 1; DeepSeek-V4 clamps SwiGLU: alpha 1, offset 0. By torch's operations each
-step would read, write and save (R, I) values. Here only h is saved; float32 inside (float64 for float64), rounded once.
+a is the argument of the activation and b its factor: the halves of h (R, 2·I), or its alternating columns. gpt-oss has
+limit 7, alpha 1.702 and offset 1; DeepSeek-V4 clamps SwiGLU: alpha 1, offset 0. With torch operations each step would
+read, write and save (R, I) values. Here only h is saved; float32 inside (float64 for float64), rounded once.
 Source: the models' `_apply_gate` in transformers 5.
 """
 
@@ -41,7 +41,7 @@ def clamped_gate_ref(h: Tensor, clamp: Clamp) -> Tensor:
 
 
 def clamped_gate_backward_ref(grad: Tensor, h: Tensor, clamp: Clamp) -> Tensor:
-    """grad (R, I), h (R, 2·I) → the gradient of h. What is beyond the limit gets none (in torch 2.15, at it too)."""
+    """grad (R, I), h (R, 2·I) → the gradient of h. Values beyond the limit get none (in torch 2.15, at it too)."""
     a, b = _factors(h.to(torch.promote_types(h.dtype, torch.float32)), clamp)
     limit, alpha, offset, _ = clamp
     z = a.clamp(max=limit)
@@ -85,7 +85,7 @@ def clamped_gate(h: Tensor, clamp: Clamp) -> Tensor:
         (R, I) in h's dtype.
 
     Raises:
-        ValueError: h that has no two halves, or a negative limit.
+        ValueError: h without two equal halves, or a negative limit.
     """
     if h.dim() != 2 or h.shape[1] % 2:
         raise ValueError(f"h is {tuple(h.shape)}: must be (R, 2·I)")

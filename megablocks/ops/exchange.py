@@ -1,14 +1,14 @@
-"""Rows between the GPUs of one host, without counts and without the host: to the experts' ranks, and home again.
+"""Exchange rows between the GPUs of one host, without counts and without the host: to the experts' ranks and back.
 
     rows, ids, weight = to_experts(exchange, x, weight, expert)   each token once to every rank with one of its experts
     y = to_home(exchange, partial, ids, expert)                   y[t] = Σ over the ranks of their sums for token t
 
 Legend: W ranks, T tokens of a rank, M >= T the most tokens of any rank, H hidden, K choices a token, E' local experts.
 
-Every rank must run the same sequence of exchanges on one stream. Each is the other's backward: the gradient of `x` is
-the sum of what the ranks send home, and the gradient of `partial` is what the tokens' ranks send to the experts. Sums
-over the ranks are float32 and in rank order, so reruns are bit-identical.
-exchange_triton.py has the kernels and the reasons why nothing is overwritten too early.
+Every rank must run the same sequence of exchanges on one stream. Each function is the other's backward: the gradient of
+`x` is the sum of what the ranks send home, and the gradient of `partial` is what the tokens' ranks send to the experts.
+Sums over the ranks are float32 and in rank order, so reruns are bit-identical.
+exchange_triton.py has the kernels and explains why nothing is overwritten too early.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def _round_up(n: int) -> int:
 
 
 class Layout:
-    """Where things stand in each rank's buffer: two halves of rows, ids and values, and the flags behind them.
+    """The layout of each rank's buffer: two halves of rows, ids and values, then the flags.
 
-    num_bytes: of the buffer, which must be zeros before the first exchange.
+    num_bytes: size of the buffer, which must be zeros before the first exchange.
     """
 
     def __init__(self, ranks: int, max_tokens: int, hidden: int, top_k: int, dtype: torch.dtype) -> None:
@@ -60,9 +60,9 @@ class Exchange:
         addresses: of the ranks' buffers, as this process sees them.
         device: of this rank.
         experts: E', on each rank.
-        max_rows: rows that the experts of a rank take; more are a fault, see `check`. Default W·M·K, the most possible.
+        max_rows: most rows for the experts of a rank; more are a fault, see `check`. Default W·M·K, the most possible.
         limit_s: how long a kernel waits for a peer.
-        delay_ns: for tests: time between a push's data and its flag.
+        delay_ns: only for tests: time between a push's data and its flag.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Exchange:
         self.num_pairs = size.ranks * size.max_tokens * size.top_k
         self.max_rows = self.num_pairs if max_rows is None else min(max_rows, self.num_pairs)
         self.limit_s, self.delay_ns = limit_s, delay_ns
-        # The kernels write to `alarm` when something went wrong; the host reads it without a synchronization.
+        # The kernels write a fault to `alarm`; the host reads it without a synchronization.
         self.alarm = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._peers = torch.tensor([*addresses, self.alarm.data_ptr()], dtype=torch.int64, device=device)
         self._sent, self._taken = torch.zeros(2, size.ranks * size.chunks, dtype=torch.int32, device=device)
@@ -83,10 +83,10 @@ class Exchange:
         self._token = slot.repeat_interleave(size.top_k)
 
     def check(self) -> None:
-        """Raise if a kernel that has run reported a fault. No synchronization.
+        """Raise if a kernel that has run reported a fault. Does not synchronize.
 
-        A fault stays. The other ranks do not see it, and after a time-out the ranks no longer agree on the number of
-        the next exchange.
+        A fault is permanent. The other ranks do not see it, and after a time-out the ranks no longer agree on the
+        number of the next exchange.
 
         Raises:
             RuntimeError: a peer sent nothing in time, or more rows arrived than `max_rows`.
@@ -106,7 +106,7 @@ class Exchange:
     def _common(
         self, part: str, block: int, warps: int, registers: int | None = None
     ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-        """The turns of a grid, and the kernels' last arguments."""
+        """The turns of a grid, and the kernels' last arguments (see exchange_triton.py)."""
         size = self.layout
         lag, choices = min(kernels.LAG, size.chunks), next_power_of_2(size.top_k)
         numbers = (
@@ -124,13 +124,13 @@ class Exchange:
     def to_experts(
         self, x: Tensor, ids: Tensor, values: Tensor | None, local_ids: Tensor | None = None, *, part: str = "both"
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Send tokens to the ranks of their experts, and take those of the experts here.
+        """Send tokens to the ranks of their experts, and receive the tokens of the experts here.
 
         Args:
             x, ids: (T, H) contiguous rows, (T, K) int32 global ids.
-            values: (T, K) float32 that travel with the ids, or None.
+            values: (T, K) float32 that are sent with the ids, or None.
             local_ids: (W·M, K) of an earlier exchange with the same ids; None sends the ids.
-            part: "push" and "read" run one half, for ranks that one process simulates one after the other.
+            part: "push" and "read" run one half, for one process that simulates the ranks one after the other.
 
         Returns:
             rows (W·M, H), unspecified for a token without an expert here; local_ids and values (W·M, K).
@@ -155,8 +155,8 @@ class Exchange:
         """Send rows home, and sum those of this rank's tokens.
 
         Args:
-            partial: (W·M, H) contiguous; with `dispatch` the rows (R, H) of which `combine` would make it.
-            local_ids, ids: (W·M, K) and (T, K), as `to_experts` gave and took them.
+            partial: (W·M, H) contiguous; with `dispatch` the rows (R, H) from which `combine` would compute it.
+            local_ids, ids: (W·M, K) and (T, K), a result and an argument of `to_experts`.
             values: (W·M, K) float32 of the local ids, or None.
             dispatch, weight: `combine`'s other arguments; weight (W·M·K,) float32, None for ones.
 
@@ -222,27 +222,27 @@ class _ToHome(torch.autograd.Function):
 
 
 def to_experts(exchange: Exchange, x: Tensor, weight: Tensor, expert: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Bring each token to the ranks of its experts.
+    """Send each token to the ranks of its experts.
 
     Args:
-        exchange: of T <= M tokens, H and K.
+        exchange: for T <= M tokens, H and K.
         x: (T, H).
         weight: (T, K) float32.
         expert: (T, K) int32; outside [0, E) is "no expert".
 
     Returns:
-        rows (W·M, H), row r·M + t is token t of rank r, unspecified where it has no expert here; local ids (W·M, K)
-        int32, -1 where the expert is elsewhere; weights (W·M, K), 0 there. Differentiable in x and weight.
+        rows (W·M, H), row r·M + t is token t of rank r, unspecified if it has no expert here; local ids (W·M, K)
+        int32, -1 if the expert is on another rank; weights (W·M, K), 0 there. Differentiable in x and weight.
     """
     return _ToExperts.apply(x, weight, expert, exchange)
 
 
 def to_home(exchange: Exchange, partial: Tensor, local_ids: Tensor, expert: Tensor) -> Tensor:
-    """Sum what the ranks computed for each token, where the token lives.
+    """Sum what the ranks computed for each token, on the token's own rank.
 
     Args:
-        partial: (W·M, H), the sums over this rank's experts; read only where a token has an expert here.
-        local_ids, expert: as `to_experts` returned and took them.
+        partial: (W·M, H), the sums over this rank's experts; read only if a token has an expert here.
+        local_ids, expert: a result and an argument of `to_experts`.
 
     Returns:
         (T, H), zeros for a token without an expert. Differentiable in partial.

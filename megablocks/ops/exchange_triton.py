@@ -1,29 +1,29 @@
 """Kernels that exchange rows between the GPUs of one host through memory that all of them address.
 
-Legend: W ranks, T <= M tokens of a rank, H hidden, K choices a token, E' local experts. A slot (r, t) is of rank r's
-token t.
+Legend: W ranks, T <= M tokens of a rank, H hidden, K choices a token, E' local experts. Slot (r, t) belongs to token t
+of rank r.
 
   to the experts   push: x[t] goes to each rank p that holds one of t's experts, into p's slot (this rank, t)
                    take: rows (W·M, H) of the slots of this rank's buffer; its own tokens come from x itself
   home             push: partial[r, t] goes to rank r, into r's slot (this rank, t), where t has an expert here
                    total: y[t] = Σ over the ranks r with an expert of t, in rank order, of what r pushed
 
-With SUMS partial is not given but summed here, from the experts' rows of the slot: what `combine` would write and the
-exchange would read again. Summing is bound by this GPU's memory and pushing by the link, so both take place at once.
+With SUMS the kernel computes partial itself, from the experts' rows of the slot. `combine` would write it, and the
+exchange would read it again. The sum is bound by this GPU's memory and the push by the link, so both overlap.
 
-There are no counts: a slot follows from rank and token alone. A program that pushes writes CHUNK tokens for one peer,
-then that peer's flag of this chunk. A program that reads waits for the flag. A flag holds the number of the exchange,
-which both sides count for themselves. So nothing depends on the host, and a CUDA graph can replay an exchange.
+There are no counts: a slot depends only on rank and token. A program that pushes writes CHUNK tokens for one peer, then
+that peer's flag of this chunk. A program that reads waits for the flag. A flag contains the number of the exchange,
+which each side counts itself. So nothing depends on the host, and a CUDA graph can replay an exchange.
 
-Programs that push and that read alternate, each chunk read LAG chunks after it was pushed. A GPU starts programs in the
+Pushing and reading programs alternate; each chunk is read LAG chunks after it was pushed. A GPU starts programs in the
 order of the grid, which is the same on every rank. So the first unfinished program of any rank never waits for a push
-that has not begun, and all get their turn.
+that has not begun, and every program makes progress.
 
-Two halves of the buffer take turns. Exchange n + 2 may overwrite exchange n: this rank saw a flag n + 1 of every peer
-before, and a peer sets its flags n + 1 after it has read exchange n.
+Exchanges use the two halves of the buffer in turn. Exchange n + 2 can overwrite exchange n: before it, this rank saw a
+flag n + 1 of every peer, and a peer sets its flags n + 1 after it has read exchange n.
 
-A wait ends after LIMIT ns. Then the peer's rank is written to `state` here and to `alarm` on the host, later waits end
-at once, and all rows that go home and all totals are NaN, on other ranks too, so that no optimizer step uses them.
+A wait ends after LIMIT ns. Then the peer's rank is written to `state` here and to `alarm` on the host, and later waits
+end at once. All rows that go home and all totals become NaN, on other ranks too, so no optimizer step uses them.
 """
 
 # mypy: allow-untyped-defs, disable-error-code="assignment"
@@ -36,11 +36,11 @@ import triton.language as tl
 from megablocks.ops.launch import quick
 
 CHUNK = 8
-"""Tokens of a flag."""
+"""Tokens per flag."""
 LAG = 512
-"""Chunks between a push and its reading: about as many programs as a GPU runs at once, so that few of them wait."""
+"""Chunks between a push and its read: about as many programs as a GPU runs at once, so that few programs wait."""
 UNROLL = 8
-"""Most pairs of a slot that are read at once. A program reads their indices once, and those of more for each block."""
+"""Most pairs of a slot that are read at once. A program reads their indices once, but those of more pairs per block."""
 
 
 @triton.jit
@@ -88,7 +88,7 @@ def _copy(to_ptr, from_ptr, to_row, from_row, from_stride, mask, H, BLOCK: tl.co
 
 @triton.jit
 def _pairs(sums, first, last, UNROLL: tl.constexpr):
-    """Of UNROLL pairs of slots from `first` on: rows, -1 from `last` on, and weights, () for ones."""
+    """For UNROLL pairs of slots from `first` on: their rows, -1 from `last` on, and their weights, () for ones."""
     weight_ptr, _, scatter_ptr, pair_ptr = sums
     rows = ()
     weights = ()
@@ -103,7 +103,7 @@ def _pairs(sums, first, last, UNROLL: tl.constexpr):
 
 @triton.jit
 def _spans(sums, slot, mask, SUMS: tl.constexpr, UNROLL: tl.constexpr):
-    """Of slots of `mask`, with SUMS: where their pairs begin and end, and the first UNROLL. All columns share them."""
+    """For slots of `mask`, with SUMS: where their pairs begin and end, and the first UNROLL. All columns share them."""
     if SUMS:
         first = tl.load(sums[1] + slot, mask=mask, other=0)
         last = tl.load(sums[1] + slot + 1, mask=mask, other=0)
@@ -133,7 +133,7 @@ def _add(acc, rows_ptr, pairs, h, H, UNROLL: tl.constexpr):
 def _share(
     rows_ptr, sums, spans, slot, mask, h, H, SUMS: tl.constexpr, CHOICES: tl.constexpr, UNROLL: tl.constexpr
 ):  # fmt: skip
-    """What this rank's experts give to slots of `mask`, columns h: partial's rows, or with SUMS as `combine` has it."""
+    """Sums of this rank's experts for slots of `mask`, columns h: rows of partial, or with SUMS those of `combine`."""
     if SUMS:
         first, last, pairs = spans
         acc = _add(tl.zeros((slot.shape[0], h.shape[0]), tl.float32), rows_ptr, pairs, h, H, UNROLL)

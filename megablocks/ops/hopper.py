@@ -1,4 +1,4 @@
-"""What the Gluon kernels for Hopper (sm_90) share on the host: when they run, tiles, and descriptors for the TMA unit.
+"""Host code that the Gluon kernels for Hopper (sm_90) share: when they run, tiles, and descriptors for the TMA unit.
 
 None of their launches synchronizes with the host or compiles for a token count. All can be captured in a CUDA graph.
 """
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 SWITCHES = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD")
 """Variables of the environment that `switch` reads."""
 ROW_BOUND = 2**30
-"""Row coordinates of a descriptor by `ragged_rows`, and so row numbers, stay below this."""
+"""Row coordinates of a descriptor of `ragged_rows`, and so row numbers, must be below this."""
 MAX_EXPERTS = 512
-"""Most experts of the ragged kernels, whose prefix sum over them lies in registers, E / 32 a lane."""
+"""Most experts of the ragged kernels. Their prefix sum over the experts is in registers, E / 32 per lane."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How a product is cut. Two consumers compute `rows` × BN each.
+    """How a product is split into tiles. Two consumers compute `rows` × BN each.
 
-    pingpong: each consumer computes tiles of its own, in turns; else the two are upper and lower half of one tile.
+    pingpong: each consumer computes tiles of its own, in turns; otherwise they compute the two halves of one tile.
     stages: how many steps of BK the shared memory holds.
     out_parts: in how many column parts a consumer writes its tile; out_buffers: how many parts are in flight.
-    group_m: how many row tiles are walked before the next column tile; 1 walks columns first.
+    group_m: how many row tiles are computed before the next column tile; 1 means columns first.
     """
 
     rows: int
@@ -110,7 +110,7 @@ def is_available(device: int = 0) -> bool:
 
 
 def switch(name: str) -> bool:
-    """Whether an environment variable is 1, empty or unset, not 0. Raises ValueError for any other value."""
+    """Whether an environment variable is 1, empty or unset; False if it is 0. Raises ValueError for other values."""
     value = os.environ.get(name) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value}: must be 0 or 1")
@@ -118,12 +118,12 @@ def switch(name: str) -> bool:
 
 
 def switched_on() -> bool:
-    """Whether kernels for Hopper may run. MEGABLOCKS_HOPPER=0 in the environment leaves them all out."""
+    """Whether kernels for Hopper may run. MEGABLOCKS_HOPPER=0 in the environment turns them all off."""
     return switch("MEGABLOCKS_HOPPER")
 
 
 def why_off(device: int) -> str | None:
-    """Why a Hopper GPU runs without its kernels, in a few words. None where they run, and on another GPU."""
+    """Why a Hopper GPU runs without its kernels, in a few words. None if they run, and on other GPUs."""
     if not is_hopper(device):
         return None
     if not switched_on():
@@ -143,14 +143,14 @@ def runs_hopper(t: Tensor) -> bool:
 
 
 def kernels_for(module: str, t: Tensor) -> ModuleType | None:
-    """The module of kernels for Hopper if they may run on t, else None. Which operands they take, the module says."""
+    """The module of kernels for Hopper if they may run on t, else None. The module says which operands it supports."""
     return importlib.import_module(module) if runs_hopper(t) else None
 
 
 def aligned(t: Tensor, major: int = -1) -> bool:
     """Whether TMA can read t: its start and rows are multiples of 16 bytes, and its `major` dimension is contiguous.
 
-    Rows may not overlap: a stride below the contiguous dimension's length, as of an expanded gradient, is refused.
+    Rows must not overlap: a stride below the contiguous dimension's length, as in an expanded gradient, is refused.
     """
     shape, unit = t.shape, 16 // t.element_size()
     if t.data_ptr() % 16:
@@ -169,7 +169,7 @@ def aligned(t: Tensor, major: int = -1) -> bool:
 
 @functools.cache
 def _descriptor_of(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
-    """The class of descriptors and their layout, kept because a new one takes half of a launch's host time."""
+    """The class of descriptors and their layout, cached because a new one takes half of a launch's host time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -180,14 +180,14 @@ def _descriptor_of(box: tuple[int, ...], dtype: torch.dtype) -> tuple[Any, Any]:
 def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, strides: list[int] | None = None) -> Any:
     """A TMA descriptor of t, whose last dimension is contiguous, in pieces of `box`; see `aligned`.
 
-    Triton's constructor, which is left out here, checks what `aligned` has checked: a third of a launch's host time.
+    It skips Triton's constructor, which checks again what `aligned` has checked: a third of a launch's host time.
     """
     tensor_descriptor, layout = _descriptor_of(tuple(box), t.dtype)
     if strides is None:
         strides, sizes = list(t.stride()), t.shape
         if 1 in sizes:
             unit = 16 // t.element_size()
-            # a dimension of one may have any stride, but TMA wants a multiple of 16 bytes
+            # a dimension of one may have any stride, but TMA requires a multiple of 16 bytes
             strides = [s if n > 1 else -(-max(s, 1) // unit) * unit for s, n in zip(strides, sizes, strict=True)]
             strides[-1] = 1
     made = object.__new__(tensor_descriptor)
@@ -197,10 +197,10 @@ def descriptor(t: Tensor, box: list[int], shape: list[int] | None = None, stride
 
 
 def ragged_rows(t: Tensor, box: list[int]) -> Any:
-    """A descriptor of t (R, C) with which the TMA unit leaves out rows >= `end`, for an `end` given at each access.
+    """A descriptor of t (R, C) with which the TMA unit skips rows >= `end`; each access gives its own `end`.
 
     Coordinates (2³⁰, end, 2³⁰ − end + row, col) address row·s + col for row stride s: the outer strides 2³⁴ − s and s
-    make the sum 2⁶⁴ + row·s, whose carry is lost. The row dimension's bound of 2³⁰ then stands exactly at `end`.
+    make the sum 2⁶⁴ + row·s, whose carry is lost. The row dimension's bound of 2³⁰ is then exactly at `end`.
     """
     stride = t.stride(0) if t.shape[0] > 1 else t.shape[1]
     shape = [ROW_BOUND + 1, t.shape[0] + 1, ROW_BOUND, t.shape[1]]

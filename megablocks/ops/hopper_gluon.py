@@ -1,21 +1,21 @@
-"""What the Gluon kernels for Hopper (sm_90) share on the device.
+"""Device code that the Gluon kernels for Hopper (sm_90) share.
 
     the ring of stages and a tile's products            barriers, issue, retire, multiply, parts_of, stage_out
     tiles over each expert's ragged number of rows      walk, find_tile, store_rows, gather_rows and what they need
     activations                                         unary
 
-A kernel is one persistent program a multiprocessor, warp-specialized: a producer fills the ring's stages by TMA (with
+A kernel is one persistent program per multiprocessor, warp-specialized: a producer fills the ring's stages by TMA (with
 gathered rows by cp.async, which arrives at the same barrier), and two consumers multiply by wgmma and store by TMA.
-With `pingpong` the consumers own alternate tiles and take turns at the ring, so that one's epilogue hides under the
-other's products; otherwise they share a tile, upper and lower half.
+With `pingpong` the consumers own alternate tiles and use the ring in turns, so that one consumer's products hide the
+other's epilogue; otherwise they share a tile, upper and lower half.
 
-Which rows a tile covers is found on the device. Every role keeps the running number of tiles of each expert in
-registers (E / 32 a lane, a prefix sum over `offsets` at the start). The number of experts that end before a tile is the
-tile's expert: one warp-wide sum, one maximum and two cached loads, taken one tile ahead. Where an expert's rows end
-inside a tile, a second descriptor of the same memory (`hopper.ragged_rows`) lets the TMA unit clip the store there, so
-tails need neither registers nor masks.
+The device computes which rows a tile covers. Every role keeps the running number of tiles of each expert in registers
+(E / 32 per lane, a prefix sum over `offsets` at the start). The number of experts that end before a tile is the tile's
+expert: one warp-wide sum, one maximum and two cached loads, done one tile ahead. If an expert's rows end inside a tile,
+a second descriptor of the same memory (`hopper.ragged_rows`) lets the TMA unit clip the store there, so tails need
+neither registers nor masks.
 
-c is a kernel's plan, with which the kernel is compiled.
+c is the plan of a kernel: the constants that it is compiled with.
 """
 
 # mypy: allow-untyped-defs
@@ -49,7 +49,7 @@ def barriers(c: gl.constexpr):
     empty = gl.allocate_shared_memory(gl.int64, [c.stages, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
-        # Each gathering thread arrives when its own copies have landed, beside the one that expects TMA's bytes.
+        # Each gathering thread arrives when its own copies are complete, and so does the one that expects TMA's bytes.
         mbarrier.init(full.index(i), count=1 + 32 * c.producer_warps if c.gather else 1)
         mbarrier.init(empty.index(i), count=c.row_parts)
     for i in gl.static_range(2):
@@ -89,7 +89,7 @@ def multiply(it, steps, a_bufs, b_bufs, full, empty, turn, phase, WG: gl.constex
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, c.BN, 16])
     acc = gl.zeros(shape, gl.float32, layout)
     if c.pingpong:
-        # Waiting for a parity is only sound once the other consumer has passed its own waits on the same ring.
+        # Waiting for a parity is only correct after the other consumer has passed its own waits on the same ring.
         mbarrier.wait(turn.index(WG), phase ^ (1 - WG))
     for k in range(steps):
         acc = issue(it, acc, a_bufs, b_bufs, full, k > 0, WG, c)
@@ -223,7 +223,7 @@ def operand_buffers(dtype: gl.constexpr, c: gl.constexpr):
 @gluon.jit
 def gather_lanes(c: gl.constexpr):
     """Rows of a row part and columns of a stage, as the threads copy them."""
-    # A row's BK columns are one 128-byte segment: eight lanes of 16 bytes.
+    # A row's BK columns are one 128-byte segment: eight lanes with 16 bytes each.
     lanes: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [c.producer_warps, 1], [1, 0])
     return gl.arange(0, c.rows, gl.SliceLayout(1, lanes)), gl.arange(0, c.BK, gl.SliceLayout(0, lanes))
 

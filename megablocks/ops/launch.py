@@ -1,16 +1,16 @@
-"""Launches of Triton kernels: without the look-up of their compiled form, and compiled before a layer's first step.
+"""Launches of Triton kernels: faster, with a cache of compiled kernels; and compilation before a layer's first step.
 
-Both lean on private parts of Triton and torch. Other releases of Triton than `_RELEASES` get Triton's own launch.
+Both use private parts of Triton and torch. Releases of Triton outside `_RELEASES` get Triton's own launch.
 
-`quick`. `kernel[grid](…)` of Triton describes every argument in a string, hashes all of them and looks the compiled
-kernel up, at each launch. That is 9 of the 23 µs of a launch of four arguments on an H200's host, and 27 of the 51 µs
+`quick`. At each launch, Triton's `kernel[grid](…)` describes every argument in a string, hashes all of them and looks
+up the compiled kernel. That is 9 of the 23 µs of a launch with four arguments on an H200's host, and 27 of the 51 µs
 of a launch with four TMA descriptors. Triton specializes on little: dtypes, which pointers and sizes are multiples of
-16, sizes of 1, the compile-time values, and its switches for debugging and profiling. `quick` keeps the compiled
-kernels by these, and calls them as Triton offers: `kernel[grid](…)` returns the compiled kernel, and
+16, sizes of 1, the compile-time values, and its switches for debugging and profiling. `quick` caches the compiled
+kernels by these. It calls them through Triton's own interface: `kernel[grid](…)` returns the compiled kernel, and
 `compiled[grid](…)` launches it.
 
-`compile_first_call`. One after the other, the kernels of a layer's first step compile in 13 to 17 s on an H200's host;
-beside each other in 6 to 10 s. So before its first call a module runs a step in which launches compile and do not run.
+`compile_first_call`. On an H200's host the kernels of a layer's first step compile in 13 to 17 s one after the other,
+and in 6 to 10 s in parallel. So before its first call a module runs a step in which launches compile and do not run.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from triton.runtime import driver
 
 from megablocks.ops.hopper import switch
 
-_RELEASES = Version("3.6"), Version("3.10")  # whose rules of specialization these are
-_MOST = 1024  # compiled forms kept a kernel
+_RELEASES = Version("3.6"), Version("3.10")  # the first release with these rules of specialization, the first without
+_MOST = 1024  # compiled forms that are kept per kernel
 _MOST_THREADS = 16
 _EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, Tensor.new_empty, Tensor.new_empty_strided)
 _PLAIN = (Tensor, nn.Parameter, type(None))
@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Places(NamedTuple):
-    """The arguments, by type, that Triton specializes on."""
+    """The positions of the arguments that Triton specializes on, by type."""
 
     tensors: list[int]
     sizes: list[tuple[int, bool]]  # and whether it is specialized
@@ -56,7 +56,7 @@ class _Places(NamedTuple):
 
 
 class QuickLaunch:
-    """A JIT function, launched as one: kernel[grid](*arguments, **compile-time values and options)."""
+    """A JIT function with the same launch syntax: kernel[grid](*arguments, **compile-time values and options)."""
 
     def __init__(self, kernel: Any) -> None:
         constexprs = [p.is_constexpr for p in kernel.params]
@@ -75,7 +75,7 @@ class QuickLaunch:
         return functools.partial(self._launch, grid)
 
     def _places_of(self, types: tuple[type, ...]) -> _Places | None:
-        """Which arguments are tensors, sizes and descriptors; None where one is of another kind."""
+        """Which arguments are tensors, sizes and descriptors; None if one is of another kind."""
         assert len(types) == len(self._specialized), f"{self._kernel.fn.__name__}: pass runtime arguments by position"
         made = _Places([], [], [])
         for i, kind in enumerate(types):
@@ -108,10 +108,10 @@ class QuickLaunch:
         misaligned = 0
         for i in places.tensors:
             a = args[i]
-            if not a.is_cuda:  # Triton refuses it by name; as an address it would be read all the same
+            if not a.is_cuda:  # Triton refuses it by name; by its address a kernel would read it anyway
                 self._kernel[grid](*args, **options)
                 return
-            # by its address: of a tensor the launcher asks it, and the driver where that is
+            # pass the address: for a tensor the launcher would look it up, and ask the driver where it is
             values[i] = address = a.data_ptr()
             key.append(a.dtype)
             if address % 16:
@@ -130,20 +130,20 @@ class QuickLaunch:
         found = self._compiled.get(made_of := tuple(key))
         if found is None:
             compiled = self._kernel[grid](*args, **options)
-            # an AsyncCompileMode of the caller's returns a promise of it, which cannot be launched
+            # with an AsyncCompileMode of the caller this is a future, which cannot be launched
             if compiled is not None and not hasattr(compiled, "result"):
                 if len(self._compiled) >= _MOST:
                     self._compiled.clear()
-                # with the layouts, so that no other one is given the id of one in a key
+                # keep the layouts alive, so that no other layout gets the id of one in a key
                 self._compiled[made_of] = compiled, [args[i].layout for i in places.descriptors]
             return
         x, y, z = (*grid, 1, 1)[:3]
-        stream = driver.active.get_current_stream(device)  # without it Triton asks for the device again
+        stream = driver.active.get_current_stream(device)  # without it Triton looks up the device again
         found[0][x, y, z](*values, *[options[name] for name in self._constexprs], stream=stream)
 
 
 class _ZerosForEmpty(TorchFunctionMode):
-    """torch.empty gives zeros, so that an index which no kernel has computed is one that exists."""
+    """Makes torch.empty return zeros, so that indices which no kernel has computed are in range."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -160,7 +160,7 @@ def is_compiling_ahead() -> bool:
 def can_compile_ahead() -> bool:
     """Whether kernels are launched by `QuickLaunch`, outside of any transform or capture.
 
-    MEGABLOCKS_COMPILE_AHEAD=0 in the environment leaves each kernel to its first launch.
+    With MEGABLOCKS_COMPILE_AHEAD=0 in the environment each kernel compiles at its first launch.
     """
     return (
         _launches_quickly()
@@ -174,19 +174,19 @@ def can_compile_ahead() -> bool:
 def compile_first_call(
     module: nn.Module, call: Hashable, step: Callable[..., Iterable[Tensor]], *inputs: Tensor | None
 ) -> None:
-    """Before the first such call of `module`: compile the kernels of `step` and of its backward beside each other.
+    """Before the first such call of `module`, compile the kernels of `step` and of its backward in parallel.
 
     The step runs with stand-ins for the module's parameters and buffers, and with zeros for what kernels would compute.
-    So it leaves no gradient, count or random number behind. What fails here is only logged: it fails in the call, too.
+    So it changes no gradient, count or random state. A failure here is only logged, because it recurs in the call.
 
     Args:
-        module: whose kernels are compiled. Modules of one type, `config` and parameter sizes share what was compiled.
-            Nothing is done where a parameter is sharded (a DTensor).
-        call: names the kind of call, beside the inputs' dtypes and whether they need gradients.
+        module: the module whose kernels are compiled. Modules of the same type, `config` and parameter sizes share the
+            compiled kernels. If a parameter is sharded (a DTensor), nothing is done.
+        call: names the kind of call, in addition to the inputs' dtypes and whether they need gradients.
         step: computes the results of the call from the inputs.
         inputs: on a GPU; stand-ins are passed to `step`.
     """
-    if torch.compiler.is_compiling():  # torch.compile can trace nothing of what follows
+    if torch.compiler.is_compiling():  # torch.compile cannot trace what follows
         return
     kinds = [None if t is None else (t.dtype, t.device, t.requires_grad) for t in inputs]
     key = (call, torch.is_grad_enabled(), *kinds)
@@ -210,7 +210,7 @@ def compile_first_call(
         with (
             torch.random.fork_rng(devices=[device]),
             torch.autograd.set_multithreading_enabled(False),
-            # a checkpoint around the call counts what it saves
+            # hide what this saves from an activation checkpoint around the call, which counts it
             torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t),
             torch.cuda.device(device),
             _stand_ins(module),
@@ -222,11 +222,11 @@ def compile_first_call(
 
 
 def compile_ahead(step: Callable[[], object]) -> None:
-    """Run `step`, in which launches of quick kernels compile, beside each other, and do not run.
+    """Run `step`; in it launches of quick kernels compile, in parallel, and do not run.
 
-    Their results are the zeros that torch.empty gives meanwhile. At the end all kernels are compiled. If one does not
-    compile, its first launch raises the error. A backward must run in this thread, see
-    `torch.autograd.set_multithreading_enabled`, and by `_backward_ahead`.
+    Their results are zeros, which torch.empty returns meanwhile. At the end all kernels are compiled. If one does not
+    compile, its first launch raises the error. A backward must run in this thread (see
+    `torch.autograd.set_multithreading_enabled`) and through `_backward_ahead`.
     """
 
     def run() -> None:
@@ -234,20 +234,20 @@ def compile_ahead(step: Callable[[], object]) -> None:
             step()
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 4
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # torchrun's, each of which compiles the same
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of torchrun; each compiles the same kernels
     threads = min(_MOST_THREADS, max(1, cores // processes))
     _here.ahead = True
     try:
-        # in a context of its own: AsyncCompileMode stays on where waiting for the compilations was broken off
+        # in a context of its own, because AsyncCompileMode stays on if the wait for the compilations was interrupted
         contextvars.copy_context().run(run)
     finally:
         _here.ahead = False
 
 
 def _backward_ahead(results: Iterable[Tensor]) -> None:
-    """Backward of a step that `compile_ahead` runs, with zeros as gradients; torch.empty gives zeros in it too.
+    """Backward of a step that `compile_ahead` runs, with zeros as gradients; torch.empty returns zeros in it too.
 
-    To the mode that makes those zeros torch.autograd.backward is a function, so it would run without the mode.
+    `_ZerosForEmpty` is off inside the functions that it intercepts. torch.autograd.backward is one, so it is not used.
     """
     wanted = tuple(t for t in results if t.requires_grad)
     if wanted:
@@ -259,7 +259,7 @@ def _backward_ahead(results: Iterable[Tensor]) -> None:
 
 @contextlib.contextmanager
 def _stand_ins(module: nn.Module) -> Iterator[None]:
-    """Other parameters of the same memory and marks, and copies of the buffers, in the module's place for them."""
+    """Replace the module's parameters by others with the same memory and attributes, and its buffers by copies."""
     kept = [(m, dict(m._parameters), dict(m._buffers)) for m in module.modules()]
     try:
         for m, parameters, buffers in kept:
@@ -277,7 +277,7 @@ def _stand_ins(module: nn.Module) -> Iterator[None]:
 
 
 def interpreted() -> bool:
-    """Whether Triton interprets kernels on the CPU, as TRITON_INTERPRET=1 asks."""
+    """Whether Triton interprets kernels on the CPU (TRITON_INTERPRET=1)."""
     return bool(knobs.runtime.interpret)
 
 

@@ -2,17 +2,17 @@
 
 `custom_op` registers an op as `torch.library.custom_op` does, with five additions.
 
-- It may name a kernel's launcher, which computes the op in place of the function where it takes the arguments.
+- It can name a kernel's launcher, which runs instead of the function if it supports the arguments.
 - A NamedTuple among the parameters, such as a `Dispatch`, is one argument in Python. In torch's schema each of its
-  fields is an argument, because schemas know no structures. A NamedTuple is also allowed as the result.
+  fields is an argument, because schemas have no structures. A NamedTuple is also allowed as the result.
 - The op runs with the device of its tensors as the current device, because Triton launches on the current device.
   Autocast is off in it: the public functions cast their arguments, and torch would narrow a reference's own products.
-- None among the results becomes an empty tensor, because schemas know no optional results.
-- In eager mode a call goes past torch's dispatcher, which a custom op enters three times in Python. Only autograd takes
-  part in the result there, so the op is an `autograd.Function` of the same functions. torch.compile, torch.jit.trace,
-  fake tensors, modes and tensor subclasses get the custom op.
-  Gain on an H200's host: a router's forward takes 147 µs in place of 219, and a layer calls some thirty ops a step.
-  It reads private state of torch, so other versions than `_DIRECT` always call the custom op.
+- None among the results becomes an empty tensor, because schemas have no optional results.
+- In eager mode a call bypasses torch's dispatcher, which a custom op enters three times in Python. There only autograd
+  affects the result, so the op is an `autograd.Function` of the same functions. torch.compile, torch.jit.trace, fake
+  tensors, modes and tensor subclasses get the custom op.
+  Gain on an H200's host: a router's forward takes 147 µs instead of 219, and a layer calls some thirty ops per step.
+  It reads private state of torch, so versions of torch outside `_DIRECT` always call the custom op.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from torch.autograd import forward_ad
 
 _DIRECT = Version("2.8") <= Version(torch.__version__) < Version("2.16")
 _PLAIN = (Tensor, torch.nn.Parameter)
-_HAS_TRITON = importlib.util.find_spec("triton") is not None  # asked once: torch.compile cannot trace the question
+_HAS_TRITON = importlib.util.find_spec("triton") is not None  # checked once: torch.compile cannot trace the check
 
 
 def runs_triton(t: Tensor) -> bool:
@@ -45,9 +45,9 @@ def runs_triton(t: Tensor) -> bool:
 
 
 def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    """Tensors in autocast's dtype where autocast is on for their device; float64 is left alone, as torch does.
+    """The tensors, cast to autocast's dtype if it is on for their device; float64 is not cast, as in torch.
 
-    Autocast has no device "meta": torch raises where it is asked about that one.
+    Autocast does not know the device "meta": torch raises if it is asked about that one.
     """
     tensors, kind = (first, *others), first.device.type
     if first.is_meta or not torch.is_autocast_enabled(kind):
@@ -57,7 +57,7 @@ def under_autocast(first: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
 
 
 class _Signature:
-    """The parameters of an op's implementation, and the schema arguments that stand for them.
+    """The parameters of an op's implementation, and the schema arguments that represent them.
 
     A "flat" argument list has one value for each schema argument. A "nested" one has one value for each parameter.
     """
@@ -68,7 +68,7 @@ class _Signature:
         self.names = list(signature.parameters)
         self.kinds = [p.annotation if hasattr(p.annotation, "_fields") else None for p in parameters]
         self.defaults = [p.default for p in parameters]
-        # Where the NamedTuples stand, and their lengths: the last one first, which moves none of the others.
+        # Positions and lengths of the NamedTuples. The last one is first, so that replacing one moves no other.
         self.places = [(i, len(kind._fields)) for i, kind in enumerate(self.kinds) if kind is not None][::-1]
         flat: list[inspect.Parameter] = []
         for parameter, kind in zip(parameters, self.kinds, strict=True):
@@ -85,7 +85,7 @@ class _Signature:
         self.of_schema = signature.replace(parameters=flat, return_annotation=result)
 
     def flat(self, args: Iterable[Any]) -> tuple[Any, ...]:
-        """Nested arguments, or their gradients, by field. None for a NamedTuple gives None for each field."""
+        """Nested arguments, or their gradients, by field. None for a NamedTuple becomes None for each field."""
         flat = [*args]
         for place, fields in self.places:
             value = flat[place]
@@ -103,7 +103,7 @@ class Op:
     """A custom op, called with positional arguments as its implementation declares them.
 
     definition: the op as torch knows it, with flat arguments (`flat`), for `torch.library.opcheck`.
-    implementation: the plain function, for the implementation of another op: nothing looks at calls from there.
+    implementation: the plain function, which the implementation of another op can call without this class's checks.
     """
 
     def __init__(self, definition: CustomOpDef, implementation: Callable[..., Any]) -> None:
@@ -116,7 +116,7 @@ class Op:
         self._function: type[torch.autograd.Function] | None = None
 
     def flat(self, *args: Any) -> tuple[Any, ...]:
-        """The arguments by field, as `definition` takes them."""
+        """The arguments by field, as `definition` accepts them."""
         return self._signature.flat((*args, *self._signature.defaults[len(args) :]))
 
     def register_autograd(self, backward: Callable[..., Any], *, setup_context: Callable[..., None]) -> None:
@@ -136,7 +136,7 @@ class Op:
             setup_context(ctx, signature.nested(inputs), output)
 
         def forward(ctx: Any, *flat_and_args: Any) -> Any:
-            args = flat_and_args[-1]  # by parameter; the flat ones before are there for autograd to see
+            args = flat_and_args[-1]  # by parameter; autograd needs the flat ones before
             output = implementation(*args)
             setup_context(ctx, args, output)
             return output
@@ -158,21 +158,21 @@ class Op:
         if direct and (
             torch._C._len_torch_dispatch_stack()
             or torch._C._are_functorch_transforms_active()
-            or torch._C._get_tracing_state()  # torch.jit.trace would keep what a reference reads on the host
+            or torch._C._get_tracing_state()  # torch.jit.trace would freeze what a reference reads on the host
         ):
             direct = False
         if direct:
-            for a in flat:  # one loop for all questions about the tensors: three took longer than a launch
+            for a in flat:  # one loop for all checks of the tensors: three loops took longer than a launch
                 if isinstance(a, Tensor):
-                    direct = direct and type(a) in _PLAIN  # a subclass may want to see the op
+                    direct = direct and type(a) in _PLAIN  # a subclass may handle the op itself
                     needs_gradient = needs_gradient or a.requires_grad
                     first = a if first is None else first
             needs_gradient = needs_gradient and torch.is_grad_enabled()
-            direct = direct and (first is None or not first.is_meta)  # the custom op computes shapes alone
+            direct = direct and (first is None or not first.is_meta)  # the custom op computes only shapes
         if not direct or (needs_gradient and self._function is None):
-            result = self.definition(*flat)  # without a gradient of its own it raises where one is asked for
+            result = self.definition(*flat)  # if the op has no gradient, it raises when one is needed
         else:
-            for i in self._written:  # as torch's op does, so that autograd notices a saved tensor that was written to
+            for i in self._written:  # as torch's op does, so that autograd detects writes to a saved tensor
                 torch.autograd.graph.increment_version(flat[i])
             call, given = self.implementation, args
             if needs_gradient and self._function is not None:
@@ -189,12 +189,12 @@ class Op:
 
 
 def _plain(result: Any) -> Any:
-    """A NamedTuple as the tuple that torch's schema promises, with an empty tensor for None."""
+    """A NamedTuple as the tuple that torch's schema declares, with an empty tensor for None."""
     return tuple([result[0].new_empty(0) if t is None else t for t in result]) if isinstance(result, tuple) else result
 
 
 def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
-    """`t`, whose dependence on other tensors autograd does not see: under create_graph a derivative of it raises."""
+    """`t`, which depends on tensors in a way that autograd does not see. With create_graph its derivative raises."""
     if not torch.is_grad_enabled():
         return t
     refuse = torch._C._functions.DelayedError(f"{what}: no second derivative is known", 1)
@@ -202,15 +202,15 @@ def unknown_to_autograd(t: Tensor, what: str) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """The setup_context of an op whose last argument is no tensor, which becomes `ctx.option`."""
+    """The setup_context of an op whose last argument is not a tensor. That argument becomes `ctx.option`."""
     *tensors, ctx.option = inputs
     ctx.save_for_backward(*tensors)
 
 
 def once_differentiable(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """`backward` of an op that saves some of its own results. Under create_graph a derivative of its gradients raises.
+    """`backward` of an op that saves some of its own results. With create_graph, a derivative of its gradients raises.
 
-    torch's decorator of this name asks whether the incoming gradients have a graph. The gradient of a sum has none.
+    torch's decorator of this name checks whether the incoming gradients have a graph. The gradient of a sum has none.
     """
 
     @functools.wraps(backward)
@@ -240,7 +240,7 @@ def _device_of(args: Iterable[Any]) -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def _load(path: str) -> Any:
-    """What "module:name" names. Kernels are imported at their first launch, since a CPU needs no Triton."""
+    """The object that "module:name" names. Kernels are imported at their first launch, since a CPU needs no Triton."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -255,16 +255,16 @@ def custom_op(
 ) -> Callable[[Callable[..., Any]], Op]:
     """`torch.library.custom_op` with the additions that this file's docstring lists. It decorates the reference.
 
-    fake: gives unset results of the right shapes, from one object that has the implementation's parameters by name.
-    kernel: "module:launcher" of the same parameters, for arguments that it `takes`: by default those whose first is a
-        tensor on which Triton runs.
+    fake: returns unset results of the right shapes, from one object with the implementation's parameters by name.
+    kernel: "module:launcher" with the same parameters. It runs if `takes` is true of the arguments: by default if the
+        first one is a tensor on which Triton runs.
     """
 
     def register(reference: Callable[..., Any]) -> Op:
         @functools.wraps(reference)
         def kernel_or_reference(*args: Any) -> Any:
             result = _load(kernel)(*args) if kernel is not None and takes(*args) else reference(*args)
-            # not by `_plain`: one call less in each op
+            # not by `_plain`, to save a call in each op
             return tuple([result[0].new_empty(0) if t is None else t for t in result]) if signature.optional else result
 
         signature = _Signature(reference)

@@ -5,17 +5,17 @@
 
 Legend: T tokens, H hidden, V words of the vocabulary on this rank, g the incoming gradient of each token's loss.
 
-Tokens are computed in chunks. A chunk's logits are in x's dtype, and backward writes their gradient in their place.
+Tokens are computed in chunks. A chunk's logits are in x's dtype, and backward overwrites them with their gradient.
 The logits of the first chunks, up to `keep_bytes`, stay in memory for backward. Backward computes the others again, a
-fourth product of T·V·H beside the three that are needed. So any incoming gradient has its exact result: a mask, a loss
-scale, or weights that differ by token. dW is the sum of the chunks' products in float32.
+fourth product of T·V·H in addition to the three that are needed. So the result is exact for any incoming gradient: a
+mask, a loss scale, or weights that differ by token. dW is the sum of the chunks' products in float32.
 
-A vocabulary that is split over the ranks of a group takes two all-reduces of numbers per token in forward, and none in
+A vocabulary that is split over the ranks of a group needs two all-reduces of numbers per token in forward, and none in
 backward: the caller adds dx over the ranks.
 
-Gradients in forward, as LigerFusedLinearCrossEntropy (liger-kernel 0.8.5) has them for a mean or a sum, need each
-token's gradient there. Of a loss per token it computes them in backward too, with all logits again. It also reads the
-number of tokens from the GPU, has no split vocabulary, and rounds dW before it is accumulated.
+LigerFusedLinearCrossEntropy (liger-kernel 0.8.5) computes the gradients of a mean or a sum in forward, which needs each
+token's incoming gradient there. For a loss per token it computes them in backward too, and all logits again. It also
+reads the number of tokens from the GPU, has no split vocabulary, and rounds dW before it is accumulated.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ KEEP_BYTES = 2**32
 
 
 def cross_entropy_sums_ref(logits: Tensor, labels: Tensor) -> Tensor:
-    """What each row's loss is made of: its maximum, its Σ exp(l − maximum), and the logit of its label.
+    """The terms of each row's loss: its maximum, its Σ exp(l − maximum), and the logit of its label.
 
     Args:
         logits: (T, V). labels: (T,) int64; a label outside [0, V) has the logit 0.
@@ -76,12 +76,12 @@ cross_entropy_sums_op = custom_op(
     kernel="megablocks.ops.loss_triton:gradient_launch",
 )
 def cross_entropy_gradient_op(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
-    """Write the gradient of the logits in their place."""
+    """Overwrite the logits with their gradient."""
     logits.copy_(cross_entropy_gradient_ref(logits, labels, maximum, total, grad))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """A Function of its own, because an op of torch's takes no process group."""
+    """An autograd.Function, because a custom op of torch cannot have a process group as an argument."""
 
     @staticmethod
     def forward(
@@ -104,7 +104,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             sums[:, chunk] = cross_entropy_sums_op(logits, labels[chunk])
             if chunk.start + len(logits) <= keep:
                 kept.append(logits)
-            del logits  # or the next chunk's would be allocated beside them
+            del logits  # before the next chunk's are allocated
         maximum, total, chosen = sums if group is None else _over_ranks(sums, group)
         ctx.save_for_backward(x, weight, labels, maximum, total)
         ctx.chunks, ctx.kept, ctx.main_grad = chunks, kept, main_grad
@@ -172,8 +172,8 @@ def linear_cross_entropy(
             and its gradients are 0.
         group: the ranks that share the vocabulary. The gradient of x is then this rank's part, which the caller adds
             over the ranks.
-        main_grad: (V, H) float32, to which backward adds the gradient of weight, and autograd gets none.
-        keep_bytes: how many bytes of logits stay in memory for backward, which computes all others again.
+        main_grad: (V, H) float32, to which backward adds the gradient of weight; autograd then gets none.
+        keep_bytes: how many bytes of logits stay in memory for backward, which computes the others again.
         chunk_bytes: how many bytes of logits are computed at once.
 
     Returns:

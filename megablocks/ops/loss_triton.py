@@ -1,8 +1,8 @@
-"""Triton kernels of the cross entropy: a row's sums in one pass over its logits, and the gradient in their place.
+"""Triton kernels of the cross entropy: a row's sums in one pass over its logits, and the gradient that overwrites them.
 
-Legend: T tokens, V words. sums: one program a row, which walks it in blocks and rescales its sum where a block raises
-the maximum. gradient: one program a block of a row; it is elementwise, as it knows the row's maximum and sum. Both
-compute in float32 and move 2·V bytes a row in bf16, the gradient twice.
+Legend: T tokens, V words. sums: one program per row reads it in blocks and rescales its sum when a block raises the
+maximum. gradient: one program per block of a row; it is elementwise, because the row's maximum and sum are known. Both
+compute in float32 and move 2·V bytes per row in bf16, the gradient twice as many.
 """
 
 # mypy: allow-untyped-defs
@@ -67,7 +67,7 @@ def sums_launch(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def gradient_launch(logits: Tensor, labels: Tensor, maximum: Tensor, total: Tensor, grad: Tensor) -> None:
-    """Write the gradient of logits (T, V) contiguous in their place, see `cross_entropy_gradient_ref`.
+    """Overwrite logits (T, V), contiguous, with their gradient, see `cross_entropy_gradient_ref`.
 
     labels, maximum and total (T,) are contiguous; grad (T,) may have any stride.
     """

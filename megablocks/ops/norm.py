@@ -3,9 +3,9 @@
     LayerNorm  y = (x − mean(x)) · r · g + bias     r = 1 / √(mean((x − mean(x))²) + eps)
     RMSNorm    y = x · r · g                        r = 1 / √(mean(x²) + eps)
     with x̂ = (x − mean) · r, or x · r, and d = dY · g:
-    dX = r · (d − x̂ · mean(d · x̂) − mean(d)), the last term for LayerNorm alone;  dg = Σ dY · x̂,  dbias = Σ dY
+    dX = r · (d − x̂ · mean(d · x̂) − mean(d)), the last term only for LayerNorm;  dg = Σ dY · x̂,  dbias = Σ dY
 
-Legend: R rows, H hidden; g = weight, or 1 + weight where zero-centered. Everything is float32 inside (float64 for
+Legend: R rows, H hidden; g = weight, or 1 + weight if zero-centered. Everything is float32 inside (float64 for
 float64) and rounded once. The sums over the rows have a fixed order, so reruns are bit-identical.
 Sources: LayerNorm (arXiv 1607.06450), RMSNorm (arXiv 1910.07467).
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megablocks.ops.library import custom_op, runs_triton
 
-_MAX_HIDDEN = 16384  # a row lies in one program's registers
+_MAX_HIDDEN = 16384  # a program holds a whole row in registers
 
 
 def norm_ref(
@@ -103,7 +103,7 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_cen
         zero_centered: the factor is 1 + weight.
 
     Returns:
-        As x.
+        (…, H) in x's dtype.
 
     Raises:
         ValueError: a weight or bias of another length, or a negative eps.

@@ -1,10 +1,10 @@
 """Triton kernels of LayerNorm and RMSNorm, one pass over memory each.
 
-1. norm       a program normalizes ROWS rows, each wholly in registers; the mean and r of each row are stored
-2. backward   P programs walk the tiles: dX of each row; per program the sum of dY · x̂ over its rows, for LayerNorm
-              also that of dY. The P partial results are added in their order: no atomics
+1. norm       a program normalizes ROWS rows, each wholly in registers; it stores the mean and r of each row
+2. backward   P programs loop over the tiles: dX of each row; per program the sum of dY · x̂ over its rows, and for
+              LayerNorm the sum of dY. The P partial results are added in their order: no atomics
 
-Bytes a row: forward 2·H elements, backward 3·H, which bound both.
+Memory traffic bounds both: forward moves 2·H elements per row, backward 3·H.
 """
 
 # mypy: allow-untyped-defs
@@ -19,7 +19,7 @@ from torch import Tensor
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.routing.topk_triton import sum_products
 
-_PROGRAMS = 528  # four a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
+_PROGRAMS = 528  # four per multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 2048  # elements of a program; 16 a thread leave registers for both sums
 
 
@@ -55,7 +55,7 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     h = tl.arange(0, BLOCK)
     factor = (tl.load(weight_ptr + h, mask=h < H, other=0).to(tl.float32) + offset)[None, :]
-    # Per lane of a tile, and added across its rows at the end: that takes no exchange between threads in the loop.
+    # Per lane of a tile, and summed across its rows at the end, so that threads exchange nothing in the loop.
     d_factor = tl.zeros((ROWS, BLOCK), tl.float32)
     d_bias = tl.zeros((ROWS, BLOCK), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
@@ -118,5 +118,5 @@ def norm_backward_launch(
         _norm_backward_kernel[(programs,)](
             dy, x, weight, mean, rstd, dx, partial, num_rows, tiles, hidden, offset, **sizes
         )
-    # Two sums, because outputs of an op may not share memory.
+    # Two sums, because outputs of an op must not share memory.
     return dx, partial[:, 0].sum(0), None if mean is None else partial[:, 1].sum(0)

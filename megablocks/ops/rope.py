@@ -2,7 +2,7 @@
 
     y₁ = scale · (x₁ · cos φ₁ − x₂ · sin φ₁)        y₂ = scale · (x₂ · cos φ₂ + x₁ · sin φ₂)
 
-    The two entries of a pair are R/2 apart, or neighbors where interleaved. Entries beyond R stay as they are.
+    The two entries of a pair are R/2 apart, or neighbors if interleaved. Entries beyond R do not change.
     Backward multiplies by the transposed matrix of each pair.
 
 Legend: S positions, B sequences, N heads, D entries of a head, R <= D rotated ones, φ (S, R) angles. φ₁ = φ₂ makes it a
@@ -60,9 +60,9 @@ def rope(x: Tensor, angles: Tensor, *, interleaved: bool = False, scale: float =
     """Rotary embedding of heads.
 
     Args:
-        x: (S, B, N, D) floating. Of the strides only the last matters: 1 spares a copy.
+        x: (S, B, N, D) floating. If the last stride is not 1, x is copied.
         angles: (S, R) floating, in radians, R even and at most D; without a gradient.
-        interleaved: a pair is two neighbors; else its entries are R/2 apart.
+        interleaved: a pair is two neighbors; otherwise its entries are R/2 apart.
         scale: multiplies the rotated entries.
 
     Returns:

@@ -1,10 +1,10 @@
 """Triton kernel of the rotary embedding, one pass over memory forward and one backward.
 
-A program takes up to STEPS tiles of ROWS heads of one position, B · N in all. It computes that position's cosines and
-sines itself, once. Each thread needs 16 angles and computes 32 values of some 25 instructions, as long as a tile takes;
-three tiles of heads hide it.
+A program processes up to STEPS tiles of ROWS heads of one position, which has B · N heads. It computes the cosines and
+sines of that position itself, once. For them each thread needs 16 angles and computes 32 values of some 25 instructions
+each. That takes as long as a tile; three tiles of heads hide it.
 
-Bytes: each entry of x is read and written once, which bounds it.
+Memory traffic bounds it: each entry of x is read and written once.
 """
 
 # mypy: allow-untyped-defs

@@ -27,7 +27,7 @@ def activate_and_project_op(
     pre: Tensor, gate: Tensor | None, w2: Tensor, bias: Tensor | None, offsets: Tensor, activation: Activation,
     num_bits: int = OFF,
 ) -> Tensor:  # fmt: skip
-    """pre, gate (R, I), w2 (E, I, H), bias (E, H), offsets (E+1,) → (R, H). Its parts have the kernels."""
+    """pre, gate (R, I), w2 (E, I, H), bias (E, H), offsets (E+1,) → (R, H). The ops that it calls have the kernels."""
     return grouped_mm_op(activation_op(pre, gate, activation), w2, offsets, bias)
 
 
@@ -61,12 +61,12 @@ def activate_and_project(
     pre: Tensor, gate: Tensor | None, w2: Tensor, offsets: Tensor, activation: Activation, *,
     bias: Tensor | None = None, num_bits: int = OFF,
 ) -> Tensor:  # fmt: skip
-    """`grouped_mm(activate(pre, gate, activation), w2, offsets, bias)`, which keeps the activation in forward only.
+    """`grouped_mm(activate(pre, gate, activation), w2, offsets, bias)`, without saving the activation for backward.
 
     Args:
         pre, gate, activation: as in `activate`, (R, I).
         w2, offsets, bias: as in `grouped_mm`, w2 (E, I, H).
-        num_bits: 4 or 8 keep pre and gate quantized (`ops.quant`); -1 as they are.
+        num_bits: 4 or 8 save pre and gate quantized (`ops.quant`); -1 saves them as they are.
 
     Returns:
         (R, H) in pre's dtype; rows >= offsets[E] are unspecified.

@@ -1,8 +1,8 @@
-"""Gradient through the activation on Hopper (Gluon, sm_90): the product with w2 and all that mlp.py makes of it.
+"""Gradient through the activation on Hopper (Gluon, sm_90): the product with w2 and all that mlp.py computes from it.
 
     d_act[r] = dY[token(r)] · w2[e]ᵀ      → d_pre, d_gate, s · act and d_weight, in one kernel that never writes d_act
 
-The skeleton and the producer are those of grouped_mm_hopper.py. The two consumers own alternate tiles: one reads pre
+The structure and the producer come from grouped_mm_hopper.py. The two consumers own alternate tiles: one reads pre
 and gate, computes and stores while the other multiplies. A fourth role, of one warp, loads pre and gate by TMA into a
 ring of their own, ahead of the consumer that needs them.
 """
@@ -42,7 +42,7 @@ class _Plan(grouped.Plan):
 
     @property
     def producer_warps(self) -> int:
-        return 2  # and one that loads pre and gate: a fourth group of warps would leave too few registers for a wgmma
+        return 2  # and one warp that loads pre and gate: four more warps would leave too few registers for a wgmma
 
 
 # Each consumer has a tile of its own, so that one reads, computes and stores while the other multiplies.
@@ -50,9 +50,9 @@ _TILE = Tile(64, 256, 4, pingpong=True, out_parts=4, group_m=8)
 
 
 def pays(hidden: int) -> bool:
-    """Whether the kernel takes less time than a product and a pass over its rows do (benchmarks/notes/fused.md).
+    """Whether the kernel is faster than a product and a pass over its rows (benchmarks/notes/fused.md).
 
-    Between 1536 and 4096, where it takes as long, there are no measurements.
+    At 4096 both take the same time. Between 1536 and 4096 there are no measurements.
     """
     return hidden <= 2048
 
@@ -66,7 +66,7 @@ def _plan(experts: int, inner: int, hidden: int, gated: bool, activation: Activa
 
 
 def supports(dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, offsets: Tensor) -> bool:
-    """Whether the kernel takes these: as `grouped.supports_m`, with w2 (E, I, H) contiguous and weight in float32."""
+    """Whether the kernel supports these: as `grouped.supports_m`, w2 (E, I, H) contiguous and weight in float32."""
     return (
         grouped.supports_m(dy, w2.transpose(1, 2), offsets, pre.shape[0])
         and w2.is_contiguous()
@@ -240,7 +240,7 @@ def down_gradient(
     dy: Tensor, w2: Tensor, pre: Tensor, gate: Tensor | None, weight: Tensor, dispatch: Dispatch,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:  # fmt: skip
-    """d_pre, d_gate (None without gate), s · act (R, I) and d_weight (R,). Rows from offsets[E] on are left."""
+    """d_pre, d_gate (None without gate), s · act (R, I) and d_weight (R,). Rows from offsets[E] on are not written."""
     experts, inner, hidden = w2.shape
     weight = weight.contiguous()
     d_pre, scaled = torch.empty_like(pre), torch.empty_like(pre)

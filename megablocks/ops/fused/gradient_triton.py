@@ -1,6 +1,6 @@
-"""Triton kernel of `mlp_gradient_ref`: a program takes ROWS whole rows, so that each row's dot product stays in it.
+"""Triton kernel of `mlp_gradient_ref`: a program computes ROWS whole rows, and so their whole dot products.
 
-Every byte moves once where a row fits a block; wider rows are walked in blocks, each read once as well.
+Every byte moves once. A row that does not fit a block is processed block by block.
 """
 
 # mypy: allow-untyped-defs

@@ -7,22 +7,22 @@
 Legend: T tokens, H hidden, R rows and pairs, V <= R valid rows, E experts, I expert width, s[p] = weight[pair[p]].
 Rows p >= V are never read, and those rows of pre, gate, act and their gradients are unspecified.
 
-Saved for backward are x, pre, gate, weight and the indices: 2·T·H + 4·R·I bytes in bfloat16 where gated, 2·T·H + 2·R·I
-else. With `recompute` they are x, weight and the indices. x, pre and gate may be quantized (`ops.quant`). Neither act
-nor anything of size R·H outlives a call. Backward, from dY:
+Saved for backward are x, pre, gate, weight and the indices: 2·T·H + 4·R·I bytes in bfloat16 if gated, otherwise
+2·T·H + 2·R·I. With `recompute` only x, weight and the indices are saved. x, pre and gate can be quantized
+(`ops.quant`). Neither act nor any tensor of size R·H outlives a call. Backward, from dY:
 
-    d_act[p] = dY[gather[p]] · w2[e]ᵀ                 without s, so that d_weight needs act alone
+    d_act[p] = dY[gather[p]] · w2[e]ᵀ                 without s, so that d_weight needs only act
     d_pre[p] = s · d_act ⊙ ∂act/∂pre                  d_gate[p] = s · d_act ⊙ f(pre)
     d_weight[pair[p]] = ⟨d_act, act⟩ + ⟨dY, b2[e]⟩    0 for an unused pair
     dX[t] = Σ over the rows p of token t of d_pre · w1[e] + d_gate · v1[e]
     dW1 = d_preᵀ · x[gather],  dV1 = d_gateᵀ · x[gather],  dW2 = (s · act)ᵀ · dY[gather],  and the biases' sums
 
-The matrices' gradients may instead be added to float32 buffers of the caller (`MainGrads`).
+The matrices' gradients can instead be added to float32 buffers of the caller (`MainGrads`).
 
 On a CPU forward is `fused_mlp_ref`, and each product of backward is its op's reference. On Hopper forward is one kernel
-for pre, gate and act (up_hopper.py), the down product and `combine`; backward begins with one kernel for d_pre, d_gate,
-s · act and d_weight, which never writes d_act, where it pays (gradient_hopper.py). Elsewhere pre and gate are products
-and the activation is a pass, and backward begins with a product and a pass over its rows (gradient_triton.py).
+for pre, gate and act (up_hopper.py), the down product and `combine`. Backward begins with one kernel for d_pre, d_gate,
+s · act and d_weight, which never writes d_act, if that is faster (gradient_hopper.py). On other GPUs pre and gate are
+products and the activation is a pass; backward begins with a product and a pass over its rows (gradient_triton.py).
 Source: SonicMoE (arXiv 2512.14080), section 3.
 """
 
@@ -56,11 +56,11 @@ from megablocks.ops.routing.dispatch import Dispatch
 class ExpertParameters(NamedTuple):
     """The matrices and biases of E experts.
 
-    w1, v1, w2: (E, I, H); v1 where the activation is gated, else None.
-    b1, c1, b2: (E, I), (E, I) and (E, H), each or None; c1 only beside v1.
+    w1, v1, w2: (E, I, H); v1 is None unless the activation is gated.
+    b1, c1, b2: (E, I), (E, I) and (E, H), or None each; c1 only with v1.
 
-    `fused_mlp` also takes both of a gated MLP in one: w1 (E, 2·I, H) with v1's matrices in its lower half, v1 None,
-    and b1 (E, 2·I) or None.
+    `fused_mlp` also accepts both up-projections of a gated MLP in one tensor: w1 (E, 2·I, H) with v1's matrices in its
+    lower half, v1 None, and b1 (E, 2·I) or None.
     """
 
     w1: Tensor
@@ -72,14 +72,14 @@ class ExpertParameters(NamedTuple):
 
 
 def _are_joined(parameters: ExpertParameters, activation: Activation) -> bool:
-    """Whether w1 holds v1 too."""
+    """Whether w1 also holds v1."""
     w1, v1, w2, _, c1, _ = parameters
     both = w1.dim() == 3 and w2.dim() == 3 and w1.shape[1] == 2 * w2.shape[1]
     return activation.gated and v1 is None and c1 is None and both
 
 
 def _apart(parameters: ExpertParameters, activation: Activation) -> ExpertParameters:
-    """The parameters with w1 and v1, b1 and c1 each by itself."""
+    """The parameters with w1 and v1, and b1 and c1, as separate tensors."""
     if not _are_joined(parameters, activation):
         return parameters
     w1, _, w2, b1, _, b2 = parameters
@@ -88,9 +88,9 @@ def _apart(parameters: ExpertParameters, activation: Activation) -> ExpertParame
 
 
 class MainGrads(NamedTuple):
-    """For each matrix the tensor to which backward adds its gradient, or None where autograd takes it.
+    """For each matrix the tensor to which backward adds its gradient, or None if autograd gets the gradient.
 
-    Each is contiguous, of its matrix's shape, float32 (float64 for float64).
+    Each tensor is contiguous and float32 (float64 for float64), and has the shape of its matrix.
     """
 
     w1: Tensor | None = None
@@ -99,7 +99,7 @@ class MainGrads(NamedTuple):
 
 
 class Options(NamedTuple):
-    """As in `fused_mlp`."""
+    """The options of `fused_mlp`."""
 
     recompute: bool = False
     in_order: bool = False
@@ -122,7 +122,7 @@ def fused_mlp_ref(
     x: Tensor, weight: Tensor, parameters: ExpertParameters, dispatch: Dispatch, activation: Activation,
     in_order: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
-    """x (T, H), weight (R,) → y (T, H), or the rows as they stand with `in_order`; pre and gate (R, I)."""
+    """x (T, H), weight (R,) → y (T, H), or with `in_order` the rows without a sum; pre and gate (R, I)."""
     d, (w1, v1, w2, b1, c1, b2) = dispatch, parameters
     pre, gate, act = fused_up_ref(x, w1, v1, b1, c1, d, activation)
     rows = grouped_mm_ref(act, w2, d.expert_offsets, b2)
@@ -152,7 +152,7 @@ def mlp_gradient_ref(
 def up_kernels(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch
 ) -> ModuleType | None:
-    """The module of the kernel that takes these, None where other ops compute pre, gate and act."""
+    """The module of the kernel for these tensors, None if other ops compute pre, gate and act."""
     if dispatch.num_rows == 0 or not runs_hopper(x) or (v1 is not None and (b1 is None) != (c1 is None)):
         return None  # the kernel adds both biases or none
     from megablocks.ops.fused import up_hopper
@@ -171,7 +171,7 @@ def fused_up_op(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """pre, gate (empty unless gated) and act; not differentiable by itself."""
+    """pre, gate (empty unless gated) and act. It has no gradient of its own."""
     if not x.is_cuda:
         return fused_up_ref(x, w1, v1, b1, c1, dispatch, activation)
     if kernels := up_kernels(x, w1, v1, b1, c1, dispatch):
@@ -232,7 +232,7 @@ def fused_mlp_op(
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Keep what `gradients` needs of fused_mlp_op's arguments and results."""
+    """Save the arguments and results of fused_mlp_op that `gradients` needs."""
     # The main grads are not saved: other micro-batches may add to them before this one's backward.
     x, weight, parameters, dispatch, ctx.activation, ctx.options, *ctx.main_grads = inputs
     _, pre, gate = output
@@ -254,8 +254,8 @@ def gradients(
 ) -> tuple[Tensor | None, Tensor | None, tuple[Tensor | None, ...]]:  # fmt: skip
     """The gradients of x, weight and each of the parameters, from dY (T, H).
 
-    send: gets the rows (R, H) whose sums are dX, d_weight (R,) and the dispatch, before dW1 is computed, and returns
-        dx and d_weight. None sums the rows.
+    send: called before dW1 is computed, with the rows (R, H) whose sums are dX, with d_weight (R,) and the dispatch.
+        Returns dx and d_weight. With None the rows are summed here.
     """
     x, x_scales, pre, pre_scales, gate, gate_scales, weight, w1, v1, w2, b1, c1, b2, *indices = ctx.saved_tensors
     dispatch, activation = Dispatch(*indices), ctx.activation
@@ -268,7 +268,7 @@ def gradients(
     joined = _are_joined(given, activation)
     apart: Any = _apart(given, activation)
     w1, v1, w2, b1, c1, b2 = apart
-    dy = dy.contiguous()  # an expanded gradient has strides that no kernel reads
+    dy = dy.contiguous()  # no kernel reads the strides of an expanded gradient
     if ctx.options.recompute:
         pre, gate, _ = fused_up_op(x, w1, v1, b1, c1, dispatch, activation)
     else:
@@ -279,7 +279,7 @@ def gradients(
         )
         del pre, gate
         if need_w2 and main_w2 is None and is_transposed(w2):
-            # in w2's own layout, for which dY's rows are gathered: autograd would copy the other one, transposing it
+            # in w2's own layout, which needs dY's rows gathered: autograd would copy and transpose the other layout
             dw2 = weight_gradient(scaled, gather_op(dy, dispatch), offsets, transposed=True)
         elif need_w2:
             dw2 = _matrix_gradient(main_w2, scaled, dy, dispatch)
@@ -311,7 +311,7 @@ def gradients(
 
 
 def _matrix_gradient(main_grad: Tensor | None, left: Tensor, right: Tensor | None, dispatch: Dispatch) -> Tensor | None:
-    """leftᵀ · right[gather] of each expert (E, I, H), or None once it is added to main_grad."""
+    """leftᵀ · right[gather] of each expert (E, I, H), or None after adding it to main_grad."""
     if main_grad is None:
         return gathered_mm_dw_op(left, right, dispatch)
     gathered_mm_dw_add_op(main_grad, left, right, dispatch)
@@ -326,26 +326,26 @@ def fused_mlp(
     recompute: bool = False, in_order: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
     main_grads: MainGrads = MainGrads(),  # noqa: B008 (a NamedTuple is immutable)
 ) -> Tensor:  # fmt: skip
-    """Each token's experts and their weighted sum.
+    """Apply its experts to each token, and sum their outputs by weight.
 
     Args:
         x: (T, H) floating.
-        weight: (R,) floating (float32 in a layer), one a pair in the order of the Routing; None for ones.
+        weight: (R,) floating (float32 in a layer), one per pair in the order of the Routing; None for ones.
         dispatch: of T tokens and R pairs.
-        parameters: the matrices in x's dtype, the biases in any. Where w1 holds v1 too, its gradient is written whole.
+        parameters: the matrices in x's dtype, the biases in any. If w1 also holds v1, its gradient is one tensor too.
         activation: as in `activate`.
-        recompute: save x and weight alone, and compute the up-projection again in backward.
-        in_order: the dispatch's rows are its tokens as they stand, and weight is None: nothing is summed, and rows of
-            the result and of x's gradient beyond the last expert's are unspecified.
-        input_bits, pre_bits: 4 or 8 keep x, or pre and gate, quantized (`ops.quant`); -1 as they are.
-        main_grads: where backward adds a matrix's gradient, which autograd then does not get.
+        recompute: save only x and weight, and compute the up-projection again in backward.
+        in_order: row p of the dispatch is token p, and weight is None. Nothing is summed; rows of the result and of
+            x's gradient after the last expert's are unspecified.
+        input_bits, pre_bits: 4 or 8 save x, or pre and gate, quantized (`ops.quant`); -1 saves them as they are.
+        main_grads: tensors to which backward adds the matrices' gradients, which autograd then does not get.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without a valid pair. Differentiable in x, weight and parameters.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, a gate where the activation takes none or none where it takes one,
-            in_order with a weight, or main_grads that are no place for these gradients.
+        ValueError: shapes or dtypes that do not fit, a gate that the activation does not use, a missing gate, in_order
+            with a weight, or main_grads that cannot hold these gradients.
     """
     w1, v1, w2, b1, c1, b2 = parameters
     x, w1, v1, w2 = under_autocast(x, w1, v1, w2)

@@ -4,7 +4,7 @@
 
 Legend: W ranks, T tokens of a rank, M >= T the most tokens of any rank, H hidden, K choices a token, R rows here.
 
-Backward takes dY to the experts and makes the gradients of mlp.py; the sums for dX leave before dW1 and dV1 are
+Backward sends dY to the experts and computes the gradients of mlp.py; the sums for dX leave before dW1 and dV1 are
 computed. A rank's share (W·M, H) of y and of dX is never written: to_home sums the rows while it pushes them.
 """
 
@@ -21,19 +21,19 @@ from megablocks.ops.library import once_differentiable
 from megablocks.ops.quant.quant import OFF
 from megablocks.ops.routing.dispatch import Dispatch
 
-if TYPE_CHECKING:  # it needs Triton, and a CPU may have none
+if TYPE_CHECKING:  # it needs Triton, which a CPU may lack
     from megablocks.ops.exchange import Exchange
 
 
 class Remote(NamedTuple):
-    """Where tokens go, in place of a Dispatch: expert (T, K) int32 over all ranks, outside [0, E) for none."""
+    """Where tokens go, instead of a Dispatch: expert (T, K) int32 over all ranks, outside [0, E) for none."""
 
     exchange: Exchange
     expert: Tensor
 
 
 class _RemoteMlp(torch.autograd.Function):
-    # The first eight are those whose gradients `gradients` gives, in its order.
+    # The first eight are those whose gradients `gradients` returns, in its order.
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, w1: Tensor, v1: Tensor | None, w2: Tensor, b1: Tensor | None,
@@ -74,14 +74,14 @@ def remote_mlp(
     recompute: bool = False, input_bits: int = OFF, pre_bits: int = OFF,
     main_grads: MainGrads = MainGrads(),  # noqa: B008 (a NamedTuple is immutable)
 ) -> Tensor:  # fmt: skip
-    """Each token's experts, wherever they are, and their weighted sum.
+    """Apply its experts to each token, on any rank, and sum their outputs by weight.
 
     Args:
         x: (T, H) in the exchange's dtype.
         weight: (T, K) float32.
         remote: the exchange and the experts of T tokens.
         parameters: of this rank's experts, the matrices in x's dtype.
-        The others are those of `fused_mlp`.
+        The other arguments are those of `fused_mlp`.
 
     Returns:
         (T, H) in x's dtype; 0 for a token without an expert. Differentiable in x, weight and parameters.

@@ -1,7 +1,7 @@
 """Up-projection with its activation on Hopper (Gluon, sm_90): plan, kernel and launch; mlp.py has the formula.
 
-The skeleton and the producer are those of grouped_mm_hopper.py. A gated tile holds BN/2 columns of W1 beside the same
-columns of V1, so one wgmma computes both, and their elementwise product needs no other thread's registers.
+Structure and producer come from grouped_mm_hopper.py. A gated tile holds BN/2 columns of W1 and the same columns of V1,
+so one wgmma computes both, and their elementwise product needs no other thread's registers.
 """
 
 # mypy: allow-untyped-defs
@@ -36,7 +36,7 @@ class _Plan(grouped.Plan):
 
     @property
     def columns(self) -> int:
-        """Columns of a result that a tile covers: a gated tile holds as many of W1 as of V1."""
+        """Columns of a result that a tile covers: a gated tile holds equally many of W1 and of V1."""
         return self.BN // 2 if self.gated else self.BN
 
     @property
@@ -46,7 +46,7 @@ class _Plan(grouped.Plan):
 
 # Both consumers on one tile: 487 µs with SwiGLU at 24576, 1536; 256/128/8 on an H200, where turns take 535.
 _SHARED = Tile(64, 256, 4, group_m=8, out_parts=4, out_buffers=2)
-# Each consumer has a tile of half the rows, so that less is computed for nothing where experts have few rows.
+# Each consumer has a tile of half the rows, so that less is wasted if experts have few rows.
 _WIDE = Tile(64, 256, 4, pingpong=True, group_m=8, out_parts=4, out_buffers=2)
 
 
@@ -59,7 +59,7 @@ def _plan(experts: int, inner: int, K: int, gated: bool, activation: Activation,
 
 
 def supports(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
-    """Whether the kernel takes these: as `grouped.supports_m`, with w (E, I, H) contiguous."""
+    """Whether the kernel supports these: as `grouped.supports_m`, with w (E, I, H) contiguous."""
     return grouped.supports_m(x, w.transpose(1, 2), offsets, rows) and w.is_contiguous()
 
 
@@ -143,7 +143,7 @@ def up(
     x: Tensor, w1: Tensor, v1: Tensor | None, b1: Tensor | None, c1: Tensor | None, dispatch: Dispatch,
     activation: Activation,
 ) -> tuple[Tensor, Tensor | None, Tensor]:  # fmt: skip
-    """pre, gate (None unless gated) and act, (R, I) each. Rows from offsets[E] on are left as allocated."""
+    """pre, gate (None unless gated) and act, (R, I) each. Rows from offsets[E] on are not written."""
     experts, inner, hidden = w1.shape
     rows = dispatch.num_rows
     pre, act = x.new_empty(rows, inner), x.new_empty(rows, inner)

@@ -1,8 +1,8 @@
-"""One bias vector an expert, added to that expert's rows.
+"""One bias vector per expert, added to that expert's rows.
 
     y[p] = rows[p] + bias[e]   for offsets[e] <= p < offsets[e+1]      d_bias[e] = Σ of dY over the rows of e
 
-and where the biased rows are weighted and summed to tokens, from dY of the tokens (`Dispatch` has gather and pair):
+and if the biased rows are weighted and summed to tokens, from dY of the tokens (`Dispatch` has gather and pair):
 
     d_bias[e] = Σ over the rows p of e of weight[pair[p]] · dY[gather[p]]
     d_weight[pair[p]] += ⟨dY[gather[p]], bias[e]⟩

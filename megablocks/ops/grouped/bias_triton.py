@@ -1,7 +1,7 @@
 """Triton kernels of the experts' biases, one pass over the rows each.
 
 add         y[p] = rows[p] + bias[e]
-expert sum  out[e] = Σ rows of e, in float32: a program walks an expert's rows in order, so reruns are bit-identical
+expert sum  out[e] = Σ rows of e, in float32: a program adds an expert's rows in order, so reruns are bit-identical
             or, from dY of the tokens, Σ weight · dY over the rows of e
 expert dot  d_weight[pair[p]] = ⟨dY[gather[p]], bias[e]⟩
 """

@@ -1,17 +1,17 @@
-"""Gather and product in one: each expert multiplies its tokens where they stand, without a copy of their rows.
+"""Gather and product in one: each expert multiplies its tokens in place, without a copy of their rows.
 
-    pre[p] = x[gather[p]] · w[e] + bias[e]       for offsets[e] <= p < offsets[e+1]; where gated also gate[p], with v
+    pre[p] = x[gather[p]] · w[e] + bias[e]       for offsets[e] <= p < offsets[e+1]; if gated also gate[p], with v
     dX[t] = Σ over the rows p of token t of d_pre[p] · w[e]ᵀ + d_gate[p] · v[e]ᵀ
     dW[e] = Σ over the rows p of e of x[gather[p]]ᵀ · d_pre[p], exactly 0 for an expert without rows; dV likewise
 
 Legend: T tokens, H hidden, R rows, V <= R valid ones, E experts, N outer size. Rows p >= V are never read, and those
-rows of a result are unspecified. Backward keeps x (T, H), and its only (R, H) is the one whose sums over a token's rows
-are dX. They are summed in the order of the token's pairs, so reruns are bit-identical.
-Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather likewise.
+rows of a result are unspecified. x (T, H) is saved for backward. Backward's only (R, H) tensor holds the rows whose
+sums over a token are dX. They are summed in the order of the token's pairs, so reruns are bit-identical.
+Source: ScatterMoE (arXiv 2403.08245) and SonicMoE (arXiv 2512.14080) fuse the gather in the same way.
 
-Two weights share a call because their gradients do: one product over 2·N makes dX, where two would write, read and add
-(R, H) each. Forward they stay two products, since one for both was no faster. `grouped_mm` chooses what runs where;
-torch's kernels get rows gathered beforehand.
+Two weights share a call because their gradients do: one product over 2·N computes dX, where two products would write,
+read and add (R, H) each. In forward they stay two products, since one for both was no faster. `grouped_mm` chooses the
+kernels; torch's kernels get rows that were gathered before.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def grouped_mm_sum_op(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tens
     fake=lambda a: a.x.new_empty(a.dispatch.num_experts, a.dy.shape[1], a.x.shape[1]),
 )
 def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
-    """dy (R, N), x (T, H) → dWᵀ (E, N, H), as a Linear's weight lies."""
+    """dy (R, N), x (T, H) → dWᵀ (E, N, H), in the layout of a Linear's weight."""
     d, offsets = dispatch, dispatch.expert_offsets
     if d.num_rows > 0 and (kernels := ragged_k_kernels(dy, x, offsets)):
         return kernels.ragged_k(dy, x, offsets, d.gather)
@@ -72,7 +72,7 @@ def gathered_mm_dw_op(dy: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
     fake=lambda a: a.x.new_empty(a.dispatch.num_experts, 2 * a.dy.shape[1], a.x.shape[1]),
 )
 def gathered_mm_dw_halves_op(dy: Tensor, dy2: Tensor, x: Tensor, dispatch: Dispatch) -> Tensor:
-    """gathered_mm_dw_op of dy and, below it, of dy2 (R, N) → (E, 2·N, H), as one parameter holds both matrices."""
+    """gathered_mm_dw_op of dy and, below it, of dy2 (R, N) → (E, 2·N, H), for a parameter that holds both matrices."""
     d, offsets = dispatch, dispatch.expert_offsets
     hopper = hopper_ragged_k(x) if d.num_rows > 0 else None
     if hopper is None or not all(hopper.supports_k(one, x, offsets) for one in (dy, dy2)):
@@ -103,7 +103,7 @@ def gathered_mm_op(
     x: Tensor, w: Tensor, v: Tensor | None, bias: Tensor | None, gate_bias: Tensor | None, dispatch: Dispatch,
     num_bits: int = OFF,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """(R, N) of w and of v, the latter empty without v."""
+    """The product (R, N) with w and that with v, which is empty without v."""
     d, offsets = dispatch, dispatch.expert_offsets
     factors = [(w, bias)] if v is None else [(w, bias), (v, gate_bias)]
     if kernels := ragged_m_kernels(x, offsets, d.pair.shape[0], *(t for t, _ in factors)):
@@ -125,7 +125,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 def _backward(ctx: Any, d_pre: Tensor, d_gate: Tensor) -> tuple[Tensor | None, ...]:
     codes, scales, w, v, *indices = ctx.saved_tensors
     dispatch = Dispatch(*indices)
-    need_x, need_w, need_v, *need_biases = ctx.needs_input_grad[:5]  # asked again, as a caller may want one of them
+    need_x, need_w, need_v, *need_biases = ctx.needs_input_grad[:5]  # read again, as a caller may want one of them
     dx = dw = dv = None
     if need_x:
         if v is None:
@@ -158,14 +158,14 @@ def _check(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch, num_bi
 def gathered_mm(
     x: Tensor, w: Tensor, dispatch: Dispatch, *, bias: Tensor | None = None, num_bits: int = OFF
 ) -> Tensor:
-    """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets, bias)`, without making or keeping the gathered rows.
+    """`grouped_mm(gather(x, dispatch), w, dispatch.expert_offsets, bias)`, without writing or saving the gathered rows.
 
     Args:
         x: (T, H) floating.
-        w: (E, H, N), same dtype, of any stride. A view `w1.transpose(1, 2)` of (E, N, H) is best: dw has its strides.
+        w: (E, H, N), same dtype, of any stride. A view `w1.transpose(1, 2)` of (E, N, H) is best: dw gets its strides.
         dispatch: of T tokens and R pairs.
         bias: (E, N) floating, or None.
-        num_bits: 4 or 8 keep x quantized (`ops.quant`) for dW; -1 as it is.
+        num_bits: 4 or 8 save x quantized (`ops.quant`) for dW; -1 saves it as it is.
 
     Returns:
         (R, N) in x's dtype; rows >= V are unspecified. Differentiable in x, w and bias.
@@ -182,7 +182,7 @@ def gathered_mm_gated(
     x: Tensor, w1: Tensor, v1: Tensor, dispatch: Dispatch, *, bias: Tensor | None = None,
     gate_bias: Tensor | None = None, num_bits: int = OFF,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """`gathered_mm` with both up-projections of a gated MLP, whose gradients of x are one product.
+    """`gathered_mm` for both up-projections of a gated MLP. One product computes the gradient of x.
 
     Args:
         x, dispatch, num_bits: as in `gathered_mm`.
@@ -194,7 +194,7 @@ def gathered_mm_gated(
         matrices and the biases.
 
     Raises:
-        ValueError: as `gathered_mm`, or w1 and v1 differ in shape or dtype.
+        ValueError: as for `gathered_mm`, or w1 and v1 differ in shape or dtype.
     """
     x, w1, v1 = under_autocast(x, w1, v1)
     _check(x, w1, bias, dispatch, num_bits)

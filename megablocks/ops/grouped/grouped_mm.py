@@ -1,4 +1,4 @@
-"""Grouped GEMM: each expert multiplies its own, ragged number of rows.
+"""Grouped GEMM: each expert multiplies its own rows, whose number differs between experts.
 
     y[p] = x[p] · w[e] + bias[e]  for offsets[e] <= p < offsets[e+1]; the bias is optional
     dX   = grouped_mm(dY, wᵀ)     dW[e] = x[rows of e]ᵀ · dY[rows of e], exactly 0 for an expert without rows
@@ -7,13 +7,13 @@ Legend: R rows, E experts, K inner size, N outer size, V = offsets[E] <= R valid
 those rows of the result are unspecified. Source: MegaBlocks (arXiv 2211.15841), section 4, without padding.
 
 The reference multiplies expert by expert, which needs the offsets on the host: free on a CPU, a synchronization on a
-GPU. On a GPU kernels run instead, without one. The first of these that takes the operands runs:
+GPU. So kernels run on a GPU, without a synchronization. The first of these that supports the operands runs:
 
     grouped_mm_hopper.py   capability 9.0, bfloat16 and float16, sizes and strides in multiples of 16 bytes (dW: _dw.py)
     torch                  9.0 or newer, bfloat16; other strides are copied, K and N padded with zeros to multiples of 8
     grouped_mm_triton.py   8.0 or newer, any dtype but float64, any size and stride
 
-MEGABLOCKS_HOPPER=0 in the environment leaves Hopper's kernels out.
+MEGABLOCKS_HOPPER=0 in the environment turns Hopper's kernels off.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def grouped_mm_dw_ref(x: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _hopper(module: str, x: Tensor) -> ModuleType | None:
-    """The module of Hopper's ragged-M or ragged-K kernel if x may go there."""
+    """The module of Hopper's ragged-M or ragged-K kernel if it can run on x."""
     return kernels_for(module, x) if x.is_cuda else None
 
 
@@ -68,7 +68,7 @@ hopper_ragged_k = partial(_hopper, "megablocks.ops.grouped.grouped_mm_hopper_dw"
 
 
 def twin_kernels(x: Tensor) -> ModuleType | None:
-    """The module of the plain Triton kernels if x may go there."""
+    """The module of the plain Triton kernels if they can run on x."""
     if not runs_triton(x) or torch.version.hip is not None or torch.cuda.get_device_capability(x.device) < (8, 0):
         return None
     from megablocks.ops.grouped import grouped_mm_triton
@@ -77,7 +77,7 @@ def twin_kernels(x: Tensor) -> ModuleType | None:
 
 
 def has_torch_kernel(x: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes x."""
+    """Whether torch's grouped GEMM can run on x."""
     return x.is_cuda and torch_kernel_on(x.device, x.dtype)
 
 
@@ -91,7 +91,7 @@ def torch_kernel_on(device: torch.device, dtype: torch.dtype) -> bool:
 def ragged_m_kernels(x: Tensor, offsets: Tensor, rows: int, *weights: Tensor) -> ModuleType | None:
     """The module whose `ragged_m` multiplies `rows` rows of x, gathered or not, by each of the weights (E, K, N).
 
-    None where it is left to torch's grouped GEMM or to the reference.
+    None if torch's grouped GEMM or the reference computes it.
     """
     if (hopper := hopper_ragged_m(x)) and all(hopper.supports_m(x, w, offsets, rows) for w in weights):
         return hopper
@@ -106,9 +106,9 @@ def ragged_k_kernels(a: Tensor, b: Tensor, offsets: Tensor, *, add: bool = False
 
 
 def _for_torch(t: Tensor, padded_dims: int = 1) -> Tensor:
-    """`t` with zeros behind its last dimensions up to 16 bytes, and with strides that suit torch's kernel.
+    """`t` with its last dimensions padded with zeros to 16 bytes, and with strides that torch's kernel supports.
 
-    Of the last two strides one is 1 and the other a multiple of 16 bytes; else they are copied.
+    One of the last two strides must be 1 and the other a multiple of 16 bytes; otherwise `t` is copied.
     """
     zeros = [n for size in t.shape[: -padded_dims - 1 : -1] for n in (0, -size % _ALIGN)]
     if any(zeros):
@@ -121,7 +121,7 @@ def _for_torch(t: Tensor, padded_dims: int = 1) -> Tensor:
 
 
 def _grouped_mm_torch(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
-    """`grouped_mm` by torch's kernel, which wants widths that are multiples of 16 bytes."""
+    """`grouped_mm` by torch's kernel, which requires widths that are multiples of 16 bytes."""
     y = torch._grouped_mm(_for_torch(x), _for_torch(w, padded_dims=2), offs=offsets[1:])
     return y[:, : w.shape[2]].contiguous()
 
@@ -163,7 +163,7 @@ def is_transposed(w: Tensor) -> bool:
 
 
 def weight_gradient(x: Tensor, dy: Tensor, offsets: Tensor, transposed: bool) -> Tensor:
-    """dW (E, K, N), with `transposed` a view of (E, N, K) storage, which a parameter behind a view takes uncopied."""
+    """dW (E, K, N); with `transposed` a view of (E, N, K) storage, so a parameter behind such a view needs no copy."""
     return grouped_mm_dw_op(dy, x, offsets).transpose(1, 2) if transposed else grouped_mm_dw_op(x, dy, offsets)
 
 
@@ -176,7 +176,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, w, offsets = ctx.saved_tensors
-    need_x, need_w = ctx.needs_input_grad[:2]  # asked again, because a caller may want one gradient of two
+    need_x, need_w = ctx.needs_input_grad[:2]  # read again, because a caller may want one gradient of two
     need_bias = any(ctx.needs_input_grad[3:])  # torch passes no default
     dx = grouped_mm_op(dy, w.transpose(1, 2), offsets) if need_x else None
     dw = weight_gradient(x, dy, offsets, ctx.transposed) if need_w else None
@@ -199,7 +199,7 @@ def check_grouped(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = N
 
 
 def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply each expert's rows by its matrix, and add its bias where one is given.
+    """Multiply each expert's rows by its matrix, and add its bias if one is given.
 
     Args:
         x: (R, K) floating, rows sorted by expert.

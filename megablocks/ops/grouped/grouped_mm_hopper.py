@@ -4,9 +4,9 @@
     y[r] = x[r] · w[e] + x2[r] · v[e]      `summed`: the steps of the second product, of K2, follow those of the first
     y[r] = x[r] · w[e] + bias[e]           `biased`: added before the one rounding
 
-Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] where x's S rows are gathered. The grid is one
-program a multiprocessor. N, K and whether rows are gathered decide the tile. hopper_gluon.py describes the roles of a
-program's warps and the walk over the tiles.
+Rows [offsets[e], offsets[e+1]) are expert e's; row(r) = r, or gather[r] if x's S rows are gathered. The grid is one
+program per multiprocessor. N, K and whether rows are gathered decide the tile. hopper_gluon.py describes the roles of a
+program's warps and the loop over the tiles.
 """
 
 # mypy: allow-untyped-defs
@@ -61,7 +61,7 @@ class Plan(Tile):
 
     @property
     def producer_regs(self) -> int:
-        """Registers a thread; two consumers and the producer share 512. Gathering holds 16 addresses a row part."""
+        """Registers per thread; two consumers and the producer share 512. Gathering holds 16 addresses per row part."""
         if not self.gather:
             return 40
         return 88 if self.BM > 128 else 56
@@ -71,21 +71,21 @@ class Plan(Tile):
         return (512 - self.producer_regs) // 16 * 8
 
 
-# Each consumer has a tile of its own: an epilogue hides under the other's products, but it reads the most per product.
+# Each consumer has its own tile: one's products hide the other's epilogue, but this tile reads the most per product.
 _TALL = Tile(128, 128, 6, pingpong=True, out_parts=4)
-# With four steps a tile the stores decide: two are in flight.
+# With four steps per tile the stores limit the speed: two are in flight.
 _TALL_SHORT = replace(_TALL, out_buffers=2)
 # Half the rows by twice the columns.
 _WIDE = Tile(64, 256, 5, pingpong=True, out_parts=4)
-# Both consumers on one tile read the least. That pays where many steps follow each other at the limit of power.
+# Both consumers on one tile read the least. That pays if many steps run one after the other at the power limit.
 _SHARED = Tile(64, 256, 4, group_m=8)
 
 
 def choose_m(N: int, K: int, gather: bool) -> Tile:
     """The tile of ragged_m; benchmarks/notes/grouped.md has the measurements behind it.
 
-    The number of rows has no part in it, because a new token count would compile another kernel. A lower tile for few
-    rows an expert would gain nothing: reading w takes longer there than its products with 128 rows, full or not.
+    It does not depend on the number of rows, because a new token count would compile another kernel. A lower tile would
+    not help experts with few rows: reading w takes longer there than its products with 128 rows, full or not.
     """
     if K <= 256 and not gather:
         return _TALL_SHORT
@@ -112,7 +112,7 @@ def lanes_of(experts: int) -> int:
 
 
 def fits(offsets: Tensor, *operands: Tensor) -> bool:
-    """Whether operands of one dtype, and their offsets, are of a size that the ragged kernels can count."""
+    """Whether the ragged kernels support the sizes of these operands of one dtype, and of their offsets."""
     first = operands[0]
     for t in operands:
         if t.dtype != first.dtype or t.numel() == 0:
@@ -121,9 +121,9 @@ def fits(offsets: Tensor, *operands: Tensor) -> bool:
 
 
 def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
-    """Whether ragged_m takes operands with which `runs_hopper`: N and K multiples of 8, 16-byte rows, E <= 512.
+    """Whether ragged_m supports operands for which `runs_hopper`: N and K multiples of 8, 16-byte rows, E <= 512.
 
-    rows: the result's, which are more than x's where they are gathered. The TMA unit clips rows by 30-bit coordinates.
+    rows: the result's; with gathered rows they can be more than x's. The TMA unit clips rows by 30-bit coordinates.
     """
     return (
         fits(offsets, x, w)
@@ -136,7 +136,7 @@ def supports_m(x: Tensor, w: Tensor, offsets: Tensor, rows: int) -> bool:
 
 
 def supports_sum(x: Tensor, w: Tensor, x2: Tensor, v: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_m takes both: each product alone, of equally many rows and columns, w and v of one major."""
+    """Whether ragged_m supports both: each product alone, equally many rows and columns, w and v of one major."""
     return (
         supports_m(x, w, offsets, x.shape[0])
         and supports_m(x2, v, offsets, x2.shape[0])
@@ -214,8 +214,8 @@ def m_producer(given, c: gl.constexpr):
         row = m0
         col = n0
         if c.flat:
-            # Where a tile is wider than what is left of this expert's weights, rows of the next expert's are multiplied
-            # too, and the store clips their columns.
+            # If a tile is wider than the rest of this expert's weights, rows of the next expert's weights are
+            # multiplied too, and the store clips their columns.
             col = e * c.N + (n0 // 2 if c.gated else n0)
         if c.gather:
             sources = hg.row_sources(x_ptr, x_row, ids, m0, end, lanes, c)
@@ -276,7 +276,7 @@ def ragged_m(
     x: Tensor, w: Tensor, offsets: Tensor, gather: Tensor | None = None, *, bias: Tensor | None = None,
     x2: Tensor | None = None, v: Tensor | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """y (R, N) as grouped_mm_triton's ragged_m gives it, of operands that `supports_m` takes: bfloat16 or float16.
+    """y (R, N) as from grouped_mm_triton's ragged_m, for operands that `supports_m` allows: bfloat16 or float16.
 
     bias: (E, N) or None. x2 (R, K2), v (E, K2, N): y is x · w + x2 · v, rounded once, see `supports_sum`.
     """

@@ -2,19 +2,20 @@
 
     o[e] = Σ_r a[r]ᵀ · b[row(r)] over the rows r of expert e      a (R, M), b (R|S, N), offsets (E+1,)  → o (E, M, N)
 
-An expert owns the same number of tiles whatever its rows; one without rows takes no step and stores zeros. Both
-consumers share a tile: turns would read more per product, and with rows / BK steps there is little epilogue to hide.
+Every expert owns the same number of tiles; one without rows takes no step and stores zeros. Both consumers share a
+tile: turns would read more per product, and with rows / BK steps there is little epilogue to hide.
 
-A program takes every P-th tile, so the tiles of an expert with many rows would make their programs late. A kernel
-before this one sorts the experts by their rows, and cuts those with more than half of a program's share into pieces of
-a quarter. Programs take turns, the last one first in every second, so that who had the longest tile gets the shortest
-next. The sums of a piece go to a slot in float32; a kernel behind this one adds an expert's pieces in their order.
+A program computes every P-th tile, so programs with tiles of an expert with many rows would end late. A kernel before
+this one sorts the experts by their rows, and splits those with more than half of a program's share into pieces of a
+quarter. Programs get tiles in rounds, every second round in reverse order, so that the program with the longest tile
+gets the shortest one next. The sums of a piece go to a slot in float32; a kernel after this one adds an expert's pieces
+in their order.
 
 Rows from an expert's end on are another expert's, or were never written. The TMA unit reads zeros there through
 `ragged_rows`, cp.async through its mask, so that neither operand's NaN meets the other's zero.
 
-With `add` the sums are added to o in float32 instead. A tile has one writer, so this takes no atomics. Threads load and
-store what they hold of the tile, 32 bytes by four neighbors, and shared memory is not used.
+With `add` the sums are added to o in float32 instead. A tile has one writer, so this needs no atomics. Threads load and
+store their own values of the tile, 32 bytes by four neighbors, without shared memory.
 """
 
 # mypy: allow-untyped-defs
@@ -43,7 +44,7 @@ from megablocks.ops.launch import quick
 
 @dataclass(frozen=True)
 class PlanK(Plan):
-    """Like Plan; with `add` the sums are added to what is there."""
+    """Like Plan; with `add` the sums are added to the output's values."""
 
     M: int = 0
     add: bool = False
@@ -59,8 +60,8 @@ class PlanK(Plan):
         return self.m_tiles * self.n_tiles
 
     def pieces(self, rows: int, experts: int) -> tuple[int, int]:
-        """How many rows a piece has: a quarter of a 128th of all tiles' rows, but no fewer than experts have at even
-        loads. And how many pieces there are at most: three hold more rows than two full ones. Their sums have 100 MB.
+        """The rows of a piece: a quarter of a 128th of all tiles' rows, but at least an expert's rows at even load.
+        And the most pieces that there can be: three hold more rows than two full ones. Their sums have 100 MB.
         """
         least = max(rows * self.tiles / 512, rows / experts, _LEAST)
         longest = math.ceil(least / self.BK) * self.BK
@@ -69,7 +70,7 @@ class PlanK(Plan):
 
 _LEAST = 512  # rows: adding a shorter piece takes about as long as its products
 
-# Where an expert has few rows, the stores decide: two are in flight.
+# If an expert has few rows, the stores limit the speed: two are in flight.
 _SHARED = Tile(64, 256, 4, out_parts=4, out_buffers=2)
 
 
@@ -84,7 +85,7 @@ def _plan(tile: Tile | None, M: int, N: int, gather: bool, add: bool) -> PlanK:
 
 
 def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
-    """Whether ragged_k takes operands with which `runs_hopper`: as supports_m, with M and N multiples of 8."""
+    """Whether ragged_k supports operands for which `runs_hopper`: as supports_m, with M and N multiples of 8."""
     return fits(offsets, a, b) and a.shape[1] % 8 == 0 and b.shape[1] % 8 == 0 and aligned(a) and aligned(b)
 
 
@@ -92,7 +93,7 @@ def supports_k(a: Tensor, b: Tensor, offsets: Tensor) -> bool:
 def _find_block(turn, tiles, list_ptr, c: gl.constexpr):
     """Expert, first row, end row, first output row and column of a program's tile, and its piece's slot or -1.
 
-    Of a tile past the last those of the last, so that they may be looked up ahead.
+    For a tile past the last it returns those of the last, so that a caller can look them up ahead.
     """
     tile = gl.minimum(hg.tile_of_round(turn), tiles - 1)
     item = tile // c.tiles
@@ -148,9 +149,9 @@ def _consumer(common, WG: gl.constexpr, c: gl.constexpr):
         col = n0
         steps = (end - first + (c.BK - 1)) // c.BK
         e, first, end, m0, n0, slot = _find_block(turn + 1, tiles, list_ptr, c)
-        # That multiply asks whether there are steps also keeps an expert's first and last row alive: Triton 3.6 and 3.7
-        # take a value that is carried around a loop and only bounds an inner one for dead. Then the steps of the first
-        # tile stand for every tile, the producer's differ, and the kernel hangs.
+        # multiply checks whether there are steps. This check also keeps an expert's first and last row alive: Triton
+        # 3.6 and 3.7 treat a value that is carried around a loop and only bounds an inner loop as dead. Then every tile
+        # has the steps of the first tile, the producer's steps differ, and the kernel hangs.
         acc, it = hg.multiply(it, steps, a_bufs, b_bufs, full, empty, (), 0, WG, c)
         parts = hg.parts_of(acc, c)
         for i in gl.static_range(PARTS):
@@ -183,7 +184,7 @@ def _k_producer(given, c: gl.constexpr):
     for turn in range(turns):
         k0 = first
         k1 = end
-        # Not range(k0, k1, BK): the note in the consumer holds for bounds of this loop, too.
+        # Not range(k0, k1, BK): the comment in the consumer holds for the bounds of this loop too.
         steps = (k1 - k0 + (c.BK - 1)) // c.BK
         row = m0
         col = n0
@@ -250,7 +251,7 @@ def ragged_k(
     a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None,
     out: Tensor | None = None, tile: Tile | None = None,
 ) -> Tensor:  # fmt: skip
-    """o (E, M, N) as grouped_mm_triton's ragged_k gives it, of operands that `supports_k` takes: bfloat16 or float16.
+    """o (E, M, N) as from grouped_mm_triton's ragged_k, for operands that `supports_k` allows: bfloat16 or float16.
 
     out: (E, M, N) of a's dtype, rows contiguous, such as a half of a joined weight: where o is written.
     """

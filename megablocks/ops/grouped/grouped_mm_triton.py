@@ -3,13 +3,13 @@
     rows      y[out(p)] = weight(p) · (x[in(p)] · w[e] + bias[e]), and dots[pair(p)]      `scattered_mm_launch`
     weights   dw[e] = Σ_p a[in(p)]ᵀ · (weight(p) · b[out(p)]), and sums[e]                `scattered_mm_dw_launch`
 
-Each operand of a `Rows` that is missing is left out when the kernel is compiled: `ragged_m` and `ragged_k` are the
-products alone. megablocks/ops/scattered/dispatched.py has the formulas and their other users.
+A missing operand of a `Rows` is left out when the kernel is compiled: `ragged_m` and `ragged_k` are only the products.
+megablocks/ops/scattered/dispatched.py has the formulas and their other users.
 
-Legend: R rows, E experts, K inner size, N outer size. An index that is missing is p itself, and one with a fan F reads
-row index[p] // F. Sums in float32, int64 row offsets, no atomics: what several programs add to (dots) is written apart,
-column tile by column tile, and summed in order by the launch. The number of tiles an expert needs is counted on the
-device: no host synchronization, no tile map.
+Legend: R rows, E experts, K inner size, N outer size. A missing index is p itself, and an index with a fan F reads row
+index[p] // F. Sums in float32, int64 row offsets, no atomics: results of several programs (dots) are written separately
+for each column tile, and the launch sums them in order. The device counts the tiles that an expert needs: no host
+synchronization, no tile map.
 """
 
 # mypy: allow-untyped-defs
@@ -43,7 +43,7 @@ class Config:
 def choose(columns: int, t: Tensor) -> Config:
     """The config for operands like t: float32 products run without tensor cores and stage twice the bytes.
 
-    The number of rows has no part in it, because a new one would compile another kernel.
+    It does not depend on the number of rows, because a new number would compile another kernel.
     """
     if interpreted():
         return Config(16, 16, 16, 1, 1)
@@ -120,12 +120,12 @@ def _rows_kernel(
             row = _at(other_in_ptr, p, used, OTHER_FAN)
             other_ptrs = other_ptr + row[:, None] * stride_other + n[None, :]
             other = tl.load(other_ptrs, mask=used[:, None] & (n < N)[None, :], other=0.0).to(tl.float32)
-            # Masked after the product, and the next one summed in registers first: a product straight under a sum
-            # across lanes is fused with the first addition, each lane's own, and lanes that store one sum would store
-            # different last bits.
+            # Masked after the product, and the next one summed in registers first: a product directly under a sum
+            # across lanes is fused with the first addition, in each lane with its own product. Lanes that store one sum
+            # would store different last bits.
             dot = tl.sum(tl.where(mask, acc * other, 0.0), 1)
             if dot_bias_ptr is not None:
-                if r % n_tiles == 0:  # once a row; its operand is still in the second-level cache
+                if r % n_tiles == 0:  # once per row; its operand is still in the second-level cache
                     products = tl.zeros((BM, BK), dtype=tl.float32)
                     for k0 in range(0, tl.where(e < E, K, 0) if TAIL else K, BK):
                         inside = k0 + k < K
@@ -206,7 +206,7 @@ def scattered_mm_launch(
     y = x.new_empty(num_rows, N)
     config = choose(N, x)
     dots, other_index, other_fan = None, None, 1
-    if other is not None:  # the tile of `other` in registers beside the sums: 128 × 256 would spill
+    if other is not None:  # registers hold the tile of `other` and the sums: 128 × 256 would spill
         config = replace(config, BN=min(config.BN, 128))
         other = other if other.stride(1) == 1 else other.contiguous()
         other_index, other_fan = rows.out_index, rows.out_fan
@@ -214,7 +214,7 @@ def scattered_mm_launch(
         dots = allocate(cdiv(N, config.BN), num_rows, dtype=torch.float32, device=x.device)
     if num_rows == 0 or N == 0:
         return y, None if dots is None else dots.sum(0)
-    # two a multiprocessor walk the tiles, so that one's epilogue hides under the other's products
+    # two programs per multiprocessor, so that one's products hide the other's epilogue
     programs = 2 * multiprocessors(x.device.index) if x.is_cuda else 3
     programs = min(programs, (cdiv(num_rows, config.BM) + experts + 1) * cdiv(N, config.BN))
     _rows_kernel[(programs,)](
@@ -251,7 +251,7 @@ def scattered_mm_dw_launch(
 
 
 def _dense(t: Tensor | None) -> Tensor | None:
-    """`t` as the kernels read what is small: biases, weights and indices, without strides."""
+    """`t` in the form in which the kernels read biases, weights and indices: without strides."""
     return None if t is None else t.contiguous()
 
 
@@ -263,7 +263,7 @@ def ragged_m(
     Args:
         x: (R, K), or (S, K) with gather; float32, float16 or bfloat16.
         w: (E, K, N) of any stride, same dtype.
-        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are left as they were allocated.
+        offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not written.
         gather: (R,) int32 in [0, S).
         bias: (E, N), added before the one rounding, or None.
     """
@@ -273,12 +273,12 @@ def ragged_m(
 def ragged_k(
     a: Tensor, b: Tensor, offsets: Tensor, gather: Tensor | None = None, *, add_to: Tensor | None = None
 ) -> Tensor:
-    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r] over the rows r of expert e; exactly zero where it has none.
+    """o (E, M, N): o[e] = Σ a[r]ᵀ b[r] over the rows r of expert e; exactly zero if it has none.
 
     Args:
         a: (R, M), b: (R, N); any stride; float32, float16 or bfloat16.
         offsets: (E+1,) int32, non-decreasing; rows from offsets[E] on are not read into any sum.
-        gather: (R,) int32; then b is (S, N) and its row gather[r] stands for b[r].
+        gather: (R,) int32; then b is (S, N) and its row gather[r] replaces b[r].
         add_to: (E, M, N) float32, contiguous: the sums are added to it, unrounded, and it is returned.
     """
     return scattered_mm_dw_launch(a, b, None, Rows(offsets[1:], out_index=gather), False, False, add_to)[0]

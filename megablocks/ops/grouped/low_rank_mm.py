@@ -1,13 +1,13 @@
-"""Grouped GEMM with a matrix plus a low-rank one, as LoRA has them, without their sum.
+"""Grouped GEMM with a matrix plus a low-rank matrix, as in LoRA, without computing their sum.
 
-    t[p] = x[p] · a[e]        y[p] = x[p] · w[e] + t[p] · b[e]            x[gather[p]] in place of x[p] where gathered
-    dT = dY · bᵀ              dX = dY · wᵀ + dT · aᵀ                      by `combine` where gathered
-    of the rows of e: dA[e] = xᵀ · dT     dB[e] = tᵀ · dY     dW[e] = xᵀ · dY
+    t[p] = x[p] · a[e]        y[p] = x[p] · w[e] + t[p] · b[e]            x[gather[p]] instead of x[p] if gathered
+    dT = dY · bᵀ              dX = dY · wᵀ + dT · aᵀ                      by `combine` if gathered
+    over the rows of e: dA[e] = xᵀ · dT     dB[e] = tᵀ · dY     dW[e] = xᵀ · dY
 
-Legend: R rows, E experts, K inner size, N outer size, r rank. Rows behind the last expert's are unspecified.
+Legend: R rows, E experts, K inner size, N outer size, r rank. Rows after the last expert's are unspecified.
 
-Both products of dX are one kernel, as are those of y where rows are not gathered: the sum is rounded once, and no
-(R, N) or (R, K) of the low-rank part is written and read. Of x and t that is saved which dW, dA and dB need.
+Both products of dX are one kernel, and so are those of y if rows are not gathered. So the sum is rounded once, and no
+(R, N) or (R, K) of the low-rank part is written and read. x and t are saved only if dW, dA or dB needs them.
 Source: LoRA (arXiv 2106.09685).
 """
 
@@ -90,14 +90,14 @@ def low_rank_mm(x: Tensor, w: Tensor, a: Tensor, b: Tensor, dispatch: Dispatch, 
     """Multiply each expert's rows by w + a · b.
 
     Args:
-        x: (T, K) floating if gathered, else (R, K), sorted by expert.
+        x: (T, K) floating if gathered, otherwise (R, K), sorted by expert.
         w: (E, K, N), same dtype, of any stride.
         a, b: (E, K, r) and (E, r, N), likewise.
         dispatch: of T tokens and R pairs.
         gathered: whether the dispatch gathers x's rows.
 
     Returns:
-        (R, N) in x's dtype; rows behind the last expert's are unspecified. Differentiable in x, w, a and b.
+        (R, N) in x's dtype; rows after the last expert's are unspecified. Differentiable in x, w, a and b.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -1,13 +1,13 @@
-"""The experts' MLP of a few tokens, without sorting their pairs: a token that is being generated.
+"""The experts' MLP for a few tokens, without sorting their pairs, such as a token that is being generated.
 
     h[t, k]   = x[t] · up[e] + up_bias[e]              e = ids[t, k]; both halves of a gated MLP
     act[t, k] = f(h) or f(first half of h) ⊙ second half, of the rounded h
     y[t]      = Σ over k of weight[t, k] · (act[t, k] · down[e] + down_bias[e])        without pairs outside [0, E)
 
-Legend: T tokens, H hidden, K top-k, E experts, I expert width, N = 2·I where gated, else I. Without a gradient.
+Legend: T tokens, H hidden, K top-k, E experts, I expert width, N = 2·I if gated, otherwise I. Without a gradient.
 
-On a GPU two launches, which read each expert's weights once, where they lie. A token's result has the same bits
-whatever the other tokens are: its pairs are summed in float32 in their order.
+On a GPU it takes two launches, which read each expert's weights once, in place. A token's result has the same bits for
+any other tokens: its pairs are summed in float32 in their order.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ def pair_mlp(
     x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, activation: Activation, *,
     up_bias: Tensor | None = None, down_bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Each token's experts and their weighted sum. Not differentiable.
+    """Apply its experts to each token, and sum their outputs by weight. Not differentiable.
 
     Args:
         x: (T, H) floating.
         ids: (T, K) integer. Pairs with an id outside [0, E) add nothing. A GPU computes up to `MOST_PAIRS` pairs
             without copies of the weights.
         weight: (T, K) floating.
-        up: (E, H, N) of x's dtype, in any order of strides; read fastest where H or N is contiguous. Of a gated MLP
-            the argument of the activation lies in the first half of the columns, the gate in the second.
+        up: (E, H, N) of x's dtype, in any order of strides; fastest if H or N is contiguous. In a gated MLP the first
+            half of the columns computes the argument of the activation, the second half the gate.
         down: (E, I, H) of x's dtype, likewise.
         activation: as in `activate`.
         up_bias, down_bias: (E, N) and (E, H) floating, or None.

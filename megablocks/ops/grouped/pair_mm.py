@@ -1,10 +1,10 @@
-"""Products of a few pairs of token and expert, without sorting them: the experts of a token that is being generated.
+"""Products of a few pairs of token and expert, without sorting them, such as those of a token that is being generated.
 
-    y[p] = scale[p] · (x[p // K] · w[ids[p]] + bias[ids[p]])        0 where ids[p] is outside [0, E)
+    y[p] = scale[p] · (x[p // K] · w[ids[p]] + bias[ids[p]])        0 if ids[p] is outside [0, E)
 
-Legend: T rows of x, K pairs a row, R = T·K pairs, E experts, I inner size, N outer size. Without a gradient.
+Legend: T rows of x, K pairs per row, R = T·K pairs, E experts, I inner size, N outer size. Without a gradient.
 
-Each expert's weights are read once where they lie. A row's result has the same bits whatever the other rows are.
+Each expert's weights are read once, in place. A row's result has the same bits for any other rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from megablocks.ops.library import custom_op, runs_triton
 
 MOST_PAIRS = 512
-"""What the kernel takes: each program looks at the ids of all pairs."""
+"""Most pairs for the kernel: each program reads the ids of all pairs."""
 
 
 def out_dtype(x: Tensor, scale: Tensor | None) -> torch.dtype:
-    """Of the result."""
+    """The dtype of the result."""
     return x.dtype if scale is None else torch.promote_types(x.dtype, torch.float32)
 
 
@@ -27,7 +27,7 @@ def pair_mm_ref(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: T
     """x (T, I), w (E, I, N), ids (R,), bias (E, N), scale (R,) → (R, N), with a copy of the weights of each pair."""
     rows = x.repeat_interleave(ids.shape[0] // max(x.shape[0], 1), dim=0)
     known = ids.clamp(0, w.shape[0] - 1)
-    if w.stride(1) == 1 and w.stride(2) != 1:  # copied in the order in which it lies
+    if w.stride(1) == 1 and w.stride(2) != 1:  # copied in its storage order
         picked = w.transpose(1, 2).index_select(0, known).transpose(1, 2)
     else:
         picked = w.index_select(0, known)
@@ -48,11 +48,11 @@ pair_mm_op = custom_op(
 
 
 def pair_mm(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """Each pair's row times its expert's weights. Not differentiable.
+    """Multiply each pair's row by its expert's weights. Not differentiable.
 
     Args:
         x: (T, I) floating. Row t belongs to the pairs t·K to t·K + K - 1.
-        w: (E, I, N) of x's dtype, in any order of strides; read fastest where I or N is contiguous.
+        w: (E, I, N) of x's dtype, in any order of strides; fastest if I or N is contiguous.
         ids: (R,) integer, R a multiple of T. Pairs with an id outside [0, E) get 0. A GPU computes up to `MOST_PAIRS`
             pairs without copies of the weights.
         bias: (E, N) floating or None.

@@ -1,15 +1,15 @@
 """Triton kernel of `pair_mm` and `pair_mlp`: no sorting, each expert's weights read once.
 
-A program has a pair p and a block of columns. Where p is the first pair of its expert, the program computes these
-columns for all pairs of that expert, 16 at a time; else it ends. So the grid has no expert without a pair. It finds the
+A program has a pair p and a block of columns. If p is the first pair of its expert, the program computes these columns
+for all pairs of that expert, 16 at a time; otherwise it ends. So experts without a pair cost nothing. It finds the
 pairs by comparing all ids, 2 KB that the caches hold, with its own.
 
-The MLP is two launches. The first applies the activation to what it multiplied: its programs have some columns of the
-argument and the same of the gate. The second also sums: its programs store their rows in float32 and count them by
-token and block of columns. Whoever counts a token's last row sums all of them, in the order of the pairs, so the bits
-do not depend on who it is. Nobody waits. The first launch has set the counters to 0.
+The MLP is two launches. The first applies the activation to its products: a program has some columns of the argument
+and the same columns of the gate. The second also sums: its programs store their rows in float32 and count them by token
+and block of columns. The program that counts a token's last row sums all of them, in the order of the pairs, so the
+bits do not depend on which program it is. No program waits. The first launch has set the counters to 0.
 
-Bytes: the weights of the experts that have a pair, once. They bound it up to about 100 pairs an expert.
+Memory traffic: the weights of the experts that have a pair, once. It bounds the time up to about 100 pairs per expert.
 """
 
 # mypy: allow-untyped-defs
@@ -29,22 +29,22 @@ from megablocks.ops.activation_triton import unary
 from megablocks.ops.grouped.pair_mm import out_dtype
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
 
-_FEW = 64  # pairs, up to which the vector of ids and the blocks of columns are small
+_FEW = 64  # up to this many pairs the vector of ids and the blocks of columns are small
 
 
-@dataclass(frozen=True, eq=False)  # compared and hashed by identity, which costs a launch nothing; `_plan` keeps them
+@dataclass(frozen=True, eq=False)  # compared and hashed by identity, which costs nothing; `_plan` caches them
 class Plan:
-    """What a launch is compiled with.
+    """The constants that a launch is compiled with.
 
     experts, inner, outer: E, I and the columns of the result, which a gate halves.
-    each: pairs a row of x.
+    each: pairs per row of x.
     w_strides: of w (E, I, N), in elements.
     ids: length of the vector of ids.
     block, step: columns and inner size of a tile.
     unary, exact: of an activation, or "" and False.
-    half: how many columns of w lie between the activation's argument and its gate; 0 without a gate.
-    top_k: pairs a token, where rows are summed, else 0.
-    counters: numbers a token that are set to 0 for the launch that sums; else 0.
+    half: distance in columns of w from the activation's argument to its gate; 0 without a gate.
+    top_k: pairs per token if rows are summed, otherwise 0.
+    counters: counters per token that are set to 0 for the launch that sums; otherwise 0.
     """
 
     experts: int
@@ -181,20 +181,20 @@ def _plan(
     shape: torch.Size, w_strides: tuple[int, int, int], each: int, itemsize: int, many: bool,
     activation: Activation | None, top_k: int = 0, counters: int = 0,
 ) -> Plan:  # fmt: skip
-    """Of w's shape and strides, and the size of an element."""
+    """The plan for w's shape and strides, and the size of an element."""
     experts, inner, outer = shape
     form, half = ("", False), 0
     if activation is not None:
         form = activation.unary, activation.exact
         outer, half = (outer // 2, outer // 2) if activation.gated else (outer, 0)
-    block = (64 if many else 32) // (1 + (half > 0))  # a gate's columns are read beside
+    block = (64 if many else 32) // (1 + (half > 0))  # the gate's columns are read too
     step = 128 if itemsize == 2 else 64
     ids = 512 if many else _FEW
     return Plan(experts, inner, outer, each, w_strides, ids, block, step, *form, half, top_k, counters)
 
 
 def pair_mm_launch(x: Tensor, w: Tensor, ids: Tensor, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-    """As `pair_mm_ref`, of at most 512 pairs."""
+    """Like `pair_mm_ref`, for at most 512 pairs."""
     pairs = ids.shape[0]
     y = torch.empty(pairs, w.shape[2], dtype=out_dtype(x, scale), device=x.device)
     if y.numel():
@@ -210,7 +210,7 @@ def pair_mlp_launch(
     x: Tensor, ids: Tensor, weight: Tensor, up: Tensor, down: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
     activation: Activation,
 ) -> Tensor:  # fmt: skip
-    """As `pair_mlp_ref`, of at most 512 pairs; two launches."""
+    """Like `pair_mlp_ref`, for at most 512 pairs; two launches."""
     (tokens, top_k), hidden, size = ids.shape, down.shape[2], x.dtype.itemsize
     pairs, device = tokens * top_k, x.device
     y = torch.empty(tokens, hidden, dtype=x.dtype, device=device)
@@ -224,7 +224,7 @@ def pair_mlp_launch(
     act = torch.empty(pairs, first.outer, dtype=x.dtype, device=device)
     rows = torch.empty(pairs * hidden, dtype=torch.float32, device=device)
     counters = torch.empty(tokens * blocks, dtype=torch.int32, device=device)
-    _pair_mm_kernel[(max(first.blocks, 1), pairs)](  # with I = 0, too, it sets the counters
+    _pair_mm_kernel[(max(first.blocks, 1), pairs)](  # even with I = 0 it must set the counters
         x.contiguous(), up, ids, up_bias, None, act, None, counters, pairs, c=first, num_stages=4
     )
     _pair_mm_kernel[(blocks, pairs)](

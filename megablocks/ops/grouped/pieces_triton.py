@@ -1,7 +1,7 @@
-"""Triton kernels around a ragged-K product whose programs take every P-th tile: where its tiles lie, and their sums.
+"""Triton kernels before and after a ragged-K product whose programs compute every P-th tile.
 
 list    the experts in falling order of their rows, long ones in pieces, so that programs end at about the same time
-add     o[e] = Σ the sums of its pieces, in their order, or added to o[e]
+add     o[e] = Σ of the sums of its pieces, in their order; or this is added to o[e]
 """
 
 # mypy: allow-untyped-defs
@@ -52,12 +52,12 @@ def list_pieces_kernel(offsets_ptr, list_ptr, experts, longest, room, LANES: tl.
 
 
 def list_launch(offsets: Tensor, longest: int, slots: int) -> Tensor:
-    """An expert with more than twice `longest` rows is cut into pieces of `longest` rows; there are at most `slots`.
+    """Split experts with more than twice `longest` rows into pieces of `longest` rows, at most `slots` pieces in all.
 
     Returns:
-        (1 + room + E, 4) int32, room = E + slots. Row 0: how many items there are, and how many experts are cut. Rows
-        1 to room: an item's expert, first row, end row, and the slot of its sums or -1. The rows behind: a cut expert,
-        its first slot, its pieces.
+        (1 + room + E, 4) int32, room = E + slots. Row 0: the number of items, and of experts that are split. Rows 1 to
+        room: an item's expert, first row, end row, and the slot of its sums or -1. Rows after that: a split expert, its
+        first slot, its number of pieces.
     """
     experts = offsets.numel() - 1
     items = torch.empty(1 + 2 * experts + slots, 4, dtype=torch.int32, device=offsets.device)
@@ -87,7 +87,7 @@ def add_pieces_kernel(
 
 
 def add_launch(sums: Tensor, items: Tensor, room: int, o: Tensor, add: bool, programs: int) -> None:
-    """o (E, M, N) of the experts in `items` that are cut; sums (slots, M, N) float32. add: to o, which is float32."""
+    """Write o (E, M, N) of the split experts in `items`, from sums (slots, M, N) float32. add: to a float32 o."""
     _, M, N = o.shape
     add_pieces_kernel[(programs,)](
         sums, items, o, o.stride(0), o.stride(1), room, M=M, N=N, ADD=add, BLOCK=_BLOCK, num_warps=4

@@ -1,11 +1,11 @@
-"""A linear map whose result for a row depends on that row alone, bit for bit: y[r] = x[r] · wᵀ + b.
+"""A linear map in which a row of the result depends only on its row of x, bit for bit: y[r] = x[r] · wᵀ + b.
 
 Legend: R rows, K inner size, N outer size. cuBLAS chooses its algorithm by the number of rows, and two algorithms add
 in different orders. The plain Triton kernel (`grouped_mm_triton.py`, one expert) has one tile for all numbers of rows
-and adds along K from the first value to the last, so a row has the same bits among any others.
+and adds along K from the first value to the last, so a row has the same bits among any other rows.
 
-Only forward is invariant: gradients are torch's products. On a CPU this is torch's product too, so that a caller who
-wants the same bits there passes one row at a time.
+Only forward is invariant: gradients are torch's products. On a CPU this is torch's product too. A caller who needs the
+same bits there must pass one row at a time.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def rows_linear_ref(x: Tensor, w: Tensor) -> Tensor:
 
 
 def rows_linear_launch(x: Tensor, w: Tensor) -> Tensor:
-    """Like `rows_linear_ref`; float32 sums. One expert owns all the rows."""
+    """Like `rows_linear_ref`, with float32 sums. One expert owns all rows."""
     from megablocks.ops.grouped.grouped_mm_triton import ragged_m
 
-    offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]  # made there: nothing is copied
+    offsets = torch.arange(2, dtype=torch.int32, device=x.device) * x.shape[0]  # made on the device: no copy
     return ragged_m(x, w.t().unsqueeze(0), offsets)
 
 
@@ -55,7 +55,7 @@ rows_linear_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def rows_linear(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · wᵀ + bias, where a row of the result depends on that row of x alone.
+    """x · wᵀ + bias, where a row of the result depends only on that row of x.
 
     Args:
         x: (R, K) floating.

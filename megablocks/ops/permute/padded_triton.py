@@ -1,7 +1,7 @@
-"""Triton kernel of `pad_indices_ref`: the indices of padded rows, by one launch.
+"""Triton kernel of `pad_indices_ref`: the indices of padded rows, in one launch.
 
-Legend: E experts, R pairs, N padded rows, T tokens. Program i takes BLOCK rows and BLOCK slots; each looks its expert
-up by bisection in the E offsets, which stay in L1. Bytes: the indices in and out, 4·(3·R + 2·N), once.
+Legend: E experts, R pairs, N padded rows, T tokens. Program i computes BLOCK rows and BLOCK slots; each finds its
+expert by bisection in the E offsets, which stay in L1. Bytes: the indices in and out, 4·(3·R + 2·N), once.
 """
 
 # mypy: allow-untyped-defs

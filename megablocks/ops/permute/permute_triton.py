@@ -1,4 +1,4 @@
-"""Triton kernels that move tokens: a program takes TOKENS tokens times BLOCK features, and every byte moves once.
+"""Triton kernels that move tokens: a program processes TOKENS tokens times BLOCK features; every byte moves once.
 
 Legend: T tokens, H hidden, N rows in expert order, slots of token t = scatter[token_offsets[t] : token_offsets[t+1]].
 
@@ -6,8 +6,8 @@ Legend: T tokens, H hidden, N rows in expert order, slots of token t = scatter[t
   combine           y[t] = Σ_s weight · rows[scatter[s]]             float32 sum in slot order
   combine backward  drows[scatter[s]] = weight · dy[t], dweight = ⟨rows[scatter[s]], dy[t]⟩       one pass over both
 
-A slot of -1 has no row. Where rows are padded (pair[row] = -1), programs before those of the tokens write their zeros.
-A token's rows are summed in slot order by one program: no atomics, reruns are bit-identical.
+A slot of -1 has no row. If rows are padded (pair[row] = -1), the first programs write zeros to the padding.
+One program sums a token's rows in slot order: no atomics, reruns are bit-identical.
 """
 
 # mypy: allow-untyped-defs
@@ -202,7 +202,7 @@ def _combine_backward_kernel(
         source = (rows_ptr, weight_ptr, pair_ptr, dense, H, h, g)
         target = (drows_ptr, dweight_ptr, dy, dy_rest, H, h, g)
         pair, weight, value, rest = _fetch(source, row, first, WEIGHT_GRAD, REST)
-        if AHEAD:  # 0.92 against 0.84 of copy speed at 32768 × 4096, K = 8; narrower rows lose: 0.79 against 0.88
+        if AHEAD:  # 0.92 instead of 0.84 of copy speed at 32768 × 4096, K = 8; narrower rows: 0.79 instead of 0.88
             for i in range(1, tl.max(last - first, 0)):
                 next_row = _row_of(scatter_ptr, first, last, i)
                 next_pair, next_weight, next_value, next_rest = _fetch(source, next_row, first + i, WEIGHT_GRAD, REST)
@@ -232,19 +232,19 @@ def _combine_backward_kernel(
                 tl.store(dweight_ptr + pair, tl.sum(dot, 1), mask=live)
 
 
-_FILL = 64  # rows that a program looks through for padding: one load, and mostly nothing else
+_FILL = 64  # rows that a program checks for padding: one load, and mostly nothing else
 
 
 def _blocks(hidden: int) -> dict[str, int]:
-    """1024 features a one-warp program: narrow rows share one, wide ones are cut. More warps were up to 20 % slower."""
+    """1024 features per one-warp program: narrow rows share one, wide rows are split. More warps: up to 20 % slower."""
     block = min(next_power_of_2(max(hidden, 256)), 1024)
     return {"TOKENS": 1024 // block, "BLOCK": block, "num_warps": 1}
 
 
 def _whole_rows(hidden: int, padded: bool) -> dict[str, int]:
-    """Whole rows, so that dy is read once, at 1024 features a warp. Three quarters of a power of two are two blocks.
+    """Whole rows, so that dy is read once; 1024 features per warp. Three quarters of a power of two are two blocks.
 
-    At 1536 one warp takes both: 0.92 of copy speed against 0.86. For padded rows it would reach 0.78.
+    At 1536 one warp computes both: 0.92 of copy speed instead of 0.86. For padded rows it would reach 0.78.
     """
     block = min(next_power_of_2(max(hidden, 256)), 4096)
     tokens, warps = max(1, 1024 // block), max(1, block // 1024)
@@ -259,7 +259,7 @@ def _fill_programs(dispatch: Dispatch) -> int:
 
 
 def expand_launch(x: Tensor, dispatch: Dispatch) -> Tensor:
-    """x (T, H) → rows (N, H); one launch. Padding is 0; rows that are unused otherwise are not written."""
+    """x (T, H) → rows (N, H); one launch. Padding is 0; other unused rows are not written."""
     x = x if x.stride(1) == 1 else x.contiguous()
     (num_tokens, hidden), num_rows = x.shape, dispatch.num_rows
     rows = x.new_empty(num_rows, hidden)

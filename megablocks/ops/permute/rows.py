@@ -1,14 +1,14 @@
 """Gather: tokens to rows sorted by expert. Combine: rows back to tokens, weighted.
 
-    gather     rows[p] = x[gather[p]]        dX[t] = Σ of dRows over the rows that token t gave
+    gather     rows[p] = x[gather[p]]        dX[t] = Σ of dRows over the rows of token t
     combine    y[t] = Σ_{s in token_offsets[t] .. token_offsets[t+1]} weight[pair[p]] · rows[p],  p = scatter[s]
                dRows[p] = weight[pair[p]] · dY[gather[p]]
                d_weight[pair[p]] = ⟨dY[gather[p]], rows[p]⟩, 0 for an unused pair
 
 Legend: T tokens, H hidden, R pairs, N rows, V <= N valid ones. Sums are float32 (float64 for float64), rounded once.
 A token's rows are summed in the order of its pairs: no atomics, so reruns are bit-identical. `gather` leaves rows
-p >= V unspecified and writes 0 to padding (see `pad_dispatch`). What stands in these rows reaches neither a result of
-`combine` nor a gradient of something used. dRows of padding is 0.
+p >= V unspecified and writes 0 to padding (see `pad_dispatch`). The contents of these rows affect no result of
+`combine` and no gradient that is used. dRows of padding is 0.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def gather(x: Tensor, dispatch: Dispatch) -> Tensor:
 
 
 def _sum_slots_by_token(slots: Tensor, token_offsets: Tensor) -> Tensor:
-    """slots (R, H), token-major → (T, H). Slots behind token_offsets[T] are not read."""
+    """slots (R, H), token-major → (T, H). Slots after token_offsets[T] are not read."""
     num_tokens = token_offsets.shape[0] - 1
     if slots.shape[0] == 0 or num_tokens == 0:
         return slots.new_zeros(num_tokens, slots.shape[1])
     if slots.is_cuda:  # unsafe: its checks would synchronize, and the last offset may be below R
         return torch.segment_reduce(slots, "sum", offsets=token_offsets, axis=0, unsafe=True)
-    # On a CPU segment_reduce walks down the columns, five times slower; index_add is sequential over the rows there
+    # On a CPU segment_reduce goes through column by column, five times slower; index_add there adds row after row
     token = torch.repeat_interleave(token_offsets.diff())
     return slots.new_zeros(num_tokens, slots.shape[1]).index_add_(0, token, slots[: token.shape[0]])
 
@@ -101,7 +101,7 @@ def combine_ref(rows: Tensor, weight: Tensor | None, dispatch: Dispatch) -> Tens
 def combine_backward_ref(
     dy: Tensor, rows: Tensor | None, weight: Tensor, dispatch: Dispatch
 ) -> tuple[Tensor, Tensor | None]:
-    """dRows (N, H) and, when `rows` are given, d_weight (R,)."""
+    """dRows (N, H) and, if `rows` are given, d_weight (R,)."""
     acc, pair, num_pairs = torch.promote_types(dy.dtype, torch.float32), dispatch.pair, weight.shape[0]
     if num_pairs == 0 or dy.shape[0] == 0:
         return dy.new_zeros(pair.shape[0], dy.shape[1]), None if rows is None else torch.zeros_like(weight)
@@ -168,15 +168,15 @@ def combine(rows: Tensor, weight: Tensor | None, dispatch: Dispatch, *, num_bits
 
     Args:
         rows: (N, H), sorted by expert; padding is not read, and its gradient is exactly 0.
-        weight: (R,) floating, one a pair in the order of the Routing (not of the rows); None for ones.
+        weight: (R,) floating, one per pair in the order of the Routing (not of the rows); None for ones.
         dispatch: of T tokens, R pairs and N rows.
-        num_bits: 4 or 8 keep the rows quantized (`ops.quant`) for the weights' gradient; -1 as they are.
+        num_bits: 4 or 8 save the rows quantized (`ops.quant`) for the weights' gradient; -1 saves them as they are.
 
     Returns:
         (T, H) in the rows' dtype; 0 for a token without a valid pair.
 
     Raises:
-        ValueError: rows or weight of another length than the dispatch, whole weights, or other bits.
+        ValueError: rows or weight of another length than the dispatch, integer weights, or other bits.
     """
     num_rows, num_pairs = dispatch.pair.shape[0], dispatch.scatter.shape[0]
     if rows.dim() != 2 or rows.shape[0] != num_rows:

@@ -1,23 +1,24 @@
-"""Quantize to 8 or 4 bits, in groups of consecutive features with 16 bits of scale each, and back.
+"""Quantize to 8 or 4 bits and back, in groups of consecutive features with 16 bits of scale each.
 
     x ≈ sign · s · f((k + ½) / (n − ½)),  f(u) = (1 − C)·u + C·u²       k = 0 … n−1, n = 128 or 8, C = 0.3
 
-Legend: R rows, H features, G features a group (64 at 8 bits, 16 at 4), B bytes of values a row: H, or ⌈H/2⌉ at 4 bits.
-A code is a sign above the bits of k. Positive values of a group have one scale s, the others a second one: the largest
-magnitude of either kind. Both are in 16 bits: 11 of a float (8 exponent, 3 mantissa) for the larger, 4 for the ratio of
-the smaller to it in fifteenths, and one that says whether the larger is the others'. Bytes: R·(B + 2·⌈H/G⌉), so 1.031 a
-feature at 8 bits and 0.625 at 4. On normal draws the error is 0.53 % at 8 bits and 6.5 % at 4.
+Legend: R rows, H features, G features per group (64 at 8 bits, 16 at 4), B bytes of values per row: H, or ⌈H/2⌉ at 4
+bits. A code is a sign bit above the bits of k. The positive values of a group have one scale s, the others a second
+one: the largest magnitude of each kind. Both are in 16 bits: 11 bits of a float (8 exponent, 3 mantissa) for the larger
+scale, 4 bits for the ratio of the smaller to it in fifteenths, and one bit that says whether the larger belongs to the
+others. Bytes: R·(B + 2·⌈H/G⌉), so 1.031 per feature at 8 bits and 0.625 at 4. On normal draws the error is 0.53 % at 8
+bits and 6.5 % at 4.
 
-No value is rounded to 0: an activation whose slope jumps at 0 (relu) needs the sign of each one in backward. Two scales
-and the bent f, whose levels lie closer where values are more frequent, lose less than multiples of one scale (8.5 % at
-4 bits).
+No value is rounded to 0: an activation whose slope jumps at 0 (relu) needs the sign of each value in backward. Two
+scales and the bent f, whose levels are closer where values are more frequent, lose less than multiples of one scale
+(8.5 % at 4 bits).
 
-Exact: zeros where the group has no negative value, so groups of zeros. Magnitudes below 2^-110 count as 0. A NaN or an
-infinity makes its group NaN and no other. Computed in float32, also for float64, by each element on its own: rows that
-hold garbage stay where they are. One pass over memory each way.
+Zeros are exact if the group has no negative value, so groups of zeros are. Magnitudes below 2^-110 count as 0. A NaN or
+an infinity makes its own group NaN and no other. Everything is float32, also for float64, and rows are independent, so
+garbage in a row affects no other row. One pass over memory each way.
 
-An op that keeps a tensor quantized for backward calls `pack` in its setup_context, so that the tensor itself is never
-saved, and `unpack` in its backward.
+An op that saves a tensor quantized for backward calls `pack` in its setup_context, so the tensor itself is never saved,
+and `unpack` in its backward.
 """
 
 from __future__ import annotations
@@ -30,17 +31,17 @@ from torch import Tensor
 from megablocks.ops.library import custom_op, runs_triton, unknown_to_autograd
 
 OFF = -1
-"""The number of bits that means: as it is."""
+"""The number of bits that means: not quantized."""
 GROUP = {8: 64, 4: 16}
-"""Features that share their scales, by bits."""
+"""Number of features that share their scales, by bits."""
 
 CURVE = 0.3
-SLACK = 1.03  # at 4 bits, on the maximum before it is rounded: of 1, 1.03 and 1.06 the one that lost least
-TINY = 2.0**-110  # so that the smallest level, TINY / 15 · 0.003 at 8 bits, is a normal number still
+SLACK = 1.03  # at 4 bits, factor on the maximum before rounding: 1.03 lost less than 1 and 1.06
+TINY = 2.0**-110  # so that the smallest level, TINY / 15 · 0.003 at 8 bits, is still a normal number
 
 
 def widths(num_bits: int, width: int) -> tuple[int, int]:
-    """B and ⌈H/G⌉: how many codes and scales a row of `width` features has."""
+    """B and ⌈H/G⌉: the number of codes and of scales in a row of `width` features."""
     return width if num_bits == 8 else -(-width // 2), -(-width // GROUP[num_bits])
 
 
@@ -51,7 +52,7 @@ def empty_quantized(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
 
 
 def largest_scale(dtype: torch.dtype) -> int:
-    """Bits of the largest float32 of 3 bits of mantissa that `dtype` holds, so that nothing finite returns infinite."""
+    """Bits of the largest float32 with 3 mantissa bits that `dtype` holds, so that finite values stay finite."""
     return 0x47700000 if dtype == torch.float16 else 0x7F700000
 
 
@@ -77,7 +78,7 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
     share = torch.where(usable[..., None], magnitude * inverse[..., None], 0.0)
 
     def encode(bits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Code of the group, k of each value, and the square that each value loses, for a scale of these bits."""
+        """For a scale of these bits: the group's code, k of each value, and each value's squared error."""
         bits = (bits & ~0xFFFFF).clamp(0, largest_scale(x.dtype))
         own_larger = bits.view(torch.float32) * inverse
         inv_larger = torch.where(own_larger > 0, 1 / own_larger, 0.0)
@@ -95,9 +96,9 @@ def quantize_ref(x: Tensor, num_bits: int) -> tuple[Tensor, Tensor]:
         own = torch.where(is_larger, own_larger[..., None], own_smaller[..., None])
         return code, k, (_level_ref(k, levels) * own - share).square()
 
-    if num_bits == 8:  # the next larger scale: a maximum that is cut would be the largest error
+    if num_bits == 8:  # the next larger scale: a clipped maximum would be the largest error
         code, k, _ = encode(larger.view(torch.int32) + 0xFFFFF)
-    else:  # the one near, or the next smaller one, whichever loses less
+    else:  # the nearest scale or the next smaller one, whichever loses less
         near = (larger * SLACK).view(torch.int32) + 0x80000
         (code, k, lost), (next_code, next_k, next_lost) = encode(near), encode(near - 0x100000)
         less = (lost - next_lost).sum(2) > 0
@@ -115,7 +116,7 @@ def _level_ref(k: Tensor, levels: int) -> Tensor:
 
 
 def _scales_ref(scales: Tensor) -> tuple[Tensor, Tensor]:
-    """The scales of the positive values and of the others, float32; NaN for a group that held one."""
+    """The scales of the positive values and of the others, float32; NaN for a group that contained one."""
     code = scales.int()
     larger = ((code & 0x7FF0) << 16).view(torch.float32)
     larger = torch.where(larger.isinf(), torch.nan, larger)
@@ -192,7 +193,7 @@ def dequantize(codes: Tensor, scales: Tensor, num_bits: int, width: int, dtype: 
 
 
 def check_bits(num_bits: int, allowed: str = "4 or 8") -> None:
-    """Refuse bits that `quantize` does not take. allowed: what the caller takes, for the message."""
+    """Refuse bits that `quantize` does not support. allowed: what the caller accepts, for the message."""
     if num_bits not in GROUP:
         raise ValueError(f"num_bits={num_bits!r}: must be {allowed}")
 
@@ -213,9 +214,9 @@ def pack(t: Tensor | None, num_bits: int) -> tuple[Packed | None, Tensor | None,
 
 
 def unpack(how: Packed | None, saved: Tensor | None, scales: Tensor | None) -> Tensor | None:
-    """What `pack` was given, as near as its bits allow.
+    """The tensor that `pack` was given, as exactly as its bits allow.
 
-    It is a function of what was packed, which autograd does not see: a second derivative through it raises.
+    Autograd does not see that it depends on the packed tensor, so a second derivative through it raises.
     """
     if how is None:
         return saved

@@ -1,7 +1,7 @@
 """Triton kernels of quantize and dequantize; quant.py says what they compute.
 
-A program takes ROWS rows times BLOCK features, whole groups of them. Bytes a feature in half precision: quantize reads
-2 and writes 1.031 or 0.625, dequantize the other way round.
+A program computes ROWS rows times BLOCK features, in whole groups. Bytes per feature in half precision: quantize reads
+2 and writes 1.031 or 0.625, dequantize the reverse.
 """
 
 # mypy: allow-untyped-defs
@@ -95,8 +95,8 @@ def _quantize_kernel(
         bits = (larger * SLACK).to(tl.int32, bitcast=True) + 0x80000
         code, k, lost = _encode(bits, groups, BITS, CURVE, LARGEST)
         code_b, k_b, lost_b = _encode(bits - 0x100000, groups, BITS, CURVE, LARGEST)
-        # Of differences: a sum of products may have each lane's own fused into its first addition, and lanes of a group
-        # that hold different last bits could choose differently.
+        # A sum of differences: in a sum of products the compiler can fuse each lane's own product into its first
+        # addition. Lanes of a group would then have different last bits and could choose differently.
         less = tl.sum(lost - lost_b, 2) > 0
         code = tl.where(less, code_b, code)
         k = tl.where(less[:, :, None], k_b, k)

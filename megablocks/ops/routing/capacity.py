@@ -1,14 +1,14 @@
-"""Capacity: how many pairs an expert takes, and which are dropped.
+"""Capacity: how many pairs an expert computes, and which pairs are dropped.
 
 Legend: T tokens (of one rank), E experts, K top-k, n ranks.
 
-    "megablocks"  int(factor · K · T · n / E) pairs an expert from all n ranks together (megablocks 0.10)
-    "tutel"       K · int(factor · ⌈T/E⌉) pairs an expert from each rank (Tutel, arXiv 2206.03382)
+    "megablocks"  int(factor · K · T · n / E) pairs per expert from all n ranks together (megablocks 0.10)
+    "tutel"       K · int(factor · ⌈T/E⌉) pairs per expert from each rank (Tutel, arXiv 2206.03382)
     factor = 0    the load of the fullest expert, so that nothing is dropped
     factor < 0    "tutel" only: the smaller of the fullest expert's load and |factor|'s capacity
 
-Pairs keep their place in token order, within a token by choice, across ranks by rank: an expert takes the earliest.
-Padding and pairs without an expert take no place.
+An expert keeps its earliest pairs: in the order of ranks, then of tokens, then of a token's choices. Padding and pairs
+without an expert take no place.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 def capacity_of(
     rule: str, factor: float, top_k: int, num_tokens: int, num_experts: int, load: Tensor, *, num_ranks: int = 1
 ) -> int | Tensor:
-    """Places an expert has.
+    """The number of places of an expert.
 
     Args:
         rule: "megablocks" or "tutel".
         factor: >= 0, or any with "tutel".
         num_tokens: T, of one rank.
-        load: (E,) integer, pairs an expert, summed over the ranks for "megablocks", their maximum for "tutel". Read
+        load: (E,) integer, pairs per expert: the sum over the ranks for "megablocks", their maximum for "tutel". Read
             only for factor <= 0.
-        num_ranks: n, for "megablocks". Where ranks hold different numbers of tokens, pass their sum as num_tokens.
+        num_ranks: n, for "megablocks". If ranks hold different numbers of tokens, pass their sum as num_tokens.
 
     Returns:
         an int, or for factor <= 0 a () tensor on load's device, so that nothing waits for it.
@@ -45,7 +45,7 @@ def capacity_of(
     """
     if rule not in ("megablocks", "tutel"):
         raise ValueError(f"rule={rule!r}: must be 'megablocks' or 'tutel'")
-    try:  # the same number from two integers: torch.compile takes these for constants, and a float for a symbol
+    try:  # the same number from two integers: to torch.compile they are constants, but a float is a symbol
         numerator, denominator = float(factor).as_integer_ratio()
         factor = numerator / denominator
     except (OverflowError, ValueError):
@@ -73,10 +73,10 @@ def _check_counts(name: str, counts: object, *shapes: tuple[int, ...]) -> None:
 
 
 def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor | None = None) -> Routing:
-    """Drop what exceeds the capacity: those pairs get expert -1.
+    """Drop the pairs that exceed the capacity: they get expert -1.
 
     Args:
-        capacity: places an expert has, an int or a () or (E,) integer tensor on the routing's device.
+        capacity: places per expert, an int or a () or (E,) integer tensor on the routing's device.
         before: (E,) places already taken by lower ranks; None for none.
 
     Returns:
@@ -96,7 +96,7 @@ def apply_capacity(routing: Routing, capacity: int | Tensor, *, before: Tensor |
     offsets, pair = dispatch.expert_offsets, dispatch.pair.long()
     rows = torch.arange(num_pairs, device=offsets.device)
     used = rows < offsets[-1]
-    # rows of one expert stand in pair order, so a row's distance from its expert's first row is its place
+    # rows of one expert are in pair order, so a row's distance from its expert's first row is its place
     expert = routing.expert[pair].long().clamp(0, num_experts - 1)
     place = rows - offsets[expert]
     if before is not None:

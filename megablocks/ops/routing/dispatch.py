@@ -2,14 +2,14 @@
 
 Legend: T tokens, H hidden, E experts, K top-k, R pairs (T·K for top-k; a static bound otherwise), V ≤ R valid pairs.
 
-A pair is (token, expert, weight). Pairs stand in token order: pair r belongs to token[r], and token is non-decreasing.
-Expert ids outside [0, E) mean "no expert": such a pair contributes nothing anywhere, and R stays static when tokens
-choose different numbers of experts or a capacity drops some.
+A pair is (token, expert, weight). Pairs are in token order: pair r belongs to token[r], and token is non-decreasing.
+Expert ids outside [0, E) mean "no expert". Such a pair contributes nothing, so R stays static when tokens choose
+different numbers of experts or a capacity drops some.
 
-`pad_dispatch` leaves room behind each expert's rows, so that each begins where a product wants it. Padding is written
-in forward and backward, and read in neither. Pairs that do not fit are dropped: they have no row and count as 0 on the
-way back. Bins of equal capacity are one case (`bin_dispatch`).
-Source of padding: megablocks 0.10's padded_gather, binned_gather and their kin (arXiv 2211.15841, section 5).
+`pad_dispatch` leaves room after each expert's rows, so that each expert begins where a product needs it. Forward and
+backward write the padding and never read it. Pairs that do not fit are dropped: they have no row, and add 0 to the
+output of their token. Bins of equal capacity are one case (`bin_dispatch`).
+Source of padding: megablocks 0.10's padded_gather, binned_gather and related functions (arXiv 2211.15841, section 5).
 
 Sorting the pairs stably by expert gives the rows of the expert computation: row p < V belongs to expert e where
 expert_offsets[e] <= p < expert_offsets[e+1]. Rows p >= V are unused; kernels never read their contents.
@@ -50,14 +50,14 @@ class Routing:
 
     token: (R,) int32, non-decreasing, in [0, T).
     expert: (R,) int32; outside [0, E) is "no expert".
-    weight: (R,) float32, differentiable; what the expert's output is multiplied by.
+    weight: (R,) float32, differentiable; the factor of the expert's output.
     num_tokens, num_experts: T and E.
-    top_k: K when pair r is exactly the (r % K)-th choice of token r // K, else None.
+    top_k: K if pair r is exactly the (r % K)-th choice of token r // K, otherwise None.
     losses: name → scalar float32 tensor, already weighted, to be added to the training loss.
     metrics: name → detached tensor, for logs only: `tokens_per_expert` (E,) int64 before any drop, always present;
-        `invalid` () int64 pairs whose id was outside [0, E) although their token is no padding.
-    score_sums: (E,) of the tokens' scores, for load-balancing losses of another kind, differentiable; None where no
-        loss has a weight.
+        `invalid` () int64 pairs whose id was outside [0, E) although their token is not padding.
+    score_sums: (E,) sums of the tokens' scores, for other load-balancing losses, differentiable; None if no loss has a
+        weight.
     """
 
     token: Tensor
@@ -72,21 +72,21 @@ class Routing:
 
     @property
     def num_pairs(self) -> int:
-        """R, with the pairs that have no expert."""
+        """R, including the pairs that have no expert."""
         return self.expert.shape[0]
 
 
 class Dispatch(NamedTuple):
-    """Indices from tokens to rows sorted by expert and back, all int32, built once a layer.
+    """Indices from tokens to rows sorted by expert and back, all int32, built once per layer.
 
-    N is the number of rows: R, more where the rows are padded, less where the caller knows that V is below R.
+    N is the number of rows: R, or more if the rows are padded, or less if the caller knows that V is below R.
 
     expert_offsets: (E+1,) rows [expert_offsets[e], expert_offsets[e+1]) belong to expert e; expert_offsets[E] = V.
-        Where rows are padded, these ranges include the padding. Empty for bins of equal size.
+        If rows are padded, these ranges include the padding. Empty for bins of equal size.
     token_offsets: (T+1,) slots [token_offsets[t], token_offsets[t+1]) of `scatter` belong to token t.
     gather: (N,) row p reads token gather[p]; 0 for p >= V, -1 for padding.
-    scatter: (R,) slot s (token-major over valid pairs) is row scatter[s]; 0 for s >= V. Where rows are padded, -1 for
-        a dropped pair, and unspecified for s >= V.
+    scatter: (R,) slot s (token-major over valid pairs) is row scatter[s]; 0 for s >= V. If rows are padded, -1 for a
+        dropped pair, and unspecified for s >= V.
     pair: (N,) row p is pair pair[p] of the Routing (its weight is weight[pair[p]]); 0 for p >= V, -1 for padding.
     padded: whether rows are padded, see `pad_dispatch`.
     """
@@ -105,7 +105,7 @@ class Dispatch(NamedTuple):
 
     @property
     def num_pairs(self) -> int:
-        """R, or V where the caller knows it."""
+        """R, or V if the caller knows it."""
         return self.scatter.shape[0]
 
     @property
@@ -115,12 +115,12 @@ class Dispatch(NamedTuple):
 
     @property
     def num_experts(self) -> int:
-        """E. Not of bins of equal size, which have no offsets."""
+        """E. Not for bins of equal size, which have no offsets."""
         return self.expert_offsets.shape[0] - 1
 
 
 def check_padding_mask(padding_mask: Tensor, num_tokens: int) -> None:
-    """Refuse a mask that is not (T,) bool. An attention mask of numbers has 1 where a token is no padding."""
+    """Refuse a mask that is not (T,) bool. A numeric attention mask means the opposite: 1 for tokens, 0 for padding."""
     if padding_mask.shape != (num_tokens,):
         raise ValueError(f"padding_mask is {tuple(padding_mask.shape)}: must be ({num_tokens},), one a token")
     if padding_mask.dtype != torch.bool:
@@ -128,20 +128,20 @@ def check_padding_mask(padding_mask: Tensor, num_tokens: int) -> None:
 
 
 def narrow_ids(expert: Tensor) -> Tensor:
-    """Integer ids in int32. Those that it cannot hold stay outside [0, E): the cast alone would make 2**32 expert 0."""
+    """Integer ids in int32. Ids that it cannot hold stay outside [0, E); a plain cast would make 2**32 expert 0."""
     return (expert.clamp(-(2**31), 2**31 - 1) if expert.dtype == torch.int64 else expert).int()
 
 
 def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_mask: Tensor | None = None) -> Routing:
-    """The Routing of a fixed number of choices a token.
+    """The Routing of a fixed number of choices per token.
 
     Args:
         expert: (T, K) integer ids; outside [0, E) is "no expert". The same id twice for a token counts twice.
         weight: (T, K) floating.
-        padding_mask: (T,) bool, True for padding: its pairs get no expert and count as no load.
+        padding_mask: (T,) bool, True for padding: its pairs get no expert and do not count as load.
 
     Raises:
-        ValueError: expert, weight or mask of another shape, or ids of a dtype that is no integer.
+        ValueError: expert, weight or mask of another shape, or ids of a dtype that is not an integer.
     """
     if expert.dim() != 2 or weight.shape != expert.shape:
         raise ValueError(f"expert {tuple(expert.shape)} and weight {tuple(weight.shape)}: both must be (T, K)")
@@ -169,7 +169,7 @@ def make_routing(expert: Tensor, weight: Tensor, num_experts: int, *, padding_ma
 
 
 def check_routing(routing: Routing) -> None:
-    """A debugging aid that synchronizes with the device: refuse what kernels take on trust or silently skip.
+    """Refuse values that kernels do not check or silently skip. For debugging: it synchronizes with the device.
 
     Raises:
         ValueError: token not sorted or outside [0, T), an expert id outside [-1, E), wrong shapes or dtypes.
@@ -186,7 +186,7 @@ def check_routing(routing: Routing) -> None:
         if outside.numel():
             raise ValueError(f"{name}={int(outside[0])}: must be in [{start}, {end})")
     if bool((routing.token.diff() < 0).any()):
-        raise ValueError("token is not sorted: pairs must stand in token order")
+        raise ValueError("token is not sorted: pairs must be in token order")
 
 
 def build_dispatch_ref(
@@ -241,12 +241,12 @@ def build_dispatch(routing: Routing) -> Dispatch:
 
 
 class Rows(NamedTuple):
-    """R rows sorted by expert, and which row of the input and of the output each one is. An index of None is p itself.
+    """R rows sorted by expert, and the row of the input and of the output for each. An index of None means p itself.
 
-    ends: (E,) integer; row p is expert e's where ends[e-1] <= p < ends[e]. Rows from ends[E-1] on have no expert.
+    ends: (E,) integer; row p is expert e's if ends[e-1] <= p < ends[e]. Rows from ends[E-1] on have no expert.
     in_index, in_fan: (R,) integer; row p reads row in_index[p] // in_fan of the input.
-    out_index, out_fan: (R,) integer; the product writes row p to row out_index[p] of R. Its caller then sums each
-        out_fan rows to one, so that row p reads row out_index[p] // out_fan of the output's gradient.
+    out_index, out_fan: (R,) integer; the product writes row p to row out_index[p] of R. Its caller then sums every
+        out_fan rows into one, so row p reads row out_index[p] // out_fan of the output's gradient.
     pair: (R,) integer; row p is pair pair[p].
     """
 
@@ -262,7 +262,7 @@ class Rows(NamedTuple):
         return Rows(self.ends, self.out_index, self.in_index, self.pair, self.out_fan, self.in_fan)
 
     def count(self, x: Tensor) -> int:
-        """R, where x is what `in_index` reads."""
+        """R, for the x that `in_index` reads."""
         return (x if self.in_index is None else self.in_index).shape[0]
 
     def empty_dw(self, a: Tensor, b: Tensor, transposed: bool) -> Tensor:
@@ -289,7 +289,7 @@ def pad_indices_ref(
     inside = e.clamp(max=num_experts - 1)
     p = starts[inside] + q - padded_starts[inside]
     used = (e < num_experts) & (p < ends[inside])
-    source = torch.where(used, p, d.num_rows)  # padding reads the -1 behind
+    source = torch.where(used, p, d.num_rows)  # padding reads the -1 at the end
     gather, pair = (torch.cat([t, t.new_full((1,), -1)])[source] for t in (d.gather, d.pair))
 
     p = d.scatter.long()
@@ -309,7 +309,7 @@ pad_indices_op = custom_op(
 
 
 def _pad(d: Dispatch, padded_offsets: Tensor | None, capacity: int, num_rows: int) -> Dispatch:
-    """d with its rows at padded places, or in bins of `capacity` places where padded_offsets is None."""
+    """d with its rows at padded places, or in bins of `capacity` places if padded_offsets is None."""
     padded_ends = None if padded_offsets is None else padded_offsets[1:].int()
     gather, scatter, pair = pad_indices_op(d, padded_ends, capacity, num_rows)
     offsets = d.expert_offsets[:0] if padded_offsets is None else padded_offsets
@@ -322,10 +322,10 @@ def pad_dispatch(dispatch: Dispatch, padded_offsets: Tensor, num_rows: int) -> D
     Args:
         dispatch: of T tokens, E experts and R pairs.
         padded_offsets: (E+1,) int32, ascending from 0 (`Topology.padded_offsets`).
-        num_rows: N, the rows in all; those behind padded_offsets[E] are padding.
+        num_rows: N, the total number of rows; those after padded_offsets[E] are padding.
 
     Raises:
-        ValueError: padded_offsets of another number of experts than the dispatch, or a negative num_rows.
+        ValueError: padded_offsets and the dispatch differ in the number of experts, or a negative num_rows.
     """
     shape = tuple(dispatch.expert_offsets.shape)
     if padded_offsets.shape != shape:
@@ -343,7 +343,7 @@ def bin_dispatch(dispatch: Dispatch, capacity: int) -> Dispatch:
     """
     if capacity < 0:
         raise ValueError(f"capacity={capacity}: must be >= 0")
-    experts = dispatch.expert_offsets.shape[0] - 1  # torch.compile of 2.8 does not know a NamedTuple's properties
+    experts = dispatch.expert_offsets.shape[0] - 1  # torch.compile of 2.8 cannot trace a NamedTuple's properties
     return _pad(dispatch, None, capacity, experts * capacity)
 
 
@@ -354,10 +354,10 @@ def pad_indices(
 
     Args:
         indices: (R,) integer, the pairs sorted by expert: row p is pair indices[p], of token indices[p] // top_k.
-        bins: (E,) integer, inclusive cumulative sum of the pairs an expert.
+        bins: (E,) integer, inclusive cumulative sum of the pairs per expert.
         padded_bins: (E,) the same with padding, or an int: the capacity of every expert. `bins` itself for no padding.
         top_k: K; R is a multiple of it.
-        num_rows: N; needed where padded_bins is a tensor, which the host does not know.
+        num_rows: N; needed if padded_bins is a tensor, whose values the host does not know.
 
     Raises:
         ValueError: shapes that do not fit, R is not a multiple of K, or num_rows is missing.

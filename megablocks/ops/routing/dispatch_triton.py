@@ -134,7 +134,7 @@ def dispatch_launch(
     gather, scatter, pair = (torch.empty(num_pairs, dtype=torch.int32, device=device) for _ in range(3))
     token_offsets = torch.empty(num_tokens + 1, dtype=torch.int32, device=device)
     expert_offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    # the totals first: then the address of the counts, on whose alignment Triton specializes, depends on E alone
+    # the totals first: then the alignment of the counts, on which Triton specializes, depends only on E
     totals, counts = torch.empty(chunks + 1, num_experts + 1, dtype=torch.int32, device=device).split([1, chunks])
     _count_kernel[(chunks,)](expert, counts, num_pairs, num_experts, CHUNK=_CHUNK, BINS=bins)
     _scan_kernel[(cdiv(num_experts + 1, 8),)](counts, totals, chunks, num_experts, ROWS=128, COLS=8)

@@ -1,27 +1,27 @@
 """Token rounding: top-k routing in which each expert's load is a multiple of the grouped product's tile of rows.
 
-    f_e         tokens whose top-k holds expert e;  ⌊f_e⌋, ⌈f_e⌉: the multiples of the tile around it
+    f_e         number of tokens whose top-k contains expert e;  ⌊f_e⌋, ⌈f_e⌉: the multiples of the tile around it
     rounded_e   ⌊f_e⌋ or ⌈f_e⌉ by the rule, at most n
-    value_te    weight of the pair: the top-k's where it chose e for t, else the score · scaling, not normalized
-    order of e  the tokens that chose e first, then the others, each by falling value, equal ones by the lowest token
+    value_te    weight of the pair: that of the top-k if it chose e for t, otherwise score · scaling, not normalized
+    order of e  first the tokens that chose e, then the others, each by falling value; among equals the lowest first
     pairs       the first rounded_e tokens of every expert's order, in token order, and within a token by expert
 
-    nearest                up where f_e − ⌊f_e⌋ ≥ tile/2
+    nearest                up if f_e − ⌊f_e⌋ ≥ tile/2
     stochastic_frequency   up with probability (f_e − ⌊f_e⌋)/tile, so that the expected load is f_e
-    stochastic_score       up with probability a/b: a the weights of the choices beyond the first ⌊f_e⌋ of the order,
-                           b the weights of the whole tile that starts there
-    balanced               so that the running total over the experts is off by at most tile/2
+    stochastic_score       up with probability a/b: a = sum of the weights of the choices after the first ⌊f_e⌋ of the
+                           order, b = sum of the weights of the whole tile that starts there
+    balanced               up or down so that the running total over the experts is off by at most tile/2
     up, down               always up, always down
 
-Legend: T tokens, n of them no padding, E experts, K top-k, R pairs (`max_pairs`, static). Losses and padding are as in
-router.py, and they see the load before rounding. An expert that nobody chose stays empty. A pair that the top-k chose
-keeps its weight, also where its token loses other choices.
+Legend: T tokens, n of them not padding, E experts, K top-k, R pairs (`max_pairs`, static). Losses and padding are as in
+topk.py; the losses use the load before rounding. An expert that no token chose stays empty. A pair that the top-k chose
+keeps its weight, even if its token loses other choices.
 
-Use it for training, with at least two tiles a mean expert (T·K/E ≥ 2·tile): far below, "nearest" and "down" leave most
-experts without tokens. Evaluate with plain top-k. Source: SonicMoE (arXiv 2512.14080), `moe-token-rounding.py`. That
-code ranks by the weight − 1 of what was not chosen, which makes small weights equal: float32 has steps of 6e-8 below 1.
-Here the order is that of the weights' bits. The references sort; on a GPU a bitwise search finds each expert's last
-weight (rounding_triton.py).
+Use it for training, with at least two tiles for the mean expert (T·K/E ≥ 2·tile). Far below that, "nearest" and "down"
+leave most experts without tokens. Evaluate with plain top-k. Source: SonicMoE (arXiv 2512.14080),
+`moe-token-rounding.py`. For pairs that were not chosen, that code ranks by weight − 1, which makes small weights equal:
+float32 has steps of 6e-8 below 1. Here the bits of the weights decide the order. The references sort; on a GPU a
+bitwise search finds each expert's last weight (rounding_triton.py).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from megablocks.ops.routing.topk import (
 )
 from megablocks.ops.routing.values import RoundedOutput, Rounding, RouterGradients, RouterOptions, RouterSaved
 
-STOCHASTIC = ("stochastic_frequency", "stochastic_score")  # the rules that draw
+STOCHASTIC = ("stochastic_frequency", "stochastic_score")  # the rules that draw random numbers
 ROUNDINGS = ("nearest", *STOCHASTIC, "balanced", "up", "down")
 
 
 def max_pairs(rule: str, num_tokens: int, num_experts: int, top_k: int, tile: int) -> int:
-    """R: the most pairs that `rule` can leave, whatever the logits; T, E, K and the tile decide it, no device value.
+    """R: the most pairs that `rule` can leave, for any logits. It depends on T, E, K and the tile, on no device value.
 
     At most min(E, T·K) experts have a choice, and each of these grows by less than a tile; `nearest` adds at most half
     a tile to each, `balanced` half a tile to all together, `down` nothing. No expert takes more than T tokens.
@@ -83,14 +83,14 @@ def rounded_loads(
     """Loads (E,) int64 → multiples of `tile` (E,) int64.
 
     Args:
-        draw: (E,) even in [0, 1), of the stochastic rules.
-        up_odds: a and b, each (E,), of "stochastic_score": up with probability a/b, never where b is 0.
+        draw: (E,) uniform in [0, 1), for the stochastic rules.
+        up_odds: a and b, each (E,), for "stochastic_score": up with probability a/b, never if b is 0.
     """
     down = load.div(tile, rounding_mode="floor") * tile
     rest = load - down
     if rule == "balanced":
-        # The running total before is within tile/2 of a multiple. So its nearest multiple is ⌊f⌋ or ⌈f⌉ away from that.
-        # Ties always go up, or a load of whole tiles could change by one.
+        # The total of the experts before is within tile/2 of its rounded total. So the next rounded total, the nearest
+        # multiple, is ⌊f⌋ or ⌈f⌉ further. Ties always go up; otherwise a load of whole tiles could change by one tile.
         total = (load.cumsum(0) + tile // 2).div(tile, rounding_mode="floor") * tile
         return total.diff(prepend=total.new_zeros(1))
     if rule in ("up", "down"):
@@ -107,7 +107,7 @@ def rounded_loads(
 def odds_by_score(
     values: Tensor, order: Tensor, padding_mask: Tensor | None, load: Tensor, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """(E,), (E,): weights of the choices in each expert's last, partial tile, and of that tile filled up."""
+    """(E,), (E,): summed weights of the choices in each expert's last, partial tile, and of that tile when full."""
     values = torch.nan_to_num(values, nan=0.0)
     if padding_mask is not None:
         values = values.masked_fill(padding_mask.unsqueeze(1), 0.0)
@@ -121,11 +121,11 @@ def odds_by_score(
 def place_ref(kept: Tensor, num_pairs: int) -> tuple[Tensor, Tensor, Tensor]:
     """kept (T, E) bool → token, expert (R,) int32 and source (R,) int64, the place of each pair in (T·E,).
 
-    Behind the last pair token is T-1, expert -1, and sources differ, so that zeros of gradients do not queue at one.
+    After the last pair token is T-1 and expert -1. Sources differ there, so that zero gradients do not queue at one.
     """
     num_tokens, num_experts = kept.shape
     kept = kept.flatten()
-    slot = torch.where(kept, kept.cumsum(0) - 1, num_pairs)  # the others write to a spare slot
+    slot = torch.where(kept, kept.cumsum(0) - 1, num_pairs)  # all others write to a spare slot
     places = torch.arange(kept.shape[0], device=kept.device)
     source = places.new_zeros(num_pairs + 1).scatter_(0, slot, places)[:num_pairs]
     spare = places[:num_pairs]
@@ -147,7 +147,7 @@ def rounded_router_ref(
     top, tile = router_ref(logits, bias, padding_mask, options), rounding.tile
     scores = router_scores(wide_logits(logits, padding_mask), options.sigmoid) * options.scaling
     ids = top.expert.view(-1, options.top_k).long()
-    ids = torch.where(ids < 0, torch.arange(options.top_k, device=ids.device), ids)  # padding's are not taken
+    ids = torch.where(ids < 0, torch.arange(options.top_k, device=ids.device), ids)  # those of padding are not used
     values = scores.scatter(1, ids, top.weight.view(ids.shape))  # every pair's weight, chosen or not
     with torch.no_grad():
         chosen = torch.zeros_like(values, dtype=torch.bool).scatter_(1, ids, True)
@@ -216,16 +216,16 @@ def route_rounded(
     padding_mask: Tensor | None = None,
     generator: Generator | None = None,
 ) -> RoundedOutput:
-    """Each token's experts after their loads were rounded, without a host synchronization.
+    """Each token's experts, with rounded loads, without a host synchronization.
 
     Args:
         logits, options, bias, padding_mask: as for `route_topk`.
         rule: one of `ROUNDINGS`.
         tile: rows, at least 1.
-        generator: of the stochastic rules, on the logits' device; None is torch's own.
+        generator: for the stochastic rules, on the logits' device; None for torch's own.
 
     Raises:
-        ValueError: as `route_topk`, an unknown rule, or a tile below 1.
+        ValueError: as for `route_topk`, an unknown rule, or a tile below 1.
     """
     if rule not in ROUNDINGS:
         raise ValueError(f"rule={rule!r}: must be one of {', '.join(ROUNDINGS)}")

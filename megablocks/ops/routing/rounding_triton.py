@@ -1,17 +1,17 @@
 """Triton kernels of token rounding: each expert's first tokens, without a sort.
 
-Legend: T tokens, E experts, R pairs. The keys (E, T) int32 are the order of an expert's tokens as integers. They are
-transposed, so that those of an expert are contiguous. A router's first kernel writes them (topk_triton.py).
+Legend: T tokens, E experts, R pairs. The keys (E, T) int32 represent the order of an expert's tokens as integers. They
+are transposed, so that the keys of an expert are contiguous. A router's first kernel writes them (topk_triton.py).
 
-1. odds     a program an expert: the weights in its last, partial tile of choices, for "stochastic_score"
+1. odds     one program per expert: the weights in its last, partial tile of choices, for "stochastic_score"
 2. loads    one program: loads → rounded loads, by every rule
-3. select   a program an expert: its n-th largest key, two bits a pass over the T keys; then who is above it, and of
-            those at it the lowest tokens: flags (E, T) int8, KEPT and CHOSEN
-4. count    kept pairs of each token; torch's scan of these T counts gives where a token's pairs end
-5. place    tokens write their pairs behind those of the tokens before; the programs behind them fill the unused rest
+3. select   one program per expert: its n-th largest key, two bits in each pass over the T keys; then the tokens above
+            it, and the lowest tokens among those equal to it: flags (E, T) int8, KEPT and CHOSEN
+4. count    kept pairs of each token; torch's scan of these T counts computes where a token's pairs end
+5. place    tokens write their pairs after those of the tokens before; the remaining programs fill the unused rest
 
-A sort would move each key through eight radix passes. The search reads 16 times 4·T bytes an expert, from the second
-pass on out of the second-level cache. No atomic takes part, and floats only in the odds, whose sums have a fixed order.
+A sort would move each key through eight radix passes. The search reads 16 times 4·T bytes per expert, after the first
+pass from the second-level cache. There are no atomics. Floats occur only in the odds, whose sums have a fixed order.
 """
 
 # mypy: allow-untyped-defs
@@ -28,7 +28,7 @@ from megablocks.ops.routing.topk import empty_output
 from megablocks.ops.routing.topk_triton import CHOSEN, KEPT, PADDING_KEY, load_flags, score_launch
 from megablocks.ops.routing.values import RoundedOutput, Rounding, RouterOptions
 
-_BLOCK = 4096  # keys that a program of 16 warps looks at together
+_BLOCK = 4096  # keys that a program of 16 warps reads at once
 
 
 @triton.jit
@@ -80,7 +80,7 @@ def _odds_kernel(keys_ptr, load_ptr, a_ptr, b_ptr, num_tokens, tile, BLOCK: tl.c
         t = start + lane
         key = tl.load(keys_ptr + t, mask=t < num_tokens, other=PADDING_KEY)
         order = key.to(tl.uint32, bitcast=True) ^ 0x80000000
-        # equal keys hold equal weights, so that any of them may stand for those inside the places
+        # equal keys have equal weights, so any of them can represent those inside the places
         at_upper = (order == upper).to(tl.int32)
         at_lower = ((order == lower) & (t < num_tokens)).to(tl.int32)
         behind = (order < upper) | ((at_upper != 0) & (place_upper + tl.cumsum(at_upper, 0) > first))
@@ -204,7 +204,7 @@ def round_launch(
 
 
 def flags_launch(keys: Tensor, loads: Tensor) -> tuple[Tensor, Tensor]:
-    """keys (E, T), loads (E,) → flags (E, T) int8 and ends (T,) int32: the pairs up to and with each token's."""
+    """keys (E, T), loads (E,) → flags (E, T) int8 and ends (T,) int32: pairs up to and including each token's."""
     experts, tokens = keys.shape
     flags = torch.empty(experts, tokens, dtype=torch.int8, device=keys.device)
     _select_kernel[(experts,)](keys, loads, flags, tokens, BLOCK=_BLOCK, num_warps=16)

@@ -1,20 +1,20 @@
 """Router logits to each token's experts and weights, with the load and the losses, in one op.
 
     scores      softmax(logits) over E, or sigmoid(logits)
-    selection   the logits, which stand in the order of the scores; with a bias or groups the scores (where the softmax
-                comes after top-k, the logits), + bias; only the experts of the best groups
-    ids         the K largest of the selection, equal ones by the lowest id first
+    selection   the logits, which have the same order as the scores; with a bias or groups the scores + bias (the
+                logits + bias if the softmax comes after top-k), restricted to the experts of the best groups
+    ids         the K largest of the selection; among equals the lowest id first
     weight      the scores at the ids, or the softmax of their logits; then / p-norm, · scaling
     load_e      pairs of expert e
     sums_e      Σ_t share_te, the share being the softmax score, or the sigmoid score over the sum of the token's scores
     balance     factor · E/(K·n²) · Σ_e load_e · sums_e
     z           factor · 1/n · Σ_t logsumexp(logits_t)²
 
-Where both factors are 0, so are sums, balance and z, and nothing computes them.
+If both factors are 0, sums, balance and z are 0 too and are not computed.
 
-Legend: T tokens, E experts, K top-k, n tokens that are no padding, at least 1. Everything is float32 inside (float64
-for float64 logits). Padding (mask True) gets expert -1, is no load, enters no sum, and has a gradient of exactly 0. A
-token with a NaN gets K different ids in [0, E) and the weights of the formulas; no other token sees the NaN.
+Legend: T tokens, E experts, K top-k, n tokens that are not padding, at least 1. Everything is float32 inside (float64
+for float64 logits). Padding (mask True) gets expert -1, counts in no load and no sum, and has a gradient of exactly 0.
+A token with a NaN gets K different ids in [0, E) and the weights of the formulas; the NaN reaches no other token.
 
 Sources: Shazeer et al. (arXiv 1701.06538) and megablocks 0.10 for softmax before top-k; DeepSeek-V3 (arXiv 2412.19437)
 for sigmoid, groups and bias; Switch Transformer (arXiv 2101.03961) for balance; ST-MoE (arXiv 2202.08906) for z.
@@ -31,14 +31,14 @@ from megablocks.ops.library import custom_op, runs_triton
 from megablocks.ops.routing.dispatch import check_padding_mask, count_valid_ref
 from megablocks.ops.routing.values import RouterGradients, RouterLosses, RouterOptions, RouterOutput, RouterSaved
 
-_MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # what a kernel's tile in registers holds
-_TINY = 1e-20  # keeps 0/0 out where all scores of a token underflowed; far below float32's resolution
+_MAX_EXPERTS, _MAX_TOP_K = 1024, 32  # limits of a kernel's tile in registers
+_TINY = 1e-20  # avoids 0/0 if all scores of a token underflowed; far below float32's resolution
 
 
 def lowest_first_topk(values: Tensor, k: int) -> Tensor:
     """Indices (T, k) of the k largest of `values` (T, E) in descending order; among equals the lowest index first.
 
-    torch.topk leaves the order of equals open, and it differs between devices. k passes of argmax do not.
+    torch.topk does not define the order of equals, and it differs between devices. k passes of argmax define it.
     """
     lowest = torch.finfo(values.dtype).min
     left = values.detach().clamp(min=lowest)  # -inf marks what was taken; NaN stays NaN, which argmax puts first
@@ -64,7 +64,7 @@ def mask_to_best_groups(selection: Tensor, k: int, num_groups: int, group_top_k:
 
 
 def wide_logits(logits: Tensor, padding_mask: Tensor | None) -> Tensor:
-    """Logits (T, E) in the dtype of sums, 0 in padding, which may hold anything."""
+    """Logits (T, E) in the dtype of sums, with 0 in padding, which can contain any values."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return logits if padding_mask is None else logits.masked_fill(padding_mask.unsqueeze(1), 0.0)
 
@@ -87,7 +87,7 @@ def has_losses(options: RouterOptions) -> bool:
 
 
 def losses_ref(logits: Tensor, padding_mask: Tensor | None, load: Tensor, options: RouterOptions) -> RouterLosses:
-    """Losses and counts of `wide_logits` and of any choice with this load, differentiable by autograd."""
+    """Losses and counts of `wide_logits`, for any choice with this load; differentiable by autograd."""
     living = torch.ones_like(logits[:, 0], dtype=torch.bool) if padding_mask is None else ~padding_mask
     count = living.sum()
     broken = (~logits.detach().isfinite()).any(1).sum()
@@ -139,7 +139,7 @@ def router_ref(
 
 
 def _gradients_of_kept(d_weight: Tensor, saved: RouterSaved, options: RouterOptions) -> tuple[Tensor, Tensor, Tensor]:
-    """The top-k's ids (T, K) in any order, the gradients of their weights (T, K), and those of the scores (T, E)."""
+    """Ids (T, K) of the top-k in any order, gradients of their weights (T, K), and gradients of the scores (T, E)."""
     assert saved.flags is not None and saved.ends is not None
     kept, chosen = (saved.flags.t() & 1).long(), (saved.flags.t() & 2) > 0
     ids = chosen.int().sort(dim=1, descending=True, stable=True).indices[:, : options.top_k]
@@ -202,8 +202,8 @@ def router_backward_ref(
 def router_weight_backward_ref(
     weight: Tensor, expert: Tensor, d_weight: Tensor, num_experts: int, dtype: torch.dtype, options: RouterOptions
 ) -> Tensor:
-    """The gradient of the logits (T, E) from the weights (T·K,), scaled softmaxes over the chosen, and theirs."""
-    ids = torch.where(expert < 0, num_experts, expert).long().view(-1, options.top_k)  # padding's: a column more
+    """The gradient of the logits (T, E), from the weights (T·K,), scaled softmaxes over the chosen, and d_weight."""
+    ids = torch.where(expert < 0, num_experts, expert).long().view(-1, options.top_k)  # padding: an extra column
     weight, grad = weight.view(ids.shape), d_weight.view(ids.shape).to(weight.dtype)
     d_chosen = weight * (grad - (grad * weight).sum(1, keepdim=True) / options.scaling)
     d_logits = weight.new_zeros(ids.shape[0], num_experts + 1).scatter_(1, ids, d_chosen)
@@ -211,7 +211,7 @@ def router_weight_backward_ref(
 
 
 def kernels_take(values: Tensor, num_experts: int, options: RouterOptions) -> bool:
-    """Whether the kernels run for E experts, these options, and `values`' device and dtype; else the references run."""
+    """Whether kernels run for E experts, these options, and `values`' device and dtype; otherwise references run."""
     fits = num_experts <= _MAX_EXPERTS and options.top_k <= _MAX_TOP_K
     return fits and runs_triton(values) and options.norm_p in (0, 1, 2) and not options.num_groups
 
@@ -225,7 +225,7 @@ router_op = custom_op(
 
 
 def empty_output(logits: Tensor, num_pairs: int) -> RouterOutput:
-    """Unset results of a router that gives this many pairs."""
+    """Unset results of a router that returns this many pairs."""
     num_experts, acc = logits.shape[1], torch.promote_types(logits.dtype, torch.float32)
 
     def make(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -258,9 +258,9 @@ router_weight_backward_op = custom_op(
 
 
 def _saves_weights(options: RouterOptions) -> bool:
-    """Whether backward needs the T·K weights alone, not the T·E logits.
+    """Whether backward needs only the T·K weights, not the T·E logits.
 
-    The gradient of a softmax over the chosen logits follows from its values; that of every other logit is 0.
+    The gradient of a softmax over the chosen logits follows from its values; the gradient of all other logits is 0.
     """
     return options.after and not options.norm_p and options.scaling != 0 and not has_losses(options)
 
@@ -270,7 +270,7 @@ def save_for_logits(
 ) -> None:
     """Save what `gradient_of_logits` needs."""
     ctx.options = options
-    ctx.set_materialize_grads(False)  # a loss that nobody uses costs no zeros
+    ctx.set_materialize_grads(False)  # an unused loss allocates no zeros
     ctx.save_for_backward(logits, padding_mask, *saved)
 
 
@@ -307,7 +307,7 @@ router_op.register_autograd(_backward, setup_context=_setup_context)
 
 
 def check_router(logits: Tensor, options: RouterOptions, bias: Tensor | None, padding_mask: Tensor | None) -> None:
-    """Raise as `route_topk` does."""
+    """The ValueErrors of `route_topk`."""
     (num_tokens, num_experts), top_k = logits.shape, options.top_k
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k}: must be from 1 to the number of experts, {num_experts}")

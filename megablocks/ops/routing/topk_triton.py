@@ -2,22 +2,22 @@
 
 Legend: T tokens, E experts, K top-k, P programs. A tile is TOKENS tokens times BLOCK >= E experts, in registers.
 
-1. route            P programs walk the tiles: ids and weights of each token; per program the sums of the scores, the
-                    load, the squared log-sum-exp, and how many tokens are not finite and how many are not padding.
-                    For token rounding it stores every pair's weight and key in place of each token's choices.
+1. route            P programs loop over the tiles: ids and weights of each token; per program the sums of the scores,
+                    the load, the squared log-sum-exp, and the numbers of non-finite tokens and of tokens that are not
+                    padding. For token rounding it stores every pair's weight and key, not each token's choices.
 2. finish           one program adds the P partial results in their order and computes both losses. No atomics.
 3. route backward   the gradient of the logits from those of weights, losses and sums; reads the logits again. For token
-                    rounding it reads a pair's gradient where a flag says that the pair was kept.
-4. weight backward  the same from the weights alone, where they are a softmax over the chosen logits without losses.
+                    rounding it reads a pair's gradient if a flag says that the pair was kept.
+4. weight backward  the same from only the weights, if they are a softmax over the chosen logits without losses.
 
 Bytes: forward reads the logits once and stores no scores; backward writes their gradient once.
 
-The K largest are K passes of "largest key, then its lowest id". A float's key is its bits made monotone as an integer,
-since integers reduce over a warp in one instruction; NaN has the largest key, -inf that of the lowest finite number,
-and the smallest integer marks what was taken, so that ids are K different ones in [0, E) whatever the logits hold.
-A key of 16-bit logits leaves 13 bits free. 12 hold the id, so that one maximum finds both and no key occurs twice, and
-keys have 31 bits: the largest key below another is the largest difference from it as an unsigned number. So nothing is
-marked, and an expert costs one instruction a pass.
+The K largest are found in K passes of "largest key, then its lowest id". A float's key is its bits as an integer in the
+same order, because integers reduce over a warp in one instruction. NaN has the largest key, -inf that of the lowest
+finite number, and the smallest integer marks what was taken. So ids are K different ones in [0, E) for any logits.
+A key of 16-bit logits leaves 13 bits free. 12 of them hold the id, so one maximum finds both and no key occurs twice.
+Keys have 31 bits: the largest key below another is the largest difference from it as an unsigned number. So nothing is
+marked, and an expert costs one instruction per pass.
 """
 
 # mypy: allow-untyped-defs
@@ -33,7 +33,7 @@ from megablocks.ops.launch import cdiv, next_power_of_2, quick
 from megablocks.ops.routing.topk import empty_output, has_losses
 from megablocks.ops.routing.values import RouterGradients, RouterOptions, RouterOutput, RouterSaved
 
-_PROGRAMS = 264  # two a multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
+_PROGRAMS = 264  # two per multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
 _TILE = 4096
 _WARPS = 8
 _TINY = tl.constexpr(1e-20)
@@ -135,7 +135,7 @@ def _route_kernel(
     BIASED: tl.constexpr, MASKED: tl.constexpr, LOSSES: tl.constexpr,
     TOKENS: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    # every id of a 16-bit logit fits beside it in a key
+    # a key has room for a 16-bit logit and its id
     PACKED: tl.constexpr = not BIASED and logits_ptr.dtype.element_ty.primitive_bitwidth == 16 and BLOCK <= _ID + 1
     e = tl.arange(0, BLOCK)
     k = tl.arange(0, KPAD)
@@ -382,8 +382,8 @@ def _tile_sizes(num_experts: int, top_k: int, values: int = _TILE) -> dict[str, 
 
 
 def _backward_sizes(num_experts: int, top_k: int) -> dict[str, int]:
-    """Small tiles: with a whole one a thread of `_route_backward_kernel` needs 178 registers, so that one program runs
-    on a multiprocessor; `_weight_backward_kernel` waits less behind its barrier."""
+    """Small tiles: with a whole tile a thread of `_route_backward_kernel` needs 178 registers, so only one program runs
+    on a multiprocessor; and `_weight_backward_kernel` waits less at its barrier."""
     sizes = _tile_sizes(num_experts, top_k, _TILE // 4)
     return sizes | {"num_warps": _WARPS // 2 if sizes["TOKENS"] * sizes["BLOCK"] <= _TILE // 2 else _WARPS}
 
@@ -394,13 +394,13 @@ def score_launch(
 ) -> None:  # fmt: skip
     """Write the losses, the load and the statistics of `out`; two launches.
 
-    every: values (T, E) and keys (E, T) of all pairs, to be written in place of out's expert, token and weight.
+    every: values (T, E) and keys (E, T) of all pairs, to be written instead of out's expert, token and weight.
     """
     logits = logits.contiguous()
     bias, padding_mask = (None if t is None else t.contiguous() for t in (bias, padding_mask))
     (num_tokens, num_experts), device = logits.shape, logits.device
-    # Addresses of every pair take registers: 214 a thread in a whole tile, 128 in half of one, so that two programs of
-    # 8 warps share a multiprocessor as they do without (118).
+    # Addresses of every pair need registers: 214 per thread with a whole tile, 128 with half a tile. With half a tile
+    # two programs of 8 warps share a multiprocessor, as they do without these addresses (118).
     sizes = _tile_sizes(num_experts, options.top_k, _TILE if every is None else _TILE // 2)
     tiles = cdiv(num_tokens, sizes["TOKENS"])
     programs = max(min(tiles, _PROGRAMS), 1)

@@ -1,4 +1,4 @@
-"""What the routers' ops take and give: topk.py, rounding.py and their kernels share these."""
+"""Arguments and results of the routers' ops, which topk.py, rounding.py and their kernels share."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ class RouterOptions(NamedTuple):
     """What a router computes.
 
     top_k: K.
-    sigmoid: scores are the sigmoids of the logits, else their softmax.
-    after: weights are the softmax of the chosen logits alone. Not with sigmoid.
+    sigmoid: scores are the sigmoids of the logits, otherwise their softmax.
+    after: weights are the softmax of only the chosen logits. Not with sigmoid.
     norm_p: a token's weights are divided by their p-norm; 0 for no norm.
-    scaling: factor on the weights, last.
-    balance_weight, z_weight: factors on the losses. Where both are 0, only the weights are differentiable.
-    num_groups, group_top_k: a token chooses among the experts of its best `group_top_k` of `num_groups` groups of
-        neighboring experts; 0 for no groups.
+    scaling: factor on the weights, applied last.
+    balance_weight, z_weight: factors on the losses. If both are 0, only the weights are differentiable.
+    num_groups, group_top_k: experts form `num_groups` groups of neighbors, and a token chooses among the experts of
+        its best `group_top_k` groups; 0 for no groups.
     """
 
     top_k: int
@@ -30,11 +30,11 @@ class RouterOptions(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """What a router gives for T tokens.
+    """What a router returns for T tokens.
 
     weight (T·K,), balance (), z (), sums (E,): float32 (float64 for float64 logits), differentiable.
     expert, token: (T·K,) int32.    load: (E,) int64.
-    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are no padding, and 0, the ids out of range.
+    stats: (3,) int64: tokens with NaN or infinite logits, tokens that are not padding, and ids out of range, always 0.
     """
 
     weight: Tensor
@@ -57,7 +57,7 @@ class RouterLosses(NamedTuple):
 
 
 class RouterSaved(NamedTuple):
-    """What backward reads beside the logits: of the forward's results, expert, or flags and ends of token rounding."""
+    """What backward reads besides the logits: results of forward; with token rounding flags and ends, not expert."""
 
     expert: Tensor | None
     load: Tensor
@@ -84,12 +84,12 @@ class Rounding(NamedTuple):
 
 
 class RoundedOutput(NamedTuple):
-    """What a router with token rounding gives for T tokens: the fields of `RouterOutput` for R pairs, and
+    """What a router with token rounding returns for T tokens: the fields of `RouterOutput` for R pairs, and
 
-    expert: (R,), -1 behind the last pair.    load: (E,) before rounding.
-    rounded: (E,) int64 loads as computed.    dropped: () int64 choices that rounding down left out.
+    expert: (R,), -1 after the last pair.     load: (E,) before rounding.
+    rounded: (E,) int64 loads after rounding. dropped: () int64 choices that rounding down left out.
     flags: (E, T) int8, 1 for a pair that is computed + 2 for one that the top-k chose.
-    ends: (T,) int32 pairs up to and with each token's.
+    ends: (T,) int32 number of pairs up to and including each token's.
     """
 
     weight: Tensor

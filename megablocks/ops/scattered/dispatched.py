@@ -7,9 +7,9 @@
     linear_combine    y[t] = Σ_{rows p of t} weight(p) · (act(pre[p], gate[p]) · w[e] + bias[e])   (R, I) → (T, H)
 
 Legend: T tokens, H hidden, I expert width, E experts, R rows, M, N sizes of a matrix. e is the expert of row p and
-weight(p) = weight[pair(p)], or 1 without weights; `Rows` gives in, out and pair. scattered_mm serves forward, and
-backward with wᵀ: there x is the gradient of the output, `other` the input, and dots the gradient of the weights, so
-that no output is kept for it (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Kept for backward are the operands: never R·H
+weight(p) = weight[pair(p)], or 1 without weights; `Rows` has in, out and pair. scattered_mm computes forward, and with
+wᵀ backward: there x is the gradient of the output, `other` the input, and dots the gradient of the weights, so no
+output is saved for it (SonicMoE, arXiv 2512.14080, dS = ⟨dA′, A⟩). Only the operands are saved for backward, never R·H
 values. linear_combine computes the activation again in backward. Source: ScatterMoE (arXiv 2403.08245).
 """
 
@@ -32,12 +32,12 @@ from megablocks.ops.routing.dispatch import Dispatch, Rows
 
 
 def _at(index: Tensor | None, p: slice, fan: int = 1) -> Tensor | slice:
-    """The rows at places p: p itself without an index, else the index's, `fan` places to a row."""
+    """The rows at places p: p itself without an index, otherwise those of the index, with `fan` places per row."""
     return p if index is None else index[p].long() // fan
 
 
 def _experts(ends: Tensor) -> Iterable[tuple[int, slice]]:
-    """Each expert with its places. It reads the ends on the host."""
+    """Each expert with its places. Reads the ends on the host."""
     return enumerate(slice(start, end) for start, end in pairwise([0, *ends.tolist()]))
 
 
@@ -48,7 +48,7 @@ def scattered_mm_ref(
     """x (S, M), w (E, M, N) → y (R, N) in x's dtype, dots (R,) float32 (float64 for float64), None without `other`.
 
     bias: (E, N). weight: (R,). other: (S', N) and dot_bias (E, M), for the dots.
-    zero_tail: rows of y without an expert are 0, where out_index must be a permutation; else the kernel leaves them.
+    zero_tail: rows of y without an expert are 0, and out_index must be a permutation; otherwise they stay unwritten.
     """
     acc = torch.promote_types(x.dtype, torch.float32)
     y = x.new_zeros((x if rows.in_index is None else rows.in_index).shape[0], w.shape[2])
@@ -73,7 +73,7 @@ def scattered_mm_dw_ref(
 ) -> tuple[Tensor, Tensor | None]:
     """a (S, M), b (S', N) → dw (E, M, N) in a's dtype, sums (E, N) float32 (float64 for float64) or None.
 
-    transposed: lay dw out as (E, N, M), so that a parameter behind a transposed view takes it as it is.
+    transposed: dw has the layout (E, N, M), so that a parameter behind a transposed view needs no copy.
     """
     dw, acc = rows.empty_dw(a, b, transposed), torch.promote_types(a.dtype, torch.float32)
     sums = b.new_empty(dw.shape[0], dw.shape[2], dtype=acc)
@@ -138,7 +138,7 @@ gathered_linear_op.register_autograd(_linear_backward, setup_context=_save_linea
 
 
 def gathered_linear(x: Tensor, w: Tensor, bias: Tensor | None, dispatch: Dispatch) -> Tensor:
-    """Each row's token times its expert's matrix.
+    """Multiply each row's token by its expert's matrix.
 
     Args:
         x: (T, H) floating.
@@ -206,20 +206,20 @@ def linear_combine(
     pre: Tensor, gate: Tensor | None, w: Tensor, bias: Tensor | None, weight: Tensor | None, dispatch: Dispatch,
     activation: Activation | None = None,
 ) -> Tensor:  # fmt: skip
-    """Project rows down, weigh them, and add up each token's.
+    """Project rows down, multiply them by their weights, and sum each token's rows.
 
     Args:
         pre: (R, I) floating: the pre-activation, or without `activation` the operand itself.
-        gate: (R, I), same dtype, for a gated activation, else None.
+        gate: (R, I), same dtype, for a gated activation, otherwise None.
         w: (E, I, H), same dtype, of any stride.
-        bias: (E, H) floating, or None. weight: (R,) floating, one a pair in the order of the Routing; None for ones.
+        bias: (E, H) floating, or None. weight: (R,) floating, one per pair in the order of the Routing; None for ones.
         dispatch: of T tokens, E experts and R pairs, not padded.
 
     Returns:
         (T, H) in pre's dtype; 0 for a token without an expert. Differentiable in pre, gate, w, bias and weight.
 
     Raises:
-        ValueError: as `gathered_linear`, or a gate that does not fit the activation.
+        ValueError: as for `gathered_linear`, or a gate that does not fit the activation.
     """
     if not pre.is_meta and torch.is_autocast_enabled(pre.device.type):
         pre, gate, w = under_autocast(pre, gate, w)

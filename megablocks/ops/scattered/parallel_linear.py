@@ -2,16 +2,16 @@
 
     y[p] = x[p] · w[e] + bias[e]      e = the expert of pair p
 
-Legend: T tokens, K pairs a token here `k`, L = T·k pairs, E experts; G·F = L. Pairs stand "scattered", in token order,
-or "grouped", sorted by expert: grouped row i is scattered pair sorted_scattered_idxs[i]. Each of x and y may be either:
+Legend: T tokens, k pairs per token, L = T·k pairs, E experts; G·F = L. Pairs are "scattered", in token order, or
+"grouped", sorted by expert: grouped row i is scattered pair sorted_scattered_idxs[i]. x and y can each be either:
 
-    grouped_in   x (L, in), grouped          else x (T, in), scattered: pair p reads token p // k
-    grouped_out  y (L, out), grouped         else y (L, out), scattered
+    grouped_in   x (L, in), grouped          otherwise x (T, in), scattered: pair p reads token p // k
+    grouped_out  y (L, out), grouped         otherwise y (L, out), scattered
     gates (G, F)                             y (G, out): y[g] = Σ_f gates[g, f] · (row g·F + f of the scattered y)
 
 Names, arguments and layouts are ScatterMoE's (arXiv 2403.08245; github.com/shawntan/scattermoe). Unlike there, the sort
-is stable, an id outside [0, E) means "no expert" (rows of zeros), the L rows before the gates are not kept for
-backward, and no saved tensor is written to. Backward takes the gradient of the gates from ⟨dY · wᵀ, x⟩ + ⟨dY, bias⟩.
+is stable, an id outside [0, E) means "no expert" (rows of zeros), the L rows before the gates are not saved for
+backward, and no saved tensor is overwritten. The gradient of the gates is ⟨dY · wᵀ, x⟩ + ⟨dY, bias⟩.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def flatten_sort_count(expert_idxs: Tensor, num_experts: int) -> tuple[Tensor, T
 
 def _sum_of(rows: Tensor, fan: int) -> Tensor:
     """(G·F, N) → (G, N), summed in float32 and rounded once."""
-    # the dtype is named, or autocast would widen the sum on a GPU
+    # without the dtype, autocast would widen the sum on a GPU
     return rows if fan == 1 else rows.view(-1, fan, rows.shape[1]).sum(1, dtype=rows.dtype)
 
 
@@ -99,14 +99,16 @@ def parallel_linear(
     grouped_in: bool = False,
     grouped_out: bool = False,
 ) -> Tensor:
-    """Each pair's row times its expert's matrix; differentiable in inputs, expert_weights, expert_biases and gates.
+    """Multiply each pair's row by its expert's matrix.
+
+    Differentiable in inputs, expert_weights, expert_biases and gates.
 
     Args:
         inputs: (T, in), or (L, in) with grouped_in, where k is 1; float32, float16, bfloat16 or float64.
         expert_weights: (E, in, out), same dtype, of any stride.
-        k: pairs a token of `inputs`.
+        k: pairs per token of `inputs`.
         sorted_expert_idxs, sorted_scattered_idxs, expert_offsets: (L,), (L,) and (E,) integer, of `flatten_sort_count`.
-            The first is not read: the offsets say the same.
+            The first is not read, because the offsets contain the same.
         expert_biases: (E, out) floating.
         gates: (G, F) floating, G·F = L, over scattered rows: not with grouped_out.
         grouped_in, grouped_out: the order of the rows, see the module.

@@ -1,7 +1,7 @@
 """Triton kernels of the block-sparse products and of the topology, for every architecture and the interpreter.
 
-    sdd    S[r, c] = A[r, :] · B[:, c]     one program a block (four for blocks of 256)
-    spmm   O = S·D, Sᵀ·D, D·S or D·Sᵀ      one program a tile of a line (block row or block column of S)
+    sdd    S[r, c] = A[r, :] · B[:, c]     one program per block (four for blocks of 256)
+    spmm   O = S·D, Sᵀ·D, D·S or D·Sᵀ      one program per tile of a line (block row or block column of S)
 
 Legend: B block size, T tile along a block (≤ 128), D tile along the dense operand, K step of the reduction.
 Operands come with their strides, so a transpose costs no copy; offsets into them are 64-bit.
@@ -31,8 +31,8 @@ def _dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     elif PRECISION == "ieee":
-        # float32 is summed in two levels, K at a time, as cuBLAS does: one chain of adds has three times its error.
-        # The move keeps the compiler from folding the outer sum back into the product.
+        # float32 is summed in two levels, K at a time, as in cuBLAS: one chain of adds has three times its error.
+        # The move prevents the compiler from folding the outer sum back into the product.
         part = tl.dot(a, b, input_precision=PRECISION)
         return acc + tl.inline_asm_elementwise("mov.f32 $0, $1;", "=f,f", [part], tl.float32, is_pure=True, pack=1)
     return tl.dot(a, b, acc, input_precision=PRECISION)
@@ -103,7 +103,7 @@ def _spmm_kernel(
     in_dense = d < size
     dense_at = dense_ptr + d.to(tl.int64) * dense_d
     acc = tl.zeros((T, D) if LEFT else (D, T), tl.float32)
-    # What a block meets is looked up one step ahead: a load whose address is itself loaded gets a shorter pipeline.
+    # A block's index is loaded one step ahead: a load whose address is itself loaded gets a shorter pipeline.
     next_other = tl.load(index_ptr + first, mask=first < end, other=0)
     next_block = tl.load(block_ptr + first, mask=first < end, other=0) if BY_COLUMN else first
     for i in range(first * STEPS, end * STEPS):
@@ -152,7 +152,7 @@ def _topology_kernel(
         end = tl.sum(tl.where(e == expert, ends, 0), 0)
         blocks = pid * F + j
         is_used = pid < used
-        # a used row writes the transpose entries of its own blocks, an unused one those at its own place past the end
+        # a used row writes the transpose entries of its own blocks, an unused row those at its own place past the end
         entry = tl.where(is_used, start * F + j * (end - start) + pid - start, blocks)
         tl.store(row_indices + blocks, tl.where(is_used, pid, -1), mask=in_row)
         tl.store(column_indices + blocks, tl.where(is_used, expert * F + j, -1), mask=in_row)
@@ -204,7 +204,7 @@ def topology_launch(expert_offsets: Tensor, blocks_per_row: int, block_rows: int
 
 
 def _settings(t: Tensor, block_size: int) -> dict[str, Any]:
-    """Tile sizes and launch options: three stages of a 128 × 128 tile are 96 KiB, what every architecture has."""
+    """Tile sizes and launch options: three stages of a 128 × 128 tile need 96 KiB, which every architecture has."""
     tile = min(block_size, 128)
     wide = t.dtype == torch.float32
     precision = "ieee" if wide and torch.get_float32_matmul_precision() == "highest" else "tf32"

@@ -2,11 +2,11 @@
 
 Legend: B block size, n blocks (static: the room in `data`), u ≤ n used blocks, block row = B rows, block column alike.
 
-Blocks stand in row order. `offsets` says which belong to a block row (CSR), `row_indices` and `column_indices` where
-each one stands (COO, so that a product with a sparse result needs one program a block and no search). The transpose is
-an index alone: `block_offsets_t` lists the same blocks in column order, values never move (Gale et al., MegaBlocks,
-arXiv 2211.15841, section 5.1.2). Blocks from offsets[-1] on are room that the pattern does not use: their row and
-column are −1 and no kernel reads their values.
+Blocks are in row order. `offsets` says which blocks belong to a block row (CSR). `row_indices` and `column_indices` say
+where each block is (COO, so that a product with a sparse result needs one program per block and no search). The
+transpose is only an index: `block_offsets_t` lists the same blocks in column order, values never move (Gale et al.,
+MegaBlocks, arXiv 2211.15841, section 5.1.2). Blocks from offsets[-1] on are unused: their row and column are −1, and no
+kernel reads their values.
 
 `topology` builds the pattern of a dropless MoE's hidden activations on the device, in one launch. Expert e has t_e
 rows, padded to n_e = ⌈t_e / B⌉ block rows. In its block rows the I / B blocks of its own columns are nonzero, so the
@@ -29,21 +29,21 @@ from torch import Tensor
 from megablocks.ops.library import custom_op
 
 BLOCK_SIZES = (64, 128, 256)
-# A longer matrix would need wider metadata; its blocks alone would fill 64 GiB per column of blocks.
+# A longer matrix would need wider metadata. Its blocks would fill 64 GiB per column of blocks.
 _MAX_SIDE = 2**31 - 1
 
 
 class Blocks(NamedTuple):
-    """Where the blocks of a matrix stand. Ops take it as one argument; the names are stanford-stk's.
+    """Where the blocks of a matrix are. Ops take it as one argument; the names are stanford-stk's.
 
     row_indices, column_indices: (n,) int32, −1 for unused blocks; columns ascend within a row.
-    offsets: (block rows + 1,) int32; blocks [offsets[i], offsets[i+1]) stand in block row i.
+    offsets: (block rows + 1,) int32; blocks [offsets[i], offsets[i+1]) are in block row i.
     column_indices_t: (n,) int32: block rows in column order. block_offsets_t: (n,) int32: positions in `data`.
     offsets_t: (block columns + 1,) int32, into the two above.
-    row_work, column_work: (lines, 4) int32: line, first, end, 0. Kernels take the lines in this order: longest first,
-        so that the short ones even out what the long ones left.
+    row_work, column_work: (lines, 4) int32: line, first, end, 0. Kernels process the lines in this order: longest
+        first, so that the short ones balance the load at the end.
     block_size: B.
-    run: every aligned group of `run` blocks stands side by side in one row; 1 promises nothing.
+    run: every aligned group of `run` blocks is side by side in one row; 1 promises nothing.
     """
 
     row_indices: Tensor
@@ -60,7 +60,7 @@ class Blocks(NamedTuple):
     def lines(self, by_column: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         """(work, index, places) of the block rows or columns: `index` is where their blocks meet a dense operand.
 
-        places: positions of the blocks in `data`; None for block rows, whose blocks stand in order.
+        places: positions of the blocks in `data`; None for block rows, whose blocks are in order.
         """
         if by_column:
             return self.column_work, self.column_indices_t, self.block_offsets_t
@@ -74,9 +74,9 @@ _INDICES = Blocks._fields[:-2]  # the tensors
 class Matrix:
     """A block-sparse matrix, or with data=None a pattern of blocks. `.t()` is a view.
 
-    shape: (rows, columns), multiples of block_size; swapped when `transposed`.
+    shape: (rows, columns), multiples of block_size; swapped if `transposed`.
     data: (n, B, B) floating, differentiable, or None.
-    blocks: where they stand in the stored matrix, whether or not this one is `transposed`.
+    blocks: where they are in the stored matrix, even if this one is `transposed`.
 
     Raises:
         ValueError: a shape, dtype or device that does not fit. Contents are checked by `validate`.
@@ -127,12 +127,12 @@ class Matrix:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that `data` has room for; how many are used is offsets[-1], known on the device only."""
+        """Number of blocks that `data` has room for; offsets[-1] blocks are used, which only the device knows."""
         return self.blocks.row_indices.shape[0]
 
     @property
     def stored_grid(self) -> tuple[int, int]:
-        """Block rows and block columns as stored, whatever `transposed` says."""
+        """Block rows and block columns as stored, even if `transposed`."""
         rows, columns = (side // self.block_size for side in self.shape)
         return (columns, rows) if self.transposed else (rows, columns)
 
@@ -145,7 +145,7 @@ class Matrix:
         return replace(self, data=data)
 
     def to_dense(self) -> Tensor:
-        """(rows, columns) in data's dtype, zero where there is no block; differentiable, no host synchronization.
+        """(rows, columns) in data's dtype, zero outside the blocks; differentiable, no host synchronization.
 
         Raises:
             ValueError: the matrix is a pattern without values.
@@ -154,7 +154,7 @@ class Matrix:
             raise ValueError("to_dense: this Matrix is a pattern, give it values with with_data")
         (block_rows, block_columns), size = self.stored_grid, self.block_size
         used = self.blocks.row_indices >= 0
-        # unused blocks go to a spare place; their contents may be anything, NaN included
+        # unused blocks go to a spare place; they can contain anything, including NaN
         spare = block_rows * block_columns
         place = self.blocks.row_indices.long() * block_columns + self.blocks.column_indices
         place = torch.where(used, place, spare)
@@ -165,7 +165,7 @@ class Matrix:
         return dense.t() if self.transposed else dense
 
     def validate(self) -> Matrix:
-        """Check the contents of the indices; synchronizes with the host.
+        """Check the contents of the indices. Synchronizes with the host.
 
         Raises:
             ValueError: the first inconsistency found.
@@ -301,12 +301,12 @@ class Topology(NamedTuple):
 
 
 def max_block_rows(rows: int, num_experts: int, block_size: int = 128) -> int:
-    """The most block rows that `rows` rows of `num_experts` experts can need, each expert padded to whole blocks."""
+    """The most block rows that `rows` rows of `num_experts` experts can need, if each is padded to whole blocks."""
     return min(rows, (rows + num_experts * (block_size - 1)) // block_size)
 
 
 def topology_ref(expert_offsets: Tensor, blocks_per_row: int, block_rows: int, block_size: int) -> list[Tensor]:
-    """(padded_offsets, the tensors of `Blocks`), in plain torch; reads the number of block rows on the host."""
+    """padded_offsets and the tensors of `Blocks`, in plain torch. Reads the number of block rows on the host."""
     f, experts = blocks_per_row, expert_offsets.shape[0] - 1
     ends = ((expert_offsets.diff() + block_size - 1) // block_size).cumsum(0).clamp(max=block_rows)
     used = torch.arange(int(ends[-1]), device=ends.device)
@@ -342,15 +342,15 @@ def topology(
         expert_offsets: (E+1,) int32, non-decreasing: unpadded rows [expert_offsets[e], expert_offsets[e+1]) are expert
             e's (`Dispatch.expert_offsets`).
         ffn_size: I, the width of one expert; a multiple of block_size.
-        max_rows: R ≥ expert_offsets[E], which the host need not know: the number of (token, expert) pairs.
-        block_rows: block rows of the pattern, default `max_block_rows`. A smaller number than the rows need leaves the
-            last rows out; pass one only where it is known, as under uniform routing.
+        max_rows: R ≥ expert_offsets[E], a bound that the host knows: the number of (token, expert) pairs.
+        block_rows: block rows of the pattern, default `max_block_rows`. If it is too small for the rows, the last rows
+            are dropped; pass it only if the number is known, as with uniform routing.
 
     Returns:
         Topology: pattern (block_rows·B, E·I), padded_offsets (E+1,).
 
     Raises:
-        ValueError: a width that is no multiple of the block size, or a bad block size, shape or dtype.
+        ValueError: a width that is not a multiple of the block size, or a bad block size, shape or dtype.
     """
     if expert_offsets.dim() != 1 or expert_offsets.shape[0] < 2 or expert_offsets.dtype != torch.int32:
         raise ValueError(

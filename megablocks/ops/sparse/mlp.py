@@ -4,9 +4,9 @@
     backward   dZ = (dy·W2ᵀ) ⊙ act'(Z)   one sdd, which reads Z          dW2 = Aᵀ·dy          dst_d
                db = Σ rows of dZ  dds of a row of ones                   dx = dZ·W1ᵀ, dW1 = xᵀ·dZ   dsd_t, ddt_s
 
-    gated      G = x·V1 + c, A = act(Z) ⊙ G: two sdd, biases and activation in passes of their own
+    gated      G = x·V1 + c, A = act(Z) ⊙ G: two sdd; biases and activation are passes of their own
 
-Z, G, A and their gradients are block-sparse over one pattern. Kept for backward: x, Z, G and A, or with `recompute` x,
+Z, G, A and their gradients are block-sparse over one pattern. Saved for backward: x, Z, G and A, or with `recompute` x,
 Z and G, from which backward computes A again. Source: Gale et al., MegaBlocks (arXiv 2211.15841), section 5.1, and for
 `recompute` megablocks 0.10's memory-optimized MLP; the fusion is ours.
 """
@@ -57,7 +57,7 @@ def sparse_mlp_op(
 
 
 def _add_bias(values: Tensor, bias: Tensor | None, blocks: Blocks) -> Tensor:
-    """values (n, B, B), changed in place, + bias (N,) by column; what unused blocks hold stays unspecified."""
+    """values (n, B, B) + bias (N,) by column, in place. The contents of unused blocks stay unspecified."""
     if bias is None:
         return values
     by_block = bias.to(values.dtype).view(-1, 1, blocks.block_size)
@@ -100,7 +100,7 @@ def _backward(ctx: Any, dy: Tensor | None, *_: Any) -> tuple[Any, ...]:
 
     def weight_gradient(d_values: Tensor) -> Tensor:
         assert x is not None
-        # of W stored as its transpose, the view's gradient too, or the parameter behind it would copy it
+        # if W is stored as its transpose, so is the gradient; otherwise the parameter would copy it
         if ctx.transposed:
             return spmm_op(d_values, x, blocks, True, True).t()
         return spmm_op(d_values, x.t(), blocks, False, True)
@@ -144,9 +144,9 @@ def sparse_mlp(
         pattern: Matrix (M, N), as `topology` makes it; not a transposed view.
         v1: for a gated activation, which needs it.
         bias, gate_bias: (N,) or None; gate_bias with v1 only.
-        recompute: keep the pre-activations only and compute the activation again in backward: M·N/E values less.
-        input_bits: 4 or 8 keep x quantized (`ops.quant`) for the gradients of w1 and v1; -1 as it is.
-        pre_bits: the same for the pre-activations, and recomputes.
+        recompute: save only the pre-activations and compute the activation again in backward: M·N/E fewer values.
+        input_bits: 4 or 8 save x quantized (`ops.quant`) for the gradients of w1 and v1; -1 saves it as it is.
+        pre_bits: the same for the pre-activations; implies recompute.
 
     Returns:
         (M, O); zero in block rows without blocks. Differentiable in x, w1, v1, w2 and the biases.

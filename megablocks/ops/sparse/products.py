@@ -4,7 +4,7 @@
     dsd(s, d)            O = s · d, dds(d, s)  O = d · s; s may be a transposed view
 
 The letters say sparse or dense for output, left and right (Gale et al., MegaBlocks, arXiv 2211.15841, section 5.1).
-Sums are float32 (float64 for float64), in an order that depends on the pattern alone, so reruns are bit-identical.
+Sums are float32 (float64 for float64), in an order that depends only on the pattern, so reruns are bit-identical.
 The same six kernels make up forward and backward of an expert MLP: y = dsd(act(sdd(x, w1ᵀ)), w2).
 
 Not read: values and rows of unused blocks. Not written: values of unused blocks. Lines of a dense result whose block
@@ -27,18 +27,18 @@ from megablocks.ops.library import custom_op, under_autocast
 
 from .matrix import Blocks, Matrix
 
-# How many blocks' operands a reference holds at a time.
+# Number of blocks whose operands a reference holds at a time.
 _REF_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Epilogue:
-    """What sdd does to its result before it is written: bias and activation, or in backward the activation's slope.
+    """What sdd does to its result before it writes it: bias and activation, or in backward the activation's slope.
 
     activation: not gated.
-    bias: (N,), added, or None.
+    bias: (N,), added to the result, or None.
     act: (n, B, B), to which the activation of the result is written, or None.
-    pre: (n, B, B), by whose act'(pre) the result is multiplied, or None.
+    pre: (n, B, B); the result is multiplied by act'(pre); or None.
     """
 
     activation: Activation = Activation("gelu")
@@ -48,7 +48,7 @@ class Epilogue:
 
     @property
     def kind(self) -> str:
-        """As the kernels are compiled: "activate", "slope" or "" for nothing."""
+        """What the kernels are compiled for: "activate", "slope" or "" for nothing."""
         return "activate" if self.act is not None else "slope" if self.pre is not None else ""
 
 
@@ -56,7 +56,7 @@ NONE = Epilogue()
 
 
 def _blocks_of(t: Tensor, dim: int, block_size: int) -> Tensor:
-    """t cut into blocks along `dim`, which comes first: (blocks, …, block_size, …)."""
+    """t split into blocks along `dim`; the blocks come first: (blocks, …, block_size, …)."""
     return t.unflatten(dim, (-1, block_size)).movedim(dim, 0)
 
 
@@ -104,7 +104,7 @@ def _values(sparse: Matrix) -> Tensor:
 
 
 def _strided(t: Tensor) -> Tensor:
-    """t, copied if neither dimension is contiguous (a stride of zero, as in an expanded gradient, included)."""
+    """t, or a copy if neither dimension is contiguous (such as a stride of zero, as in an expanded gradient)."""
     return t if 1 in t.stride() and min(t.stride()) > 0 else t.contiguous()
 
 
@@ -134,7 +134,7 @@ def sdd_op(a: Tensor, b: Tensor, blocks: Blocks) -> Tensor:
 
 
 def empty_result(data: Tensor, dense: Tensor, lines: int, sparse_left: bool) -> Tensor:
-    """The unset product of blocks that make up this many lines with `dense`, in the dtype of data."""
+    """The unset product of `dense` with blocks that form this many lines, in the dtype of data."""
     return data.new_empty((lines, dense.shape[1]) if sparse_left else (dense.shape[0], lines))
 
 
@@ -151,7 +151,7 @@ def spmm_op(data: Tensor, dense: Tensor, blocks: Blocks, sparse_left: bool, by_c
     if not data.is_cuda:
         return spmm_ref(data, dense, blocks, sparse_left, by_column)
     data, dense = data.contiguous(), _strided(dense)
-    if data.shape[0] == 0:  # not by the Triton kernel, which nothing but a count of zero would compile on Hopper
+    if data.shape[0] == 0:  # the Triton kernel would be compiled on Hopper only for this case
         return empty_result(data, dense, _lines(blocks, by_column), sparse_left).zero_()
     # TMA writes rows of the result on 16 bytes; those of D·S are whole blocks
     aligned = not sparse_left or dense.shape[1] % 8 == 0

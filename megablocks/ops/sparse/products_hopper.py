@@ -1,22 +1,22 @@
 """Block-sparse products on Hopper (Gluon, sm_90), blocks of 128: tile choice, kernels and launches.
 
     sdd_kernel    S[r, c] = A[r, :] · B[:, c]        for the used blocks (r, c) of a pattern
-    spmm_kernel   O = S·D, Sᵀ·D, D·S or D·Sᵀ         line by line: a block row or block column of S makes one of O
+    spmm_kernel   O = S·D, Sᵀ·D, D·S or D·Sᵀ         line by line: from a block row or block column of S one of O
 
 hopper_gluon.py describes the roles of a program's warps.
 
-The values of S are read and written as one tall matrix (n·128, 128), of which a block is 128 rows. Which operand runs
-along S, and which major each has, is known at compile time. Sizes are not, so a new token count compiles nothing. No
-launch depends on the number of used blocks: the grid is one program a multiprocessor, and the weights' sizes decide the
+The values of S are read and written as one tall matrix (n·128, 128), in which a block is 128 rows. The operand along S
+and the major of each operand are known at compile time. Sizes are not, so a new token count compiles nothing. No launch
+depends on the number of used blocks: the grid is one program per multiprocessor, and the weights' sizes decide the
 tile.
 
-Tiles are dealt to the programs in rounds, every other round backwards. The longest lines come first (Matrix.row_work,
-Matrix.column_work), so a program that got a long line in one round gets a short one in the next. All programs get as
-many tiles. Block rows of a dropless layer are equally long, but a block column is as long as its expert has rows. So of
-block columns (`by_column`) only the first two rounds are dealt, and from then on a program draws its next tile from a
-counter. Who computes a tile changes nothing in it, so reruns stay bit-identical.
+Programs get their tiles in rounds, every other round in reverse order. The longest lines come first (Matrix.row_work,
+Matrix.column_work), so a program that got a long line in one round gets a short one in the next. All programs get
+equally many tiles. Block rows of a dropless layer are equally long, but the length of a block column is its expert's
+number of rows. So with block columns (`by_column`) only the first two rounds are fixed; after them a program draws its
+next tile from a counter. A tile's result is the same in every program, so reruns stay bit-identical.
 
-The producer announces its program's tiles on a board in shared memory, from which both consumers read them.
+The producer writes its program's tiles to a board in shared memory, from which both consumers read them.
 """
 
 # mypy: allow-untyped-defs
@@ -64,21 +64,21 @@ WIDE = Tile(64, 256, 4, out_parts=2)
 
 
 def choose_sdd(k: int, run: int) -> Tile:
-    """The tile of sdd: 128 × 256 over two blocks side by side, where the reduction is long enough to hide epilogues."""
+    """The tile of sdd: 128 × 256 over two blocks side by side, if the reduction is long enough to hide epilogues."""
     return WIDE if run % 2 == 0 and k > 768 else PINGPONG
 
 
 def k_major(t: Tensor, dim: int) -> bool | None:
-    """Whether a matrix's reduction dimension `dim` is the contiguous one; None where TMA cannot read it at all."""
+    """Whether a matrix's reduction dimension `dim` is the contiguous one; None if TMA cannot read the matrix."""
     return next((contiguous == dim for contiguous in (dim, 1 - dim) if aligned(t, contiguous)), None)
 
 
 def supports(block_size: int, *operands: Tensor) -> bool:
-    """Whether the kernels take these: blocks of 128, dense matrices that TMA can read."""
+    """Whether the kernels support these: blocks of 128, dense matrices that TMA can read."""
     return block_size == BLOCK and all(t.numel() > 0 and (t.dim() == 3 or k_major(t, 1) is not None) for t in operands)
 
 
-# Tiles that the producer may have announced ahead of a consumer.
+# Most tiles that the producer announces ahead of a consumer.
 SLOTS = gl.constexpr(4)
 
 
@@ -295,7 +295,7 @@ def _spmm_producer(given, work, c: gl.constexpr):
     STEPS: gl.constexpr = 128 // c.BK  # of a block
     i = gl.to_tensor(0)
     it = gl.to_tensor(0)
-    # A tile is drawn three ahead, its line looked up two, and the line's first block one: nothing is waited for.
+    # A tile is drawn three steps ahead, its line is looked up two ahead, and the line's first block one: no wait.
     ticket = draw(2, counter_ptr, c)
     tile = hg.tile_of_round(0)
     tile1 = hg.tile_of_round(1)
@@ -429,9 +429,9 @@ def spmm(
     Args:
         data: (n, 128, 128), contiguous.
         dense: D (K, N) for sparse_left, else (M, K).
-        work: (lines, 4), one line of the result's block rows (sparse_left) or block columns each.
-        index: (n,) int32, the 128 of the reduction that the blocks of the lines meet.
-        block_offsets: (n,) int32, where those blocks are, when lines are block columns of S.
+        work: (lines, 4), one entry for each of the result's block rows (sparse_left) or block columns.
+        index: (n,) int32, which 128 of the reduction each block of the lines meets.
+        block_offsets: (n,) int32, where those blocks are, if lines are block columns of S.
     """
     lines, n = work.shape[0], data.shape[0]
     size = dense.shape[1] if sparse_left else dense.shape[0]
@@ -441,7 +441,7 @@ def spmm(
     by_column = block_offsets is not None
     flat = data.view(-1, BLOCK)
     dense_k_major = bool(k_major(dense, 0 if sparse_left else 1))
-    # a block is read without a transpose: the reduction runs over its columns where lines are block rows, else its rows
+    # a block is not transposed: the reduction runs over its columns if lines are block rows, otherwise over its rows
     sparse_k_major = not by_column
     c = _Plan(
         **vars(PINGPONG),

@@ -18,7 +18,7 @@ def function_class(name: str, function: Callable[..., Any]) -> type[Any]:
 
 
 def as_kernel(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as a launch of a kernel behaves: it builds no graph, and autocast changes no dtype."""
+    """`function` with the behavior of a kernel launch: it builds no graph, and autocast changes no dtype."""
 
     @functools.wraps(function)
     def launch(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,10 +1,10 @@
 """Bookkeeping of megablocks 0.10: sort, histogram, cumulative sums, rounding, replication, block columns.
 
-Legend: N values, E experts (bins), B batch rows. None synchronizes with the host. `bins` are inclusive cumulative sums:
-bin e is [bins[e-1], bins[e]). Source: megablocks 0.10, megablocks/ops and csrc.
+Legend: N values, E experts (bins), B batch rows. No function synchronizes with the host. `bins` are inclusive
+cumulative sums: bin e is [bins[e-1], bins[e]). Source: megablocks 0.10, megablocks/ops and csrc.
 
-Differences from 0.10, each on purpose: a cumulative sum of one value keeps its shape (1,), which there was (); dtypes
-that its kernels lacked work; what would overflow or run out of bounds there is refused or left out here.
+Intended differences from 0.10: a cumulative sum of one value keeps its shape (1,), where 0.10 returned (); dtypes that
+its kernels lacked work; what would overflow or be out of bounds there is refused or skipped here.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def sort(x: Tensor, end_bit: int | None = None) -> tuple[Tensor, Tensor]:
 
     Args:
         x: (N,) int16, int32 or int64.
-        end_bit: values are compared by their bits [0, end_bit) only; None for all, the sign's included.
+        end_bit: only the bits [0, end_bit) of the values are compared; None for all bits, including the sign.
 
     Returns:
         (values, indices): (N,) each and both in x's dtype; values[i] = x[indices[i]].
@@ -70,7 +70,7 @@ def histogram(x: Tensor, max_val: int) -> Tensor:
     rows = x.shape[0] if x.dim() == 2 else 1
     wide = x.long()  # first, because int16 does not hold every max_val
     key = torch.where((wide >= 0) & (wide < max_val), wide, max_val).view(rows, x.shape[-1])
-    # one line with a spare place a row: scatter_add_ is deterministic on a GPU in one dimension
+    # one dimension, with a spare place per row: on a GPU scatter_add_ is deterministic only in one dimension
     key = (key + torch.arange(rows, device=x.device).unsqueeze(1) * (max_val + 1)).flatten()
     counts = torch.zeros(rows * (max_val + 1), dtype=torch.int32, device=x.device)
     counts.scatter_add_(0, key, torch.ones_like(key, dtype=torch.int32))
@@ -78,7 +78,7 @@ def histogram(x: Tensor, max_val: int) -> Tensor:
 
 
 def inclusive_cumsum(x: Tensor, dim: int) -> Tensor:
-    """Σ of x up to and with each place along `dim`, in x's shape and dtype.
+    """Σ of x up to and including each place along `dim`, in x's shape and dtype.
 
     Raises:
         ValueError: x has no such dimension.
@@ -91,15 +91,15 @@ def inclusive_cumsum(x: Tensor, dim: int) -> Tensor:
 
 
 def exclusive_cumsum(x: Tensor, dim: int) -> Tensor:
-    """Σ of x before each place along `dim`, in x's shape and dtype; it raises what `inclusive_cumsum` does."""
+    """Σ of x before each place along `dim`, in x's shape and dtype. Raises the same as `inclusive_cumsum`."""
     return inclusive_cumsum(x, dim) - x
 
 
 def round_up(x: Tensor, value: int) -> Tensor:
-    """The next multiple of `value` at or above each element of x, which has any shape, is int32 and not negative.
+    """Each element of x rounded up to a multiple of `value`. x: int32 of any shape, not negative.
 
     Raises:
-        ValueError: x of another dtype, or a value that is no integer of at least 1.
+        ValueError: x of another dtype, or a value that is not an integer of at least 1.
     """
     if x.dtype != torch.int32:
         raise ValueError(f"x is {x.dtype}: must be torch.int32")
@@ -109,12 +109,12 @@ def round_up(x: Tensor, value: int) -> Tensor:
 
 
 def repeat(x: Tensor, tiling: Sequence[int]) -> Tensor:
-    """`x.repeat(*tiling)` of x of any shape and dtype, or x itself where that changes nothing."""
+    """`x.repeat(*tiling)` for any shape and dtype, or x itself if that changes nothing."""
     return x if all(times == 1 for times in tiling) else x.repeat(*tiling)
 
 
 def sum(x: Tensor, dim: int = 0) -> Tensor:
-    """`x.sum(dim)` of x of any shape and dtype, without a copy where there is one value to add."""
+    """`x.sum(dim)` for any shape and dtype, without a copy if there is only one value to add."""
     return x.squeeze(dim) if x.shape[dim] == 1 else x.sum(dim)
 
 
@@ -160,12 +160,12 @@ def topology(padded_bins: Tensor, block_size: int, output_block_rows: int, outpu
 
     Args:
         padded_bins: (E,) int32, multiples of block_size.
-        output_block_rows: block rows in all; those from padded_bins[E-1] / block_size on belong to nobody.
+        output_block_rows: number of block rows; those from padded_bins[E-1] / block_size on have no expert.
         output_block_columns: block columns of one expert, its width / block_size.
 
     Returns:
-        (output_block_rows · output_block_columns,) int16, or int32 where a column would not fit: for each block row
-        its expert's columns e·output_block_columns …, ascending; -1 for a row of nobody.
+        (output_block_rows · output_block_columns,) int16, or int32 if a column would not fit: for each block row its
+        expert's columns e·output_block_columns …, ascending; -1 for a row without an expert.
 
     Raises:
         ValueError: a shape, dtype or size that does not fit.

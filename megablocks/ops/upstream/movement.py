@@ -4,15 +4,15 @@ Legend: T tokens, K top_k, H hidden, E experts, C bin_size, p a place in the sor
 
     indices      (T·K,)  the sorted place p holds pair indices[p], of token indices[p] // K (what `sort` of the experts
                          of all pairs returns); each pair once
-    bin_ids      (T·K,)  the expert of place p; follows from `bins`, is checked for its shape and not read
-    bins         (E,)    int32, inclusive cumulative sum of the pairs an expert
-    padded_bins  (E,)    int32, the same of the counts rounded up
-    weights      (T·K,)  floating, one a pair in the order of the pairs, or None for ones
+    bin_ids      (T·K,)  the expert of place p; follows from `bins`, so only its shape is checked
+    bins         (E,)    int32, inclusive cumulative sum of the pairs per expert
+    padded_bins  (E,)    int32, the same for the counts rounded up
+    weights      (T·K,)  floating, one per pair in the order of the pairs, or None for ones
 
-Under autocast x takes autocast's dtype. Sums are in a fixed order, without atomics. The functions here turn the arrays
-into those of `megablocks.ops.permute`, which holds the kernels and which new code calls itself: that needs no sort,
-takes a bound for the padded rows, which here are read from the device, and weighs half types in one pass. Results here
-are 0.10's, which rounds each weighted row to x's dtype before it adds a token's rows in float32.
+Under autocast x is cast to autocast's dtype. Sums are in a fixed order, without atomics. The functions here convert the
+arrays for `megablocks.ops.permute`, which has the kernels. New code should call `permute` itself: it needs no sort,
+accepts a bound for the padded rows, which are read from the device here, and weights half types in one pass. Results
+here are 0.10's, which rounds each weighted row to x's dtype before it adds a token's rows in float32.
 Source: megablocks 0.10, megablocks/ops/{gather,scatter,padded_*,binned_*}.py and backend/kernels.py.
 """
 
@@ -37,7 +37,7 @@ def _check(indices: Tensor, bin_ids: Tensor | None, weights: Tensor | None = Non
 
 
 class _RoundedScatter(torch.autograd.Function):
-    """`_scatter` of rows that are weighted and rounded first. Its gradients are those of the unrounded sum."""
+    """`scatter` of rows that are weighted and rounded first. Its gradients are those of the unrounded sum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weights: Tensor, padded: Dispatch) -> Tensor:
@@ -89,7 +89,7 @@ def scatter(x: Tensor, indices: Tensor, bin_ids: Tensor, weights: Tensor | None,
 def padded_gather(x: Tensor, indices: Tensor, bin_ids: Tensor, bins: Tensor, padded_bins: Tensor, top_k: int) -> Tensor:
     """`gather` with expert e's rows from padded_bins[e-1] on: x (T, H) → (padded_bins[E-1], H), padding exactly 0.
 
-    The number of rows is read from the device; `megablocks.ops.routing.dispatch` takes a bound instead.
+    The number of rows is read from the device; `megablocks.ops.routing.dispatch` accepts a bound instead.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -109,9 +109,9 @@ def padded_scatter(
     padded_bins: Tensor,
     top_k: int,
 ) -> Tensor:
-    """`scatter` from rows laid out as by `padded_gather`, whose padding is not read: x (padded rows, H) → (T, H).
+    """`scatter` from rows in the layout of `padded_gather`; padding is not read: x (padded rows, H) → (T, H).
 
-    Differentiable in x and weights; padding's gradient is exactly 0.
+    Differentiable in x and weights; the gradient of padding is exactly 0.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.

@@ -1,6 +1,6 @@
-"""ScatterMoE's kernels by the names and arguments of its `kernels.ops`, without gradients, on any device.
+"""ScatterMoE's kernels with the names and arguments of its `kernels.ops`, without gradients, on any device.
 
-Only programs with autograd functions of their own need them; all others call `parallel_linear`, whose module explains
+Only programs with autograd functions of their own need them; others should call `parallel_linear`. Its module explains
 the letters and the orders of rows. Source: ScatterMoE 0.3 (github.com/shawntan/scattermoe).
 """
 
@@ -20,7 +20,7 @@ def scatter2scatter(
     X: Tensor, W: Tensor, sorted_expert_idxs: Tensor, sorted_scattered_idxs: Tensor, k: int, b: Tensor | None = None,
     x_grouped: bool = False, y_grouped: bool = False, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """`parallel_linear` of X by W (E, in, out) with the biases b: (L, out), written into `out` where it is given."""
+    """`parallel_linear` of X by W (E, in, out) with the biases b: (L, out), written into `out` if it is given."""
     experts = torch.arange(W.shape[0], device=X.device, dtype=sorted_expert_idxs.dtype)
     ends = torch.searchsorted(sorted_expert_idxs, experts, right=True)
     order = k, sorted_expert_idxs, sorted_scattered_idxs, ends
@@ -32,7 +32,7 @@ def scatter2scatter(
 def group(
     A: Tensor, sorted_expert_idxs: Tensor, coeff: Tensor | None = None, fan_out: int = 1, out: Tensor | None = None
 ) -> Tensor:
-    """The rows of A (L / fan_out, H) in grouped order: (L, H), written into `out` where it is given.
+    """The rows of A (L / fan_out, H) in grouped order: (L, H), written into `out` if it is given.
 
     Args:
         sorted_expert_idxs: (L,) the scattered pair of each grouped row: `sorted_scattered_idxs`, despite the name.
