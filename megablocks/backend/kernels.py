@@ -1,8 +1,8 @@
-"""The entry points of megablocks 0.10's kernels, by its names, arguments and results, on any device.
+"""The entry points of megablocks 0.10's kernels, with its names, arguments and results, on any device.
 
-They take the arrays of `megablocks.ops` and move rows as its functions do. In addition a gather may weigh its rows, and
-`..._wgrad` gives the gradient of a scatter's weights. They build no graph and ignore autocast, as a launch of a kernel
-does. Only programs with autograd functions of their own need them; all others call `megablocks.ops`.
+They take the arrays of `megablocks.ops` and move rows like its functions. In addition a gather can multiply its rows by
+weights, and `..._wgrad` computes the gradient of a scatter's weights. Like a kernel launch, they build no graph and
+ignore autocast. Only programs with autograd functions of their own need them; others should call `megablocks.ops`.
 
 Legend: T tokens, K top_k, H hidden, E experts, C places of a bin. Rows are sorted by expert. The row of pair r has the
 weight weights[r]. Source: megablocks 0.10, megablocks/backend/kernels.py.

@@ -1,7 +1,7 @@
-"""The least time that each part of a training step takes: by its FLOPs and by the bytes that it must move.
+"""The least time for each part of a training step: by its FLOPs and by the bytes that it must move.
 
-A bound counts what a part cannot avoid while it stays by itself: each product once, each input read and each output
-written once a pass. The work of a step is spread evenly over the GPUs of a run.
+A bound counts the work that a part cannot avoid unless it is fused with another: each product once, and each input read
+and each output written once per pass. The work of a step is spread evenly over the GPUs of a run.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ MAIN_GRADIENT_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class RunSizes:
-    """What the bounds are computed from; the driver writes it beside a trace, as run.json.
+    """The input of the bounds. The driver writes it next to a trace, as run.json.
 
-    tokens: of one step, over all ranks. parameters: on the profiled rank, expert_parameters among them. model_shards:
+    tokens: of one step, over all ranks. parameters: on the profiled rank, including expert_parameters. model_shards:
     tensor- times pipeline-parallel size. optimizer_shards: ranks that share the optimizer's state of a parameter;
-    expert_optimizer_shards: of one of an expert, None for as many. tokens_per_second: after the profile, median over
-    the log intervals.
+    expert_optimizer_shards: the same for a parameter of an expert, None for the same number. tokens_per_second: after
+    the profile, median over the log intervals.
     """
 
     shape: GPTShape
@@ -48,7 +48,7 @@ class RunSizes:
 
     @classmethod
     def of(cls, args: Any, *, world_size: int, **given: Any) -> RunSizes:
-        """The sizes in Megatron's arguments; `given` says those that these do not hold."""
+        """The sizes in Megatron's arguments; `given`: those that the arguments do not contain."""
         stages, sharded = args.pipeline_model_parallel_size, args.use_distributed_optimizer
         shards = args.tensor_model_parallel_size * stages
         expert_shards = args.expert_model_parallel_size * args.expert_tensor_parallel_size * stages
@@ -64,7 +64,7 @@ class RunSizes:
 
     @classmethod
     def read(cls, path: Path) -> RunSizes:
-        """Read the sizes from a run.json. Raises ConfigError, which names the file and what it must hold."""
+        """Read the sizes from a run.json. Raises ConfigError, which names the file and the required fields."""
         try:
             values = json.loads(path.read_text())
             return cls(**{**values, "shape": GPTShape(**values["shape"])})
@@ -77,16 +77,16 @@ class RunSizes:
 
     @property
     def local_tokens(self) -> float:
-        """Tokens of a step for each GPU, if the GPUs shared all of its work evenly."""
+        """Tokens of a step per GPU, if the GPUs share all work of the step evenly."""
         return self.tokens / self.world_size
 
     def flops(self, *parts: str) -> float:
-        """FLOPs of a step on one GPU, forward and backward, of these parts of `forward_flops_per_token`."""
+        """FLOPs of a step on one GPU, forward and backward, for these parts of `forward_flops_per_token`."""
         forward = forward_flops_per_token(self.shape)
         return 3 * self.local_tokens * sum(forward[part] for part in parts)
 
     def activations(self, elements: float) -> float:
-        """Bytes of a step on one GPU, for this number of elements moved for each token."""
+        """Bytes of a step on one GPU, if this number of elements is moved per token."""
         return self.local_tokens * elements * self.element_bytes
 
     def weights(self, parameters: float) -> float:
@@ -94,7 +94,7 @@ class RunSizes:
         return self.micro_batches * parameters * (2 * self.element_bytes + MAIN_GRADIENT_BYTES)
 
     def matrices(self, *parts: str) -> float:
-        """Parameters on one GPU of the matrices of these parts, each of which a token meets once."""
+        """Parameters on one GPU of the matrices of these parts. A token is multiplied by each of them once."""
         forward = forward_flops_per_token(self.shape)
         return sum(forward[part] for part in parts) / 2 / self.model_shards
 
@@ -126,7 +126,7 @@ def _routing(run: RunSizes) -> Work:
 
 def _attention(run: RunSizes) -> Work:
     s = run.shape
-    # Of 2 products forward and 5 backward (scores are computed again), the model's FLOPs count 2 and 4.
+    # There are 2 products in forward and 5 in backward (scores are computed again); the model's FLOPs count 2 and 4.
     # Forward reads q, k, v and writes o; backward reads q, k, v, o, do and writes dq, dk, dv.
     moved = s.num_layers * 6 * (s.query_width + s.key_width)
     return Work(run.flops("attention") * 3.5 / 3, run.activations(moved))
@@ -195,7 +195,7 @@ FORMULAS: dict[str, Callable[[RunSizes], Work]] = {
     "optimizer": _optimizer,
     "gradients": _gradients,
 }
-"""The work of each part that has to be done. Copies, idle time and hidden communication need not be."""
+"""The necessary work of each part. Copies, idle time and hidden communication are not necessary."""
 
 
 class Bound(NamedTuple):

@@ -33,13 +33,13 @@ def version(package: str) -> str:
 def commit() -> str:
     """The commit of the git checkout that holds this package, or "unknown". "+changes": tracked files were modified.
 
-    MEGABLOCKS_COMMIT gives that of a copy whose git does not know it.
+    For a copy outside git, MEGABLOCKS_COMMIT can name the commit.
     """
     if given := os.environ.get("MEGABLOCKS_COMMIT"):
         return given
     file = Path(__file__).resolve()
     git = ["git", "-C", str(file.parent)]
-    # An installed package may lie within the checkout of a user's project, whose commit says nothing about it.
+    # An installed package can be inside the checkout of a user's project, whose commit says nothing about the package.
     is_tracked = [*git, "ls-files", "--error-unmatch", file.name]
     describe = [*git, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=+changes"]
     try:
@@ -64,7 +64,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def env_report() -> str:
-    """A text of `name: value` lines, the first with the command of this process."""
+    """A text of `name: value` lines. The first line has the command of this process."""
     lines = [f"command: {shlex.join(sys.orig_argv)}", f"folder: {os.getcwd()}", f"commit: {commit()}"]
     lines.append(f"python: {platform.python_version()} on {platform.platform()}, {os.cpu_count()} CPUs")
     lines += [f"{package}: {version(package)}" for package in PACKAGES]

@@ -1,4 +1,4 @@
-"""The load of the experts: counted on the device in every training step, read and summed up once a log interval.
+"""The load of the experts: counted on the device in every training step, read and summed once per log interval.
 
 Legend: L layers with experts, E experts.
 """
@@ -37,11 +37,11 @@ class ExpertLoad:
 
     def reset(self) -> None:
         if self.counts is not None:
-            self.counts.zero_()  # a replayed CUDA graph adds to the memory that it was captured with
+            self.counts.zero_()  # in place: a replayed CUDA graph adds to the memory that it was captured with
 
 
 def _loads(model: Iterable[nn.Module]) -> Iterator[tuple[int, ExpertLoad]]:
-    """The layers of `gather_load`'s model that count their load: their numbers from 1, and the counts."""
+    """The number (from 1) and the counts of each layer of `gather_load`'s model that counts its load."""
     for chunk in model:
         for module in chunk.modules():
             load = getattr(module, "expert_load", None)
@@ -52,7 +52,7 @@ def _loads(model: Iterable[nn.Module]) -> Iterator[tuple[int, ExpertLoad]]:
 
 
 def check_load(model: Iterable[nn.Module], num_experts: int) -> None:
-    """Refuse, with a ConfigError, layers whose counts `gather_load` could not put into one table."""
+    """Refuse, with a ConfigError, layers whose counts do not fit into one table of `gather_load`."""
     for layer_number, load in _loads(model):
         if load.num_experts != num_experts:
             rule = "must be the number of every layer that counts its load"
@@ -60,11 +60,11 @@ def check_load(model: Iterable[nn.Module], num_experts: int) -> None:
 
 
 def gather_load(model: Iterable[nn.Module], num_layers: int, num_experts: int) -> Tensor:
-    """Counts of all layers and all ranks since the last call; then reset. Every rank of the world must call it.
+    """Sum the counts of all layers over all ranks since the last call, and reset them. Every rank must call it.
 
     Args:
-        model: this rank's model chunks. A layer with experts has an `ExpertLoad` as `expert_load`, and its 1-based
-            number in the whole model as `layer_number`. Ranks of a tensor-parallel group hold different tokens.
+        model: this rank's model chunks. A layer with experts has an `ExpertLoad` as `expert_load`, and its number in
+            the whole model, from 1, as `layer_number`. Ranks of a tensor-parallel group hold different tokens.
 
     Returns:
         (num_layers, num_experts + 1) int64 on the CPU: pairs of each expert, then dropped pairs. Rows of layers without

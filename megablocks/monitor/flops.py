@@ -3,8 +3,8 @@
 Only matrix products count, with 2 FLOPs per multiply-add: attention projections, causal attention (half of S²), router,
 the top-k experts and shared experts of a token, logits. Backward costs twice the forward. Recomputed activations and
 padding are not model FLOPs. A pair that a capacity drops counts as if its expert had computed it, and a sliding window
-as if it were the whole sequence. Megatron's `num_floating_point_operations` counts the same, except that it leaves out
-the router, takes a quick GEGLU for an MLP without a gate, and counts the weights of a few norms.
+as if it were the whole sequence. Megatron's `num_floating_point_operations` counts the same, except that it omits the
+router, counts a quick GEGLU as an MLP without a gate, and counts the weights of a few norms.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _ARGUMENTS = {
     "top_k": "moe_router_topk",
     "shared_expert_hidden_size": "moe_shared_expert_intermediate_size",
 }
-"""Fields of `GPTShape` that Megatron's arguments name otherwise."""
+"""Fields of `GPTShape` that have other names in Megatron's arguments."""
 _LATENT = ("kv_lora_rank", "q_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-"""Fields of latent attention. Megatron's arguments have them without it too."""
+"""Fields of latent attention. Megatron's arguments have them even without it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GPTShape:
     """The sizes that determine the FLOPs of a GPT. Expert widths are per expert. `gated`: three products per MLP.
 
-    mtp_num_layers: those of multi-token prediction, which num_layers and num_moe_layers count too; each has a product
+    mtp_num_layers: layers of multi-token prediction, included in num_layers and num_moe_layers; each has a product
     of two inputs and logits of its own. attention_output_gate: a gate as wide as the queries on attention's output.
-    kv_lora_rank and the fields behind it are of latent attention, which has them in place of head_dim and
+    kv_lora_rank and the fields after it belong to latent attention, which uses them instead of head_dim and
     num_query_groups. q_lora_rank 0: the queries have no low rank.
     """
 
@@ -59,7 +59,7 @@ class GPTShape:
 
     @classmethod
     def of(cls, args: Any, **given: Any) -> GPTShape:
-        """The sizes in Megatron's arguments, None as 0; `given` says those that these do not hold."""
+        """The sizes in Megatron's arguments, with 0 for None; `given`: those that the arguments do not contain."""
         latent = () if getattr(args, "multi_latent_attention", False) else _LATENT
         names = [field.name for field in fields(cls) if field.name not in (*given, *latent)]
         found: dict[str, Any] = {name: getattr(args, _ARGUMENTS.get(name, name)) or 0 for name in names}
@@ -67,17 +67,17 @@ class GPTShape:
 
     @property
     def query_width(self) -> int:
-        """Of the queries of all heads."""
+        """Width of the queries of all heads."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_width(self) -> int:
-        """Of the keys of all heads. Values are as wide as keys."""
+        """Width of the keys of all heads. Values are as wide as keys."""
         return (self.num_query_groups or self.num_attention_heads) * self.head_dim
 
     @property
     def up_products(self) -> int:
-        """Products of an MLP that read its input."""
+        """Number of products of an MLP that read its input."""
         return 2 if self.gated else 1
 
     @property
@@ -96,7 +96,7 @@ class GPTShape:
 
     @property
     def attended_width(self) -> int:
-        """Of the keys and the values of a layer's heads, with each of which a query has a product."""
+        """Width of the keys plus width of the values of a layer's heads; a query has a product with both."""
         if not self.kv_lora_rank:
             return 2 * self.query_width
         return self.num_attention_heads * (self.qk_head_dim + self.qk_pos_emb_head_dim + self.v_head_dim)
@@ -124,9 +124,9 @@ def training_flops_per_token(shape: GPTShape) -> float:
 
 
 class Gpu(NamedTuple):
-    """Peak dense bf16 TFLOP/s (V100: fp16) and memory bandwidth by the data sheet, memory as CUDA gives it to programs.
+    """Peak dense bf16 TFLOP/s (V100: fp16) and memory bandwidth from the data sheet; memory as CUDA reports it.
 
-    None: the card was sold with several memories, and its name does not tell which one it has.
+    None: the card was sold with several memories, and its name does not say which one it has.
     """
 
     tflops: float
@@ -155,13 +155,13 @@ GPUS = {
     "V100 32GB": Gpu(125.0, 0.90, 31.7),
     "V100": Gpu(125.0, 0.90),
 }
-"""By words of the device name. The first match counts."""
+"""GPUs by words of the device name. The first match counts."""
 
 
 def of_device(table: Mapping[str, T], device_name: str) -> T | None:
     """The entry of a device in a table by words of its name, such as `GPUS`; None if the name is unknown.
 
-    No figure is better than a wrong one. A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the
+    No number is better than a wrong one. A MIG slice ("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is only a part of the
     device, so it counts as unknown.
     """
     if " MIG " in f" {device_name} ":

@@ -23,7 +23,7 @@ class NonFiniteError(RuntimeError):
 class LossWindow:
     """The last `size` finite losses. A loss above `factor` times their median is a spike; factor 0 finds no spikes.
 
-    A spike enters the window too. So a loss that stays high becomes the median, and updates are not skipped for ever.
+    A spike enters the window too. So a loss that stays high becomes the median, and updates are not skipped forever.
     NaN and Inf never enter the window. While the window holds fewer than `minimum` losses, no loss is a spike.
     """
 
@@ -60,7 +60,7 @@ def is_bad(tensor: Tensor) -> Tensor:
 
 
 class LayerSentinels:
-    """Two flags per layer: its output, or the gradient of its output, held a NaN or Inf in a step.
+    """Two flags per layer: its output, or the gradient of its output, had a NaN or Inf in a step.
 
     Args:
         layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
@@ -76,7 +76,7 @@ class LayerSentinels:
             layer.register_forward_hook(self._hook(index))
 
     def _hook(self, index: int) -> Any:
-        """The forward hook of layer `index`: it notes a bad output, and a bad gradient of it."""
+        """The forward hook of layer `index`: it records a bad output, and a bad gradient of the output."""
 
         def watch(module: torch.nn.Module, args: Any, output: Any) -> None:
             out = output[0] if isinstance(output, tuple) else output

@@ -1,8 +1,8 @@
 """A thread that detects dead or frozen ranks while the main thread waits in a collective, and then ends this rank.
 
-Each rank increments a key of the rendezvous store and watches the keys of other ranks. A rank whose key stands still is
-dead: it was killed or stopped (SIGSTOP), or its machine is gone. Silence is measured with the watcher's own clock, so
-clocks of machines are not compared. A rank that finds a dead rank writes a message into a key that all ranks read.
+Each rank increments a key of the rendezvous store and watches the keys of other ranks. If a key no longer changes, its
+rank is dead: it was killed or stopped (SIGSTOP), or its machine is gone. The watcher measures silence with its own
+clock; clocks of machines are not compared. A rank that finds a dead rank writes a message to a key that all ranks read.
 
 The thread opens its own connection to the store, because the main thread may hold the default one. It ends the process
 with `os._exit`, because the main thread may never return from its collective.
@@ -75,7 +75,7 @@ class Heartbeat:
         return cls(env["MASTER_ADDR"], int(env["MASTER_PORT"]), int(env["RANK"]), int(env["WORLD_SIZE"]), timeout)
 
     def wait_until_known(self) -> bool:
-        """Wait, at most a minute, until the store holds this rank's first beat. Before that nobody can miss it."""
+        """Wait, at most a minute, until the store has this rank's first beat. Before that no rank can miss it."""
         return self._connected.wait(60.0)
 
     def fail(self, error: BaseException) -> None:
@@ -99,7 +99,7 @@ class Heartbeat:
             signal.set_wakeup_fd(self._old_wakeup)
 
     def _run(self) -> None:
-        """The thread: tell the store that this rank lives, and look whether the watched ranks do."""
+        """The thread: tell the store that this rank is alive, and check the watched ranks."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         host, port = self._address
@@ -131,7 +131,7 @@ class Heartbeat:
 
     def _watch_store(self) -> None:
         """End this rank if the store is silent: a request to a stopped process, or to a lost machine, never returns."""
-        seen, silence = -1, 0.0  # not the clock, which runs on while this process is stopped
+        seen, silence = -1, 0.0  # not the clock, which continues while this process is stopped
         while not self._stopped.wait(self.interval):
             silence = silence + self.interval if seen == self._beats else 0.0
             seen = self._beats
@@ -141,7 +141,7 @@ class Heartbeat:
                 self._end(f"{where}: the launcher or rank 0 is stopped or cut off")
 
     def _look(self, store: Any, seen: dict[int, tuple[int, float]]) -> None:
-        """End the process if a watched rank failed or is silent. seen: rank → its last beat, and when it came."""
+        """End the process if a watched rank failed or is silent. seen: rank → its last beat, and the time of it."""
         if store.check(["heartbeat/dead"]):
             self._end(store.get("heartbeat/dead").decode())
         for rank in list(seen):
@@ -172,7 +172,7 @@ class Heartbeat:
             os._exit(EXIT_CODE)
 
     def _sleep(self, seconds: float) -> None:
-        """Wait, unless stopped; a SIGTERM that arrives meanwhile is noted."""
+        """Wait, unless stopped. Records a SIGTERM that arrives meanwhile."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not self._stopped.is_set():
             if select.select([self._read_end], [], [], min(left, 0.2))[0]:

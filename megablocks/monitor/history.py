@@ -2,7 +2,7 @@
 
 A history is complete in memory, with one row per log interval. It is written to a temporary file that is then renamed,
 so neither a reader nor a crash sees half a file. A resumed run drops the rows after the iteration of its checkpoint
-and writes them again. A run that begins keeps the file of an earlier one under another name.
+and writes them again. A new run keeps the file of an earlier run under another name.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LOSS_COLUMNS = (
     "iteration", "tokens", "train_loss", "validation_loss", "grad_norm", "learning_rate", "tokens_per_second", "mfu",
     "expert_load_max_over_mean", "empty_experts", "tokens_dropped",
 )  # fmt: skip
-"""tokens: consumed so far. expert_load_max_over_mean: of the log interval, the mean over the layers. empty_experts: of
-the log interval, the sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
+"""tokens: consumed so far. expert_load_max_over_mean: in the log interval, mean over the layers. empty_experts: in the
+log interval, sum over the layers. tokens_dropped: since the first iteration, also across resumes."""
 
 
 def parse_log_line(line: str) -> dict[str, float]:
@@ -32,7 +32,7 @@ def parse_log_line(line: str) -> dict[str, float]:
     if start:
         values["iteration"] = float(start.group(1))
     for name, text in re.findall(r"([^|:\]]+):\s*([^\s|]+)\s*(?=\||$)", line):
-        with contextlib.suppress(ValueError):  # of a text that is no number
+        with contextlib.suppress(ValueError):  # text that is not a number
             values[name.strip()] = float(text)
     return values
 
@@ -71,12 +71,12 @@ class History:
                     {name: float(text) for name, text in row.items() if text} | {"iteration": int(row["iteration"])}
                     for row in reader
                 ]
-            except (TypeError, ValueError, csv.Error):  # no number, too many values for the columns, or no text
+            except (TypeError, ValueError, csv.Error):  # not a number, too many values for the columns, or not text
                 where = f"{self.path}: line {max(1, reader.line_num)}"
                 raise ConfigError(f"{where} is no row of numbers; mend or remove it") from None
 
     def set_aside(self) -> Path | None:
-        """Rename the file, of which nothing was loaded and which `save` would replace. Returns its new name, if any."""
+        """Rename a file from which nothing was loaded: `save` would replace it. Returns the new name, if any."""
         if self.rows or not self.path.exists():
             return None
         names = (self.path.with_name(f"loss-{number}.csv") for number in itertools.count(1))

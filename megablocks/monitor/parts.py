@@ -1,4 +1,4 @@
-"""The parts of a training step, and the table that gives a kernel to one of them."""
+"""The parts of a training step, and the table that assigns a kernel to one of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = (
 class Rule(NamedTuple):
     """A kernel belongs to `part` if one of the patterns is found.
 
-    kernel: in its name. op: in a line of its callers, from the inside out. within: in the part of the driver's range.
+    kernel: in its name. op: in a line of its callers, the innermost first. within: in the part of the driver's range.
     """
 
     part: str
@@ -41,8 +41,8 @@ _EXPERT_KERNELS = (
 RULES = (
     Rule(COMMUNICATION, kernel=r"nccl|^gloo:|^c10d::|^to_(experts|home)_kernel", op=r"^c10d::|^gloo:"),
     Rule("optimizer", op=r"^Optimizer\.step#", within=r"^optimizer$", kernel=r"adam"),
-    # Megatron adds a gradient to the main gradient in a hook of the node that would accumulate it. The norms are those
-    # of clipping and of the guard against NaN.
+    # Megatron adds a gradient to the main gradient in a hook of the node that would accumulate it. The norms come from
+    # clipping and from the guard against NaN.
     Rule("gradients", op=r"AccumulateGrad$|^Optimizer\.zero_grad#|(vector|foreach)_norm$|l2norm", within=r"^gradients$",
          kernel=r"l2norm|^_square_sum_kernel"),
     # Autograd adds the two gradients of a residual before it calls the node of the op that used both.
@@ -64,7 +64,7 @@ RULES = (
     Rule("elementwise", op=r"dropout|^CompiledFunction|^aten::(gelu|silu|relu)", kernel=r"^triton_|^_rope_kernel",
          within=r"^elementwise$"),
 )  # fmt: skip
-"""In order: the first rule that fits counts. In a CUDA graph only the names of kernels are known."""
+"""Rules in order: the first that fits counts. In a CUDA graph only the names of kernels are known."""
 
 
 def part_of(kernel: Kernel) -> str:

@@ -41,7 +41,7 @@ def plot_loss(history: History, path: Path, *, unigram_entropy: float | None = N
 
 
 def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
-    """Train losses (nats per token) of several runs over iterations, and below the differences to the first run."""
+    """Train losses (nats per token) of several runs over iterations; below them the differences to the first run."""
     figure = new_figure(7, 6.5)
     losses, apart = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     (first, base), *_ = runs.items()
@@ -52,7 +52,7 @@ def plot_runs(runs: dict[str, History], path: Path, *, title: str) -> None:
         if name != first and points:
             apart.plot(*zip(*points, strict=True), color=line.get_color(), linewidth=1.0, label=f"{name} − {first}")
     apart.axhline(0, color="0.4", linewidth=0.8)
-    losses.set_title(title, parse_math=False)  # it may name a folder with a $
+    losses.set_title(title, parse_math=False)  # the title can contain a folder with a $
     losses.set(ylabel="train loss (nats per token)")
     apart.set(xlabel="iteration", ylabel="difference")
     for axes in (losses, apart):

@@ -1,8 +1,8 @@
-"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part beside it.
+"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part.
 
     write(profile_of(read_step(trace), RunSizes.read(trace.with_name("run.json"))), folder, title)
 
-The times of the parts add up to the step, see `exclusive_times`. scripts/profile_step.py is its command line.
+The times of the parts add up to the step, see `exclusive_times`. The command line is scripts/profile_step.py.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class Row(NamedTuple):
 class Profile(NamedTuple):
     """A step by parts.
 
-    ms: of the whole step; on_gpu: whether that is time of a GPU or of a CPU.
-    rows: one a part.
-    longest: the kernels with the most time: (kernel, the op that launched it, part, ms a step, launches a step).
-    run: the sizes of the run, by which `rows` have bounds; None if unknown.
+    ms: of the whole step; on_gpu: True for the time of a GPU, False for a CPU.
+    rows: one per part.
+    longest: the kernels with the most time: (kernel, the op that launched it, part, ms per step, launches per step).
+    run: the sizes of the run, from which the bounds in `rows` come; None if unknown.
     """
 
     ms: float
@@ -129,7 +129,7 @@ def markdown(profile: Profile, title: str) -> str:
 
 
 def to_json(profile: Profile) -> dict[str, Any]:
-    """Everything of the table, with the kernels' whole names."""
+    """Everything in the table, with the kernels' whole names."""
     rows = [
         {"part": part, "ms": ms, "launches": launches, **({} if bound is None else {"bound_ms": bound._asdict()})}
         for part, ms, launches, bound in profile.rows

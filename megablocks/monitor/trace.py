@@ -1,7 +1,7 @@
-"""A Chrome trace of torch's profiler → what ran on the device, and for each kernel the names of who asked for it.
+"""A Chrome trace of torch's profiler → what ran on the device, and for each kernel the names of its callers.
 
-A kernel's names are its own, then those of the CPU events around its launch, from the inside out. Backward continues at
-the forward op of the same sequence number, so a gradient's kernels have the names of their forward op. The walk ends at
+A kernel's names are its own, then those of the CPU events around its launch, the innermost first. Backward continues at
+the forward op of the same sequence number, so a gradient's kernels have the names of their forward op. The list ends at
 the innermost range "part: NAME" of the driver. Without a GPU each op of the CPU counts as a kernel.
 """
 
@@ -31,7 +31,7 @@ _HOW = "record it with --profile --use-pytorch-profiler --profile-step-start 4 -
 
 
 class Kernel(NamedTuple):
-    """One interval of the device, in µs. part: of the driver's range around it, "" without one."""
+    """One interval of the device, in µs. part: the driver's range around it, "" without one."""
 
     name: str
     start: float
@@ -42,7 +42,7 @@ class Kernel(NamedTuple):
 
 @dataclass
 class Step:
-    """The kernels of `count` whole steps, which take the time from `start` to `end`, in µs."""
+    """The kernels of `count` whole steps, which last from `start` to `end`, in µs."""
 
     kernels: list[Kernel]
     start: float
@@ -80,12 +80,12 @@ def read_step(path: Path) -> Step:
     """The recorded steps of a trace.
 
     The kernels of N steps cover N - 1 whole steps, from the first kernel of the first step to the first kernel of the
-    last one, because the host may run ahead of the device. A single step lasts as long as the host says. Raises
-    ConfigError if the file is no trace, or holds no step or no kernel.
+    last one, because the host can run ahead of the device. For a single step the host's time counts. Raises
+    ConfigError if the file is not a trace, or contains no step or no kernel.
     """
     events = read_events(path)
     hosts, launches = _host_events(events)
-    # In order of time, so that the last counts: before an op makes a node, ops that make none have its number too.
+    # In order of time, so that the last one counts: ops without a node have the number of the next op with a node.
     forward = {event.sequence: event for event in hosts if event.is_forward}
     steps = [event for event in hosts if event.name.startswith(STEP_PREFIX)]
     if not steps:
@@ -106,7 +106,7 @@ def read_step(path: Path) -> Step:
 
 
 def _host_events(events: list[dict[str, Any]]) -> tuple[list[_Event], dict[int, _Event]]:
-    """The CPU's events in order of time, with their parents, and those that launch kernels, by correlation."""
+    """The CPU's events in order of time, with their parents; and the events that launch kernels, by correlation."""
     threads: dict[Any, list[_Event]] = {}
     launches: dict[int, _Event] = {}
     for raw in events:
@@ -149,7 +149,7 @@ def _host_kernels(hosts: list[_Event], forward: dict[int, _Event]) -> Iterator[t
 
 
 def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[str, ...], str]:
-    """Names of the operations around an event, the innermost first, and the range that they are in, "" for none."""
+    """Names of the operations around an event, the innermost first, and the range around them, "" for none."""
     names: list[str] = []
     seen: set[int] = set()
     while event is not None:
@@ -167,10 +167,10 @@ def _callers(event: _Event | None, forward: dict[int, _Event]) -> tuple[tuple[st
 
 
 def exclusive_times(kernels: list[Kernel], last: list[bool]) -> list[float]:
-    """The time of each kernel, in µs, so that they add up to the time in which any kernel runs.
+    """The time of each kernel, in µs. The times add up to the time in which any kernel runs.
 
-    While several kernels run, the time belongs to the one that started last. last: for each kernel, whether it gets
-    only the time in which no other runs, as communication does.
+    While several kernels run, the time belongs to the one that started last. last: True for a kernel that gets only the
+    time in which no other runs, such as communication.
     """
     order = sorted(range(len(kernels)), key=lambda i: kernels[i].start)
     edges = sorted({edge for kernel in kernels for edge in (kernel.start, kernel.end)})
