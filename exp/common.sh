@@ -3,14 +3,14 @@
 #
 # Environment (all optional):
 #   NGPU            processes on this machine, one for each GPU (without a GPU: CPU processes)
-#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several machines: how many, which of them this is, name and port of
-#                   machine 0, where they meet; one machine needs none of them
+#   NNODES NODE_RANK MASTER_ADDR MASTER_PORT   for several machines: their number, the number of this one, and name and
+#                   port of machine 0, where they connect; one machine needs none of these
 #   LOCAL_ADDR      name of this machine for the others (default: its host name)
-#   MAX_RESTARTS    how often torchrun starts the ranks again after one died (default 0); they resume by themselves
+#   MAX_RESTARTS    how often torchrun starts the ranks again after one died (default 0); they resume automatically
 #   STEPS           training steps, if the positional argument is not given
 #   DATA_PREFIX     folder written by scripts/prepare_data.py (default data/stdlib)
 #   FLAGS           more driver flags, which override those of the script (FLAGS="--log-interval 10 --eval-iters 5")
-#   PYTHON          interpreter (default: the active one if it satisfies pyproject.toml, else .venv)
+#   PYTHON          interpreter (default: the active one if it satisfies pyproject.toml, otherwise .venv)
 #   DRY_RUN=1       print the command and stop
 #
 # SIGINT (Ctrl-C), SIGTERM and SIGHUP let every rank save and exit; the same command then resumes. A second signal,
@@ -40,7 +40,7 @@ die() {
     exit 1
 }
 
-_check_call() { # ARGUMENT…: those of the script, against the line "# Usage:" of its head; --help prints that head
+_check_call() { # ARGUMENT…: checks the script's arguments against its line "# Usage:"; --help prints its first comment
     local script=${BASH_SOURCE[-1]} usage names required
     usage=$(sed -n 's/^# Usage: //p' "$script")
     usage=${usage%%  *}
@@ -51,7 +51,7 @@ _check_call() { # ARGUMENT…: those of the script, against the line "# Usage:" 
     fi
     read -ra names <<<"$usage"
     read -ra required <<<"${usage%%\[*}"
-    [[ ${1:-} != -* && " $* " != *" --"* ]] || die "$*: holds a flag, which belongs into FLAGS; usage: $usage"
+    [[ ${1:-} != -* && " $* " != *" --"* ]] || die "$*: holds a flag, which belongs in FLAGS; usage: $usage"
     [ $# -lt ${#names[@]} ] || die "$*: too many arguments; usage: $usage"
     [ $# -ge $((${#required[@]} - 1)) ] || die "${required[1]} is missing; usage: $usage"
     is_dry_run || true # refuses another value now
@@ -96,7 +96,7 @@ _rendezvous() { # sets RENDEZVOUS, torchrun's arguments for one or several machi
     [ "$NODE_RANK" -ne 0 ] || host=true
     RENDEZVOUS=(--standalone)
     if [ "$NNODES" -gt 1 ] || [ -n "${MASTER_PORT:-}" ]; then
-        # c10d, because a machine that comes back cannot join a static rendezvous. Each waits ten minutes for the others.
+        # c10d, because a machine that returns cannot join a static rendezvous. Each waits ten minutes for the others.
         RENDEZVOUS=(--nnodes "$NNODES" --rdzv-backend c10d --rdzv-id megablocks
             --rdzv-endpoint "${MASTER_ADDR:-localhost}:${MASTER_PORT:-6000}"
             --rdzv-conf "is_host=$host,join_timeout=600,read_timeout=600")
@@ -125,7 +125,7 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
     [ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: $choose"
     problem=$(mkdir -p -- "$EXP_DIR" 2>&1) || die "EXP_DIR=$EXP_DIR cannot be made (${problem##*: }): $choose"
     if [ "$NODE_RANK" -eq 0 ]; then # the other machines may share the folder
-        content=$(ls -A -I train.log "$EXP_DIR" 2>/dev/null) || true # another machine may have begun the log
+        content=$(ls -A -I train.log "$EXP_DIR" 2>/dev/null) || true # another machine may have started the log
         [ -z "$content" ] || [ "$(cat "$EXP_DIR/command.txt" 2>/dev/null)" = "$1" ] ||
             die "EXP_DIR=$EXP_DIR is not empty and is no run of this command: $choose or remove it"
         { exec {LOCK}>>"$EXP_DIR/command.txt"; } 2>/dev/null || die "EXP_DIR=$EXP_DIR cannot be written to: $choose"
@@ -134,21 +134,21 @@ _open_run_dir() { # COMMAND: makes and locks EXP_DIR, sets RESUME. The folder mu
         1) die "EXP_DIR=$EXP_DIR is in use by another run: $choose, or wait until that run ends" ;;
         *) say "EXP_DIR=$EXP_DIR cannot be locked here: do not start a second run in it" ;;
         esac
-        # A job that restarts by itself may have been interrupted before its first save.
+        # A job that restarts automatically may have been interrupted before its first save.
         [ -z "$content" ] || [ "$MAX_RESTARTS" -gt 0 ] || compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null ||
             die "EXP_DIR=$EXP_DIR is not empty and holds no checkpoint to resume from: $choose or remove it"
-        [ -n "$content" ] || echo "$1" >"$EXP_DIR/command.txt" # never again: a kill would leave it empty
+        [ -n "$content" ] || echo "$1" >"$EXP_DIR/command.txt" # only once: a kill during a second write would leave it empty
     fi
     ! compgen -G "$EXP_DIR/checkpoints/iter_*" >/dev/null || RESUME=(--load "$EXP_DIR/checkpoints")
 }
 
-_stop() { # timeout and some shells send one signal twice, so a repetition counts only after more than two seconds
+_stop() { # timeout and some shells send a signal twice, so a second signal counts only after more than two seconds
     INTERRUPTED=1
     if [ -z "$STOPPED_AT" ]; then
         STOPPED_AT=$SECONDS
         say "stopping: every rank saves after its step and exits; another signal kills the ranks without a save"
         [ -z "$TORCHRUN" ] || kill -TERM "$TORCHRUN" 2>/dev/null || true
-    elif [ $((SECONDS - STOPPED_AT)) -ge 3 ]; then # whole seconds: it may be little more than two
+    elif [ $((SECONDS - STOPPED_AT)) -ge 3 ]; then # whole seconds: the difference can be little more than two
         kill -QUIT "$TORCHRUN" 2>/dev/null || true
     fi
 }
@@ -174,18 +174,18 @@ _train() { # ARGUMENT…: runs torchrun.py and copies its output to train.log; r
     return "$status"
 }
 
-# launch EXP_DIR DRIVER_FLAG…: one training run, everything about it kept in EXP_DIR.
+# launch EXP_DIR DRIVER_FLAG…: one training run, which keeps everything in EXP_DIR.
 launch() {
     EXP_DIR=$(realpath -m -- "$1")
     shift
     local command run flags logged reason
     _check_settings
     _rendezvous
-    read -d '' -ra flags <<<"${FLAGS:-}" || true # it may have several lines
+    read -d '' -ra flags <<<"${FLAGS:-}" || true # FLAGS can have several lines
     command=(-m megablocks.megatron.pretrain_gpt "$@" --data-prefix "$DATA_PREFIX"
         --megablocks-run-dir "$EXP_DIR" --save "$EXP_DIR/checkpoints" --tensorboard-dir "$EXP_DIR/tensorboard"
         "${flags[@]}")
-    # --load also into an empty folder: ranks that torchrun starts again with this command line then resume.
+    # --load even for an empty folder: ranks that torchrun starts again with this command line then resume.
     run=("$ROOT/scripts/torchrun.py" "${RENDEZVOUS[@]}" --nproc-per-node "$NGPU" "${command[@]:0:2}"
         --load "$EXP_DIR/checkpoints" "${command[@]:2}")
     if is_dry_run; then
@@ -195,9 +195,9 @@ launch() {
     fi
     find_python
     _check_machine
-    # bash quotes characters outside of ASCII as the locale says; in C.UTF-8 the file is the same everywhere.
+    # How bash quotes characters outside of ASCII depends on the locale; in C.UTF-8 the file is the same everywhere.
     _open_run_dir "$({ LC_ALL=C.UTF-8; } 2>/dev/null; echo "${command[*]@Q}")"
-    # One thread a process unless asked otherwise; tensor parallelism needs its kernels queued in order.
+    # One thread per process unless set otherwise; tensor parallelism needs its kernels queued in order.
     export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-1}"
     logged=$(wc -c 2>/dev/null <"$EXP_DIR/train.log" || echo 0)
     if _train "${run[@]}" "${RESUME[@]}"; then
@@ -209,7 +209,7 @@ launch() {
         fi
         return
     fi
-    # torchrun's own report of the failure hides the driver's line, so that line comes again, last.
+    # torchrun's own report of the failure hides the driver's line, so it is printed again at the end.
     reason=$(tail -c "+$((logged + 1))" "$EXP_DIR/train.log" | grep '^pretrain_gpt: ' | tail -n 1 || true)
     [ -z "$STOPPED_AT" ] || die "stopped before a save: ${reason:-see $EXP_DIR/train.log}"
     die "failed: ${reason:-see $EXP_DIR/train.log}"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Static checks: ruff, import-linter, mypy, shellcheck, hadolint, and the site where its tools are installed. Runs all of them, and fails if one of them fails.
+# Static checks: ruff, import-linter, mypy, shellcheck, hadolint, and the site if its tools are installed.
+# Runs all of them, and fails if one of them fails.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -16,7 +17,7 @@ check() { # NAME COMMAND…: starts COMMAND; its output is printed only if it fa
     running+=($!)
 }
 
-check types "$bin/mypy" # it takes longest, and one core
+check types "$bin/mypy" # first, because it takes longest, on one core
 check ruff "$bin/ruff" check .
 check imports "$bin/lint-imports" --no-cache
 check shell "$bin/shellcheck" -x -P SCRIPTDIR "${shell_files[@]}"

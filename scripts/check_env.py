@@ -1,4 +1,4 @@
-"""Checks the running Python against the pins of pyproject.toml for some extras. Exits 0, or 1 with the reason.
+"""Checks the running Python against the pins of pyproject.toml for the given extras. Exits 0, or 1 with the reason.
 
     python scripts/check_env.py megatron dev
 """

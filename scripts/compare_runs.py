@@ -2,8 +2,8 @@
 compare the loss curves.
 
 Runs with the same seed have the same initial weights and the same data, so only rounding makes their losses differ; on
-two GPUs dropout draws other masks too. The first run is repeated with a second seed: the distance between these two
-runs is the noise, and every other run must be at most as far away from the first one.
+two GPUs dropout masks differ too. The first run is repeated with a second seed. The distance between these two runs is
+the noise, and every other run must be within this distance of the first one.
 
 A run is a launch of a script of exp/ into its own folder. A run of the same command whose loss.csv reaches the last
 step is not repeated, so the runs can be spread over several calls or machines (`--only`). A run that stopped early
@@ -47,14 +47,14 @@ LAYOUTS = {
 
 
 class Arm(NamedTuple):
-    """What the runs of an arm have in common. gpus: NGPU, None for that of the environment."""
+    """What the runs of an arm have in common. gpus: NGPU, None for the value in the environment."""
 
     flags: str
     gpus: int | None = None
 
 
 def arms_of(impls: Sequence[str], layouts: Sequence[str], flags: str) -> dict[str, Arm]:
-    """The arms by name, the first one is what the others are compared with: the impls, one GPU, or a run as it is."""
+    """The arms by name. The others are compared with the first: the first impl, one GPU, or the run without flags."""
     if flags:
         return {"as-it-is": Arm(""), "with-flags": Arm(flags)}
     if layouts:
@@ -132,7 +132,7 @@ def _is_done(folder: Path, steps: int, command: list[str], variables: dict[str, 
 
 
 def _names(command: str) -> list[str]:
-    """The words of a command, of paths the last part alone, because runs may come from other machines."""
+    """The words of a command, with only the last part of each path, because runs can come from other machines."""
     try:
         return [Path(word).name if word.startswith("/") else word for word in shlex.split(command)]
     except ValueError:  # cut off inside a quote
@@ -140,7 +140,7 @@ def _names(command: str) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code 0: every run is within the noise. 1: a run is not, or a launch failed. 2: --only left runs out."""
+    """Exit code 0: every run is within the noise. 1: a run is not, or a launch failed. 2: --only left some runs out."""
     print_in_any_locale()
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", 1)[0])
     parser.add_argument("out", type=named_path, help="folder for runs.png and for one subfolder per run")
@@ -148,8 +148,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--impls", nargs="+", choices=MLP_IMPLS, default=["sparse", "fused"],
                       help="the others are compared with the first one")  # fmt: skip
     what.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[],
-                      help="layouts of two GPUs, compared with one GPU")  # fmt: skip
-    what.add_argument("--flags", default="", help="the experiment as it is, compared with itself with these flags")
+                      help="layouts of two GPUs, each compared with one GPU")  # fmt: skip
+    what.add_argument("--flags", default="", help="the experiment without and with these flags")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seeds", nargs=2, type=int, default=[1234, 1235], help="of all runs, and of the noise run")
     parser.add_argument("--experiment", type=Path, default=EXPERIMENT, help="a script of exp/ (default: dMoE-XS)")

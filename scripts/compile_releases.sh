@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Compile kernels for sm_90 with the oldest and the newest release of Triton that the package supports. Needs no GPU.
 # Usage: scripts/compile_releases.sh [--all]
-#   --all      every kernel (12 minutes of a core); without it those for Hopper, whose language, Gluon, changes, and of
-#              each the first four binaries
+#   --all      every kernel (12 minutes of a core); without it only the kernels for Hopper, whose language, Gluon, is
+#              not stable, and only the first four binaries of each
 #   DRY_RUN=1  only prints the commands
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,11 +1,11 @@
 # shellcheck shell=bash
-# To source. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies the pins of pyproject.toml for those extras:
-# $PYTHON if it is set, else the active one, else .venv, which is made with a Python >= 3.12 if it does not exist.
-# `is_dry_run` reads DRY_RUN.
+# Source this file. `use_env EXTRA…` sets PYTHON to an interpreter that satisfies the pins of pyproject.toml for these
+# extras: $PYTHON if it is set, otherwise the active interpreter if it fits, otherwise .venv. A missing .venv is made,
+# with a Python >= 3.12. `is_dry_run` reads DRY_RUN.
 
 _root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
-is_dry_run() { # whether DRY_RUN=1 asks to print what would be done; any value but 0, 1 and none ends the script
+is_dry_run() { # whether DRY_RUN=1 asks to only print the commands; a value other than 0, 1 and none ends the script
     case ${DRY_RUN:-0} in
     0) return 1 ;;
     1) return 0 ;;
@@ -35,7 +35,7 @@ _base_python() { # prints a Python >= 3.12 with venv, from PATH or pyenv. 3.12 c
     return 1
 }
 
-_install() ( # PYTHON PIP_ARGUMENT…: by uv, in a third of pip's time, but where pip has an index of its own, which uv ignores
+_install() ( # PYTHON PIP_ARGUMENT…: by uv, in a third of pip's time, unless pip has its own index, which uv ignores
     python=$1
     shift
     pip=("$python" -m pip install --quiet --disable-pip-version-check --no-input --no-compile)

@@ -3,11 +3,11 @@
     python scripts/find_micro_batch.py OUT -- bash exp/dmoe/dmoe_125m_8gpu.sh [STEPS …]
 
 A trial launches a script of exp/ with one of the sizes that divide each data-parallel rank's share of the global batch.
-The first trial takes the whole share; after one that runs out of memory the others halve the sizes that are left.
-A trial in whose last step torch's allocator emptied its cache to find room, for which it waits for the GPU, counts as
+The first trial takes the whole share. If it runs out of memory, each further trial halves the sizes that are left.
+If torch's allocator emptied its cache in the last step to find room, for which it waits for the GPU, the size counts as
 too large, unless no smaller size has more room.
-Writes OUT/micro_batch.json: the chosen size, and the peak memory and tokens/s of each trial, whose logs lie beside it.
-With expert parallelism the memory follows the load of the experts; take the next smaller size there. The environment
+Writes OUT/micro_batch.json: the chosen size, and the peak memory and tokens/s of each trial; the logs are next to it.
+With expert parallelism the memory depends on the load of the experts; use the next smaller size there. The environment
 variables are those of exp/common.sh; DRY_RUN=1 prints the trials.
 """
 
@@ -63,7 +63,7 @@ def divisors(share: int) -> list[int]:
 
 
 def share_of(command: Sequence[str]) -> int:
-    """Sequences of a step on one data-parallel rank, from the launcher's command; of repeated flags the last counts.
+    """Sequences of a step on one data-parallel rank, from the launcher's command. If a flag repeats, the last counts.
 
     Raises:
         ConfigError: the ranks do not divide the global batch, or the command has no global batch.
@@ -91,7 +91,7 @@ def share_of(command: Sequence[str]) -> int:
 
 
 def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], Trial]) -> list[Trial]:
-    """The trials, in order: the largest size, then bisection, for a smaller size never takes more memory."""
+    """The trials, in order: the largest size, then bisection, because a smaller size never needs more memory."""
     trials = [attempt(sizes[-1])]
     low, high = -1, len(sizes) - 1  # `low` has room, `high` has not
     if trials[0].has_room:
@@ -104,7 +104,7 @@ def largest_that_fits(sizes: Sequence[int], attempt: Callable[[int], Trial]) -> 
 
 
 def read_log(size: int, status: int, text: str) -> Trial:
-    """What a trial's log says. Raises ConfigError if it failed for another reason than memory."""
+    """The trial that a log describes. Raises ConfigError if it failed for another reason than memory."""
     if status:
         if not _OUT_OF_MEMORY.search(text):
             said = re.findall(r"^pretrain_gpt: .*", text, re.MULTILINE)
@@ -151,7 +151,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="find_micro_batch.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=named_path, help="folder for micro_batch.json and the logs")
-    parser.add_argument("--size", type=int, help="try this size alone")
+    parser.add_argument("--size", type=int, help="try only this size")
     options, command = parser.parse_args(words[:cut]), words[cut + 1 :]
     out: Path = options.out
     try:

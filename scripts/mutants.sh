@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Shows that each test fails when the behavior that it tests is broken. Usage: scripts/mutants.sh [ID…]  (default: all)
-# tests/mutants/<ID>.patch breaks one behavior, <ID>-<path>.patch the same on another path of the code. In a scratch copy
-# with the patch, a test_<ID>_* must fail.
+# tests/mutants/<ID>.patch breaks one behavior, <ID>-<path>.patch the same behavior on another path of the code. A
+# test_<ID>_* must fail in a scratch copy with the patch.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -39,7 +39,7 @@ for patch in "${patches[@]/#/$PWD/}"; do
     out=$(cd "$tree" && git apply "$patch" && PYTHONPATH=$tree "$PYTHON" -m pytest -p no:cacheprovider -q --tb=no -r fE -x \
         -m "slow or not slow" -k "test_${id}_" "${files[@]}" 2>&1) || status=$?
     detail=$(grep -E '^(FAILED|ERROR) ' <<<"$out" || tail -n 1 <<<"$out")
-    # pytest exits with 1 if a test failed. Any other status (all passed, nothing collected, bad patch) proves nothing.
+    # pytest exits with 1 if a test failed. Another status (all passed, nothing collected, bad patch) proves nothing.
     if [ "$status" -eq 1 ] && [[ $detail == FAILED* ]]; then
         verdict=killed
     else

@@ -1,13 +1,13 @@
-"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part beside it.
+"""A training step as a table of parts, from a trace of torch's profiler, with the bound of each part.
 
     python scripts/profile_step.py OUT -- bash exp/dmoe/dmoe_125m_8gpu.sh [STEPS …]
     python scripts/profile_step.py OUT --trace RUN/torch_profile/rank-0.json.gz
 
 The first form launches a script of exp/ in the folder OUT/run for a few steps; the script's arguments are those after
 EXP_DIR, and the environment variables are those of exp/common.sh. Writes OUT/profile.md, profile.json and profile.png.
-The times of the parts add up to the step: where kernels overlap, the last one that started counts, and communication
-only where nothing else runs. The profiler slows the host, so the table has more idle time than the line above it, which
-is about the steps after the profile. DRY_RUN=1 prints the command.
+The times of the parts add up to the step: while kernels overlap, the time belongs to the one that started last, and to
+communication only if nothing else runs. The profiler slows the host, so the table has more idle time than the steps
+after the profile, which the line above the table describes. DRY_RUN=1 prints the command.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megablocks.monitor.trace import read_step
 from megablocks.tool.commands import named_path, print_in_any_locale
 
 FIRST, LAST, STEPS = 6, 9, 16
-"""The profiled steps, FIRST to LAST - 1, and the steps of a run. Those after the profile give the tokens/s."""
+"""The profiled steps, FIRST to LAST - 1, and the steps of a run. The tokens/s come from those after the profile."""
 FLAGS = (
     f"--train-iters {STEPS} --log-interval 1 --eval-iters 0 --no-save-optim --no-save-rng --profile "
     f"--use-pytorch-profiler --profile-step-start {FIRST} --profile-step-end {LAST} --profile-ranks 0"
@@ -76,7 +76,7 @@ def launch(command: Sequence[str], **variables: str) -> int:
 
 
 def _launch(out: Path, words: Sequence[str]) -> Path | None:
-    """Run the experiment in OUT/run. Returns its trace; None at DRY_RUN=1, which prints the command."""
+    """Run the experiment in OUT/run. Returns its trace; None with DRY_RUN=1, which only prints the command."""
     folder = out / "run"
     command, flags = command_in(folder, words), f"{FLAGS} {os.environ.get('FLAGS', '')}".strip()
     if is_dry_run():
@@ -99,9 +99,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="profile_step.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=named_path, help="folder for the table and the picture")
-    parser.add_argument("--trace", type=Path, help="read this trace in place of a launch")
-    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json beside the trace)")
-    parser.add_argument("--title", help="of table and picture (default: the script's or the trace's name)")
+    parser.add_argument("--trace", type=Path, help="read this trace instead of launching a run")
+    parser.add_argument("--run", type=Path, help="sizes of the run (default: run.json next to the trace)")
+    parser.add_argument("--title", help="title of table and picture (default: the script's or the trace's name)")
     options = parser.parse_args(words)
     try:
         if (options.trace is None) == (not command):

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Builds sdist and wheel of the last commit, checks them, and installs the wheel in fresh environments that run it.
-# Usage: scripts/release_check.sh [OUT]      OUT (default build/release) gets sdist, wheel and one log an environment
+# Usage: scripts/release_check.sh [OUT]      OUT (default build/release) gets sdist, wheel and one log per environment
 #   PYTHONS="3.10 3.12"        versions of Python, from PATH or pyenv
 #   TORCHES="oldest newest"    releases of torch within the pins: oldest, newest, or a version
-#   KEEP=1                     keeps the environments (5 GB each); else each goes when its check ends
+#   KEEP=1                     keeps the environments (5 GB each); otherwise each is removed when its check ends
 #   DRY_RUN=1                  only prints what would run
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,12 +16,12 @@ source scripts/env.sh
 out=${1:-build/release}
 read -ra pythons <<<"${PYTHONS:-3.10 3.12}"
 read -ra torches <<<"${TORCHES:-oldest newest}"
-# What needs no GPU, no Megatron and no other package: the tests of an installed wheel.
+# The tests of an installed wheel: those that need no GPU, no Megatron and no other package.
 tests=(tests/test_config.py tests/moe/test_layer.py tests/moe/test_experts.py tests/moe/test_route.py
     tests/moe/test_batch_invariant.py tests/ops/test_dispatch.py)
 
 oldest=$(sed -n 's/^ *"torch>=\([0-9.]*\)",$/\1/p' pyproject.toml)
-requirement() { # TORCH: what pip is asked for
+requirement() { # TORCH: the requirement for pip
     case $1 in
     oldest) echo "torch==$oldest.*" ;;
     newest) echo torch ;;
@@ -71,7 +71,7 @@ for version in "${pythons[@]}"; do
         name=python$version-torch-$torch env=$work/env
         log=$out/$name.log
         (
-            set -e # in the background, because "if" would switch it off
+            set -e # in the background, because "if" would turn it off
             exec >"$log" 2>&1
             "$base" -m venv --clear "$env"
             "$env/bin/python" -m pip install -q "$(requirement "$torch")" "$out"/*.whl

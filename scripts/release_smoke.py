@@ -1,4 +1,4 @@
-"""What a user does first with an installed package: import it, run a layer on the CPU, ask the tool.
+"""A user's first steps with an installed package: import it, run a layer on the CPU, call the tool.
 
 python scripts/release_smoke.py       in an environment with the wheel, from an empty folder
 """

@@ -2,7 +2,7 @@
 # Builds the documentation site from docs/ into build/site. A dead link, a dead anchor or a warning fails.
 # Usage: scripts/site.sh [serve]
 #   serve      shows the site on http://127.0.0.1:8000 and builds it again at each change
-#   PYTHON=…   an interpreter that has the tools; default: the active one, else .venv-docs, which is made (without torch)
+#   PYTHON=…   an interpreter with the tools; default: the active one if it has them, or .venv-docs, made without torch
 #   DRY_RUN=1  only prints the command
 set -euo pipefail
 cd "$(dirname "$0")/.."

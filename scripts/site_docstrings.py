@@ -1,4 +1,4 @@
-"""A Griffe extension: the site shows docstrings as they are written, because they are plain text and no Markdown."""
+"""A Griffe extension: the site shows docstrings as they are written, because they are plain text, not Markdown."""
 
 from __future__ import annotations
 

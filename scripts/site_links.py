@@ -1,8 +1,8 @@
-"""A hook of MkDocs: pages of the repository outside docs/ become part of the site, at the paths that they have there.
+"""A hook of MkDocs: pages of the repository outside docs/ become part of the site, with their paths in the repository.
 
-The pages link each other by relative paths, as GitHub wants. On the site docs/ is the root, so `../README.md` on a page
-of docs/ is `README.md` here, and `../../docs/tool.md` on a page of benchmarks/notes is `../../tool.md`. What a page
-links to outside docs/, a picture, a result or a source file, is copied.
+The pages link to each other by relative paths, as GitHub requires. On the site docs/ is the root, so `../README.md` on
+a page of docs/ becomes `README.md`, and `../../docs/tool.md` on a page of benchmarks/notes becomes `../../tool.md`.
+Files outside docs/ that a page links to, such as pictures, results and source files, are copied.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 LINK = re.compile(r"(?<=\]\()(?!\w+:|#)([^)\s#]+)|(?<=src=\")(?!\w+:)([^\"]+)")
 FENCE = re.compile(r"(?m)^(```\w+) .*$")
-"""The start of a snippet, with the word that tells the tests how to run it. MkDocs knows a language only."""
+"""The start of a snippet, with the word that tells the tests how to run it. MkDocs accepts only a language."""
 HOME = "README.md"
 
 
 def place_of(file: Path) -> str:
-    """Where a file of the repository lies on the site. README.md would be the site's front page, so it moves down."""
+    """The place of a file of the repository on the site. README.md would be the site's front page, so it moves down."""
     path = file.relative_to(ROOT).as_posix()
     return "repository/README.md" if path == HOME else path.removeprefix("docs/")
 
@@ -32,7 +32,7 @@ def targets(page: Path) -> list[Path]:
 
 
 def linked_from(pages: list[Path]) -> set[Path]:
-    """The pages, and every file that can be reached from them by links."""
+    """The pages, and every file that links from them lead to."""
     seen, waiting = set(pages), list(pages)
     while waiting:
         for path in targets(waiting.pop()):
@@ -43,7 +43,7 @@ def linked_from(pages: list[Path]) -> set[Path]:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add what lies outside docs/."""
+    """Add the files outside docs/."""
     from mkdocs.structure.files import File
 
     pages = [Path(file.abs_src_path) for file in files.documentation_pages()]

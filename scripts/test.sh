@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# The tests, and the checks beside them. Usage: scripts/test.sh [--all] [--gpu] [pytest arguments]
+# The tests, and the checks at the same time. Usage: scripts/test.sh [--all] [--gpu] [pytest arguments]
 #   --all      also runs the slow tests
-#   --gpu      only the tests that use a GPU, slow ones too; no checks
+#   --gpu      only the tests that use a GPU, including the slow ones; no checks
 #   DRY_RUN=1  only prints the commands
-#   WORKERS=N  pytest workers (default 2; for the tests that need a GPU half of the cores, at most 16)
+#   WORKERS=N  pytest workers (default 2; with --gpu half of the cores, at most 16)
 set -euo pipefail
 cd "$(dirname "$0")/.."
 source scripts/env.sh
@@ -45,7 +45,7 @@ if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
 fi
 [ -z "$only_gpu" ] || exec "$PYTHON" -m pytest -n "$workers" "${args[@]}"
 log=$(mktemp)
-bash scripts/check.sh >"$log" 2>&1 & # beside the tests, which leave cores idle
+bash scripts/check.sh >"$log" 2>&1 & # during the tests, which leave cores idle
 checking=$!
 trap 'kill "$checking" 2>/dev/null || true; rm -f "$log"' EXIT # a command that fails here would set the exit status
 status=0

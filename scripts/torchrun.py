@@ -21,7 +21,7 @@ import psutil
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _GRACE_S = 3.0
-"""How long torchrun may take to end after a signal that found no rank. It needs less once every rank has saved."""
+"""How long torchrun may take to end after a signal that found no rank. After every rank has saved it needs less."""
 _is_stopping = False
 _deadline = math.inf
 _asked: set[int] = set()
@@ -45,7 +45,7 @@ def _send(ranks: list[psutil.Process], number: int) -> None:
 
 
 def _end_if_it_goes_on() -> None:
-    """After a signal torchrun must not start ranks, which it does if one failed to save, nor wait for machines."""
+    """After a signal torchrun must not wait for machines or start ranks, which it does if a rank failed to save."""
     restarted = [rank for rank in psutil.Process().children() if rank.pid not in _asked]
     if restarted:
         _send(restarted, signal.SIGKILL)
@@ -57,10 +57,10 @@ def _end_if_it_goes_on() -> None:
 def main() -> int:
     """Returns 0 if every rank exited with 0, 2 without a program, else 1. torchrun reports failed ranks on stderr."""
     for number in _SIGNALS:
-        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays in force
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup stays effective
             signal.signal(number, _stop)
     if any(argument.startswith(("--max-restarts", "--max_restarts")) for argument in sys.argv):
-        # Else torch 2.13 keeps one store for all restarts, and restarted ranks read the addresses of the dead ones.
+        # Otherwise torch 2.13 keeps one store for all restarts, and restarted ranks read the addresses of dead ranks.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # A fine-grained GPT of today: SwiGLU, RMSNorm, rotary embeddings, no dropout; 128 experts of width 256, 8 for each token.
-# 1.9B parameters, 0.2B of them active. 1 GPU. It is no published run. Use data with a vocabulary of 51,200
+# 1.9B parameters, 0.2B of them active. 1 GPU. It is not a published run. Use data with a vocabulary of 51,200
 # (scripts/prepare_data.py --vocab-size 51200).
 # Usage: dmoe_fine_1gpu.sh EXP_DIR [STEPS [NUM_EXPERTS [TOP_K [LOSS_WEIGHT [BATCH]]]]]     (environment: exp/common.sh)
 set -euo pipefail

@@ -2,8 +2,8 @@
 # Megatron-LM's own pretrain_gpt.py, unmodified, trains a small dMoE GPT: its --spec flag names our layers.
 # Usage: dmoe_spec.sh [EXP_DIR [STEPS]]     (environment: NGPU, STEPS, DATA_PREFIX, FLAGS, PYTHON, DRY_RUN of exp/common.sh)
 #   MEGATRON_LM_PATH   a checkout without its megatron/ folder (default: third_party/Megatron-LM, fetched if it is missing)
-#   MEGABLOCKS_*       stand for our driver's flags, which this script does not know: MEGABLOCKS_CAPACITY_FACTOR=1.25
-# The data set must have a SentencePiece tokenizer, as scripts/prepare_data.py makes by default.
+#   MEGABLOCKS_*       instead of our driver's flags, which this script lacks: MEGABLOCKS_CAPACITY_FACTOR=1.25
+# The data set must have a SentencePiece tokenizer, which scripts/prepare_data.py makes by default.
 set -euo pipefail
 source "$(dirname "$0")/../common.sh"
 EXP_DIR=$(realpath -m -- "${1:-$ROOT/runs/spec_dmoe_$(date +%Y%m%d_%H%M%S)}")
@@ -14,7 +14,7 @@ if [ "$(gpus)" -gt 0 ]; then
 else
     NGPU=${NGPU:-2} MACHINE=(--distributed-backend gloo --use-cpu-initialization)
 fi
-read -d '' -ra flags <<<"${FLAGS:-}" || true # it may have several lines
+read -d '' -ra flags <<<"${FLAGS:-}" || true # FLAGS can have several lines
 _check_settings
 [ ! -e "$EXP_DIR" ] || [ -d "$EXP_DIR" ] || die "EXP_DIR=$EXP_DIR is a file: choose another folder"
 
@@ -29,7 +29,7 @@ without_engine=(--transformer-impl local --no-gradient-accumulation-fusion --no-
 # Without --data-cache-path Megatron writes its index files into the data set's folder.
 data=(--train-data-path "$DATA_PREFIX/train" --valid-data-path "$DATA_PREFIX/valid" --data-cache-path "$EXP_DIR/data_cache"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$DATA_PREFIX/tokenizer.model")
-# --eval-interval has no default in Megatron, which divides by it.
+# Megatron divides by --eval-interval, for which it has no default.
 training=(--micro-batch-size 4 --global-batch-size 8 --train-iters "$STEPS" --lr-decay-iters "$STEPS" --optimizer adam
     --lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-fraction 0.05 --clip-grad 1.0 --weight-decay 0.01
     --log-interval 10 --eval-interval 1000 --eval-iters 10 --num-workers 0)

@@ -320,8 +320,8 @@ def test_a_wrong_call_is_one_line_and_help_starts_nothing(data: Path, tmp_path: 
     usage, run = "usage: dmoe.sh [EXP_DIR [STEPS]]", str(tmp_path / "run")
     for words, message in (
         ([run, "3", "64"], f"{run} 3 64: too many arguments; {usage}"),
-        ([run, "3", "--bf16"], f"{run} 3 --bf16: holds a flag, which belongs into FLAGS; {usage}"),
-        (["-n"], f"-n: holds a flag, which belongs into FLAGS; {usage}"),
+        ([run, "3", "--bf16"], f"{run} 3 --bf16: holds a flag, which belongs in FLAGS; {usage}"),
+        (["-n"], f"-n: holds a flag, which belongs in FLAGS; {usage}"),
     ):
         assert _refusal(_run(SMOKE, *words, **settings)) == f"dmoe.sh: {message}\n"
     assert _refusal(_run(SMOKE, run, DRY_RUN="yes", **settings)) == "dmoe.sh: DRY_RUN=yes: must be 0 or 1\n"
