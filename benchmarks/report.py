@@ -140,7 +140,7 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     rate = rates.get(settings["rates"], f"{settings['rates']} for every arm")
     many = _seeds(summaries)
     beside = _at_once(record)
-    runs = f" a run, {beside} runs at once on one host" if beside > 1 else ""
+    runs = f" for each run, {beside} runs at the same time on one host" if beside > 1 else ""
     same = "Every evaluation of every run reads the same samples of its validation part. " if _is_fixed(record) else ""
     text = [
         f"{settings['ngpu']} × {where['gpu']}{runs}, torch {where['torch']} (CUDA {where['torch CUDA']}), Triton "
@@ -151,16 +151,16 @@ def setup(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         f"of the data and the initialization ({many}). Learning rate: {rate}, a warm-up over "
         f"{_warmup(record)}, cosine decay to a tenth. Text: the data set with fingerprint "
         f"`{settings['data'][:16]}`. {same}"
-        "Times are those of training, without compilation, evaluation and saves. The load of the experts is that of "
-        "the routers as they train, unless an arm's name says uniform or skewed.",
-        "Each number is computed from [record.json]({folder}record.json): a line a run, with its command, environment, "
-        "losses, speeds, drops and loads. The command of the comparison, for the code of that commit, where DATA is "
-        "the folder of this data set:",
+        "Times count training only, without compilation, evaluation and saves. The routers learn the load of the "
+        "experts, unless an arm's name says uniform or skewed.",
+        "Each number is computed from [record.json]({folder}record.json). It has one line for each run: command, "
+        "environment, losses, speeds, drops and loads. This is the command of the comparison, for the code of that "
+        "commit; DATA is the folder of this data set:",
     ]
     if stopped := [f"{ARMS[one.arm].label}, {one.stopped}" for one in summaries.values() if one.stopped]:
         text[1] += (
-            f"\n\nNot every run is finished: {'; '.join(stopped)}. Such a run has no final loss, so nothing that "
-            "compares final losses includes it. Its other figures are those of the steps that it did."
+            f"\n\nThese runs are not finished: {'; '.join(stopped)}. They have no final loss, so comparisons of final "
+            "losses leave them out. Their other figures are computed from the steps that they did."
         )
     if tuning := record["tuning"]:
         losses = {arm: ", ".join(f"{rate} → {_or_dash(one['loss'], '.4f', 'diverged')}" for rate, one in tried.items())
@@ -193,8 +193,8 @@ def quality(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     text = "Runs of one seed read the same data in the same order."
     if max(one.seeds for one in summaries.values()) > 1:
         text = (
-            "Mean of the seeds, of tokens/s their median, with the smallest and the largest in brackets. Differences "
-            "are taken seed by seed, for runs of one seed read the same data in the same order."
+            "The table shows the mean of the seeds (for tokens/s the median), and the smallest and the largest in "
+            "brackets. Differences are computed for each seed: runs of one seed read the same data in the same order."
         )
     picture = _picture("loss_tokens", "Loss against tokens")
     return "\n\n".join(filter(None, [text, table(head, rows), "\n".join(orders(summaries)), picture]))
@@ -270,7 +270,7 @@ def _equal_loss(summaries: dict[str, Summary], scale: float, unit: str) -> list[
     return [
         "The paper compares models that train on equally many tokens and end with the same loss. The "
         f"{larger.label} model ends with {span(larger.loss, '.4f')} after {span(larger.time_s, '.2f', scale)} {unit}. "
-        f"On the straight line through both dense models{over} one with dMoE's final loss trains "
+        f"On the straight line through both dense models{over} a dense model with dMoE's final loss trains for "
         f"{takes} {unit}, {times} times as long as dMoE.",
         _picture("equal_loss", "Final loss against training time"),
     ]
@@ -291,7 +291,7 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     if any(size for _, size in given):
         batch = record["runs"][0]["batch"]
         whole = all(size is not None and size * settings.ngpu == batch for _, size in given)
-        some = "" if all(size for _, size in given) else " for some arms; else it is the largest that fits"
+        some = "" if all(size for _, size in given) else " for some arms; otherwise it is the largest that fits"
         text = f"The micro-batch was given{': it is the whole batch of a GPU' if whole else some}."
         if any(size not in (None, used) for used, size in given):
             text += (
@@ -303,9 +303,9 @@ def speed(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
         tail = f"dMoE and the arms with a capacity have this Pareto front of training time and final loss: {best}."
         if len(front) < len(points):
             with_loss = " with a final loss" if any(one.stopped for one in summaries.values()) else ""
-            tail += f" Every other one{with_loss} takes at least as long as one of them, and its loss is not lower"
+            tail += f" Every other arm{with_loss} takes at least as long as one of these, and its loss is not lower"
             uneven = len({len(summaries[arm].losses) for arm in points}) > 1
-            tail += ", over the seeds that the two share." if uneven else "."
+            tail += ", over the seeds that both have." if uneven else "."
         parts += [tail, _picture("pareto", "Loss and time by capacity factor")]
     return "\n\n".join([*parts, _picture("drops_and_load", "Dropped pairs and load over tokens")])
 
@@ -365,18 +365,18 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
     tokens = run["curve"]["tokens"][-1]
     lines = [
         f"The paper trains on 10B tokens of the Pile, this run on {count(tokens)} of another text, "
-        f"{10e9 / tokens:,.0f} times fewer. Its losses cannot be compared with the paper's; of the differences between "
-        "arms only the order can.",
-        f"The paper's GPUs are eight A100-80GB, these {record['settings']['ngpu']} × {run['environment']['gpu']}.",
+        f"{10e9 / tokens:,.0f} times fewer. Its losses cannot be compared with the paper's. Only the order of the arms "
+        "can.",
+        f"The paper uses eight A100-80GB, this run {record['settings']['ngpu']} × {run['environment']['gpu']}.",
     ]
     if dmoe is not None:
         lines.append(
             f"A step of dMoE takes {dmoe.step_ms / base.step_ms:.2f} times as long as a dense step here. The time to a "
-            "loss, dense over dMoE, is the ratio of the tokens that both need for it, divided by this number."
+            "loss, dense over dMoE, is the ratio of the tokens that both need to reach it, divided by this number."
         )
         if {"tutel-0", "tutel-0-short"} & summaries.keys() and dmoe.load is not None:
             lines.append(
-                f"Tutel's padding follows the load: the fullest expert has {dmoe.load:.2f} times the mean of dMoE's."
+                f"Tutel's padding depends on the load: in dMoE the fullest expert has {dmoe.load:.2f} times the mean."
             )
     for arm in ("capacity-1", "tutel-1"):
         if (one := summaries.get(arm)) is not None and one.dropped is not None:
@@ -387,11 +387,11 @@ def differences(record: dict[str, Any], summaries: dict[str, Summary]) -> list[s
 def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     run = record["runs"][0]
     lines = [
-        f"One kind of machine ({run['environment']['gpu']}), one text, one budget. The learning rate's schedule "
-        "ends with the budget, so a loss in the middle of a run is not the loss of a run that ends there.",
+        f"There is one kind of machine ({run['environment']['gpu']}), one text and one budget. The learning-rate "
+        "schedule ends with the budget, so a loss in the middle of a run is not the loss of a run that ends there.",
     ]
     if _at_once(record) > 1:
-        lines.append(f"{_at_once(record)} runs at once share one host, which may slow them.")
+        lines.append(f"{_at_once(record)} runs at the same time share one host, which can slow them.")
     if not _is_fixed(record):
         lines.append(
             "Each evaluation of a run reads other samples of the validation text; all arms of a seed read the same. "
@@ -404,7 +404,7 @@ def limits(record: dict[str, Any], summaries: dict[str, Summary]) -> str:
     if record["settings"]["rates"] != "tuned":
         lines.append("The learning rates are not tuned for each arm.")
     lines += [f"{ARMS[arm].label}: not run: {why}." for arm, why in record["not_run"].items()]
-    lines.append("Skewed loads that no router makes are in `benchmarks/layers.py`, not here.")
+    lines.append("`benchmarks/layers.py`, not this report, measures skewed loads that no router produces.")
     return "\n".join(f"- {line}" for line in lines)
 
 
@@ -424,7 +424,7 @@ SECTIONS: dict[str, Callable[[dict[str, Any], dict[str, Summary]], str]] = {
     "Quality at equal tokens": quality,
     "Time to the dense model's loss": time,
     "Step time and memory": speed,
-    "Beside the paper": beside_paper,
+    "Compared with the paper": beside_paper,
     "Limits": limits,
     "Commands": commands,
 }
@@ -445,9 +445,9 @@ def overview(titled: Mapping[str, tuple[dict[str, Any], dict[str, Summary]]]) ->
             f"{_sooner(best)} ({best.label})" if best else "–", *(_or_dash(step, ".2f") for step in steps),
         ])  # fmt: skip
     head = ["comparison", "GPU", "dMoE's loss below dense", "dMoE, times sooner at the dense loss",
-            "the soonest arm that drops or pads", "step time over dMoE's: dense", "Tutel, capacity 1",
+            "the best arm that drops or pads", "step time over dMoE's: dense", "Tutel, capacity 1",
             "Tutel, padded"]  # fmt: skip
-    text = "Of several seeds: the mean, with the smallest and the largest in brackets. All else is below."
+    text = "With several seeds: the mean, and the smallest and the largest value in brackets. Details are below."
     return f"{text}\n\n{table(head, rows)}"
 
 

@@ -34,11 +34,11 @@ def test_the_report_has_the_figures_of_the_record(tmp_path: Path) -> None:
     assert f"| dMoE | {sooner / 60:.2f}" in text and f"| dense | {whole / 60:.2f} | 1.00 |" in text
     assert "| dense over dMoE, time to the dense loss | 1.33 | 1.5 | – |" in text
     assert "Every evaluation of every run reads the same samples" in text and "reads other samples" not in text
-    assert "8 × " not in text and "runs at once" not in text and "AT_ONCE" not in text
+    assert "8 × " not in text and "runs at the same time" not in text and "AT_ONCE" not in text
     assert "Learning rate: 6e-4 for every arm, a warm-up over 2 steps, cosine decay to a tenth." in text
     assert "torch 2.13.0" in text and "commit abc" in text and "bash exp/dmoe/dmoe_125m_8gpu.sh" in text
     assert "| drops tokens and computes the padding |" in text
-    assert "this Pareto front of training time and final loss: dMoE. Every other one takes at least as long" in text
+    assert "this Pareto front of training time and final loss: dMoE. Every other arm takes at least as long" in text
     assert "A step of dMoE takes 1.00 times as long as a dense step here." in text
 
 
@@ -157,7 +157,7 @@ def test_goals_of_steps_and_runs_beside_each_other(tmp_path: Path) -> None:
     text = _text(tmp_path)
     assert "| Tutel, capacity 1 over dMoE, step time | 0.31 | 1.0 | – |" in text
     assert "| Tutel, dynamic capacity (0), short run over dMoE, step time | 2.00 | 1.38 | 1.38 |" in text
-    assert "1 × CPU a run, 2 runs at once on one host, torch" in text and "AT_ONCE=2 " in text
+    assert "1 × CPU for each run, 2 runs at the same time on one host, torch" in text and "AT_ONCE=2 " in text
     assert "got the next smaller one" in text and "its run ends after 30% of the steps" in text
 
 
@@ -170,7 +170,7 @@ def test_one_seed_is_a_limit_and_arms_that_did_not_run_are_named(tmp_path: Path)
     assert "One seed, so no spread: every arm." in text
     assert "Tutel, dynamic capacity (0): not run: tutel is not installed." in text
     assert "which may be chance with one seed." in text
-    assert "Mean of the seeds" not in text
+    assert "mean of the seeds" not in text
 
 
 def test_one_missed_loss_is_not_reached_and_one_point_is_no_front(tmp_path: Path) -> None:
@@ -189,21 +189,21 @@ def test_one_missed_loss_is_not_reached_and_one_point_is_no_front(tmp_path: Path
 
 
 LARGER = {  # final losses of dMoE and of the larger dense model, which trains three times as long; what is said then
-    (3.5, 3.0): ("3.0100 (3.0000 to 3.0200)", "trains 5.46 min, 2.00 times as long as dMoE", "2.00"),
+    (3.5, 3.0): ("3.0100 (3.0000 to 3.0200)", "trains for 5.46 min, 2.00 times as long as dMoE", "2.00"),
     (3.5, 3.8): (
         "3.8100 (3.8000 to 3.8200)",
-        "trains more than 8.19 min, more than 3.00 times as long",
+        "trains for more than 8.19 min, more than 3.00 times as long",
         "more than 3.00",
     ),
     (3.5, 4.2): (
         "4.2100 (4.2000 to 4.2200)",
-        "trains more than 2.73 min, more than 1.00 times as long",
+        "trains for more than 2.73 min, more than 1.00 times as long",
         "more than 1.00",
     ),
-    (4.0, 4.0): ("4.0100 (4.0000 to 4.0200)", "trains 2.73 min, 1.00 times as long", "1.00"),
+    (4.0, 4.0): ("4.0100 (4.0000 to 4.0200)", "trains for 2.73 min, 1.00 times as long", "1.00"),
     (4.1, 3.0): (
         "3.0100 (3.0000 to 3.0200)",
-        "trains less than 2.73 min, less than 1.00 times as long",
+        "trains for less than 2.73 min, less than 1.00 times as long",
         "less than 1.00",
     ),
 }
@@ -253,10 +253,8 @@ def test_a_dense_model_of_dmoes_loss_is_found_over_the_seeds_that_all_have(tmp_p
     """Of the first seed alone dMoE's 3.5 is in the middle of 4.0 and 3.0. Over all seeds they are 4.0, 4.5, 3.0."""
     record = _uneven(tmp_path, ("dense-larger",))
     text = _text(tmp_path)
-    over = (
-        "both dense models, over the 1 seed that the three arms share, one with dMoE's final loss trains 5.46 min, 2.00"
-    )
-    assert over in text
+    over = "over the 1 seed that the three arms share, a dense model with dMoE's final loss trains for 5.46 min, 2.00"
+    assert f"both dense models, {over}" in text
     assert "dense of another size with dMoE's loss over dMoE, training time | 2.00 | – |" in text
     assert tmp_path / "equal_loss.png" in paper_plots.draw(record, tmp_path)
 
@@ -265,8 +263,8 @@ def test_the_front_compares_arms_over_the_seeds_that_both_have(tmp_path: Path) -
     """Capacity 1 has the easy seed alone, in which its loss is 0.3 above dMoE's."""
     _uneven(tmp_path, ("capacity-1",))
     text = _text(tmp_path)
-    assert "training time and final loss: dMoE. Every other one takes at least as long as one of them" in text
-    assert "and its loss is not lower, over the seeds that the two share." in text
+    assert "training time and final loss: dMoE. Every other arm takes at least as long as one of these" in text
+    assert "and its loss is not lower, over the seeds that both have." in text
 
 
 def _stop(record: dict, arm: str, *seeds: int) -> None:
@@ -286,8 +284,8 @@ def test_an_arm_that_stopped_has_figures_but_no_final_loss(tmp_path: Path) -> No
     stops = [f"seed {seed} stopped at step 15 of 20; its last evaluation, at step 15: {loss}"
              for seed, loss in ((1234, "4.0000"), (1235, "4.0200"))]  # fmt: skip
     assert f"| dMoE (stopped) | {'; '.join(stops)} | – | – | +0.26 | 2 | 1,000 | 0.00% | 2.00 | 0.0006 |" in text
-    assert f"Not every run is finished: dMoE, {'; '.join(stops)}. Such a run has no final loss" in text
-    assert "Not every run" not in whole and "stopped" not in whole
+    assert f"These runs are not finished: dMoE, {'; '.join(stops)}. They have no final loss" in text
+    assert "not finished" not in whole and "stopped" not in whole
     # Its time to the dense loss, its step time and load are those of the whole runs.
     [time, step] = [line for line in whole.splitlines() if line.startswith("| dMoE |")][1:]
     assert f"| dMoE (stopped) | {time.split(' | ')[1]} | {time.split(' | ')[2]} | – | 1,000 |" in text
