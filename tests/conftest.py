@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
@@ -42,6 +43,9 @@ HAS_GPU = _has_gpu()
 if not HAS_GPU:
     # Triton reads it once, so it must be set before the first import of triton.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    # A job in the background of a script ignores Ctrl-C, and so would every process that a test interrupts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _folder(item: pytest.Item) -> str:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,11 +28,23 @@ def _dispatch(num_tokens: int, num_experts: int, top_k: int, drop: bool) -> tupl
     return dispatch, int(dispatch.expert_offsets[-1])
 
 
+def _every_second(sizes: list[tuple[int, int, int]], kinds: Sequence[Any]) -> list[Any]:
+    """Each size with each kind. The interpreter takes every second one by default, a GPU and --all take the others."""
+    slow = pytest.mark.slow
+    return [
+        pytest.param(*size, kind, marks=slow if (i + j) % 2 else ())
+        for i, size in enumerate(sizes)
+        for j, kind in enumerate(kinds)
+    ]
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("drop", [False, True])
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden", "top_k"),
-    [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5), (6, 768, 1), (2, 4200, 2), (3, 1536, 3), (3, 3072, 2)],
+    ("num_tokens", "hidden", "top_k", "drop"),
+    _every_second(
+        [(1, 8, 1), (7, 20, 2), (5, 2100, 3), (33, 129, 5), (6, 768, 1), (2, 4200, 2), (3, 1536, 3), (3, 3072, 2)],
+        (False, True),
+    ),
 )
 def test_R7_permute_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, drop: bool, dtype: torch.dtype, poison: None
@@ -61,9 +76,12 @@ def test_R7_permute_kernels_equal_references(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", ["padded", "short", "binned", "binned, pairs behind the bins"])
 @pytest.mark.parametrize(
-    ("num_tokens", "hidden", "top_k"), [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5), (5, 192, 3)]
+    ("num_tokens", "hidden", "top_k", "kind"),
+    _every_second(
+        [(1, 8, 1), (7, 20, 2), (3, 1300, 3), (33, 129, 5), (5, 192, 3)],
+        ("padded", "short", "binned", "binned, pairs behind the bins"),
+    ),
 )
 def test_R9_padded_kernels_equal_references(
     num_tokens: int, hidden: int, top_k: int, kind: str, dtype: torch.dtype, poison: None
