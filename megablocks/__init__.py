@@ -27,7 +27,7 @@ _PUBLIC = {
     "get_load_balancing_loss": "megablocks.layers.losses",
 }
 
-# 0.10 imported these with the package, so that its users reach megablocks.layers.moe without an import of it.
+# 0.10 imported these with the package, so its users use megablocks.layers.moe without importing it.
 _SUBMODULES = ("backend", "grouped_gemm_util", "layers", "ops")
 
 __all__ = ["__version__", *_PUBLIC]

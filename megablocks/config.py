@@ -1,7 +1,7 @@
-"""The one description of a mixture-of-experts layer: frozen, validated once filled, unknown keys refused.
+"""The config of a mixture-of-experts layer. It is frozen, validates its values, and refuses unknown keys.
 
-`MoEConfig` says what a layer computes. How experts are spread over ranks (process groups) and where tensors live
-(device) are arguments of the layers, so a config is usable on a machine without a GPU and equal on every rank.
+`MoEConfig` says what a layer computes. Process groups and devices are arguments of the layers instead. So a config
+works on a machine without a GPU, and is equal on every rank.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ TOKEN_ROUNDINGS = ("nearest", "stochastic_frequency", "stochastic_score", "balan
 
 
 class ConfigError(ValueError):
-    """A value that a config refuses. The message is one line: field, value, what is allowed."""
+    """A config has an invalid value. The message is one line: field, value, what is allowed."""
 
 
 def refuse(field: str, value: object, allowed: str) -> NoReturn:
-    """Raise a ConfigError in its form."""
+    """Raise a ConfigError with the message "field=value: allowed"."""
     raise ConfigError(f"{field}={value!r}: {allowed}")
 
 
 def is_dry_run() -> bool:
-    """Whether DRY_RUN=1 asks to print what would be done. Raises ConfigError for any value but 0, 1 and none."""
+    """Return whether DRY_RUN=1 is set: print what a run would do. Raises ConfigError unless it is 0, 1 or unset."""
     value = os.environ.get("DRY_RUN") or "0"
     if value not in ("0", "1"):
         refuse("DRY_RUN", value, "must be 0 or 1")
@@ -43,7 +43,7 @@ def is_dry_run() -> bool:
 
 
 def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str = "ffn_hidden_size") -> None:
-    """Refuse, with a ConfigError, a width named `field` that mlp_impl cannot compute in `shards` equal parts."""
+    """Raise a ConfigError if mlp_impl cannot compute the width, named `field`, in `shards` equal parts."""
     multiple = IMPLS[mlp_impl].width_multiple if mlp_impl in IMPLS else 1
     if ffn_hidden_size % (shards * multiple):
         where = "" if shards == 1 else f" on each of {shards} shards"
@@ -52,14 +52,14 @@ def check_width(mlp_impl: str, ffn_hidden_size: int, shards: int = 1, field: str
 
 
 def check_flags(config: Any) -> None:
-    """Refuse, with a ConfigError, a field of type bool, of a dataclass, that holds anything else."""
+    """Raise a ConfigError if a field of type bool in the dataclass `config` holds another type."""
     for field in dataclasses.fields(config):
         if field.type in (bool, "bool") and not isinstance(getattr(config, field.name), bool):
             refuse(field.name, getattr(config, field.name), "must be True or False")
 
 
 def check_integers(config: Any, *names: str) -> None:
-    """Refuse, with a ConfigError, a field of these names that holds no integer of at least 1."""
+    """Raise a ConfigError if a field of these names is not an integer >= 1."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -78,24 +78,24 @@ class MoEConfig:
         gelu_approximate: form of gelu, "tanh" (the default) or "none" (exact, by erf).
         mlp_bias: biases b1 (E, I) [, c1 (E, I) for gated] and b2 (E, H) inside each expert.
         output_bias: one bias (H,) that all experts share, added after the combine (megablocks 0.10's `bias`).
-        mlp_impl: how the experts are computed: one of `kinds.IMPLS`, which says what each needs and saves, or "auto",
-            which picks grouped or fused by device and shape and logs the choice once. All compute the same function.
-            `MoE`, whose experts all have the same number of places, uses one torch.bmm a projection instead, unless
-            inputs or pre-activations are quantized; there only "reference" differs.
+        mlp_impl: how the experts are computed: one of `kinds.IMPLS`, or "auto", which picks grouped or fused by device
+            and shape and logs the choice once. All compute the same function. `MoE` has the same number of places for
+            every expert and uses one torch.bmm per projection instead. Exceptions are mlp_impl="reference", and
+            quantized inputs or pre-activations.
         recompute_activation: save less for backward and recompute it there; `kinds.IMPLS` says what each saves.
-        quantize_inputs_num_bits: 4 or 8 bits in which the experts' input is saved for the gradients of w1 and v1; -1
-            saves it as it is. `ops.quant` gives bytes and errors.
+        quantize_inputs_num_bits: save the experts' input, for the gradients of w1 and v1, in 4 or 8 bits; -1 saves it
+            unquantized. `ops.quant` lists bytes and errors.
         quantize_rematerialize_num_bits: the same for the pre-activations; the activation is then recomputed. 8 bits
-            take half of bf16's bytes, as fp8 does, at a fifth of float8_e4m3fn's error.
+            need half the bytes of bf16, like fp8, and have a fifth of the error of float8_e4m3fn.
         quantize_scatter_num_bits: the same for the experts' output, which the gradient of the router's weights needs.
-        gradient_accumulation_fusion: where w1, v1 and w2 have a `main_grad`, as under Megatron's data parallelism, add
-            their gradients to it. "fused" adds them inside the products, unrounded; the others add each gradient when
-            it is complete. Without `main_grad` nothing changes.
-        batch_invariant: a token's output does not depend on the other tokens of the batch, bit for bit, for a server
-            whose batches change, or a trainer that repeats a server's forward. Gradients are as without. On a CPU
-            tokens are computed one at a time. Refused where a token's experts depend on other tokens by definition,
-            and with an mlp_impl that has no such path (`kinds.IMPLS`).
-        shared_expert_hidden_size: width of an expert that every token passes, None for none.
+        gradient_accumulation_fusion: add the gradients of w1, v1 and w2 to their `main_grad`, which Megatron's data
+            parallelism creates. "fused" adds them inside the products, unrounded; the others add each gradient when it
+            is complete. Without `main_grad` this changes nothing.
+        batch_invariant: make a token's output independent of the other tokens of the batch, bit for bit. Use it for a
+            server with changing batches, or to repeat a server's forward in training. Gradients are the usual ones. A
+            CPU computes one token at a time. It is refused if a token's experts depend on other tokens by definition,
+            or if mlp_impl does not support it (`kinds.IMPLS`).
+        shared_expert_hidden_size: width of an expert that computes every token; None for no such expert.
         shared_expert_gate: scale the shared expert's output by sigmoid(x·g), g (H,).
     Router
         router_type: one of `kinds.ROUTERS`: "topk" (each token picks K experts) or "expert_choice" (each expert picks
@@ -106,36 +106,37 @@ class MoEConfig:
         normalize_top_k: p of the p-norm that divides a token's K weights, None for no normalization.
         top_k_scaling: factor on the K weights after normalization.
         jitter_eps: multiply the router's input by U(1-eps, 1+eps) in training, None for off.
-        num_groups, group_top_k: group-limited top-k: only experts of the best `group_top_k` of `num_groups` groups.
-        expert_score_bias: balancing without a loss: a buffer (E,) added to the scores for selection only.
+        num_groups, group_top_k: group-limited top-k: choose only experts in the best `group_top_k` of `num_groups`
+            groups.
+        expert_score_bias: balance without a loss: a buffer (E,) is added to the scores for selection only.
         expert_score_bias_rate: step by which that buffer moves towards balance at each update.
-        uniform_assignment: replace the chosen ids by round robin (benchmarks without convergence).
+        uniform_assignment: replace the chosen ids by round robin (for benchmarks that need no convergence).
         token_rounding: in training, round each expert's load to a multiple of token_rounding_tile rows by one of
-            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.ops.routing.rounding`. None for the tile means the
-            grouped products' own, `megablocks.ops.grouped.TILE_ROWS`.
+            `TOKEN_ROUNDINGS`, None for plain top-k; see `megablocks.ops.routing.rounding`. A tile of None means the
+            tile of the grouped products, `megablocks.ops.grouped.TILE_ROWS`.
     Losses (float32, returned with the output)
         load_balancing_loss_weight: coefficient of E/(K·T²)·Σ_e tokens_e·Σ_t share_te, 0 for none. A share is
             the softmax over all E, or a sigmoid score divided by the sum of the token's E scores. tokens_e counts
-            the pairs that were chosen, under expert_score_bias and groups too.
-        load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the ranks given).
+            the chosen pairs, also with expert_score_bias and groups.
+        load_balancing_scope: "local" (this rank's micro-batch) or "global" (token counts and T over the loss group).
         z_loss_weight: coefficient of mean(logsumexp(logits)²), 0 for none.
     Capacity (layer `MoE` only; `dMoE` has none)
-        capacity_factor: None in a dropless layer. 0 = the fullest expert's load, nothing dropped.
+        capacity_factor: None in a dropless layer. 0: the capacity is the fullest expert's load, nothing is dropped.
         capacity_rule: "megablocks": int(factor·K·T·ranks/E). "tutel": K·int(factor·ceil(T/E)); negative factor: the
             smaller of the fullest expert and that capacity with |factor|.
-    Expert parallelism (where the layer gets an expert_parallel_group)
+    Expert parallelism (if the layer has an expert_parallel_group)
         dispatcher: one of `kinds.DISPATCHER_CHOICES`. "symmetric" exchanges rows through memory that the GPUs of one
-            host share, without a host synchronization; "all_to_all" by torch.distributed; "auto" is "symmetric" where
-            max_tokens is given, rows cannot overflow and the ranks can, else "all_to_all".
-        max_tokens: the most tokens that a rank brings to the layer; "symmetric" sizes its buffers by it.
-        dispatch_rows_factor: rows that a rank's experts take with "symmetric", as a multiple of max_tokens·K. If more
-            arrive, the output is NaN and the next call raises. If it is at least the number of ranks, they always fit.
+            host share, without a host synchronization; "all_to_all" uses torch.distributed. "auto" is "symmetric" if
+            max_tokens is given, rows cannot overflow and the ranks support it, otherwise "all_to_all".
+        max_tokens: the largest number of tokens of a rank; it sets the buffer sizes of "symmetric".
+        dispatch_rows_factor: rows that a rank's experts accept with "symmetric", as a multiple of max_tokens·K. If more
+            arrive, the output is NaN and the next call raises. A factor of at least the number of ranks always fits.
     Initialization
         init_std: std of the normal from which w1, v1 and the router are drawn.
         output_init_std: the same for w2, None for init_std.
 
     Raises:
-        ConfigError: a value outside of what is said above, or two that exclude each other; one line names the field.
+        ConfigError: a value that is not allowed above, or two that exclude each other; one line names the field.
     """
 
     hidden_size: int
@@ -232,7 +233,7 @@ class MoEConfig:
         check_width(self.mlp_impl, self.ffn_hidden_size)
 
     def _check_floats(self, bound: str, *names: str) -> None:
-        """Refuse fields that are no finite number within the bound, ">= 0", "> 0" or "". None passes as a default."""
+        """Raise a ConfigError unless fields are finite and fit the bound ">= 0", "> 0" or "". A default None passes."""
         for name in names:
             value = getattr(self, name)
             if value is None and getattr(type(self), name) is None:
@@ -275,7 +276,7 @@ class MoEConfig:
         if rule not in TOKEN_ROUNDINGS:
             refuse("token_rounding", rule, f"must be None or one of {', '.join(TOKEN_ROUNDINGS)}")
         for name, needed in (
-            ("num_groups", None),  # a token that rounding adds may lie outside its best groups
+            ("num_groups", None),  # rounding can add a token to an expert outside the token's best groups
             ("uniform_assignment", False),
             ("capacity_factor", None),
         ):
@@ -299,20 +300,20 @@ class MoEConfig:
 
     @functools.cached_property
     def act(self) -> Activation:
-        """The activation as the ops take it."""
+        """The activation in the form that the ops accept."""
         return Activation(self.activation, self.gelu_approximate)
 
     def replace(self, **changes: Any) -> MoEConfig:
-        """A copy with `changes`, validated again; unknown names are refused."""
+        """Return a copy with `changes`, validated again. An unknown name raises a ConfigError."""
         return type(self).from_dict({**self.to_dict(), **changes})
 
     def to_dict(self) -> dict[str, Any]:
-        """Field values by name, as JSON can hold them."""
+        """Return the field values by name; JSON can store all of them."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MoEConfig:
-        """Build from a mapping. A key that is no field is a ConfigError that names the nearest field."""
+        """Build a config from a mapping. An unknown key raises a ConfigError that names the most similar field."""
         import difflib
 
         names = [f.name for f in dataclasses.fields(cls)]

@@ -1,4 +1,4 @@
-"""Files that a crash leaves whole or absent, and their hashes."""
+"""Write files so that a crash leaves them complete or absent, and hash files."""
 
 import fcntl
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def exclusive(folder: Path, busy: Exception) -> Iterator[None]:
-    """Hold `folder`, which exists, until the block or this process ends. Raises `busy` if another one holds it."""
+    """Lock the existing `folder` until the block or this process ends. Raises `busy` if it is locked already."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         try:
@@ -24,7 +24,7 @@ def exclusive(folder: Path, busy: Exception) -> Iterator[None]:
 
 
 def write_durably(path: Path, data: str | bytes) -> None:
-    """Write a temporary file beside `path`, flush it to disk, rename it to `path`, flush the folder."""
+    """Write a temporary file next to `path`, flush it to disk, rename it to `path`, flush the folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -57,5 +57,5 @@ def sha256_of(path: Path) -> str:
 
 
 def hash_files(folder: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of files of a folder, by name."""
+    """Return size and SHA-256 of the named files in a folder, by name."""
     return {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256_of(folder / name)} for name in names}

@@ -1,8 +1,8 @@
-"""Tables of the kinds that a config names: ways to compute the experts (`IMPLS`), `ROUTERS` and `DISPATCHERS`.
+"""Tables of the kinds that a config can name: ways to compute the experts (`IMPLS`), `ROUTERS` and `DISPATCHERS`.
 
-Config, flags, help texts, errors, advice about memory, and tests read them. They load no torch: an entry names its
-function or class by "module:name", and `load` imports it. A new kind is an entry here and the code that it names.
-Activations have a table of their own, `megablocks.ops.activation_table`.
+Config, flags, help texts, errors, advice about memory, and tests read them. They do not import torch: an entry names
+its function or class as "module:name", and `load` imports it. To add a kind, add an entry and the code that it names.
+Activations are in another table, `megablocks.ops.activation_table`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 QUANTIZED = ("quantize_inputs_num_bits", "quantize_rematerialize_num_bits", "quantize_scatter_num_bits")
-"""The config's fields that keep a tensor quantized for backward; -1 keeps it as it is."""
+"""The config's fields that save a tensor for backward in quantized form; -1 saves it unquantized."""
 
 
 @functools.cache
 def load(path: str) -> Any:
-    """What "module:name" names."""
+    """Import and return the object that "module:name" names."""
     module, name = path.split(":")
     return getattr(importlib.import_module(module), name)
 
@@ -27,11 +27,11 @@ def load(path: str) -> Any:
 def on_first_use(
     package: str, public: Mapping[str, str], submodules: Iterable[str] = ()
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The `__getattr__` and the `__dir__` of a package that imports its names on first use.
+    """Return `__getattr__` and `__dir__` for a package that imports its names on first use.
 
     Args:
-        public: each public name, and the module that has it.
-        submodules: modules of the package that are attributes of it without an import.
+        public: maps each public name to the module that defines it.
+        submodules: submodules that a user can reach as attributes without importing them.
     """
 
     def get(name: str) -> Any:
@@ -49,13 +49,13 @@ class Impl(NamedTuple):
 
     function: from a `megablocks.moe.impls.ExpertCall` to (T, H).
     summary: one clause for help texts.
-    keeps: what it saves for backward beside the weights, as the names of tensors of `megablocks.tool.memory`.
-        recompute_activation leaves out "activation".
-    not_quantized: those of `QUANTIZED` that it refuses, because it does not save the tensor or saves it as it is.
-    recomputes_pre: whether recompute_activation leaves out the pre-activations too, not only the activation.
-    width_multiple: of which the expert width on a rank must be a multiple.
+    keeps: tensors that it saves for backward in addition to the weights, by their names in `megablocks.tool.memory`.
+        With recompute_activation it does not save "activation".
+    not_quantized: fields of `QUANTIZED` that it refuses, because it does not save the tensor or cannot quantize it.
+    recomputes_pre: whether recompute_activation also drops the pre-activations, not only the activation.
+    width_multiple: the expert width on a rank must be a multiple of this.
     pads: whether it computes rows of padding.
-    batch_invariant: whether a token's output can be made independent of the other tokens, bit for bit.
+    batch_invariant: whether it can make a token's output independent of the other tokens, bit for bit.
     """
 
     function: str
@@ -105,8 +105,8 @@ IMPLS = {
     ),
 }
 MLP_IMPLS = ("auto", *IMPLS)
-"""Values of mlp_impl. "auto" is grouped or fused, by device and shape: `megablocks.moe.impls.choose_impl`; or
-scatter, where batch_invariant leaves no other."""
+"""Values of mlp_impl. "auto" is grouped or fused, by device and shape: `megablocks.moe.impls.choose_impl`. It is
+scatter if batch_invariant allows no other."""
 
 
 class RouterKind(NamedTuple):
@@ -114,7 +114,7 @@ class RouterKind(NamedTuple):
 
     module: the class, called as (config, *, loss_group, init_method, device, dtype).
     summary: one clause for help texts.
-    needs: values that fields of the config must have, and why.
+    needs: fields of the config, the values that they must have, and why.
     """
 
     module: str
@@ -145,6 +145,6 @@ DISPATCHERS = {
     "all_to_all": "megablocks.moe.dispatchers:AllToAllDispatcher",
     "symmetric": "megablocks.moe.symmetric:SymmetricDispatcher",
 }
-"""Every kind of dispatcher as "module:class", called with the arguments of `AllToAllDispatcher` and its own."""
+"""Every kind of dispatcher as "module:class". The class accepts the arguments of `AllToAllDispatcher` and its own."""
 DISPATCHER_CHOICES = ("auto", *(name for name in DISPATCHERS if name != "local"))
-"""Values of the field and flag `dispatcher`; on one rank each is "local"."""
+"""Values of the field and flag `dispatcher`; on one rank each of them means "local"."""

@@ -1,6 +1,6 @@
-"""Which pairs a layer with a capacity drops, and how many places an expert computes, on one rank or several.
+"""Choose the pairs that a layer with a capacity drops, and the number of places per expert, on one or several ranks.
 
-`megablocks.ops.routing.capacity` has the rules and the drop on one rank.
+`megablocks.ops.routing.capacity` contains the rules, and drops pairs on one rank.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megablocks.ops.routing.dispatch import Routing
 def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> tuple[Routing, int]:
     """Drop the pairs beyond config.capacity_factor, for experts that compute padded places.
 
-    Every rank of the group must call it. Ranks may hold different numbers of tokens. The number of places must be known
-    on the host: it is read there for a factor <= 0, and over several ranks.
+    Every rank of the group must call it. Ranks can hold different numbers of tokens. The host needs the number of
+    places. It must read it from the device for a factor <= 0, and over several ranks.
 
     Returns:
         (the routing without the dropped pairs, with the metric `dropped`; places that an expert computes on its rank).
     """
     factor, rule, tokens = config.capacity_factor, config.capacity_rule, routing.num_tokens
-    assert factor is not None, "the caller asks only where there is one"
+    assert factor is not None, "only layers with a capacity call this"
     experts, top_k, ranks = config.num_experts, config.top_k, group_size(group)
     load = routing.metrics["tokens_per_expert"]
     if ranks == 1:
@@ -35,7 +35,7 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
         capacity = int(places) if isinstance(places, Tensor) else places  # torch.export makes a constant of int()
         return apply_capacity(routing, capacity), capacity
     loads, every_tokens = _gather(torch.cat([load, load.new_full((1,), tokens)]), group).split([experts, 1], dim=1)
-    together = rule == "megablocks"  # counts the pairs of all ranks together
+    together = rule == "megablocks"  # this rule counts the pairs of all ranks together
     fullest = (loads.sum(0) if together else loads.amax(0)).max()
     counted = every_tokens.sum() if together else every_tokens.max()
     on_host = torch.stack([fullest, counted]).tolist()
@@ -47,7 +47,7 @@ def limit_to_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup |
 
 @torch.no_grad()
 def drop_beyond_capacity(routing: Routing, config: MoEConfig, group: ProcessGroup | None) -> Routing:
-    """Drop the pairs beyond config.capacity_factor, for experts that pad nothing. It never synchronizes.
+    """Drop the pairs beyond config.capacity_factor, for experts without padding. It never synchronizes.
 
     Every rank of the group must call it, with the same number of tokens. Tutel's negative factor means the smaller of
     the fullest expert's load and the bound, so it drops what the bound alone drops. A factor of 0 means the fullest
@@ -72,5 +72,5 @@ def _gather(mine: Tensor, group: ProcessGroup | None) -> Tensor:
 
 
 def _taken_before(loads: Tensor, group: ProcessGroup | None) -> Tensor:
-    """Places (E,) that the pairs of lower ranks take: they come first."""
+    """Places (E,) that the pairs of lower ranks occupy; those pairs come first."""
     return loads[: group_rank(group)].sum(0)

@@ -1,16 +1,16 @@
-"""Token dispatchers: bring each (token, expert) pair to the rank that holds the expert, and its output back.
+"""Token dispatchers: send each (token, expert) pair to the rank that holds the expert, and return its output.
 
-    x (T, H) ─ one row a rank that holds an expert of the token ─▶ all-to-all ─▶ sum over the experts there, weighted
-                                        and all the way back, where the partial rows of the ranks are summed ─▶ y (T, H)
+    x (T, H) ─ one row per rank that holds an expert of the token ─▶ all-to-all ─▶ weighted sum over the experts there
+                                        ─▶ all-to-all back ─▶ sum of the ranks' partial rows ─▶ y (T, H)
 
-`make_dispatcher` chooses one of `kinds.DISPATCHERS`; nothing else knows how experts are spread.
+`make_dispatcher` chooses one of `kinds.DISPATCHERS`; no other code knows how experts are spread.
 
-Gradients. With R ranks that each hold their own tokens, plain data parallelism averages the ranks' gradients. An expert
-that lives on one rank of an expert group receives, through the all-to-all's backward, the *sum* over that group of the
-gradients of the ranks' losses. There are two ways to the plain average. Either scale that sum by 1/(size of the expert
-group), with `Experts(grad_scale=...)`, and average it over the ranks that hold the same expert. Or leave the sum, add
-it over those ranks and divide once by R, as Megatron's DDP does for parameters with `allreduce = False`. Dispatchers
-never scale. In both ways the gradients of tokens and router are those of each rank's own loss.
+Gradients. R ranks hold different tokens, and plain data parallelism averages the ranks' gradients. Through the
+all-to-all's backward, an expert receives the *sum* of the gradients of all ranks' losses in its expert group. There are
+two ways to the plain average. Either scale that sum by 1/(size of the expert group), with `Experts(grad_scale=...)`,
+and average it over the ranks that hold the same expert. Or keep the sum, add it over those ranks and divide once by R,
+as Megatron's DDP does for parameters with `allreduce = False`. Dispatchers never scale. In both cases the gradients of
+tokens and router come from each rank's own loss.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, b
 
 
 class ExpertCompute(Protocol):
-    """What a dispatcher calls: `megablocks.moe.experts.Experts`, or anything of the same shape."""
+    """What a dispatcher calls: `megablocks.moe.experts.Experts`, or any object with the same signature."""
 
     def __call__(self, x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
         """x (T, H), dispatch over the local experts, weight (R,) or None for ones → (T, H)."""
@@ -39,7 +39,7 @@ class ExpertCompute(Protocol):
 
 
 class Dispatcher(Protocol):
-    """What a layer needs of a dispatcher: which experts live here (`shard`), and the way through them (`run`)."""
+    """What a layer needs from a dispatcher: `shard`, this rank's experts, and `run`, which computes all experts."""
 
     shard: ExpertShard
 
@@ -49,7 +49,7 @@ class Dispatcher(Protocol):
 
 
 class LocalDispatcher:
-    """Every expert is on this rank. It takes the arguments of `AllToAllDispatcher` and reads num_experts alone."""
+    """Every expert is on this rank. It accepts the arguments of `AllToAllDispatcher` but reads only num_experts."""
 
     def __init__(self, group: ProcessGroup | None, num_experts: int, **_: Any) -> None:
         self.shard = ExpertShard(0, num_experts)
@@ -60,24 +60,24 @@ class LocalDispatcher:
 
 
 class AllToAllDispatcher(SharesGroups):
-    """Experts in contiguous blocks over the ranks of a group; each expert's width may be cut over several ranks.
+    """Experts in contiguous blocks over the ranks of a group; each expert's width can be split over several ranks.
 
-    A token goes once to each rank that holds experts of it, with their local ids and its weights for them. That rank
+    A token is sent once to each rank that holds some of its experts, with the local ids and the weights. That rank
     adds the weighted outputs of these experts, and sends one partial row back. The token's rank adds the partial rows
     in the order of the ranks. Both sums are float32 and are rounded once. At top-8 over two ranks this moves a quarter
-    of the rows that one row a pair would move; it never moves more rows.
+    of the rows that one row per pair would move; it never moves more rows.
 
-    A step makes one exchange of counts (three integers a rank, the only host synchronization), one of ids and weights,
-    and two all-to-alls of rows. All but the counts have a counterpart in backward. Zero tokens on a rank, or on all,
-    take the same path. The ranks whose autograd reaches a collective of backward enter it, so x needs a gradient on all
-    ranks or on none, and weights likewise: `run` refuses anything else, unless it is compiled. Where neither needs one,
-    the experts need one on all ranks or on none. Every rank's loss must depend on y.
+    A forward exchanges counts (three integers per rank, the only host synchronization), then ids and weights, and rows
+    twice. All exchanges except the counts have a counterpart in backward. Ranks with zero tokens take the same path. A
+    rank enters a collective in backward only if its autograd reaches it. So x must need a gradient on all ranks or on
+    none, and the weights too: `run` raises an error otherwise, unless it is compiled. If neither needs one, the experts
+    must need one on all ranks or on none. Every rank's loss must depend on y.
 
     Args:
         group: all ranks that share the experts, expert blocks × ffn shards.
         num_experts: E.
-        ffn_shards: ranks over which each expert's width is cut. Rows go to every shard of the owner, and the partial
-            outputs of the shards are added where the token lives.
+        ffn_shards: ranks over which each expert's width is split. Rows are sent to every shard of the expert, and the
+            token's rank adds the partial outputs of the shards.
         ffn_fastest: rank order inside `group`, see `shard_of`.
     """
 
@@ -93,12 +93,12 @@ class AllToAllDispatcher(SharesGroups):
         """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
 
         Raises:
-            ValueError: the routing has another number of experts than the dispatcher, or x or the weights need a
-                gradient on some ranks alone.
+            ValueError: the routing and the dispatcher have different numbers of experts, or x or the weights need a
+                gradient on only some of the ranks.
         """
         if routing.num_experts != self.num_experts:
-            raise ValueError(f"routing.num_experts={routing.num_experts}: the dispatcher spreads {self.num_experts}")
-        (x,) = under_autocast(x)  # before rows are copied, to move half the bytes
+            raise ValueError(f"routing.num_experts={routing.num_experts}: must be the dispatcher's {self.num_experts}")
+        (x,) = under_autocast(x)  # cast before rows are copied, to move half the bytes
         to_ranks, local, weight, send, receive = self._exchange_pairs(routing, x.requires_grad)
         incoming = all_to_all(gather(x, to_ranks), send, receive, self.group)
         partial = all_to_all(experts(incoming, local, weight), receive, send, self.group)
@@ -107,7 +107,7 @@ class AllToAllDispatcher(SharesGroups):
     def _exchange_pairs(
         self, routing: Routing, x_wants: bool
     ) -> tuple[Dispatch, Dispatch, Tensor, Sequence[int], Sequence[int]]:
-        """Tell each rank which rows it gets from here, for which of its experts, with which weights.
+        """Send each rank the expert ids and weights for the rows that it will receive from this rank.
 
         Returns (the Dispatch from tokens to the rows sent, sorted by rank; the Dispatch from the rows received to the
         local experts; the weights of its pairs; rows to send to each rank; rows to receive from each rank).
@@ -115,7 +115,7 @@ class AllToAllDispatcher(SharesGroups):
         size, tokens = self.size, routing.num_tokens
         token, expert, weight, rank = self._pairs(routing)
         by_rank = build_dispatch_op(token, rank, tokens, size)
-        # one place a token and rank; those of rank `size` are for pairs without an expert
+        # one place per token and rank; the places of rank `size` are for pairs without an expert
         place = torch.add(rank, token, alpha=size + 1).long()
         wanted = torch.full((tokens * (size + 1),), size, dtype=torch.int32, device=rank.device)
         wanted.scatter_(0, place, rank)
@@ -130,14 +130,14 @@ class AllToAllDispatcher(SharesGroups):
         on_host = torch.stack([counts, received]).tolist()
         (send, send_pairs, _), (receive, receive_pairs, states) = (zip(*side, strict=True) for side in on_host)
         _check_gradients(wants, states)
-        # without unused rows, whose number the host knows; narrow tells torch.compile the size, a slice does not
+        # drop unused rows, as the host knows the count; narrow tells torch.compile the size, a slice does not
         to_ranks = Dispatch(rank_offsets, token_offsets, *(t.narrow(0, 0, sum(send)) for t in rows))
 
         pair = by_rank[-1].narrow(0, 0, sum(send_pairs))
         place = place.index_select(0, pair)
         before = torch.cat([place.new_full((1,), -1), place]).narrow(0, 0, sum(send_pairs))
         code = expert.index_select(0, pair) % self.shard.num_local_experts * 2 + (place != before)
-        # the codes are floats beside the weights, exact up to 2²⁴, so that one exchange moves both
+        # one exchange moves weights and codes: the codes are stored as floats, exact up to 2²⁴
         pairs = torch.stack([weight.index_select(0, pair), code.to(weight.dtype)], 1)
         weight, code = all_to_all(pairs, send_pairs, receive_pairs, self.group).unbind(1)
         code = code.detach().int()
@@ -146,7 +146,7 @@ class AllToAllDispatcher(SharesGroups):
         return to_ranks, local, weight.contiguous(), send, receive
 
     def _pairs(self, routing: Routing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Token, expert, weight and rank of each pair and shard of its expert; rank `size` for no expert."""
+        """Return token, expert, weight and rank for each pair and each shard of its expert; rank `size`: no expert."""
         blocks, shards = self.size // self.ffn_shards, self.ffn_shards
         token, expert, weight = routing.token, routing.expert, routing.weight
         weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
@@ -162,11 +162,11 @@ class AllToAllDispatcher(SharesGroups):
 
 
 def _check_gradients(wants: int, states: Sequence[int]) -> None:
-    """Refuse x or weights that need a gradient on some ranks alone, for which backward's exchange would wait for ever.
+    """Raise a ValueError if x or the weights need a gradient on only some of the ranks: backward's exchange would hang.
 
-    wants: bit 0 for x, bit 1 for the weights. states: those of all ranks.
+    wants: bit 0 for x, bit 1 for the weights. states: the same bits of all ranks.
     """
-    if torch.compiler.is_compiling():  # a graph knows the values only as it runs
+    if torch.compiler.is_compiling():  # a graph knows the values only when it runs
         return
     for rank, state in enumerate(states):
         if state != wants:
@@ -187,15 +187,15 @@ def make_dispatcher(
     max_tokens: int | None = None,
     rows_factor: float = 2.0,
 ) -> Dispatcher:
-    """The dispatcher of a layer: "local" on one rank, on several `kind`.
+    """Return the dispatcher of a layer: "local" on one rank, `kind` on several.
 
     Args:
         group: all ranks that share the experts; None for one rank.
-        ffn_shards: ranks over which each expert's width is cut. None cuts it where there are more ranks than experts,
-            a multiple of them.
+        ffn_shards: ranks over which each expert's width is split. None splits it only if the number of ranks is a
+            larger multiple of the number of experts.
         ffn_fastest: as in `AllToAllDispatcher`.
-        kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" where `max_tokens` is given, rows cannot
-            overflow (`rows_factor` is at least the number of ranks) and the ranks can, else "all_to_all".
+        kind: one of `kinds.DISPATCHER_CHOICES`. "auto" is "symmetric" if `max_tokens` is given, rows cannot overflow
+            (`rows_factor` is at least the number of ranks) and the ranks support it, otherwise "all_to_all".
         max_tokens, rows_factor: as in `megablocks.moe.symmetric.SymmetricDispatcher`, which needs both.
 
     Raises:
@@ -225,7 +225,7 @@ class AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup, async_op: bool = False
     ) -> Any:
-        """x (sum(send), ...) → (sum(receive), ...). With async_op also the handle to wait for before rows are there."""
+        """x (sum(send), ...) → (sum(receive), ...). With async_op also a handle: wait for it before you read rows."""
         ctx.send, ctx.receive, ctx.group = send, receive, group
         out = x.new_empty((sum(receive), *x.shape[1:]))
         work = dist.all_to_all_single(out, x.contiguous(), list(receive), list(send), group=group, async_op=async_op)
@@ -233,31 +233,31 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Exchanges the gradients back, and waits."""
+        """Send the gradients back, and wait for them."""
         return AllToAll.apply(grads[0], ctx.receive, ctx.send, ctx.group), None, None, None, None
 
 
 def all_to_all(x: Tensor, send: Sequence[int], receive: Sequence[int], group: ProcessGroup) -> Tensor:
     """Exchange rows: the first send[0] rows of `x` go to rank 0 of the group, the next send[1] to rank 1, and so on.
 
-    Every rank enters the collective in forward and, when the input needs a gradient, in backward, whatever its number
-    of rows: a rank that returned early on zero rows would leave the others waiting.
+    Every rank enters the collective in forward and, if the input needs a gradient, in backward. It does so with zero
+    rows too: if it returned early, the other ranks would wait forever.
 
     Args:
-        x: (sum(send), ...) any dtype that the backend moves.
+        x: (sum(send), ...) any dtype that the backend supports.
         send, receive: rows per rank, known on the host; send[j] here equals receive[i] on rank j.
 
     Returns:
-        (sum(receive), ...): rows in the order of the ranks they came from. Differentiable once or more.
+        (sum(receive), ...): rows in the order of the ranks that sent them. Differentiable once or more.
 
     Raises:
-        ValueError: x has another number of rows than `send` adds up to.
+        ValueError: the number of rows of x is not the sum of `send`.
     """
     if x.shape[0] != sum(send):
         raise ValueError(f"x: has {x.shape[0]} rows, but send={list(send)} adds up to {sum(send)}")
     if group.size() == 1:
         return x
-    if torch.compiler.is_compiling():  # compiled by torch 2.11, AllToAll has gradients of 0
+    if torch.compiler.is_compiling():  # if torch 2.11 compiles AllToAll, its gradients are 0
         from torch.distributed._functional_collectives import all_to_all_single_autograd
 
         return all_to_all_single_autograd(x.contiguous(), list(receive), list(send), group)

@@ -1,4 +1,4 @@
-"""The experts of one rank: their parameters, how they are drawn and scaled, and the call that computes them.
+"""The experts of one rank: parameters, initialization, gradient scaling, and the call that computes the experts.
 
 Legend: T tokens, R rows (pairs), H hidden, I expert width on this rank, E local experts.
 Parameters have the layout of megablocks 0.10: w1, v1, w2 are (E·I, H), so expert e owns rows [e·I, (e+1)·I).
@@ -41,17 +41,17 @@ COMPUTE: dict[str, Callable[[ExpertCall], Tensor]] = {name: load(impl.function) 
 
 
 class Experts(nn.Module):
-    """MLP experts of a layer that live on one rank, allocated once at their local size.
+    """The MLP experts of a layer that one rank holds, allocated once at their local size.
 
     Args:
-        config: the layer; its activation, mlp_bias, mlp_impl, what it saves, and init stds are used here.
-        shard: which experts, and which slice of their width, this rank holds; None for all. Where the width is cut, the
-            outputs are partial sums that the caller adds up; b2 is added on shard rank 0 only.
-        init_method, output_init_method: fill an expert's (ffn_hidden_size, H) w1/v1, or w2, in place; default a normal
-            of std init_std, or output_init_std.
-        seed: every expert is drawn in full, in float32, under a seed made from this and its global index, so that any
-            spread over ranks draws equal weights. Default: one draw from torch's CPU generator (the same on every rank
-            that was seeded alike).
+        config: of the layer. The experts use its activation, mlp_bias, mlp_impl, init stds, and what to save.
+        shard: which experts, and which slice of their width, this rank holds; None for all. If the width is split, the
+            outputs are partial sums that the caller adds up, and only shard rank 0 adds b2.
+        init_method, output_init_method: fill the w1 and v1, or the w2, of one expert (ffn_hidden_size, H) in place.
+            Default: a normal distribution with std init_std, or output_init_std.
+        seed: the full weights of each expert are drawn in float32. Their seed is made from this one and the expert's
+            global index. So weights do not depend on the spread over ranks. Default: a number from torch's CPU
+            generator, which is equal on ranks that gave torch the same seed.
         grad_scale: factor on the parameters' gradients; `megablocks.moe.dispatchers` says when it is 1/ranks.
         device, dtype: of the parameters; torch's defaults if None.
 
@@ -97,26 +97,26 @@ class Experts(nn.Module):
         self._register_load_state_dict_pre_hook(self._accept_old_layouts)
 
     def mark(self, is_parallel: bool | None) -> None:
-        """Give the parameters megablocks 0.10's mark, which trainers read: whether ranks hold different experts."""
+        """Set the attribute of megablocks 0.10 that tells trainers whether ranks hold different experts."""
         self._is_parallel = is_parallel
         if is_parallel is not None:
             for parameter in self.parameters(recurse=False):
                 parameter.expert_model_parallel = is_parallel  # type: ignore[attr-defined]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
-        """What `module.to` and its like call. Behind "meta" the parameters are new ones, without marks."""
+        """Called by `module.to` and similar methods. They replace parameters on "meta" by new ones without the mark."""
         super()._apply(fn, recurse)
         self.mark(self._is_parallel)
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """What `copy.deepcopy` calls, whose parameters have no marks either."""
+        """Called by `copy.deepcopy`, which also makes parameters without the mark."""
         super().__setstate__(state)
         self.mark(state.get("_is_parallel"))
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw every parameter anew; see the class for `seed`. A FakeTensor has no values to draw."""
+        """Initialize every parameter again; see the class for `seed`. A FakeTensor has no values to initialize."""
         if isinstance(local_part(self.w1), FakeTensor):
             return
         if seed is None:
@@ -149,15 +149,15 @@ class Experts(nn.Module):
 
         Args:
             x: (T, H), in the parameters' dtype (any under autocast).
-            dispatch: over the local experts; or a Remote, where `takes_remote`, over those of several ranks.
+            dispatch: over the local experts; or, if `takes_remote`, a Remote over the experts of several ranks.
             weight: (R,) float32, the factor on a pair's output; None for ones. (T, K) with a Remote.
-            places: rows that each expert computes, whether a pair fills them or not; None for as many as its pairs.
+            places: rows that each expert computes, filled by a pair or empty; None for one row per pair.
 
         Returns:
             (T, H) in x's dtype, or in autocast's; zeros for a token without an expert.
 
         Raises:
-            ValueError: x has another dtype than the parameters, outside autocast.
+            ValueError: outside autocast, the dtypes of x and the parameters differ.
         """
         if places is not None:
             assert isinstance(dispatch, Dispatch)
@@ -168,7 +168,7 @@ class Experts(nn.Module):
         return self._compute(x, dispatch, weight, in_order=False)
 
     def takes_remote(self, x: Tensor) -> bool:
-        """Whether the experts of rows like x (T, H) exchange tokens between ranks themselves."""
+        """Return whether the experts exchange tokens between ranks themselves, for rows like x (T, H)."""
         return self.mlp_impl_for(device=x.device, dtype=x.dtype) == "fused"
 
     def forward_sorted(self, rows: Tensor, expert_offsets: Tensor) -> Tensor:
@@ -182,12 +182,12 @@ class Experts(nn.Module):
             (R, H); rows from expert_offsets[E] on are unspecified.
 
         Raises:
-            ValueError: rows have another dtype than the parameters, outside autocast.
+            ValueError: outside autocast, the dtypes of rows and parameters differ.
         """
         return self._compute(rows, sorted_dispatch(expert_offsets, rows.shape[0]), None, in_order=True)
 
     def _compute(self, x: Tensor, dispatch: Dispatch | Remote, weight: Tensor | None, *, in_order: bool) -> Tensor:
-        """Run the implementation, which "auto" chooses here; a first call on a GPU compiles its kernels together."""
+        """Run the implementation, which "auto" chooses here. A first call on a GPU compiles its kernels in parallel."""
         x = self._checked(x)
         impl = self.config.mlp_impl
         if impl == "auto" or self.config.batch_invariant:
@@ -201,7 +201,7 @@ class Experts(nn.Module):
             weight = None if weight is None else scale_gradient(weight, 1 / of_output)
             parameters = self._parameters_in(x.dtype, of_parameters)
             main_grads = MainGrads() if of_parameters != 1.0 else self._main_grads(x.dtype)
-            with without_autocast(x):  # x and the parameters are in its dtype
+            with without_autocast(x):  # x and the parameters already have autocast's dtype
                 if isinstance(dispatch, Remote):
                     assert weight is not None
                     options = saved_by(self.config) | {"main_grads": main_grads}
@@ -211,7 +211,7 @@ class Experts(nn.Module):
                     y = COMPUTE[impl](call)
             return scale_gradient(y, of_output)
 
-        # Where a wrapper put a DTensor in the parameter's place, stand-ins would not keep its gradient apart.
+        # If a wrapper replaced the parameter by a DTensor, a stand-in would not keep its gradient separate.
         if x.is_cuda and type(self.w1) is nn.Parameter:
             from megablocks.ops.launch import compile_first_call
 
@@ -219,13 +219,13 @@ class Experts(nn.Module):
         return step(x, weight)
 
     def forward_padded(self, bins: Tensor) -> Tensor:
-        """Compute the same number of rows C for every expert, whatever they hold: bins (E, C, H) → (E, C, H).
+        """Compute the same number of rows C for every expert, filled or empty: bins (E, C, H) → (E, C, H).
 
-        One torch.bmm a projection computes them, whichever mlp_impl is named, except "reference". Where inputs or
-        pre-activations are saved quantized, grouped GEMMs of equal counts do.
+        It uses one torch.bmm per projection for every mlp_impl except "reference". If inputs or pre-activations are
+        saved quantized, it uses grouped GEMMs with equal counts instead.
 
         Raises:
-            ValueError: bins have another dtype than the parameters, outside autocast.
+            ValueError: outside autocast, the dtypes of bins and parameters differ.
         """
         bins, config = self._checked(bins), self.config
         quantized = (config.quantize_inputs_num_bits, config.quantize_rematerialize_num_bits) != (OFF, OFF)
@@ -240,7 +240,7 @@ class Experts(nn.Module):
             return COMPUTE[impl](ExpertCall(parameters, rows, dispatch, None, config, True)).view(bins.shape)
 
     def mlp_impl_for(self, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> str:
-        """The implementation that computes rows, however many: mlp_impl, or what "auto" picks.
+        """Return the implementation, for any number of rows: mlp_impl, or what "auto" picks.
 
         Args:
             device, dtype: of the rows; the parameters' if None.
@@ -249,18 +249,18 @@ class Experts(nn.Module):
         return impl_for(self.config, device, dtype, self.num_local_experts, self.ffn_hidden_size)
 
     def _grad_scales(self, x: Tensor) -> tuple[float, float]:
-        """How backward of rows like x (R, H) scales: the gradients of the parameters by grad_scale, or that of the
-        output, which x's and weight's then undo.
+        """Return the factors on the gradients of the parameters and of the output, for rows like x (R, H).
 
-        The second writes fewer bytes where there are fewer rows than the matrices have. A power of two changes no bit
-        of it, but float16 may be too small for it.
+        One of them is grad_scale, the other 1. A factor on the output's gradient is undone in those of x and weight.
+        It writes fewer bytes if x has fewer rows than the matrices. It is exact for a power of two, but can underflow
+        in float16.
         """
         exact = x.dtype != torch.float16 and math.frexp(self.grad_scale)[0] == 0.5
         few = not torch.compiler.is_compiling() and x.shape[0] < self.num_local_experts * self.ffn_hidden_size
         return (1.0, self.grad_scale) if exact and few and self.w1.requires_grad else (self.grad_scale, 1.0)
 
     def _main_grads(self, dtype: torch.dtype) -> MainGrads:
-        """Where a product may add the gradients of w1, v1 and w2, (E, I, H) each; None where it may not."""
+        """Return where a product can add the gradients of w1, v1 and w2, (E, I, H) each; None where it cannot."""
 
         if not self.config.gradient_accumulation_fusion:
             return MainGrads()
@@ -275,13 +275,13 @@ class Experts(nn.Module):
         return MainGrads(of(self.w1), of(getattr(self, "v1", None)), of(self.w2))
 
     def _parameters_in(self, dtype: torch.dtype, scale: float | None = None) -> ExpertParameters:
-        """The parameters by expert, in the dtype of the rows, their gradients scaled (None: by grad_scale) and added to
-        main_grad."""
+        """Return the parameters by expert, in the rows' dtype. Their gradients are scaled (None: by grad_scale) and
+        added to main_grad."""
         scale = self.grad_scale if scale is None else scale
-        v1: nn.Parameter | None = getattr(self, "v1", None)  # experts built from `Arguments` have it where it is used
+        v1: nn.Parameter | None = getattr(self, "v1", None)  # experts built from `Arguments` have v1 only if it is used
 
         def matrix(parameter: nn.Parameter) -> Tensor:
-            # Whichever implementation runs: either its product adds to main_grad, or this node of autograd does.
+            # For every implementation: either its product adds to main_grad, or this autograd node does.
             fused = to_main_grad(parameter) if self.config.gradient_accumulation_fusion else parameter
             return scale_gradient(self._per_expert(fused), scale).to(dtype)
 
@@ -299,7 +299,7 @@ class Experts(nn.Module):
         )
 
     def _checked(self, rows: Tensor) -> Tensor:
-        """The rows in autocast's dtype; outside autocast they must be in the parameters'."""
+        """Return the rows in autocast's dtype; outside autocast they must have the parameters' dtype."""
         if not rows.is_meta and torch.is_autocast_enabled(rows.device.type):
             return under_autocast(rows)[0]
         if rows.dtype != self.w1.dtype:
@@ -307,10 +307,10 @@ class Experts(nn.Module):
         return rows
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Bring matrices of other shapes to (E·I, H): those of 0.10's capacity layer, and those of all experts.
+        """Convert matrices of other shapes to (E·I, H): from 0.10's capacity layer, or of all experts.
 
-        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). A matrix of all experts in full width is cut
-        to the experts and the width of this rank.
+        0.10's capacity layer stores w1 as (E, H, I) and w2 as (E, I, H). From a matrix of all experts at full width,
+        only the experts and the width of this rank are kept.
         """
         config, shard = self.config, self.shard
         for name in ("w1", "v1", "w2"):
@@ -342,13 +342,13 @@ class Experts(nn.Module):
 
 
 def local_part(weight: Tensor) -> Tensor:
-    """This rank's part of weight, a DTensor of any shape; any other tensor itself."""
-    # the type is asked, since torch.compile finds no method of a DTensor by its name
+    """Return this rank's part of weight, a DTensor of any shape; return any other tensor unchanged."""
+    # hasattr looks at the type, because torch.compile does not find the method by name on a DTensor itself
     return weight.to_local() if hasattr(type(weight), "to_local") else weight  # type: ignore[attr-defined]
 
 
 def without_autocast(t: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """A block in which autocast is off for the device of `t`."""
+    """Return a context manager that turns autocast off for the device of `t`."""
     if t.is_meta or not torch.is_autocast_enabled(t.device.type):
         return contextlib.nullcontext()
     return torch.autocast(t.device.type, enabled=False)
@@ -375,7 +375,7 @@ def _log_once(message: str) -> None:
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int, expert: int) -> Iterator[None]:
-    """Draw an expert under a seed of its own on `device`, and leave every generator as it was."""
+    """Give one expert its own seed on `device` inside the block, and restore every generator afterwards."""
     digest = hashlib.blake2b(f"{seed}:{expert}".encode(), digest_size=8).digest()
     seed = int.from_bytes(digest, "little") >> 1
     on_cuda = device.type == "cuda"
@@ -400,5 +400,5 @@ class _ScaleGradient(torch.autograd.Function):
 
 
 def scale_gradient(x: Tensor, scale: float) -> Tensor:
-    """`x` itself, of any shape; its gradient is multiplied by `scale`."""
+    """Return `x`, of any shape, unchanged; its gradient is multiplied by `scale`."""
     return x if scale == 1.0 or not torch.is_grad_enabled() else _ScaleGradient.apply(x, scale)

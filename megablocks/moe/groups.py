@@ -1,4 +1,4 @@
-"""Process-group helpers: sizes that need no initialized process group, and who owns which expert."""
+"""Helpers for process groups: size and rank also without a group, and which rank owns which expert."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def group_rank(group: ProcessGroup | None) -> int:
 
 
 class SharesGroups:
-    """A base of objects whose deep copies, such as the averages of a model's weights, have the same process groups.
+    """Base class: deep copies, such as averages of a model's weights, share the process groups of the original.
 
-    A group stands for connections between processes, and cannot be copied.
+    A group represents connections between processes, and cannot be copied.
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -37,7 +37,7 @@ class ExpertShard:
     """What one rank of an expert group holds.
 
     expert_offset, num_local_experts: the contiguous block [offset, offset + num) of global experts.
-    ffn_rank, ffn_size: which of `ffn_size` equal slices of each of those experts' width.
+    ffn_rank, ffn_size: each expert's width is split into `ffn_size` equal slices; this rank holds slice `ffn_rank`.
     """
 
     expert_offset: int
@@ -53,7 +53,7 @@ def shard_of(rank: int, size: int, num_experts: int, *, ffn_shards: int = 1, ffn
         rank: rank in the group.
         size: ranks in the group.
         num_experts: E, all experts.
-        ffn_shards: over how many ranks each expert's width is cut.
+        ffn_shards: number of ranks over which each expert's width is split.
         ffn_fastest: True: ranks of one expert block are neighbors (rank = block·ffn_shards + shard, Megatron's
             tensor-and-expert group). False: rank = shard·blocks + block (megablocks 0.10).
 

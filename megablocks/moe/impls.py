@@ -1,7 +1,7 @@
-"""Ways to compute the experts of one rank; all compute the same function. `megablocks.kinds.IMPLS` is their table.
+"""Ways to compute the experts of one rank. All compute the same function; `megablocks.kinds.IMPLS` lists them.
 
     y[t] = Σ over t's pairs of weight · (act(w1_e · x[t] + b1_e) · w2_e + b2_e)          e = expert of the pair
-    gated: act(w1_e · x[t] + b1_e) ⊙ (v1_e · x[t] + c1_e) in place of act(…)
+    gated: act(w1_e · x[t] + b1_e) ⊙ (v1_e · x[t] + c1_e) instead of act(…)
 
 Legend: T tokens, R pairs and their rows, sorted by expert, E local experts, C places, I expert width, H hidden.
 """
@@ -38,16 +38,16 @@ BLOCKS = (128, 64)
 
 
 class ExpertCall(NamedTuple):
-    """What an implementation gets; it returns (T, H): the weighted sum of each token's experts, zeros without one.
+    """The input of an implementation. It returns (T, H): the weighted sum of each token's experts, zeros without one.
 
     parameters: of the local experts.
     x: (T, H).
     dispatch: of T tokens over the local experts.
     weight: (R,) float32, the factor on each pair's output; None for ones.
     config: activation, and what to save for backward.
-    in_order: x holds the rows themselves, sorted by expert as `sorted_dispatch` says, and weight is None. Nothing is
+    in_order: x contains the rows, already sorted by expert as in `sorted_dispatch`, and weight is None. Nothing is
         gathered or summed, and rows that no expert owns are unspecified.
-    main_grads: where the gradients of w1, v1 and w2 may be added. An implementation that cannot ignores it.
+    main_grads: tensors to which the gradients of w1, v1 and w2 can be added. Some implementations ignore them.
     """
 
     parameters: ExpertParameters
@@ -62,16 +62,17 @@ class ExpertCall(NamedTuple):
 def choose_impl(
     *, on_hopper: bool, dtype: torch.dtype, saves_less: bool, num_experts: int, hidden_size: int, ffn_hidden_size: int
 ) -> str:
-    """What mlp_impl "auto" means: "grouped" or "fused". It needs no GPU.
+    """Return what mlp_impl "auto" means: "grouped" or "fused". It needs no GPU.
 
-    It reads no number of rows, so it never synchronizes, and another number of tokens compiles nothing.
+    The number of rows does not matter. So the choice needs no synchronization, and a new number of tokens recompiles
+    nothing.
 
     Args:
-        on_hopper: whether Hopper's kernels run on the layer's device, see `runs_on_hopper`. Elsewhere nothing was
-            measured, and "grouped" can fall back on torch's kernels.
+        on_hopper: whether Hopper's kernels run on the layer's device, see `runs_on_hopper`. Other devices were not
+            measured, and there "grouped" can fall back to torch's kernels.
         dtype: in which the experts compute.
-        saves_less: whether anything is recomputed for backward, with which "fused" is 6 % slower, or quantized, which
-            was not measured.
+        saves_less: whether anything is recomputed for backward ("fused" is then 6 % slower), or quantized (not
+            measured).
         num_experts, hidden_size, ffn_hidden_size: E, H, I on this rank.
     """
     aligned = hidden_size % 8 == ffn_hidden_size % 8 == 0  # TMA reads rows of 16 bytes
@@ -80,7 +81,7 @@ def choose_impl(
 
 
 def runs_on_hopper(device: torch.device) -> bool:
-    """Whether the kernels for Hopper are in use on `device`."""
+    """Return whether the kernels for Hopper are in use on `device`."""
     if device.type != "cuda" or not switched_on():
         return False
     return is_available(torch.cuda.current_device() if device.index is None else device.index)
@@ -89,10 +90,10 @@ def runs_on_hopper(device: torch.device) -> bool:
 def impl_for(
     config: MoEConfig, device: torch.device, dtype: torch.dtype, num_experts: int, ffn_hidden_size: int
 ) -> str:
-    """config.mlp_impl, or the choice of "auto" for experts of this number and width on a rank.
+    """Return config.mlp_impl, or the choice of "auto" for this number and width of experts on a rank.
 
     Raises:
-        ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can take its place.
+        ConfigError: batch_invariant where torch's grouped GEMM would run, and nothing can replace it.
     """
     quantized = any(getattr(config, name) != OFF for name in QUANTIZED)
     choose = partial(
@@ -106,8 +107,8 @@ def impl_for(
     hopper_takes = choose(saves_less=False) == "fused"
     if config.batch_invariant and device.type == "cuda" and torch_kernel_on(device, dtype) and not hopper_takes:
         if config.mlp_impl != "scatter" and (config.mlp_impl != "auto" or quantized):
-            allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: other products are"
-            refuse("batch_invariant", True, f"{allowed} torch's, which choose by the number of rows")
+            allowed = "on this GPU, for these sizes, needs mlp_impl='scatter' and nothing quantized: the others use"
+            refuse("batch_invariant", True, f"{allowed} torch's products, which depend on the number of rows")
         return "scatter"
     if config.mlp_impl != "auto":
         return config.mlp_impl
@@ -122,7 +123,7 @@ def fused(call: ExpertCall) -> Tensor:
 
 
 def saved_by(config: MoEConfig) -> dict[str, Any]:
-    """What the fused and the sparse ops save for backward, as their keyword arguments."""
+    """Return the keyword arguments that tell the fused and the sparse ops what to save for backward."""
     return {
         "recompute": config.recompute_activation,
         "input_bits": config.quantize_inputs_num_bits,
@@ -131,7 +132,7 @@ def saved_by(config: MoEConfig) -> dict[str, Any]:
 
 
 def grouped(call: ExpertCall) -> Tensor:
-    """One grouped GEMM a projection, over ragged rows; the up-projections gather the tokens themselves."""
+    """One grouped GEMM per projection, over ragged rows; the up-projections gather the tokens themselves."""
     p, x, dispatch, weight, config, in_order, _ = call
     offsets = dispatch.expert_offsets
     w1, v1 = p.w1.transpose(1, 2), None if p.v1 is None else p.v1.transpose(1, 2)
@@ -163,9 +164,9 @@ def scatter(call: ExpertCall) -> Tensor:
 
 
 def sparse(call: ExpertCall) -> Tensor:
-    """Rows padded to whole blocks an expert, and block-sparse products (MegaBlocks, arXiv 2211.15841).
+    """Pad each expert's rows to whole blocks, and use block-sparse products (MegaBlocks, arXiv 2211.15841).
 
-    Padding is zeros on the way in and in the gradient of what comes out, so it adds nothing to any gradient.
+    Padding rows are zero in the input and in the output's gradient, so they add nothing to any gradient.
     """
     p, x, dispatch, weight, config, *_ = call
     multiply, width = sparse_products(p, config), p.w1.shape[1]
@@ -180,7 +181,7 @@ def sparse(call: ExpertCall) -> Tensor:
 
 
 def sparse_products(p: ExpertParameters, config: MoEConfig) -> Callable[..., Tensor]:
-    """The block-sparse MLP but for b2, as a function: rows (M, H), pattern= their blocks (M, E·I) → (M, H)."""
+    """Return the block-sparse MLP without b2 as a function: rows (M, H), pattern= their blocks (M, E·I) → (M, H)."""
     return partial(
         sparse_mlp,
         w1=p.w1.flatten(0, 1).t(),
@@ -221,14 +222,14 @@ def reference(call: ExpertCall) -> Tensor:
 
 
 def sorted_dispatch(offsets: Tensor, num_rows: int) -> Dispatch:
-    """The Dispatch of rows that are sorted by expert already, each its own token: offsets (E+1,) int32."""
+    """Return the Dispatch of rows that are already sorted by expert, one token per row: offsets (E+1,) int32."""
     row = torch.arange(num_rows, dtype=torch.int32, device=offsets.device)
     first_slots = torch.arange(num_rows + 1, dtype=torch.int32, device=offsets.device)
     return Dispatch(offsets, torch.minimum(first_slots, offsets[-1]), row, row, row)
 
 
 def batched(parameters: ExpertParameters, bins: Tensor, config: MoEConfig) -> Tensor:
-    """bins (E, C, H) → (E, C, H) by one torch.bmm a projection, as in GShard, Switch, Tutel and megablocks 0.10."""
+    """bins (E, C, H) → (E, C, H) by one torch.bmm per projection, as in GShard, Switch, Tutel and megablocks 0.10."""
     p = parameters
 
     def project(w: Tensor, b: Tensor | None) -> Tensor:

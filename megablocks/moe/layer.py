@@ -29,10 +29,10 @@ from megablocks.ops.routing.dispatch import Routing
 
 @dataclass(frozen=True)
 class AuxOutput:
-    """What a layer returns beside its output.
+    """What a layer returns in addition to its output.
 
-    losses: name → float32 scalar with a graph, weighted, to be added to the training loss: "load_balancing_loss" and
-        "z_loss", in training, those whose weight is above 0.
+    losses: name → weighted float32 scalar with a graph, to be added to the training loss. In training it contains
+        "load_balancing_loss" and "z_loss", if their weight is above 0.
     metrics: name → detached tensor, for logs: `tokens_per_expert` (E,) int64 before any drop, `dropped` () int64 pairs,
         and what `route` and `MoE` add.
     """
@@ -46,19 +46,19 @@ class MoELayer(SharesGroups, nn.Module):
 
     Args:
         config: what the layer computes.
-        expert_parallel_group: ranks over which the experts are spread in contiguous blocks, each with its own tokens.
-            With more ranks than experts (a multiple), each expert's width is cut over several ranks.
-        expert_mesh: in place of that group, a mesh of one dimension. The experts' parameters are DTensors over it then,
-            for torch's FSDP2, optimizers and checkpoints; see docs/torch_native.md.
+        expert_parallel_group: ranks over which the experts are spread in contiguous blocks; each has its own tokens.
+            If the number of ranks is a larger multiple of the number of experts, each expert's width is split too.
+        expert_mesh: a mesh with one dimension, instead of that group. The experts' parameters are then DTensors over
+            it, for torch's FSDP2, optimizers and checkpoints; see docs/torch_native.md.
         loss_group: ranks of load_balancing_scope "global"; default the expert-parallel group.
-        expert_grad_scale: factor on the experts' gradients. Default 1/(size of the expert-parallel group): averaging
-            the gradients over the ranks that hold the same expert then gives plain data parallelism's. 1.0 where an
+        expert_grad_scale: factor on the experts' gradients. Default: 1/(size of the expert-parallel group). Averaged
+            over the ranks that hold the same expert, gradients then equal plain data parallelism's. Use 1.0 if an
             outer data-parallel wrapper divides by all ranks itself (Megatron's DDP).
-        seed: of the experts, see `Experts`. The router is drawn from torch's generator: seed it alike on every rank.
-        device, dtype: of the parameters; None for the mesh's device, else for torch's defaults.
+        seed: of the experts, see `Experts`. The router uses torch's generator: give it the same seed on every rank.
+        device, dtype: of the parameters; None for the mesh's device, or without a mesh for torch's defaults.
 
     Raises:
-        ConfigError: what the layer cannot do, in one line.
+        ConfigError: the layer cannot do this; one line says what and why.
         ValueError: E cannot be spread over the group.
     """
 
@@ -82,7 +82,7 @@ class MoELayer(SharesGroups, nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(config, MoEConfig):
-            makers = "MoEConfig.from_dict makes one of a dict, Arguments.to_config of Arguments"
+            makers = "MoEConfig.from_dict converts a dict, Arguments.to_config converts Arguments"
             raise ConfigError(f"config is a {type(config).__name__}: must be a MoEConfig; {makers}")
         if (config.capacity_factor is not None) != self.has_capacity:
             rule = "must be a number for MoE, or use dMoE" if self.has_capacity else "must be None for dMoE, or use MoE"
@@ -90,7 +90,7 @@ class MoELayer(SharesGroups, nn.Module):
         self.config = config
         if expert_mesh is not None:
             if expert_mesh.ndim != 1:
-                dimensions = f"has {expert_mesh.ndim} dimensions, must have one, such as mesh['experts'] of several"
+                dimensions = f"has {expert_mesh.ndim} dimensions, must have one; select one, such as mesh['experts']"
                 raise ValueError(f"expert_mesh: {dimensions}")
             if expert_parallel_group is not None:
                 raise ValueError("expert_parallel_group: must be left out with expert_mesh, which has a group")
@@ -121,7 +121,7 @@ class MoELayer(SharesGroups, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw every parameter anew, as after `to_empty` of a layer on "meta"; `seed` is as in `Experts`."""
+        """Initialize every parameter again, as after `to_empty` of a layer on "meta"; `seed` is as in `Experts`."""
         self.router.reset_parameters()
         self.experts.reset_parameters(seed)
         if self.shared_expert is not None:
@@ -130,11 +130,11 @@ class MoELayer(SharesGroups, nn.Module):
             self.output_bias.zero_()
 
     def _dispatch(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        """x (T, H) → (T, H) through the experts, and metrics that the routing does not have."""
+        """Run the experts: x (T, H) → (T, H), and metrics that the routing does not contain."""
         raise NotImplementedError
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., H) → (..., H), without the auxiliary losses; `forward_with_aux` returns them, and raises the same."""
+        """x (..., H) → (..., H), without auxiliary losses. `forward_with_aux` returns them; its errors are the same."""
         y, aux = self.forward_with_aux(x)
         if aux.losses:
             warnings.warn("forward leaves out the layer's auxiliary losses; call forward_with_aux", stacklevel=2)
@@ -144,9 +144,9 @@ class MoELayer(SharesGroups, nn.Module):
         """x (..., H) → y (..., H), the losses to add to the training loss, and metrics.
 
         Raises:
-            ValueError: the last dimension of x is not hidden_size, or x has another dtype than the experts, outside
-                autocast.
-            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
+            ValueError: the last dimension of x is not hidden_size, or, outside autocast, x has another dtype than the
+                experts.
+            torch.OutOfMemoryError: torch's error, with the sizes and what to change.
         """
         if not x.dim() or x.shape[-1] != self.config.hidden_size:
             shape, hidden = tuple(x.shape), self.config.hidden_size
@@ -164,7 +164,7 @@ class MoELayer(SharesGroups, nn.Module):
         return y if x.dim() == 2 else y.view(x.shape), AuxOutput(routing.losses, {**routing.metrics, **extra})
 
     def _compute(self, x: Tensor, routing: Routing) -> tuple[Tensor, dict[str, Tensor]]:
-        """x (T, H) → y (T, H), and metrics that the routing does not have."""
+        """x (T, H) → y (T, H), and metrics that the routing does not contain."""
         try:
             y, extra = self._dispatch(x, routing)
         except torch.OutOfMemoryError as error:
@@ -176,19 +176,19 @@ class MoELayer(SharesGroups, nn.Module):
         return y, extra
 
     def _one_at_a_time(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Like `_compute`, for config.batch_invariant on a CPU: each token in a batch of its own.
+        """Like `_compute`, for config.batch_invariant on a CPU: each token is a batch of one.
 
-        There torch's products choose an algorithm by the number of rows, and its elementwise functions compute the last
-        few values of a tensor by other code than those before.
+        On a CPU torch's products choose an algorithm by the number of rows, and its elementwise functions use different
+        code for the last few values of a tensor.
         """
         if group_size(self.expert_parallel_group) > 1:
             refuse("batch_invariant", True, "on a CPU needs all experts on one rank")
-        # cloned: how a row lies in memory must not depend on its place either
+        # clone: a row's memory layout must not depend on its position in the batch either
         rows = [self._compute(row, self.router.choose(row)) for row in map(torch.clone, x.split(1))]
         return torch.cat([y for y, _ in rows]), rows[0][1]
 
     def _check_without_values(self) -> None:
-        """Refuse what reads values of tensors on the host: tensors on "meta" have none."""
+        """Raise an error for options that read values of tensors on the host: tensors on "meta" have none."""
         config, ranks = self.config, group_size(self.expert_parallel_group)
         if config.mlp_impl == "reference":
             refuse("mlp_impl", config.mlp_impl, 'reads values; on device "meta" use another one, such as "auto"')
@@ -198,11 +198,11 @@ class MoELayer(SharesGroups, nn.Module):
             raise ValueError(f'x: is on device "meta", must be on another one where {ranks} ranks exchange tokens')
 
     def _compile_first_call(self, tokens: Tensor) -> None:
-        """Compile router and experts together, where both are this package's own and no other rank takes part."""
+        """Compile router and experts together, if both are classes of this package and there is only one rank."""
         from megablocks.ops.launch import compile_first_call
 
         def step(tokens: Tensor) -> list[Tensor]:
-            routing = self.router.forward(tokens)  # not the modules themselves: their hooks are not ours to call
+            routing = self.router.forward(tokens)  # not self.router(tokens): a user's hooks must not run here
             return [self.dispatcher.run(tokens, routing, self.experts.forward), *routing.losses.values()]
 
         ours = isinstance(self.router, Router) and type(self.experts) is Experts
@@ -214,9 +214,10 @@ class MoELayer(SharesGroups, nn.Module):
 
 
 class dMoE(MoELayer):  # noqa: N801
-    """Dropless mixture of experts: every expert computes all the tokens that were sent to it, however many.
+    """Dropless mixture of experts: every expert computes all tokens that are routed to it.
 
-    With config.token_rounding, loads that the router rounds down lose their weakest pairs, which aux counts as dropped.
+    With config.token_rounding, an expert whose load is rounded down loses its weakest pairs; aux counts them as
+    dropped.
     Arguments as in `MoELayer`; config.capacity_factor must be None.
     """
 
@@ -230,18 +231,18 @@ class dMoE(MoELayer):  # noqa: N801
 
 
 class MoE(MoELayer):
-    """Capacity mixture of experts: an expert has C places; tokens beyond are dropped, empty places are computed.
+    """Mixture of experts with a capacity of C places per expert. More tokens are dropped; empty places are computed.
 
     The batch is (E, C, H) and each projection one torch.bmm, as in GShard, Switch, Tutel and megablocks 0.10's MoE.
-    Of mlp_impl only "reference" makes a difference, since the others are ways to compute ragged rows.
+    mlp_impl matters only if it is "reference": the others are ways to compute ragged rows.
 
-    Which pairs drop: an expert takes the earliest, by rank, then token, then choice; `megablocks.moe.capacity` has the
-    rules. A token all of whose pairs dropped yields zeros. aux.metrics: `dropped` () this rank's dropped pairs,
-    `capacity` () places an expert computes on its rank.
+    Which pairs are dropped: an expert keeps the earliest, by rank, then token, then choice. `megablocks.moe.capacity`
+    contains the rules. A token without a kept pair yields zeros. aux.metrics: `dropped` () pairs dropped on this rank,
+    `capacity` () places that an expert computes on its rank.
 
-    Host synchronizations: on one rank none for a positive factor, whose C follows from the number of tokens; one for a
-    factor <= 0, whose C is the fullest expert's load. Over several ranks one more than the dispatcher's own, since
-    ranks may hold different numbers of tokens.
+    Host synchronizations on one rank: none for a positive factor, because C follows from the number of tokens; one for
+    a factor <= 0, because C is the fullest expert's load. Over several ranks: one more than the dispatcher needs,
+    because ranks can hold different numbers of tokens.
 
     Arguments as in `MoELayer`; config.capacity_factor is required.
     """
@@ -255,7 +256,7 @@ class MoE(MoELayer):
 
 
 def _rename_old_keys(state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the keys of megablocks 0.10, whose experts stood one level deeper and held the output bias."""
+    """Rename keys of megablocks 0.10, where the experts were one level deeper and contained the output bias."""
     for old, new in (
         ("experts.mlp.w1", "experts.w1"),
         ("experts.mlp.v1", "experts.v1"),

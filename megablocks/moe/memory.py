@@ -1,4 +1,4 @@
-"""What a layer says when it runs out of memory: its sizes, what it needs and has, and what to change."""
+"""The error of a layer that runs out of memory: its sizes, the memory it needs and has, and what to change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megablocks.kinds import IMPLS
 
 
 def out_of_memory(config: MoEConfig, x: Tensor, rows: int, error: torch.OutOfMemoryError) -> torch.OutOfMemoryError:
-    """`error`, raised while x (T, H) went through a layer as `rows` rows of its experts, in words that help."""
-    # a row in forward: itself and its output, its one or two pre-activations and its activation
+    """Return `error` with sizes and advice. A layer raised it for x (T, H), which fills `rows` rows of its experts."""
+    # values of a row in forward: input and output, one or two pre-activations, and the activation
     values = 2 * config.hidden_size + (2 + config.is_gated) * config.ffn_hidden_size
     need = rows * values * x.element_size() / 2**30
     have = "unknown"

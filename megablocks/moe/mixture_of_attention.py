@@ -5,8 +5,8 @@
     o[t, j] = softmax(rope(q[t, j]) · rope(k)ᵀ / √D) · v
     y[t] = Σ_j weight[t, j] · Wo_e · o[t, j]
 
-All heads attend alike, whichever expert they are of. Both expert projections take pairs in token order and give them
-in token order (`parallel_linear`, scattered to scattered), so nothing is sorted or copied around the attention.
+All heads attend in the same way, whichever expert they belong to. Both expert projections read and return pairs in
+token order (`parallel_linear`, scattered to scattered), so nothing is sorted or copied around the attention.
 Sources: ScatterMoE (arXiv 2403.08245); grouped queries (arXiv 2305.13245); rotary embedding (arXiv 2104.09864).
 
 Legend: B sequences of S tokens, T = B·S, H hidden, E experts, K top-k, D head size.
@@ -47,18 +47,18 @@ class MixtureOfAttention(nn.Module):
 
     Args:
         config: hidden_size, num_experts, top_k, the router, its losses and init stds are used; ffn_hidden_size is the
-            width of an expert's queries, num_heads · D; mlp_bias puts biases on all four projections. activation and
-            mlp_impl have no meaning here; what else describes MLP experts is refused.
+            width of an expert's queries, num_heads · D; mlp_bias adds biases to all four projections. activation and
+            mlp_impl are ignored; other options of MLP experts are refused.
         num_heads: query heads of an expert; a token has K · num_heads.
         num_kv_heads: heads of the shared keys and values, a divisor of num_heads; None for num_heads.
-        rope_base: base of the rotary embedding, None for no positions at all.
-        attention_dropout: in training.
-        causal: whether a token sees only itself and those before it.
+        rope_base: base of the rotary embedding, None for no position embedding.
+        attention_dropout: probability in training.
+        causal: whether a token attends only to itself and to earlier tokens.
         loss_group, init_method: as for the routers.
         device, dtype: of the parameters; torch's defaults if None.
 
     Raises:
-        ConfigError: a router that gives tokens different numbers of experts, a capacity, what only MLP experts have, or
+        ConfigError: a router that gives tokens different numbers of experts, a capacity, an option of MLP experts, or
             sizes that do not fit.
     """
 
@@ -91,13 +91,13 @@ class MixtureOfAttention(nn.Module):
         self._draw_projections()
 
     def reset_parameters(self) -> None:
-        """Draw every parameter anew, as after `to_empty` of a layer on "meta"."""
+        """Initialize every parameter again, as after `to_empty` of a layer on "meta"."""
         self.router.reset_parameters()
         self._draw_projections()
 
     @torch.no_grad()
     def _draw_projections(self) -> None:
-        """Normals of the config's stds, biases 0. The router draws its own when it is built."""
+        """Fill weights from normals with the config's stds, and biases with 0. The router initializes itself."""
         std, output_std = self.config.init_std, self.config.output_init_std
         output_std = std if output_std is None else output_std
         for projection in (self.query, self.key_value, self.output):
@@ -155,7 +155,7 @@ class MixtureOfAttention(nn.Module):
         )
 
 
-# Values without which a layer computes something else, or keeps something that was to be kept smaller.
+# Required values. Others ask for a computation, or for a saving of memory, that this layer does not have.
 _NEEDED = {
     "router_type": "topk", "token_rounding": None, "capacity_factor": None, "output_bias": False,
     "shared_expert_hidden_size": None, "recompute_activation": False, "quantize_inputs_num_bits": -1,

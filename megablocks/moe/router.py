@@ -3,11 +3,11 @@
 Legend: T tokens, H hidden, E experts, K top-k, R pairs. After the logits everything is computed in float32 (float64 for
 float64 logits).
 
-NaN: a token whose logits hold a NaN still gets K different ids in [0, E). Its weights become NaN, so its output does,
-and no other token's. Expert choice picks such a token last. The metric `nonfinite_tokens` counts tokens with NaN or
+NaN: a token whose logits contain a NaN still gets K different ids in [0, E). Its weights and its output become NaN, but
+no other token's. Expert choice picks such a token last. The metric `nonfinite_tokens` counts tokens with NaN or
 infinite logits. A NaN makes each loss NaN on purpose, so that a guard sees it.
 
-The linear layer's weight (E, H) must be equal on every rank: seed torch's generator alike before a router is built.
+The linear layer's weight (E, H) must be equal on every rank: give torch the same seed there before you build a router.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from megablocks.ops.routing.values import RoundedOutput, RouterLosses, RouterOpt
 
 
 class Router(SharesGroups, nn.Module):
-    """A linear layer in front of `route`; the subclasses say which routers there are, `megablocks.kinds.ROUTERS`."""
+    """A linear layer followed by `route`. `megablocks.kinds.ROUTERS` lists the subclasses."""
 
     router_type: str
     expert_score_bias: Tensor | None
@@ -70,7 +70,7 @@ class Router(SharesGroups, nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the weight anew; buffers stay as they are."""
+        """Initialize the weight again; buffers do not change."""
         self._init_method(self.layer.weight)
 
     def logits(self, x: Tensor) -> Tensor:
@@ -92,7 +92,7 @@ class Router(SharesGroups, nn.Module):
         return self.route(self.logits(x), padding_mask=padding_mask)
 
     def choose(self, x: Tensor) -> Routing:
-        """Route x (T, H) without losses, and without counting its load; for top-k alone."""
+        """Route x (T, H) without losses, and without counting its load; only for top-k."""
         return route(self.logits(x), self.config, score_bias=self.expert_score_bias, training=False)
 
     def route(self, logits: Tensor, *, padding_mask: Tensor | None = None) -> Routing:
@@ -111,7 +111,7 @@ class Router(SharesGroups, nn.Module):
 
 
 class ExpertChoiceRouter(Router):
-    """Each expert picks its ⌈T·K/E⌉ best tokens (arXiv 2202.09368), so a token may have any number of experts."""
+    """Each expert picks its ⌈T·K/E⌉ best tokens (arXiv 2202.09368), so a token can have any number of experts."""
 
     router_type = "expert_choice"
 
@@ -119,8 +119,8 @@ class ExpertChoiceRouter(Router):
 class TopKRouter(Router):
     """Each token picks its K best experts.
 
-    With config.expert_score_bias it holds two buffers: `expert_score_bias` (E,) float32, which stays float32 when the
-    module is cast, and `tokens_since_update` (E,) int64, not saved: pairs an expert since the last update.
+    With config.expert_score_bias it has two buffers. `expert_score_bias` (E,) float32 stays float32 when the module is
+    cast. `tokens_since_update` (E,) int64 counts pairs per expert since the last update, and is not saved.
     """
 
     router_type = "topk"
@@ -143,15 +143,15 @@ class TopKRouter(Router):
 
     @torch.no_grad()
     def update_expert_score_bias(self, group: dist.ProcessGroup | None = None) -> None:
-        """Move each expert's bias by the rate towards balance, once an optimizer step (arXiv 2408.15664).
+        """Move each expert's bias by the rate towards balance. Call it once per optimizer step (arXiv 2408.15664).
 
             bias_e += rate · sign(mean load − load_e),  load = tokens_since_update summed over `group`, then reset to 0
 
-        torch's DDP needs broadcast_buffers=False. Its default replaces every rank's counts by those of rank 0 before a
+        torch's DDP needs broadcast_buffers=False. By default it replaces every rank's counts by rank 0's before each
         forward, so several micro-batches of a step would be counted wrong.
 
         Args:
-            group: the ranks that share the bias, i.e. all that see other tokens; None for this rank alone.
+            group: all ranks that share the bias and see different tokens; None for this rank alone.
 
         Raises:
             ConfigError: the router has no bias.
@@ -162,37 +162,37 @@ class TopKRouter(Router):
         load = counts.clone()
         if group is not None:
             dist.all_reduce(load, group=group)
-        # E·load against the total: exact in integers, where a float mean could call a balanced expert unbalanced
+        # Compare E·load with the total: integers are exact, while a float mean could make a balanced expert unbalanced.
         bias += self.config.expert_score_bias_rate * torch.sign(load.sum() - load * load.numel())
         counts.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TopKRouter:
-        """What `module.to` and its like call; the score bias stays float32. Behind "meta" both buffers begin with 0."""
+        """Called by `module.to` and similar methods. The score bias stays float32; buffers from "meta" start at 0."""
         bias, were = self.expert_score_bias, list(self.buffers(recurse=False))
         super()._apply(fn, recurse)
         moved = self.expert_score_bias
         for old, new in zip(were, self.buffers(recurse=False), strict=True):
-            if old.is_meta:  # `to_empty` leaves what was in memory, and no checkpoint holds the counts
+            if old.is_meta:  # `to_empty` leaves memory uninitialized, and no checkpoint contains the counts
                 new.zero_()
         if bias is not None and moved is not None and moved.dtype != torch.float32:
-            # bf16 would swallow the update rate: 1 + 1e-3 rounds to 1
+            # bf16 would lose the update: 1 + 1e-3 rounds to 1
             self.expert_score_bias = bias.to(moved.device)
         return self
 
 
 def make_router(config: MoEConfig, **kwargs: Any) -> Router:
-    """The router that config.router_type names; keyword arguments as for the modules."""
+    """Return the router that config.router_type names. Its class gets the keyword arguments."""
     kind: type[Router] = load(ROUTERS[config.router_type].module)
     return kind(config, **kwargs)
 
 
 @custom_op("megablocks::count_once", mutates_args=("counts",), fake=lambda *_: None)
 def count_once(counts: Tensor, load: Tensor) -> None:
-    """Add the load (E,) to the counts (E,), unless this forward recomputes one that was counted already.
+    """Add the load (E,) to the counts (E,), unless this forward recomputes one that was already counted.
 
-    Both kinds of activation checkpointing recompute inside a backward pass. The reentrant kind ran the first forward
-    without gradients, so it was not counted; the other ran it with them and recomputes under saved-tensor hooks. It is
-    an op because a compiled layer is the same code in both passes.
+    Both kinds of activation checkpointing recompute inside a backward pass. The reentrant kind runs the first forward
+    without gradients, so it is not counted. The other kind runs it with gradients and recomputes under saved-tensor
+    hooks. This is an op because a compiled layer runs the same code in both passes.
     """
     in_backward = torch._C._current_graph_task_id() != -1
     if not in_backward or torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
@@ -208,18 +208,18 @@ def route(
     loss_group: dist.ProcessGroup | None = None,
     padding_mask: Tensor | None = None,
 ) -> Routing:
-    """Choose experts for tokens, with the auxiliary losses that the config weighs.
+    """Choose experts for tokens, and compute the auxiliary losses that have a weight in the config.
 
     Args:
         logits: (T, E) floating, differentiable.
         score_bias: (E,) added to the scores for the selection only, for router_type "topk".
         training: whether the losses are computed, and token_rounding rounds.
         loss_group: the ranks of load_balancing_scope "global"; None counts this rank alone.
-        padding_mask: (T,) bool, True for padding: such a token gets no expert, is no load and enters no loss.
+        padding_mask: (T,) bool, True for padding: such a token gets no expert, and counts in no load and no loss.
 
     Returns:
-        Routing; `losses` holds "load_balancing_loss" and "z_loss" where their weight is above 0, `metrics` also
-        `nonfinite_tokens` () int64, and for token rounding `rounded_per_expert` (E,), the loads as computed.
+        Routing; `losses` contains "load_balancing_loss" and "z_loss" if their weight is above 0, `metrics` also
+        `nonfinite_tokens` () int64, and with token rounding `rounded_per_expert` (E,), the loads after rounding.
 
     Raises:
         ValueError: logits or padding_mask of another shape, or a mask that is not bool.
@@ -247,12 +247,12 @@ def route(
     if options.balance_weight:
         loss, load = out.balance, routing.metrics["tokens_per_expert"]
         ranks = loss_group.size() if loss_group is not None and config.load_balancing_scope == "global" else 1
-        if ranks > 1:  # arXiv 2501.11873: loads and tokens of all ranks, scores of this one
+        if ranks > 1:  # arXiv 2501.11873: loads and tokens of all ranks, scores of this rank
             totals = torch.cat((load, count.view(1)))
             dist.all_reduce(totals, group=loss_group)
             load, count = totals[:-1], totals[-1]
         if ranks > 1 or config.uniform_assignment:
-            # times the ranks: its mean over them is the loss of all tokens, however these are split
+            # times the ranks: the mean over ranks is then the loss of all tokens, however they are split
             loss = balance_loss(out.sums, load, count, config.top_k, options.balance_weight * ranks)
         routing.losses["load_balancing_loss"] = loss
     if options.z_weight:
@@ -268,12 +268,12 @@ def _top_k(
 ) -> _Result:
     """Each token picks its K best experts."""
     out = route_topk(logits, options, bias=score_bias, padding_mask=padding_mask)
-    if config.uniform_assignment:  # ids in turn, as in megablocks 0.10; the weights stay the router's
+    if config.uniform_assignment:  # round robin, as in megablocks 0.10; the weights are still the router's
         ids = torch.arange(out.expert.shape[0], device=logits.device).remainder(config.num_experts)
         shape = (-1, options.top_k)
         weight = out.weight.view(shape)
         return make_routing(ids.view(shape), weight, config.num_experts, padding_mask=padding_mask), out
-    zero = out.stats[2]  # a new one would be a launch
+    zero = out.stats[2]  # a new tensor would need a launch
     metrics = {"tokens_per_expert": out.load, "dropped": zero, "invalid": zero}
     sizes = (logits.shape[0], config.num_experts, options.top_k)
     return Routing(out.token, out.expert, out.weight, *sizes, metrics=metrics), out
@@ -282,7 +282,7 @@ def _top_k(
 def _rounded(
     logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
 ) -> _Result:
-    """Like `_top_k`; then the loads are rounded, so that tokens keep different numbers of experts."""
+    """Like `_top_k`, but then rounds the loads, so that tokens have different numbers of experts."""
     assert config.token_rounding is not None
     rounding = (config.token_rounding, config.token_rounding_tile or TILE_ROWS)
     out = route_rounded(logits, options, *rounding, bias=score_bias, padding_mask=padding_mask)
@@ -298,10 +298,10 @@ def _rounded(
 def _expert_choice(
     logits: Tensor, config: MoEConfig, options: RouterOptions, score_bias: Tensor | None, padding_mask: Tensor | None
 ) -> _Result:
-    """Each expert picks its ⌈T·K/E⌉ best tokens, equal ones by the lowest token first (Zhou et al., arXiv 2202.09368).
+    """Each expert picks its ⌈T·K/E⌉ best tokens; ties go to the lower token (Zhou et al., arXiv 2202.09368).
 
-    Padding is picked last and then gets no expert. R = E·⌈T·K/E⌉ pairs stand in token order, and within a token by
-    expert; top_k is None.
+    Padding is picked last and then gets no expert. The R = E·⌈T·K/E⌉ pairs are sorted by token, then by expert; top_k
+    is None.
     """
     logits = wide_logits(logits, padding_mask)
     scores = router_scores(logits, options.sigmoid)
@@ -311,7 +311,7 @@ def _expert_choice(
         selection = torch.where(scores.isnan(), float("-inf"), scores)
         if padding_mask is not None:
             selection = selection.masked_fill(padding_mask.unsqueeze(1), float("-inf"))
-            # NaN tokens come before padding: they take part, padding does not
+            # NaN tokens come before padding: they are routed, padding is not
             selection = torch.where(scores.isnan(), torch.finfo(scores.dtype).min, selection)
         picked = selection.t().sort(dim=1, descending=True, stable=True).indices[:, :picks_each]
         token, order = picked.flatten().sort(stable=True)

@@ -1,4 +1,4 @@
-"""A shared expert: a dense MLP that every token passes, beside the routed experts."""
+"""A shared expert: a dense MLP that computes every token, in addition to the routed experts."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class SharedExpert(nn.Module):
     Args:
         config: activation, hidden_size, shared_expert_hidden_size, shared_expert_gate.
         bias: biases in the linear layers.
-        linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, **kwargs); another
-            one than torch's says its dtype in kwargs, by whatever name it has there.
+        linear, linear_kwargs: class of the linear layers, called as linear(in, out, bias=, device=, **kwargs). If it is
+            not torch's, put the dtype into kwargs, under the name that the class uses.
         device, dtype: of the parameters; torch's defaults if None.
 
     Raises:
         ValueError: the config has no shared_expert_hidden_size.
-        ConfigError: batch_invariant with another class of linear layers than torch's.
+        ConfigError: batch_invariant with a class of linear layers that is not torch's.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SharedExpert(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw the projections from normals of the config's stds; the gate becomes 0."""
+        """Fill the projections from normals with the config's stds, and the gate with 0."""
         std, down_std = self.config.init_std, self.config.output_init_std
         for name, parameter in self.named_parameters():
             if name == "gate":
@@ -80,7 +80,7 @@ class SharedExpert(nn.Module):
         return out * torch.sigmoid(linear(x, self.gate[None].to(x.dtype)))
 
     def _project(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """layer(x); with batch_invariant the same map, by a kernel that treats each row alone."""
+        """Return layer(x). With batch_invariant a kernel computes it that treats each row alone."""
         if not self.config.batch_invariant:
             return layer(x)
         assert isinstance(layer, nn.Linear)

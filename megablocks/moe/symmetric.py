@@ -2,8 +2,8 @@
 
     x (T, H) ─ to_experts ─▶ rows (W·M, H) ─ sort by local expert, experts ─▶ partial (W·M, H) ─ to_home ─▶ y (T, H)
 
-A token crosses the link once a rank, not once an expert, and nothing waits for the host, so a CUDA graph can capture
-the layer. `megablocks.ops.exchange` has the exchanges. The price is static sizes: `max_tokens` and `rows_factor`.
+A token is sent once per rank, not once per expert. Nothing waits for the host, so a CUDA graph can capture the layer.
+`megablocks.ops.exchange` contains the exchanges. All sizes are static, set by `max_tokens` and `rows_factor`.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _log = logging.getLogger(__name__)
 
 
 def limit_s() -> float:
-    """Seconds for which a GPU waits for another rank's rows: MEGABLOCKS_EXCHANGE_TIMEOUT, 600 where it is unset.
+    """Return how many seconds a GPU waits for another rank's rows: MEGABLOCKS_EXCHANGE_TIMEOUT, or 600 if unset.
 
     Raises:
-        ConfigError: it is no such number.
+        ConfigError: the variable is not such a number.
     """
     text = os.environ.get("MEGABLOCKS_EXCHANGE_TIMEOUT") or "600"
     with contextlib.suppress(ValueError):
@@ -49,14 +49,15 @@ class SymmetricDispatcher(AllToAllDispatcher):
     """Exchanges rows through symmetric memory, or by all-to-all where that is impossible.
 
     Every rank of the group must call it equally often, on one stream, with at most `max_tokens` tokens. The first call
-    of a size is a collective that synchronizes. No later call does.
+    with a size is a collective that synchronizes. Later calls do not.
 
     Args:
-        max_tokens: M, the most tokens that a rank brings. A rank's buffer has 4·W·M·H bytes in bf16; layers share it.
-        rows_factor: rows that a rank's experts take, as a multiple of M·K; at most W counts. If more arrive, the output
-            is NaN, and the next call raises.
-        strict: raise where the exchange is impossible, instead of falling back.
-        The others are those of `AllToAllDispatcher`.
+        max_tokens: M, the largest number of tokens of a rank. A rank's buffer has 4·W·M·H bytes in bf16; layers share
+            it.
+        rows_factor: rows that a rank's experts accept, as a multiple of M·K; above W it counts as W. If more arrive,
+            the output is NaN, and the next call raises.
+        strict: raise an error if the exchange is impossible, instead of falling back.
+        others: those of `AllToAllDispatcher`.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         super().__init__(group, num_experts, **others)
         self.max_tokens, self.rows_factor, self.strict = max_tokens, rows_factor, strict
 
-    @torch.compiler.disable  # addresses of other processes' memory are not for a compiler to see
+    @torch.compiler.disable  # a compiler must not see addresses of other processes' memory
     def run(self, x: Tensor, routing: Routing, experts: ExpertCompute) -> Tensor:
         """x (T, H) → (T, H): the weighted sum of each token's experts, wherever they are.
 
@@ -91,7 +92,7 @@ class SymmetricDispatcher(AllToAllDispatcher):
         return to_home(exchange, partial, local_ids, expert)
 
     def _exchange(self, x: Tensor, routing: Routing) -> Exchange | None:
-        """The exchange for these, None to fall back. All ranks come to the same answer."""
+        """Return the exchange for these tokens, or None to fall back. All ranks get the same answer."""
         why = self._refusal(x, routing)
         opened = why or self._open(x.device, x.dtype, x.shape[1], routing.top_k or 0)
         if isinstance(opened, Exchange):
@@ -101,13 +102,13 @@ class SymmetricDispatcher(AllToAllDispatcher):
         return None
 
     def _refusal(self, x: Tensor, routing: Routing) -> str | None:
-        """Why these tokens cannot be exchanged; None if they can. All ranks come to the same answer."""
+        """Return why these tokens cannot be exchanged; None if they can. All ranks get the same answer."""
         if not runs_triton(x) or x.dtype not in DTYPES or routing.weight.dtype != torch.float32:
             return f"it takes bf16, fp16 or float32 tokens on a GPU, not {x.dtype} on {x.device.type}"
         if routing.top_k is None:
-            return "it takes a fixed number of experts a token"
+            return "it needs a fixed number of experts per token"
         if self.ffn_shards > 1:
-            return f"it cuts no expert over ranks, ffn_shards={self.ffn_shards}"
+            return f"it cannot split an expert over ranks, ffn_shards={self.ffn_shards}"
         return None
 
     def _open(self, device: torch.device, dtype: torch.dtype, hidden: int, top_k: int) -> Exchange | str:
@@ -126,14 +127,14 @@ class SymmetricDispatcher(AllToAllDispatcher):
 
 
 _opened: dict[tuple[Any, ...], Exchange | str] = {}
-_buffers: list[tuple[Tensor, object]] = []  # kept as long as the process: peers address them
+_buffers: list[tuple[Tensor, object]] = []  # never freed, because other ranks address them
 
 
 def _rendezvous(
     group: ProcessGroup, layout: Layout, device: torch.device, experts: int, max_rows: int
 ) -> Exchange | str:
-    """Allocate this rank's buffer and learn the addresses of the others', or say why that is impossible."""
-    boot = Path("/proc/sys/kernel/random/boot_id")  # one for each running system, unlike a name
+    """Allocate this rank's buffer and get the addresses of the other buffers, or return why that is impossible."""
+    boot = Path("/proc/sys/kernel/random/boot_id")  # unique for each running system, unlike a host name
     hosts = _gather(boot.read_text() if boot.exists() else "unknown", group)
     if len(set(hosts)) > 1 or "unknown" in hosts:
         return "the ranks are not all on one host"
@@ -147,7 +148,7 @@ def _rendezvous(
         _buffers.append((buffer, handle))
     except (ImportError, AttributeError, RuntimeError) as error:
         problem = str(error).splitlines()[0]
-    problems = _gather(problem, group)  # also: no rank goes on before every buffer is zero
+    problems = _gather(problem, group)  # it also makes ranks wait until every buffer is zero
     if any(problems) or handle is None:
         return next(p for p in problems if p)
     torch.cuda.synchronize(device)

@@ -268,9 +268,9 @@ def test_experts_are_drawn_and_loaded_where_they_lie():
         for mine, plain in zip(found, expected, strict=True):
             assert mine.keys() == plain.keys() and all(torch.equal(mine[name], plain[name]) for name in plain)
         assert errors == [
-            "expert_mesh: has 2 dimensions, must have one, such as mesh['experts'] of several",
+            "expert_mesh: has 2 dimensions, must have one; select one, such as mesh['experts']",
             "expert_parallel_group: must be left out with expert_mesh, which has a group",
-            "expert_mesh: has 4 ranks, must have at most one an expert, 2",
+            "expert_mesh: has 4 ranks, must have at most one per expert, 2",
         ]
 
 

@@ -358,7 +358,7 @@ def test_expert_choice_trains_the_router():
 def test_what_the_layer_refuses():
     with pytest.raises(ConfigError, match=r"capacity_factor=1.5: must be None for dMoE"):
         dMoE(config_of(capacity_factor=1.5))
-    with pytest.raises(ConfigError, match=r"^config is a dict: must be a MoEConfig; MoEConfig.from_dict makes one"):
+    with pytest.raises(ConfigError, match=r"^config is a dict: must be a MoEConfig; MoEConfig.from_dict converts"):
         dMoE({"hidden_size": 12})
     with pytest.raises(ValueError, match=r"x: has shape \(3, 7\), its last dimension must be hidden_size=12"):
         build("grouped", config_of())(torch.zeros(3, 7))
