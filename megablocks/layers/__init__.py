@@ -10,7 +10,7 @@ _PUBLIC = {
     "dMoE": "megablocks.layers.dmoe",
 }
 
-# megablocks 0.10 imports these modules with the package, so programs reach them as attributes.
+# megablocks 0.10 imports these modules with the package, so programs use them as attributes.
 _SUBMODULES = (
     "activation_fn", "all_to_all", "arguments", "common", "dmlp_registry", "dmoe", "gelu", "glu", "mlp", "moe", "mpu",
     "router", "sharedexpert_registry",

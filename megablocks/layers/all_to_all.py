@@ -1,4 +1,4 @@
-"""The all-to-all of rows by megablocks 0.10's signature. It may return before the rows have arrived."""
+"""The all-to-all of rows with megablocks 0.10's signature. It can return before the rows have arrived."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def all_to_all(
         x: (sum(input_split_sizes), ...).
         output_split_sizes: rows from each rank.
         group: None for all ranks.
-        async_op: return at once; the rows are there after `handle.wait()`.
+        async_op: return immediately; the rows have arrived after `handle.wait()`.
 
     Returns:
         ((sum(output_split_sizes), ...), handle); the handle is None without async_op. Differentiable in x.
 
     Raises:
-        ValueError: x has another number of rows than input_split_sizes adds up to.
+        ValueError: the number of rows of x is not the sum of input_split_sizes.
     """
     group = dist.group.WORLD if group is None else group
     if group is None:

@@ -1,8 +1,8 @@
-"""`Arguments`: a layer described by the names and defaults of megablocks 0.10, and its translation to `MoEConfig`.
+"""`Arguments`: a layer's description with the names and defaults of megablocks 0.10, and its conversion to `MoEConfig`.
 
-Differences from 0.10, each on purpose: values are checked once the object is filled, also by `from_megatron`. Creating
-one needs no GPU, since a layer looks up the current CUDA device when it is built. Losses and router scores are computed
-in float32, whatever `moe_lbl_in_fp32` and `moe_zloss_in_fp32` say.
+Intended differences from 0.10: values are checked after the object is filled, also by `from_megatron`. Creating one
+needs no GPU, because a layer looks up the current CUDA device when it is built. Losses and router scores are always
+computed in float32; `moe_lbl_in_fp32` and `moe_zloss_in_fp32` are ignored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DEFAULT_ACTIVATION_FN = partial(F.gelu, approximate="tanh")
 _DEFAULT_INIT: InitFn = partial(torch.nn.init.normal_, mean=0.0, std=0.02)
 GATED = {"gelu": "geglu", "silu": "swiglu", "relu": "reglu"}
 _ACTIVATION_FUNCTIONS: dict[Any, str] = {F.gelu: "gelu", F.silu: "silu", F.relu: "relu", torch.relu: "relu"}
-# fields of MoEConfig that take the value of a field of Arguments with another name
+# fields of MoEConfig and the fields of Arguments that set them, where the names differ
 _RENAMED = {
     "num_experts": "moe_num_experts",
     "top_k": "moe_top_k",
@@ -43,9 +43,9 @@ _RENAMED = {
 
 
 def activation_of(function: object) -> Activation:
-    """The activation that an `activation_fn` of megablocks 0.10 stands for.
+    """Return the activation that an `activation_fn` of megablocks 0.10 computes.
 
-    A function that is not torch's is known by its values and slopes, such as those of transformers' ACT2FN.
+    Functions that are not torch's, such as transformers' ACT2FN, are recognized by their values and slopes.
 
     Raises:
         ConfigError: a function or name other than gelu, silu, relu and relu2.
@@ -73,7 +73,7 @@ def activation_of(function: object) -> Activation:
 
 
 def _known_by_values(function: Any) -> Activation | None:
-    """The activation whose values and slopes a function of tensors has; None for none, or with parameters to train."""
+    """Return the activation with the same values and slopes as `function`; None if none, or if it has parameters."""
     ends = torch.tensor([-1e3, -30, 30, 1e3], dtype=torch.float64, device="cpu")
     z = torch.cat([torch.linspace(-8, 8, 64, dtype=torch.float64, device="cpu"), ends])  # without 0, a kink of relu
     try:
@@ -83,7 +83,7 @@ def _known_by_values(function: Any) -> Activation | None:
             x = z.clone().requires_grad_()
             value = function(x)
             (slope,) = torch.autograd.grad(value.sum(), x)
-    except Exception:  # a program's function may raise anything; then it is not one of ours
+    except Exception:  # a program's function can raise anything; then it is not a known activation
         return None
     ones = torch.ones_like(z)
     for name, (forward, backward) in UNARY.items():
@@ -96,11 +96,11 @@ def _known_by_values(function: Any) -> Activation | None:
 
 @dataclasses.dataclass
 class Arguments(SharesGroups):
-    """The fields of megablocks 0.10's `Arguments`, in its order (source: its arguments.py).
+    """The fields of megablocks 0.10's `Arguments`, in the same order (source: its arguments.py).
 
-    The defaults are 0.10's, except those of `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses
-    with Triton 3.2 and newer. `device` None means the current CUDA device, or the CPU where there is none.
-    `mlp_impl` may also be "auto", "fused", "scatter" or "reference", and `activation_fn` may be a name. The quantize_*
+    The defaults are 0.10's, except for `mlp_impl` and `device`: 0.10's `mlp_impl` is "sparse", which it refuses with
+    Triton 3.2 and newer. `device` None means the current CUDA device, or the CPU if there is none.
+    `mlp_impl` can also be "auto", "fused", "scatter" or "reference", and `activation_fn` can be a name. The quantize_*
     fields come from 0.5.1 and need no other package. `moe_weight_parallelism` and `weight_parallel_group` come from
     0.5.1 too; the first must be False, and the second is ignored. To shard a layer's weights, wrap it in FSDP.
 
@@ -197,13 +197,13 @@ class Arguments(SharesGroups):
         self.to_config()
 
     def to_config(self) -> MoEConfig:
-        """The same layer as a `MoEConfig`.
+        """Return the same layer as a `MoEConfig`.
 
-        `load_balancing_loss_weight` is moe_loss_weight / num_layers, so that the sum of the losses of layers built from
-        the configs is what `batched_load_balancing_loss` returns; the z-loss is per layer in both.
+        `load_balancing_loss_weight` is moe_loss_weight / num_layers. So the losses of layers built from the configs add
+        up to the result of `batched_load_balancing_loss`. The z-loss is per layer in both.
 
         Raises:
-            ConfigError: a value that no layer takes, by the name that it has here.
+            ConfigError: a value that no layer accepts; the message uses the field's name in `Arguments`.
         """
         activation, approximate = activation_of(self.activation_fn)
         if self.mlp_type == "glu":
@@ -219,11 +219,11 @@ class Arguments(SharesGroups):
                 activation=activation,
                 gelu_approximate=approximate,
                 shared_expert_hidden_size=self.shared_expert_hidden_size if self.shared_expert else None,
-                normalize_top_k=1 if norm is True else norm or None,  # 0.10 passes True on as a norm's p
+                normalize_top_k=1 if norm is True else norm or None,  # 0.10 uses True as the p of a norm
             )
         except ConfigError as error:
             field, rest = str(error).split("=", 1)
-            if field == "capacity_factor":  # there is no field for Tutel's rule here
+            if field == "capacity_factor":  # Arguments has no field for Tutel's rule
                 rest = rest.replace(", or use capacity_rule='tutel'", "")
             for other, name in _RENAMED.items():
                 rest = rest.replace(f" {other}=", f" {name}=")
@@ -237,7 +237,7 @@ class Arguments(SharesGroups):
         return torch.float16 if self.fp16 else torch.bfloat16 if self.bf16 else None
 
     def resolve_device(self) -> torch.device:
-        """Where a layer built from these arguments lives."""
+        """Return the device of a layer that is built from these arguments."""
         if self.device is None:
             has_gpu = torch.cuda.is_available()
             return torch.device("cuda", torch.cuda.current_device()) if has_gpu else torch.device("cpu")
@@ -245,10 +245,10 @@ class Arguments(SharesGroups):
 
 
 def from_megatron(megatron_args: Any) -> Arguments:
-    """`Arguments` from a Megatron namespace, by its attributes of the same names.
+    """Create `Arguments` from the attributes of a Megatron namespace with the same names.
 
-    Megatron's parser sets None for a flag that was not given. The field then keeps its default, as it does for the name
-    of an init method, which GPT-NeoX has. Its fp16 and bf16 are sections of a DeepSpeed config.
+    Megatron's parser sets a flag that was not given to None. The field then keeps its default. It also does so for the
+    name of an init method, as in GPT-NeoX. GPT-NeoX's fp16 and bf16 are sections of a DeepSpeed config.
 
     Raises:
         ConfigError: as for `Arguments`.

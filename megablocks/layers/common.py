@@ -1,4 +1,4 @@
-"""Dtypes of layers that are built from `Arguments`, by the names of megablocks 0.10."""
+"""Dtypes of layers that are built from `Arguments`, under the names of megablocks 0.10."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def dtype(args: Arguments) -> torch.dtype | None:
 
 
 def cast_if_autocast_enabled(tensor: Tensor) -> Tensor:
-    """`tensor`, of any shape, in autocast's dtype where autocast is on for its device; float64 is left alone."""
+    """Return `tensor`, of any shape, in autocast's dtype if autocast is on for its device; float64 is not cast."""
     return under_autocast(tensor)[0]

@@ -1,4 +1,4 @@
-"""The class that computes a dropless layer's experts, by megablocks 0.10's function."""
+"""Choose the class that computes a dropless layer's experts, with megablocks 0.10's function."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _REGISTRY: dict[str, dict[str, type[SparseMLP]]] = {
 
 
 def get(args: Arguments) -> MlpType:
-    """The experts of a dropless layer.
+    """Create the experts of a dropless layer.
 
     Raises:
         ConfigError: an unknown mlp_type or mlp_impl.

@@ -1,4 +1,4 @@
-"""The dropless layer by the names of megablocks 0.10, built from `Arguments`; `megablocks.moe` computes it."""
+"""The dropless layer under the names of megablocks 0.10, built from `Arguments`; `megablocks.moe` computes it."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from megablocks.ops.sparse.matrix import topology
 class ParallelDroplessMLP(moe.ParallelMLP):
     """Like `ParallelMLP`, but no token is dropped: the capacity factor of `Arguments` is ignored, as in 0.10.
 
-    Methods "sparse_…" are called with mlp_impl "sparse", methods "grouped_…" with all others, so that a program may
-    override either. They are the same functions here. A program's own `mlp` gets what 0.10 gave it: rows and how many
-    each expert has, or with mlp_impl "sparse" padded rows and their blocks, as stanford-stk's Matrix where that is
-    installed.
+    Methods "sparse_…" are called with mlp_impl "sparse", methods "grouped_…" with all others, so that a program can
+    override either. They are the same functions here. A program's own `mlp` gets the same arguments as in 0.10: rows
+    and the number of rows per expert, or with mlp_impl "sparse" padded rows and their blocks, as stanford-stk's Matrix
+    if that is installed.
     """
 
     def _config_of(self, args: Arguments) -> MoEConfig:
         return args.to_config().replace(capacity_factor=None)
 
     def _init_mlp(self, args: Arguments) -> SparseMLP:
-        # 0.10 makes a capacity layer's experts first and replaces them; without their draws equal seeds would differ.
+        # 0.10 first makes a capacity layer's experts, then replaces them. We draw them too, so equal seeds agree.
         for init in (args.init_method, args.output_layer_init_method):
             create_moe_expert_weights(args, args.moe_num_experts, args.ffn_hidden_size, args.hidden_size, init)
         return dmlp_registry.get(args)
@@ -41,7 +41,7 @@ class ParallelDroplessMLP(moe.ParallelMLP):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capactiy: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """x (..., H) of T tokens → (T, H) by all pairs. It ignores expert_capactiy, which 0.10 spells so.
+        """x (..., H) of T tokens → (T, H) by all pairs. It ignores expert_capactiy (0.10's spelling).
 
         The arguments are those of `ParallelMLP.permute_and_compute`.
         """
@@ -66,7 +66,7 @@ class ParallelDroplessMLP(moe.ParallelMLP):
         self, x: Tensor, tokens_per_expert: Tensor, indices: Tensor, bin_ids: Tensor, expert_weights: Tensor | None,
         bins: Tensor, expert_capactiy: int, top_k: int,
     ) -> Tensor:  # fmt: skip
-        """Like `grouped_permute_and_compute`; it calls that method, or with mlp_impl "sparse" the one named so."""
+        """Like `grouped_permute_and_compute`, which it calls; with mlp_impl "sparse" it calls the "sparse_…" method."""
         sparse = self.args.mlp_impl == "sparse"
         compute = self.sparse_permute_and_compute if sparse else self.grouped_permute_and_compute
         return compute(x, tokens_per_expert, indices, bin_ids, expert_weights, bins, expert_capactiy, top_k)
@@ -81,7 +81,7 @@ class ParallelDroplessMLP(moe.ParallelMLP):
 
 
 class dMoE(moe.MoE):  # noqa: N801
-    """megablocks 0.10's dropless layer, as `MoE`. `dMoE(config)` with a `MoEConfig` gives a `megablocks.moe.dMoE`."""
+    """megablocks 0.10's dropless layer, like `MoE`. `dMoE(config)` of a `MoEConfig` makes a `megablocks.moe.dMoE`."""
 
     _of_config = layer.dMoE
 

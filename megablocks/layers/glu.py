@@ -1,9 +1,9 @@
-"""Gated experts by the names of megablocks 0.10: (act(x·w1ᵀ) ⊙ (x·v1ᵀ))·w2; see mlp.py for shapes and calls.
+"""Gated experts under the names of megablocks 0.10: (act(x·w1ᵀ) ⊙ (x·v1ᵀ))·w2; see mlp.py for shapes and calls.
 
-Called as in 0.10, they round as 0.10 does: torch's activation is rounded before it is multiplied by the gate. So they
-equal 0.10 to the bit where the products do. Called with a Dispatch, as the layers call them, they round the product
-once, and gelu keeps its digits in the negative tail, where torch's cancels. The same holds where saved activations are
-quantized, and for mlp_impl "fused", "scatter" and "reference", which 0.10 does not have.
+If they are called as in 0.10, they round like 0.10: torch's activation is rounded before it is multiplied by the gate.
+So they are bitwise equal to 0.10 if the products are. If they are called with a Dispatch, as by the layers, they round
+the product once, and gelu keeps its digits in the negative tail, where torch's gelu cancels. They also do so if saved
+activations are quantized, and for mlp_impl "fused", "scatter" and "reference", which 0.10 does not have.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _grouped(
 def memory_optimized_grouped_glu(
     x: Tensor, w1: Tensor, v1: Tensor, w2: Tensor, batch_sizes: Tensor, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
-    """The GLU of rows sorted by expert. Only the pre-activations are saved for backward.
+    """Compute the GLU of rows sorted by expert. Only the pre-activations are saved for backward.
 
     Args:
         x: (R, H). w1, v1, w2: (E, I, H). batch_sizes: (E,) integer on any device. activation_fn: gelu, silu or relu.

@@ -1,13 +1,13 @@
-"""The losses of layers built from `Arguments`, by the functions of megablocks 0.10.
+"""The losses of layers built from `Arguments`, with the functions of megablocks 0.10.
 
 New code does not need them: `forward_with_aux` of a layer built from a `MoEConfig` returns the losses with the output.
-A layer built from `Arguments` records what the two batched losses need. The caller adds them up once a step and clears:
+A layer built from `Arguments` records what the two batched losses need. The caller adds them and clears, once per step:
 
     loss = loss + batched_load_balancing_loss(args) + sum(batched_router_zloss(args))
     loss.backward(); clear_load_balancing_loss(); clear_router_zloss()
 
 A layer that runs again in backward (activation checkpointing) is not recorded a second time. Checkpoint with
-use_reentrant=False: the reentrant kind runs the recorded forward without a graph, so its losses train nothing.
+use_reentrant=False: the reentrant kind runs the recorded forward without a graph, so its losses have no gradient.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from megablocks.layers.arguments import Arguments
 
 T = TypeVar("T")
 
-# No pipeline stage has so many layers. A program that reaches the limit never clears, and keeps every step's graph.
+# No pipeline stage has this many layers. A program that reaches the limit never clears, and keeps every step's graph.
 LIMIT = 1024
 
 
 class Recorder(Generic[T]):
-    """At most `LIMIT` entries. Beyond them it drops the oldest, and warns once.
+    """A list of at most `LIMIT` entries. Beyond that it drops the oldest entry, and warns once.
 
     Args:
         name: what is recorded, for the warning.
-        clear: the function that a program calls to clear it, for the warning.
+        clear: the name of the function that clears it, for the warning.
     """
 
     def __init__(self, name: str, clear: str) -> None:
@@ -40,7 +40,7 @@ class Recorder(Generic[T]):
         self._name, self._clear, self._warned = name, clear, False
 
     def record(self, loss: T) -> None:
-        """Keep `loss` as it is, unless a checkpointed layer runs again in backward."""
+        """Store `loss`, unless a checkpointed layer runs again in backward."""
         if torch._C._current_graph_task_id() != -1:  # inside a backward pass
             return
         if len(self._entries) == LIMIT and not self._warned:
@@ -50,11 +50,11 @@ class Recorder(Generic[T]):
         self._entries.append(loss)
 
     def entries(self) -> list[T]:
-        """What was recorded since the last clear, in order."""
+        """Return what was recorded since the last clear, in order."""
         return list(self._entries)
 
     def clear(self) -> None:
-        """Forget what was recorded, and free its graphs."""
+        """Remove all entries, and free their graphs."""
         self._entries.clear()
 
 
@@ -70,12 +70,12 @@ clear_router_zloss = _router_logits.clear
 
 
 def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
-    """E·weight / (layers·tokens·K) · Σ ⟨tokens per expert, mean scores⟩ over the layers recorded; float32 scalar.
+    """E·weight / (layers·tokens·K) · Σ ⟨tokens per expert, mean scores⟩ over the recorded layers; float32 scalar.
 
-    The number 0.0 where moe_loss_weight is 0. Source: megablocks 0.10, layers/moe.py.
+    It returns the number 0.0 if moe_loss_weight is 0. Source: megablocks 0.10, layers/moe.py.
 
     Raises:
-        ValueError: another number of layers was recorded than this pipeline stage has, or shapes disagree.
+        ValueError: the number of recorded layers is not that of this pipeline stage, or shapes disagree.
     """
     if args.moe_loss_weight == 0:
         return 0.0
@@ -103,9 +103,9 @@ def batched_load_balancing_loss(args: Arguments) -> Tensor | float:
 
 
 def batched_router_zloss(args: Arguments) -> Tensor | float:
-    """moe_zloss_weight · mean over tokens of logsumexp(logits)², one value a recorded router, (layers,) float32.
+    """moe_zloss_weight · mean over tokens of logsumexp(logits)², one value per recorded router, (layers,) float32.
 
-    The number 0.0, with a warning, where the weight is 0. Source: megablocks 0.10, layers/router.py.
+    It returns the number 0.0, with a warning, if the weight is 0. Source: megablocks 0.10, layers/router.py.
 
     Raises:
         ValueError: no router has recorded logits.

@@ -1,14 +1,14 @@
-"""Experts by the names of megablocks 0.10, built from `Arguments`; `megablocks.moe.experts` computes them.
+"""Experts under the names of megablocks 0.10, built from `Arguments`; `megablocks.moe.experts` computes them.
 
-    MLP                     (E, C, H) → the same: as many places for every expert
-    SparseMLP, SparseGLU    rows padded to whole blocks an expert, and the pattern of the hidden blocks (glu.py: gated)
-    GroupedMLP, GroupedGLU  rows sorted by expert, and how many each has
-    SharedMLP, SharedGLU    the expert of every token
+    MLP                     (E, C, H) → the same: every expert has the same number of places
+    SparseMLP, SparseGLU    each expert's rows padded to whole blocks, and the pattern of hidden blocks (glu.py: gated)
+    GroupedMLP, GroupedGLU  rows sorted by expert, and the number of rows of each expert
+    SharedMLP, SharedGLU    the shared expert, which computes every token
 
 Legend: E experts of this rank, C places, H hidden, I width of an expert here, R rows, T tokens. Parameters have 0.10's
-names and shapes: w1, v1, w2 (E·I, H), but in MLP w1, v1 (E, H, I) and w2 (E, I, H). A parameter may be replaced by a
-DTensor, of which the local part is computed. The sparse and grouped classes also take the call of `Experts`, with a
-Dispatch in the second place. The layers use it, since every mlp_impl can compute it.
+names and shapes: w1, v1, w2 (E·I, H), but in MLP w1, v1 (E, H, I) and w2 (E, I, H). A parameter can be replaced by a
+DTensor; then its local part is used. The sparse and grouped classes also accept the arguments of `Experts`, with a
+Dispatch as the second one. The layers call them so, because every mlp_impl can compute it.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ ScaleGradient = function_class("ScaleGradient", scale_gradient)
 def create_moe_expert_weights(
     args: Arguments, num_experts: int, ffn_hidden_size: int, hidden_size: int, init_method: InitFn
 ) -> Tensor:
-    """This rank's part of a new matrix (E, I, H) of all experts, which init_method fills.
+    """Return this rank's part of a new matrix (E, I, H) of all experts, which init_method fills.
 
-    Every rank draws all experts for a moment, as in 0.10: one seed gives equal experts over any number of ranks.
+    As in 0.10, every rank temporarily draws all experts. So a seed gives the same experts on any number of ranks.
     """
     weights = torch.empty(num_experts, ffn_hidden_size, hidden_size, device=args.resolve_device(), dtype=args.dtype)
     init_method(weights)
@@ -56,29 +56,29 @@ def create_moe_expert_weights(
 def create_dmoe_expert_weights(
     args: Arguments, num_experts: int, rows: int, columns: int, init_method: InitFn
 ) -> Tensor:
-    """`create_moe_expert_weights` as one matrix (E·rows, columns)."""
+    """Like `create_moe_expert_weights`, but return one matrix (E·rows, columns)."""
     return create_moe_expert_weights(args, num_experts, rows, columns, init_method).reshape(-1, columns)
 
 
 class _ArgumentsExperts(Experts):
-    """The experts of this rank by `Arguments`: drawn, marked and scaled as in 0.10."""
+    """The experts of this rank, from `Arguments`: initialized, marked and scaled as in 0.10."""
 
     def __init__(self, args: Arguments, config: MoEConfig) -> None:
-        self.args = args  # first, since the base class draws the parameters
+        self.args = args  # first, because the base class initializes the parameters
         ranks = mpu.get_expert_parallel_world_size(args)
         self.gradient_scale = 1 / ranks if args.moe_expert_model_parallelism else None
         super().__init__(config, shard=mpu.expert_shard(args), device=args.resolve_device(), dtype=args.dtype)
         v1 = self.v1
         del self.v1  # as in 0.10, only gated experts have it
         if v1 is not None:
-            self.v1 = v1  # last, as in 0.10: an optimizer numbers its states by the order
-        # for subclasses, which add matrices of their own as 0.10's gated classes do
+            self.v1 = v1  # last, as in 0.10: an optimizer numbers its states by this order
+        # for subclasses that add matrices, as 0.10's gated classes do
         self._num_rows_per_rank = self.w1.shape[0]
         self._should_set_parallelism_attribute = args.moe_expert_model_parallelism
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Draw w1, w2 and v1 anew, in this order, from torch's generator."""
+        """Initialize w1, w2 and v1 again, in this order, from torch's generator."""
         args = dataclasses.replace(self.args, device=self.w1.device)
         size = args.moe_num_experts, args.ffn_hidden_size, args.hidden_size
         inits = args.init_method, args.output_layer_init_method, args.init_method
@@ -87,7 +87,7 @@ class _ArgumentsExperts(Experts):
                 self._per_expert(weight).copy_(create_moe_expert_weights(args, *size, init))
 
     def scale_grad(self, w: Tensor) -> Tensor:
-        """w itself; its gradient is multiplied by `gradient_scale`, where that is a number."""
+        """Return w unchanged; its gradient is multiplied by `gradient_scale`, if that is a number."""
         return w if self.gradient_scale is None else scale_gradient(w, self.gradient_scale)
 
     def _per_expert(self, weight: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class _ArgumentsExperts(Experts):
 
 
 class MLP(_ArgumentsExperts):
-    """Experts with the same number of places each. With mlp_type "glu" they are gated; 0.10 ignores it here."""
+    """Experts that all have the same number of places. mlp_type "glu" makes them gated; 0.10 ignores it here."""
 
     def __init__(self, args: Arguments) -> None:
         super().__init__(args, args.to_config())
@@ -106,14 +106,14 @@ class MLP(_ArgumentsExperts):
         self.mark(args.moe_expert_model_parallelism)
 
     def _per_expert(self, weight: Tensor) -> Tensor:
-        """Any of the three matrices as (E, I, H), by a view."""
-        if weight.dim() == 2:  # as the base class makes them
+        """Return a view (E, I, H) of any of the three matrices."""
+        if weight.dim() == 2:  # as the base class creates them
             return super()._per_expert(weight)
         local = resolve_dtensor(self.scale_grad(weight))
         return local if weight is self.w2 else local.transpose(1, 2)
 
     def _accept_old_layouts(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Convert any layout that `Experts` takes to this one."""
+        """Convert any layout that `Experts` accepts to the layout of this class."""
         super()._accept_old_layouts(state, prefix, *rest)
         flat = (self.num_local_experts * self.ffn_hidden_size, self.config.hidden_size)
         for name, _ in self.named_parameters():
@@ -141,13 +141,13 @@ class SparseMLP(_ArgumentsExperts):
         self.mark(args.moe_expert_model_parallelism)
 
     def forward(self, x: Tensor, topo: Any, weight: Tensor | None = None, *, places: int | None = None) -> Tensor:
-        """Rows of experts padded to whole blocks.
+        """Compute rows of experts that are padded to whole blocks.
 
         Args:
             x: (M, H).
             topo: the hidden blocks (M, E·I) without values: a `megablocks.ops.sparse.Matrix`, or stanford-stk's, which
-                is checked on the host. Or a Dispatch, for the call of `Experts`: x (T, H), weight (R,) → (T, H).
-            weight, places: only for that call.
+                is checked on the host. Or a Dispatch, as in `Experts`: x (T, H), weight (R,) → (T, H).
+            weight, places: only with a Dispatch.
 
         Returns:
             (M, H).
@@ -163,20 +163,20 @@ class SparseMLP(_ArgumentsExperts):
 
 
 class _Grouped:
-    """The call of grouped experts. It comes before an `Experts` in the bases."""
+    """The forward of grouped experts. List it before `Experts` in a class's bases."""
 
     _grouped: ClassVar[bool] = True
 
     def forward(
         self: Any, x: Tensor, tokens_per_expert: Any, weight: Tensor | None = None, *, places: int | None = None
     ) -> Tensor:
-        """Rows sorted by expert.
+        """Compute rows that are sorted by expert.
 
         Args:
             x: (R, H).
-            tokens_per_expert: (E,) integer on any device, adding up to R. Or a Dispatch, for the call of `Experts`:
-                x (T, H), weight (R,) → (T, H).
-            weight, places: only for that call.
+            tokens_per_expert: (E,) integer on any device, adding up to R. Or a Dispatch, as in `Experts`: x (T, H),
+                weight (R,) → (T, H).
+            weight, places: only with a Dispatch.
 
         Returns:
             (R, H).
@@ -201,19 +201,19 @@ class GroupedMLP(_Grouped, SparseMLP):
 
 
 def _pattern(topo: Any) -> Matrix:
-    """The hidden blocks without values, of our Matrix or stanford-stk's."""
+    """Return the hidden blocks without values, from our Matrix or stanford-stk's."""
     return (topo if isinstance(topo, Matrix) else Matrix.from_stk(topo)).with_data(None)
 
 
 def offsets_of(counts: Tensor, device: torch.device) -> Tensor:
-    """counts (E,) of rows an expert, integer on any device → (E+1,) int32: the first row of each, and their number."""
+    """Row counts (E,) of the experts, integer on any device → (E+1,) int32: each expert's first row, and the total."""
     return F.pad(counts.to(device).cumsum(0), (1, 0)).int()
 
 
 def memory_optimized_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, topo: Any, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
-    """act(x·w1ᵀ)·w2 at the blocks of `topo`. Only the pre-activation is saved for backward.
+    """Compute act(x·w1ᵀ)·w2 at the blocks of `topo`. Only the pre-activation is saved for backward.
 
     Args:
         x: (M, H). w1, w2: (E·I, H). topo: as in `SparseMLP`. activation_fn: as in `Arguments`.
@@ -227,7 +227,7 @@ def memory_optimized_mlp(
 def memory_optimized_grouped_mlp(
     x: Tensor, w1: Tensor, w2: Tensor, batch_sizes: Tensor, activation_fn: Callable[..., Tensor] | str
 ) -> Tensor:
-    """act(x·w1ᵀ)·w2 of rows sorted by expert. Only the pre-activation is saved for backward.
+    """Compute act(x·w1ᵀ)·w2 of rows sorted by expert. Only the pre-activation is saved for backward.
 
     Args:
         x: (R, H). w1, w2: (E, I, H). batch_sizes: (E,) integer on any device. activation_fn: as in `Arguments`.
@@ -245,7 +245,7 @@ MemoryOptimizedGroupedMLP = function_class("MemoryOptimizedGroupedMLP", memory_o
 
 
 class SharedMLP(SharedExpert):
-    """The shared expert by `Arguments`: up_proj, down_proj, and with SharedGLU gate_proj, of class fc_cls."""
+    """The shared expert from `Arguments`: up_proj, down_proj, and in SharedGLU gate_proj, of class fc_cls."""
 
     _gated: ClassVar[bool] = False
 
@@ -255,7 +255,7 @@ class SharedMLP(SharedExpert):
         if args.fc_cls is nn.Linear:
             kwargs.setdefault("dtype", args.dtype)
         super().__init__(shared.to_config(), linear=args.fc_cls, linear_kwargs=kwargs)
-        # forward needs neither: they are there for subclasses, which add layers of their own
+        # forward does not need these; subclasses that add layers do
         self.args, self.fc_kwargs, self.act = args, kwargs, args.activation_fn
         self.down_proj._is_residual = True  # type: ignore[assignment]  # llm-foundry's initializers look for it
 

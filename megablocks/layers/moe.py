@@ -1,4 +1,4 @@
-"""The capacity layer by the names of megablocks 0.10, built from `Arguments`; `megablocks.moe` computes it."""
+"""The capacity layer under the names of megablocks 0.10, built from `Arguments`; `megablocks.moe` computes it."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ __all__ = [
 
 
 class ParallelMLP(SharesGroups, nn.Module):
-    """The experts of a capacity layer behind its router: `mlp`, and the layer's one output `bias` (H,).
+    """A capacity layer without its router: the experts `mlp`, and the layer's output `bias` (H,).
 
-    All exchange of tokens between ranks happens in it, so it is the module to wrap in FSDP.
+    Ranks exchange tokens only in this module, so it is the module to wrap in FSDP.
 
     Args:
-        args: the layer; a capacity factor is needed.
+        args: of the layer; a capacity layer needs a capacity factor.
 
     Raises:
-        ConfigError: no capacity factor, where one is needed.
+        ConfigError: a capacity layer without a capacity factor.
     """
 
     def __init__(self, args: Arguments) -> None:
@@ -70,7 +70,7 @@ class ParallelMLP(SharesGroups, nn.Module):
         return mlp.MLP(args)
 
     def expert_capacity(self, tokens: int) -> int:
-        """Places of an expert where every rank has `tokens` tokens; 0 means the fullest expert's load."""
+        """Return the places of an expert if every rank has `tokens` tokens; 0 means the fullest expert's load."""
         ranks = mpu.get_expert_parallel_world_size(self.args)
         return int(self.args.moe_capacity_factor * (self.top_k * tokens * ranks / self.num_experts))
 
@@ -80,7 +80,7 @@ class ParallelMLP(SharesGroups, nn.Module):
         Ids outside [0, E) come last: their bin_ids are E, and no bin holds them.
         """
         experts, pairs = self.num_experts, top_expert.shape[0]
-        ids = top_expert.long().clamp(-1, experts).remainder(experts + 1).int()  # no narrow type holds -1 and E
+        ids = top_expert.long().clamp(-1, experts).remainder(experts + 1).int()  # a narrow type cannot hold -1 and E
         row = torch.arange(pairs, dtype=torch.int32, device=ids.device)
         offsets, *_, indices = build_dispatch_op(row, ids, pairs, experts + 1)
         return indices, ids.index_select(0, indices), offsets[1:-1], offsets.diff()[:-1]
@@ -102,7 +102,7 @@ class ParallelMLP(SharesGroups, nn.Module):
         return combine(self.mlp(rows).flatten(0, 1), expert_weights, padded, num_bits=bits)
 
     def forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
-        """x (..., H) → (T, H) without bias, and tokens_per_expert (E,) int32, where this rank holds every expert.
+        """x (..., H) → (T, H) without bias, and tokens_per_expert (E,) int32, if this rank holds every expert.
 
         expert_weights, top_experts: (T, K), or as many values in another shape.
         """
@@ -115,7 +115,7 @@ class ParallelMLP(SharesGroups, nn.Module):
         return self.permute_and_compute(x, counts, indices, bin_ids, weights, bins, capacity, self.top_k), counts
 
     def parallel_forward_once(self, x: Tensor, expert_weights: Tensor, top_experts: Tensor) -> tuple[Tensor, Tensor]:
-        """Like `forward_once`, where ranks hold different experts: each computes the rows that it receives."""
+        """Like `forward_once`, if ranks hold different experts: each rank computes the rows that it receives."""
         if group_size(self.expert_parallel_group) == 1:
             return self.forward_once(x, expert_weights, top_experts)
         shape = (-1, self.top_k)
@@ -126,7 +126,7 @@ class ParallelMLP(SharesGroups, nn.Module):
 
         def compute(x: Tensor, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
             bins, counts = dispatch.expert_offsets[1:], dispatch.expert_offsets.diff()
-            rows = gather(x, dispatch)  # one a pair, as 0.10 receives them and overridden methods expect them
+            rows = gather(x, dispatch)  # one row per pair, as in 0.10, because overridden methods expect it
             bin_ids = torch.repeat_interleave(counts, output_size=rows.shape[0])
             indices = torch.arange(rows.shape[0], dtype=torch.int32, device=x.device)
             rows = self.permute_and_compute(rows, counts, indices, bin_ids, None, bins, capacity, 1)
@@ -138,12 +138,12 @@ class ParallelMLP(SharesGroups, nn.Module):
     def forward(
         self, x: Tensor, scores: Tensor, expert_weights: Tensor, top_experts: Tensor
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Send tokens through the experts chosen for them. In training, record what the load-balancing loss needs.
+        """Compute each token's experts. In training, record what the load-balancing loss needs.
 
         Args:
             x: (..., H), T tokens in all.
             scores: (T, E), only recorded.
-            expert_weights, top_experts: (T, K), or as many values in another shape; an id outside [0, E) is no expert.
+            expert_weights, top_experts: (T, K), or as many values in another shape; ids outside [0, E) mean no expert.
 
         Returns:
             (..., H) with the bias added, or with `return_bias` (without it, bias).
@@ -156,22 +156,22 @@ class ParallelMLP(SharesGroups, nn.Module):
             return y
         if not self.args.return_bias:
             return y + self.bias
-        # A reentrant checkpoint would give the parameter itself a backward: its own, which then never ends.
+        # A reentrant checkpoint would make the parameter an output with a backward, which would then never end.
         return y, self.bias if torch.is_grad_enabled() else self.bias.detach()
 
 
 class MoE(nn.Module, metaclass=ABCMeta):
     """megablocks 0.10's capacity layer: modules `router`, `experts` (a `ParallelMLP`) and `shared_expert`.
 
-    `MoE(config)` with a `MoEConfig` gives a `megablocks.moe.MoE` instead, which counts as an instance of this class.
+    With a `MoEConfig`, `MoE(config)` returns a `megablocks.moe.MoE` instead, which counts as an instance of this class.
 
     Raises:
-        ValueError: args is neither, or another argument is given beside an `Arguments`.
+        ValueError: args is neither of the two, or there is another argument in addition to `Arguments`.
     """
 
     _of_config: type[layer.MoELayer] = layer.MoE
 
-    def __new__(cls, args: Any = None, *rest: Any, **options: Any) -> Any:  # a subclass may take anything
+    def __new__(cls, args: Any = None, *rest: Any, **options: Any) -> Any:  # a subclass can accept any arguments
         if isinstance(args, MoEConfig):
             return cls._of_config(args, *rest, **options)
         return super().__new__(cls)
@@ -182,10 +182,10 @@ class MoE(nn.Module, metaclass=ABCMeta):
             raise ValueError(f"args is a {type(args).__name__}: must be a MoEConfig or Arguments")
         if options:
             raise ValueError(f"{', '.join(options)}: must be left out, because Arguments has them")
-        # A copy, with what the program added to the object. Later changes of it do not reach the layer.
+        # A copy keeps attributes that the program added. Later changes of the original do not change the layer.
         self.args = args = copy.copy(args)
         args.validate()
-        args.device = args.resolve_device()  # 0.10's Arguments name it, and a program's own experts ask for it
+        args.device = args.resolve_device()  # as in 0.10's Arguments; a program's own experts read it
         self.router = router.LearnedRouter(args)
         self.experts = self._init_experts_mlp(args)
         self.shared_expert = sharedexpert_registry.get(args) if args.shared_expert else None
@@ -200,7 +200,7 @@ class MoE(nn.Module, metaclass=ABCMeta):
 
         Raises:
             ValueError: the last dimension of x is not hidden_size.
-            torch.OutOfMemoryError: torch's own, with the sizes and what to change.
+            torch.OutOfMemoryError: torch's error, with the sizes and what to change.
         """
         hidden = self.args.hidden_size
         if not x.dim() or x.shape[-1] != hidden:

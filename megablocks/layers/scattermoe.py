@@ -1,8 +1,8 @@
 """ScatterMoE's modules under its names (arXiv 2403.08245; github.com/shawntan/scattermoe), on our `parallel_linear`.
 
-Constructors, forward signatures, parameter names and shapes are those of its package, so that its checkpoints load.
-They take the router's choice as it comes: expert_p (T, K) weights and expert_idxs (T, K) ids. A program that imports
-this module as `scattermoe` finds `scattermoe.mlp.MLP` and `scattermoe.kernels.ops.group` where its package has them.
+Constructors, forward signatures, parameter names and shapes equal those of its package, so its checkpoints load. The
+modules accept the router's output: expert_p (T, K) weights and expert_idxs (T, K) ids. A program that imports this
+module as `scattermoe` finds `scattermoe.mlp.MLP` and `scattermoe.kernels.ops.group` as in that package.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
     Args:
         input_size, hidden_size: H of a token, and I of an expert.
-        num_experts, top_k: E, and the experts that a token has; more than E count as E.
+        num_experts, top_k: E, and the number of experts per token; more than E count as E.
         bias: whether both linear maps of an expert have biases.
     """
 

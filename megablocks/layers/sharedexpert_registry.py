@@ -1,4 +1,4 @@
-"""The class that computes the shared expert, by megablocks 0.10's function."""
+"""Choose the class that computes the shared expert, with megablocks 0.10's function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _REGISTRY: dict[str, type[SharedMLP]] = {"mlp": SharedMLP, "glu": SharedGLU}
 
 
 def get(args: Arguments) -> SharedMLP | SharedGLU:
-    """The shared expert.
+    """Create the shared expert.
 
     Raises:
         ConfigError: an unknown mlp_type.
