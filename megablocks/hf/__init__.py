@@ -1,4 +1,4 @@
-"""Hugging Face transformers: our kernels compute the experts of its models. Only this folder imports transformers.
+"""Hugging Face transformers: our kernels compute the experts of its models. No other folder imports transformers.
 
 import megablocks.hf
 megablocks.hf.register()
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from megablocks.hf.replace import Replaced
 
 NAME = "megablocks"
-"""What `experts_implementation` must be."""
+"""The value of `experts_implementation` that selects our kernels."""
 OLDEST = "5.17"
-"""The first release of transformers with whose experts these functions were tested."""
+"""The oldest release of transformers that these functions were tested with."""
 
 __all__ = ["NAME", "OLDEST", "check_transformers", "register", "replace_moe"]
 
 
 def check_transformers() -> None:
-    """Refuse an environment whose transformers has no seam for the experts.
+    """Raise an error if the installed transformers has no interface for experts.
 
     Raises:
         ImportError: transformers is missing, or older than `OLDEST`.
@@ -40,12 +40,12 @@ def check_transformers() -> None:
 
 
 def register() -> None:
-    """Let models of transformers name `experts_implementation="megablocks"`. A second call changes nothing.
+    """Register `experts_implementation="megablocks"` with transformers. A second call changes nothing.
 
-    It covers every class that transformers decorates with `use_experts_implementation`. Other implementations stay as
-    they are, and a model uses ours only where it is named: in `from_pretrained`, `from_config` or
-    `model.set_experts_implementation("megablocks")`. Where transformers has a seam for expert parallelism (5.23),
-    `DistributedConfig(ep_implementation="megablocks")` takes our exchange of tokens.
+    It covers every class that transformers decorates with `use_experts_implementation`. Other implementations do not
+    change. A model uses ours only if you name it: in `from_pretrained`, `from_config` or
+    `model.set_experts_implementation("megablocks")`. If transformers has an interface for expert parallelism (5.23),
+    `DistributedConfig(ep_implementation="megablocks")` selects our exchange of tokens.
 
     Raises:
         ImportError: transformers is missing or too old.
@@ -65,21 +65,21 @@ def register() -> None:
 
 
 def replace_moe(model: Any) -> Replaced:
-    """Let our products compute every experts module of `model` that transformers decorates, and say which those are.
+    """Let our kernels compute every experts module of `model` that transformers decorates, and return which they are.
 
-    `model.set_experts_implementation` does the same for a model of transformers. This also takes any other
-    `torch.nn.Module` that holds such experts: remote code, wrappers, a part of a model. transformers keeps the choice
-    in the config of the experts, so modules with the same config object change together, as all layers of a model.
+    `model.set_experts_implementation` does the same for a model of transformers. This function also accepts any other
+    `torch.nn.Module` that contains such experts: remote code, wrappers, a part of a model. transformers stores the
+    choice in the experts' config. So modules that share a config object change together, like all layers of a model.
 
     Args:
         model: any `torch.nn.Module`.
 
     Returns:
-        What was replaced and what was left alone, with the reasons; its `undo()` restores the model.
+        What was replaced and what was not, with the reasons; its `undo()` restores the model.
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: the model holds no experts that can be replaced, or is no module.
+        ValueError: the model contains no experts that can be replaced, or it is not a module.
     """
     register()
     from megablocks.hf.replace import replace

@@ -1,10 +1,11 @@
-"""Experts over several ranks: our dispatcher in the seam of transformers 5.23, `ep_implementation="megablocks"`.
+"""Experts over several ranks: our dispatcher as `ep_implementation="megablocks"`, an interface of transformers 5.23.
 
     x (T, H) ─ slice over TP ─▶ our dispatcher: all-to-all, experts, all-to-all ─▶ y ─ gather over TP ─▶ (T, H)
 
-Each rank holds a contiguous block of the experts. Ranks of one tensor-parallel group hold the same tokens, so each
-takes its slice of them. Gradients of the experts are sums over the ranks' tokens, as with transformers' own exchange;
-transformers divides both alike. One exchange of row counts a layer is the only host synchronization.
+Each rank holds a contiguous block of the experts. Ranks of one tensor-parallel group hold the same tokens, so each rank
+computes its slice of them. Gradients of the experts are sums over the ranks' tokens, as with transformers' own
+exchange; transformers divides both in the same way. The only host synchronization is one exchange of row counts per
+layer.
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ class ExpertParallel(EPImplementation):
         return self._gathered(y, hidden_states)
 
     def _own_slice(self, t: Tensor) -> Tensor:
-        """t (T, ...), equal on the ranks of the tensor-parallel group → this rank's rows of it."""
+        """t (T, ...), equal on the ranks of the tensor-parallel group → this rank's rows of t."""
         if self.tp_mesh.size() == 1:
             return t
         whole = DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
         return whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
 
     def _gathered(self, y: Tensor, like: Tensor) -> Tensor:
-        """The ranks' rows y → all rows, in the shape of `like`: the reverse of `_own_slice`."""
+        """This rank's rows y → the rows of all ranks, in the shape of `like`: the reverse of `_own_slice`."""
         if self.tp_mesh.size() == 1:
             return y
         shape, stride = like.shape, (like.shape[1], 1)

@@ -1,23 +1,23 @@
-"""The experts of a transformers model, computed by our products: what `experts_implementation="megablocks"` calls.
+"""Compute the experts of a transformers model with our kernels: `experts_implementation="megablocks"` calls this.
 
     h[p] = x[token of p] · up[e] + up_bias[e]           e = expert of pair p; up holds both halves of a gated MLP
     y[t] = Σ over t's pairs of weight · norm(gate(h[p]) · down[e] + down_bias[e])
 
-Legend: T tokens, H hidden, K top-k, R = T·K pairs, E experts, I expert width, N = 2·I where gated, else I.
+Legend: T tokens, H hidden, K top-k, R = T·K pairs, E experts, I expert width, N = 2·I if gated, otherwise I.
 
-transformers says by attributes of the module how its parameters lie:
+Attributes of a transformers module describe the layout of its parameters:
 
-    has_gate               gate_up_proj with both halves, else up_proj
-    is_transposed          (E, H, N) and (E, I, H), else (E, N, H) and (E, H, I)
-    is_concatenated        gate before up, else their columns alternate
+    has_gate               gate_up_proj with both halves, otherwise up_proj
+    is_transposed          (E, H, N) and (E, I, H), otherwise (E, N, H) and (E, H, I)
+    is_concatenated        gate before up, otherwise their columns alternate
     has_bias               …_proj_bias (E, N) and (E, H)
     has_post_expert_norm   post_expert_norm is applied to each pair's output
 
-What stands between the products is the model's own: `_apply_gate`, or `act_fn` without a gate. Where it is
-transformers' default with an activation of our table, our kernel replaces it, or the whole MLP is one op. The clamped
-gate of gpt-oss and the families of `_CLAMPED` has a kernel too. Another gate of a family's own runs as it is.
+The model's own code runs between the products: `_apply_gate`, or `act_fn` without a gate. If that is transformers'
+default with an activation of our table, our kernel replaces it, or the whole MLP is one op. The clamped gates of
+gpt-oss and the other classes in `_CLAMPED` have a kernel too. Any other gate runs without a change.
 
-Weights are read where they lie; nothing is copied. Ids outside [0, E) are skipped. There is no host synchronization.
+Weights are read in place; nothing is copied. Ids outside [0, E) are skipped. There is no host synchronization.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from megablocks.ops.permute.rows import combine
 from megablocks.ops.routing.dispatch import Dispatch, Routing, build_dispatch, narrow_ids
 
 FEW_PAIRS = {"cuda": MOST_PAIRS, "cpu": 16}
-"""Up to so many pairs are computed without sorting where no gradient is wanted: with top-8, 64 tokens and two."""
+"""At most this many pairs are computed without sorting, if no gradient is needed: with top-8, 64 tokens and two."""
 
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 _GATED = {unary: gated for gated, unary in GATED.items()}
@@ -54,11 +54,11 @@ _GATED = {unary: gated for gated, unary in GATED.items()}
 class _Call(NamedTuple):
     """One call of an experts module.
 
-    module: it; its gate, activation and norm are called, its attributes say how the parameters lie.
+    module: the experts module; its gate, activation and norm are called, its attributes describe the layout.
     x: (T, H), in the parameters' dtype.
     up, down: (E, H, N) and (E, I, H).
     up_bias, down_bias: (E, N) and (E, H), or None.
-    activation: what our kernels apply between the products; None where the module's own code or `clamp` does.
+    activation: what our kernels apply between the products; None if the module's own code or `clamp` is applied.
     clamp: the clamped gate between the products, or None.
     """
 
@@ -82,13 +82,13 @@ _BY_NAME = {
     "relu2": Activation("relu2"),
 }
 _ACTIVATIONS: dict[Any, Activation] = {
-    # a name with arguments, such as gelu_10, has a class that does more than its name says
+    # without names that have arguments, such as gelu_10: their classes do more than the name says
     **{type(ACT2FN[name]): act for name, act in _BY_NAME.items() if isinstance(ACT2CLS.get(name), type)},
     F.silu: Activation("silu"),
     F.gelu: Activation("gelu", "none"),
     F.relu: Activation("relu"),
 }
-"""Our activation for each class and function of transformers that computes the same."""
+"""Classes and functions of transformers, and our activations that compute the same."""
 
 _CLAMPED = {
     "GptOssExperts": ("limit", "alpha", 1.0),
@@ -107,13 +107,13 @@ def _has_own_gate(module: Any) -> bool:
 
 
 def _act_of(module: Any, default: Any = None) -> Activation | None:
-    """The entry of our table for the `act_fn` of `module`."""
+    """Return our activation for the `act_fn` of `module`, or None."""
     act = getattr(module, "act_fn", default)
     return _ACTIVATIONS.get(type(act) if isinstance(act, nn.Module) else act)
 
 
 def activation_of(module: Any) -> Activation | None:
-    """The entry of our table for the activation between the products of `module`; None if it has none."""
+    """Return our activation between the products of `module`, or None if our table does not have it."""
     known = _act_of(module)
     if known is None or not module.has_gate:
         return known
@@ -122,7 +122,7 @@ def activation_of(module: Any) -> Activation | None:
 
 
 def clamp_of(module: Any) -> Clamp | None:
-    """The clamped gate of `module`; None where its gate is another, which a class or an instance may have given it."""
+    """Return the clamped gate of `module`, or None if it has another gate, also one that a subclass or a user set."""
     family, names = type(module), _CLAMPED.get(type(module).__name__)
     own = not family.__module__.startswith("transformers.models.") or "_apply_gate" in vars(module)
     if names is None or own or _act_of(module, F.silu) != Activation("silu"):
@@ -133,7 +133,7 @@ def clamp_of(module: Any) -> Clamp | None:
 
 
 def _halves(call: _Call, h: Tensor) -> tuple[Tensor, Tensor]:
-    """The two halves (R, I) of h (R, 2·I): what the activation is applied to, and its factor."""
+    """Return the two halves (R, I) of h (R, 2·I): the input of the activation, and the factor on its output."""
     if call.module.is_concatenated:
         pre, gate = h.chunk(2, dim=-1)
         return pre, gate
@@ -150,29 +150,30 @@ def _between(call: _Call, h: Tensor) -> Tensor:
     if activation is not None:
         return activate_halves(h, activation) if module.is_concatenated else activate(*_halves(call, h), activation)
     if not module.is_concatenated and not _has_own_gate(module):
-        pre, gate = _halves(call, h)  # the default gate would cut h in the middle
+        pre, gate = _halves(call, h)  # the default gate would split h in the middle
         return module.act_fn(pre) * gate
     return module._apply_gate(h)
 
 
 def _without_unused(rows: Tensor, dispatch: Dispatch, compute: Callable[[Tensor], Tensor]) -> Tensor:
-    """compute(rows) with 0 in the unused rows of its argument, its result and their gradients.
+    """Return compute(rows) with 0 in the unused rows of the argument, of the result and of their gradients.
 
-    Those rows are unspecified. Our ops never read them, but a parameter of the model would sum their gradients.
+    Unused rows have unspecified values. Our ops never read them, but a parameter of the model would add their
+    gradients.
     """
     used = torch.arange(rows.shape[0], device=rows.device).unsqueeze(1) < dispatch.expert_offsets[-1]
     return torch.where(used, compute(torch.where(used, rows, 0)), 0)
 
 
 def _has_own_parameters(module: nn.Module) -> bool:
-    """Whether there are parameters which the model's own gate or activation may use."""
+    """Return whether the model's own gate or activation might use parameters."""
     known = {f"{name}{end}" for name in _PARAMETERS for end in ("", "_bias")}
     others = (name.split(".")[0] for name, _ in module.named_parameters() if name not in known)
     return any(name not in ("parametrizations", "post_expert_norm") for name in others)
 
 
 def routing_of(ids: Tensor, weight: Tensor, num_experts: int) -> Routing:
-    """ids (T, K) integer, weight (T, K) → the Routing, without the counts that nobody reads here."""
+    """ids (T, K) integer, weight (T, K) → the Routing, without counts, which are not needed here."""
     num_tokens, top_k = ids.shape
     token = torch.arange(num_tokens, dtype=torch.int32, device=ids.device)
     token = token.unsqueeze(1).expand(num_tokens, top_k).flatten()
@@ -197,14 +198,14 @@ def grouped(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
 
 def fused(call: _Call, dispatch: Dispatch, weight: Tensor | None) -> Tensor:
     """Like `grouped`, but the whole MLP in one op, which saves no rows (R, H) for backward."""
-    # both halves as one matrix: of two, autograd would copy the gradients into one tensor
+    # both halves as one matrix: with two, autograd would copy their gradients into one tensor
     parameters = ExpertParameters(call.up.w.mT, None, call.down.w, call.up_bias, None, call.down_bias)
     assert call.activation is not None
     return fused_mlp(call.x, weight, dispatch, parameters, call.activation)
 
 
 def few(call: _Call, ids: Tensor, weights: Tensor) -> Tensor:
-    """ids, weights (T, K): without sorting and without a gradient. In one op where our activation is between."""
+    """Compute ids, weights (T, K) without sorting and without a gradient; in one op if the activation is ours."""
     module, has_norm = call.module, getattr(call.module, "has_post_expert_norm", False)
     if call.activation is not None and module.is_concatenated and not has_norm and not _has_lora(call):
         return pair_mlp_op(call.x, ids, weights, call.up.w, call.down.w, call.up_bias, call.down_bias, call.activation)
@@ -225,11 +226,11 @@ def _has_lora(call: _Call) -> bool:
 
 
 WAYS: dict[str, Callable[[_Call, Dispatch, Tensor | None], Tensor]] = {"fused": fused, "grouped": grouped}
-"""How sorted pairs are computed, from a call, its Dispatch and the weights (R,). Both give the same values."""
+"""Ways to compute sorted pairs, from a call, its Dispatch and the weights (R,). Both return the same values."""
 
 
 def choose_way(call: _Call) -> str:
-    """A key of `WAYS`, by sizes, dtype and device alone."""
+    """Return a key of `WAYS`. It depends only on sizes, dtype and device."""
     x, module = call.x, call.module
     has_norm = getattr(module, "has_post_expert_norm", False)
     if call.activation is None or has_norm or _has_lora(call) or module.is_transposed or not module.is_concatenated:
@@ -245,7 +246,7 @@ def choose_way(call: _Call) -> str:
 
 
 def needs_gradient(call: _Call, weights: Tensor) -> bool:
-    """Whether autograd would save anything of this call, whose routing weights are (T, K)."""
+    """Return whether autograd would save anything of this call with routing weights (T, K)."""
     if not torch.is_grad_enabled():
         return False
     tensors = (*call.up, *call.down, call.x, weights, call.up_bias, call.down_bias)
@@ -253,7 +254,7 @@ def needs_gradient(call: _Call, weights: Tensor) -> bool:
 
 
 def read_call(module: Any, x: Tensor) -> _Call:
-    """The parameters of `module` and x (T, H), in one dtype."""
+    """Return the parameters of `module` and x (T, H), in one dtype."""
     first, up_bias, down_bias = "gate_up_proj" if module.has_gate else "up_proj", None, None
     autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     up, down = read_weight(module, first, autocast), read_weight(module, "down_proj", autocast)
@@ -272,24 +273,24 @@ def compute_rows(module: Any, x: Tensor, dispatch: Dispatch, weight: Tensor | No
 
 
 def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The weighted sum of each token's experts, in place of the `forward` of a decorated experts class.
+    """Return the weighted sum of each token's experts. It replaces the `forward` of a decorated experts class.
 
     Args:
         self: the experts module of transformers.
-        hidden_states: (T, H) floating; cast to the weights' dtype where it differs, as transformers does.
+        hidden_states: (T, H) floating; cast to the weights' dtype if it differs, as in transformers.
         top_k_index: (T, K) integer ids; those outside [0, E) are skipped.
         top_k_weights: (T, K) floating.
 
     Returns:
-        (T, H) in the dtype of hidden_states. Differentiable in hidden_states, top_k_weights and the parameters; for a
-        frozen parameter no gradient is computed.
+        (T, H) in the dtype of hidden_states. Differentiable in hidden_states, top_k_weights and the parameters; a
+        frozen parameter costs no gradient computation.
 
     Raises:
         ValueError: weights in a quantized dtype.
     """
     call = read_call(self, hidden_states)
     most = FEW_PAIRS.get(hidden_states.device.type, 0)
-    exporting = torch.compiler.is_exporting()  # a choice by size would bind an exported program to its example's
+    exporting = torch.compiler.is_exporting()  # a choice by size would fix the size of an exported program
     if not exporting and top_k_index.numel() <= most and not needs_gradient(call, top_k_weights):
         y = few(call, top_k_index, top_k_weights)
         return y if y.dtype == hidden_states.dtype else y.to(hidden_states.dtype)

@@ -1,4 +1,4 @@
-"""Which experts modules of a model can be ours, and the change over that can be undone."""
+"""Find the experts modules of a model that our kernels can compute, and switch them; `undo` switches them back."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from megablocks.hf.weights import check_weight
 class Replaced:
     """What `replace_moe` did. Its repr prints it.
 
-    names: the experts modules that are ours now.
-    left: experts that were left alone, and why.
+    names: the experts modules that our kernels compute now.
+    left: experts that were not changed, and why.
     """
 
     names: list[str] = field(default_factory=list)
@@ -25,9 +25,9 @@ class Replaced:
     _before: list[tuple[Any, Any]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Restore what computed the experts before. A second call changes nothing.
+        """Restore the previous implementation of the experts. A second call changes nothing.
 
-        Experts that were ours already stay with the call that replaced them, so several are undone in any order.
+        It does not change experts that an earlier call replaced. So several calls can be undone in any order.
         """
         for config, implementation in self._before:
             config._experts_implementation = implementation
@@ -35,7 +35,7 @@ class Replaced:
 
 
 _SAYS = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "config")
-"""What the decorator of transformers leaves at an experts module."""
+"""Attributes that the decorator of transformers sets on an experts module."""
 
 
 def _is_decorated(module: nn.Module) -> bool:
@@ -43,7 +43,7 @@ def _is_decorated(module: nn.Module) -> bool:
 
 
 def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Every experts module of `model` by name, without what only holds one, such as an adapter around it."""
+    """Yield every experts module of `model` with its name, but no module that only contains one, such as an adapter."""
     for name, module in model.named_modules():
         is_named_so = name.rpartition(".")[2] == "experts"
         if _is_decorated(module) or (is_named_so and not any(map(_is_decorated, module.modules()))):
@@ -51,7 +51,7 @@ def _experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _why_not(module: Any) -> str | None:
-    """Why the experts of `module` cannot be ours, None if they can."""
+    """Return why our kernels cannot compute the experts of `module`; None if they can."""
     if not _is_decorated(module):
         return f"{type(module).__name__} is not decorated with transformers' use_experts_implementation"
     try:
@@ -63,13 +63,13 @@ def _why_not(module: Any) -> str | None:
 
 
 def replace(model: nn.Module) -> Replaced:
-    """Like `megablocks.hf.replace_moe`, once `register` was called.
+    """Like `megablocks.hf.replace_moe`, after a call of `register`.
 
     Raises:
-        ValueError: no experts of the model can be replaced, or it is no module.
+        ValueError: no experts of the model can be replaced, or it is not a module.
     """
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model is a {type(model).__name__}: must be a torch.nn.Module, as from_pretrained gives one")
+        raise ValueError(f"model is a {type(model).__name__}: must be a torch.nn.Module, as from_pretrained returns")
     done, experts = Replaced(), dict[str, Any](_experts(model))
     done.left = {name: why for name, module in experts.items() if (why := _why_not(module)) is not None}
     refused = [(name, experts[name].config) for name in done.left if _is_decorated(experts[name])]
@@ -77,7 +77,7 @@ def replace(model: nn.Module) -> Replaced:
     for name in list(done.names):
         config = experts[name].config
         other = next((other for other, shared in refused if shared is config), None)
-        if other is not None:  # one setting for both
+        if other is not None:  # both share one setting
             done.names.remove(name)
             done.left[name] = f"its config is also that of {other}, which cannot be replaced"
         elif config._experts_implementation != NAME:

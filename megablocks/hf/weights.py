@@ -1,10 +1,11 @@
-"""The weights of an experts module as right factors of products, with LoRA's factors apart where PEFT keeps them.
+"""The weights of an experts module as right factors of products, with PEFT's LoRA factors kept separate.
 
     y[p] = x[p] · w[e] + (x[p] · a[e]) · b[e]        b includes LoRA's scaling
 
-PEFT's `target_parameters` makes a parameter read as W + scaling · lhs · rhs. A product with that sum would compute the
-full dW, although W is frozen, to get the gradients of the two factors. With the factors apart the gradients are theirs
-alone: R rows times the rank. Any other parametrization is read as torch computes it: correct, and not faster.
+With PEFT's `target_parameters`, reading a parameter returns W + scaling · lhs · rhs. A product with that sum would
+compute the full dW, although W is frozen, to get the gradients of the two factors. With separate factors only their
+gradients are computed: R rows times the rank. Any other parametrization is read as torch computes it: correct, but not
+faster.
 
 Legend: R rows, E experts, K inner size, N outer size, r rank.
 """
@@ -26,7 +27,7 @@ from megablocks.ops.routing.dispatch import Dispatch
 
 
 class Weight(NamedTuple):
-    """One matrix an expert.
+    """One matrix per expert.
 
     w: (E, K, N), a view of the parameter.
     a, b: (E, K, r) and (E, r, N), or None.
@@ -37,7 +38,7 @@ class Weight(NamedTuple):
     b: Tensor | None = None
 
     def product(self, x: Tensor, dispatch: Dispatch, bias: Tensor | None, *, gathered: bool) -> Tensor:
-        """x (T, K) if gathered, as in `gathered_mm`, else (R, K), as in `grouped_mm`; bias (E, N) → (R, N)."""
+        """x (T, K) if gathered, as in `gathered_mm`, otherwise (R, K), as in `grouped_mm`; bias (E, N) → (R, N)."""
         if self.a is not None and self.b is not None:
             y = low_rank_mm(x, self.w, self.a, self.b, dispatch, gathered=gathered)
             return y if bias is None else add_expert_bias(y, bias, dispatch.expert_offsets)
@@ -54,8 +55,8 @@ class Weight(NamedTuple):
 
 
 def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float] | None:
-    """(W, lhs, rhs, scaling) where one LoRA adapter of PEFT stands behind the parameter, else None."""
-    chain = module._modules.get("parametrizations")  # getattr would make an error's text at each call
+    """Return (W, lhs, rhs, scaling) if the parameter has one LoRA adapter of PEFT, otherwise None."""
+    chain = module._modules.get("parametrizations")  # getattr would build an error message at each call
     if chain is None:
         return None
     layer = sys.modules.get("peft.tuners.lora.layer")
@@ -67,20 +68,20 @@ def _lora_factors(module: Any, name: str) -> tuple[Tensor, Tensor, Tensor, float
 
 
 def check_weight(module: Any, name: str, w: Tensor) -> None:
-    """Refuse the parameter w, of any shape, in a quantized dtype with a ValueError that names it."""
+    """Raise a ValueError that names the parameter w, of any shape, if its dtype is quantized."""
     if not w.is_floating_point() or w.dtype.itemsize < 2:
         raise ValueError(
-            f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' takes bfloat16, "
-            "float16, float32 and float64; load the model without quantization"
+            f"{type(module).__name__}.{name} is {w.dtype}: experts_implementation='megablocks' needs bfloat16, "
+            "float16, float32 or float64; load the model without quantization"
         )
 
 
 def read_weight(module: Any, name: str, autocast: bool = True) -> Weight:
-    """The parameter `name` of an experts module, in autocast's dtype where autocast is on.
+    """Return the parameter `name` of an experts module, in autocast's dtype if autocast is on.
 
-    Call it once in a forward: torch may compute a parametrized weight anew at each read.
+    Call it once per forward: torch can compute a parametrized weight again at each read.
 
-    autocast: False where the caller knows that it is off.
+    autocast: False if the caller knows that autocast is off.
 
     Raises:
         ValueError: weights in a quantized dtype.

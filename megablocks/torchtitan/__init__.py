@@ -1,13 +1,13 @@
-"""The experts of torchtitan's models, computed by our products. Only this folder imports torchtitan.
+"""Compute the experts of torchtitan's models with our kernels. No other folder imports torchtitan.
 
     --override.imports megablocks.torchtitan.routed_experts
     --override.imports 'megablocks.torchtitan.routed_experts={"recompute_activation": true}'
 
     y[t] = Σ over t's pairs of score · (silu(x[t] · w1_eᵀ) ⊙ (x[t] · w3_eᵀ)) · w2_eᵀ          e = expert of the pair
 
-torchtitan's names of shapes: B batch, L sequence, D model, K top-k, E experts, F expert width. Its w1_EFD, w3_EFD and
-w2_EDF stay three parameters with their names, their initializers, their sharding and their checkpoints. They are read
-where they lie, w2 as its transposed view. As in torchtitan, the products are computed in bfloat16.
+torchtitan's letters for shapes: B batch, L sequence, D model, K top-k, E experts, F expert width. Its w1_EFD, w3_EFD
+and w2_EDF remain three parameters with the same names, initializers, sharding and checkpoints. They are read in place,
+w2 as a transposed view. As in torchtitan, the products are computed in bfloat16.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _DTYPE = torch.bfloat16
 
 
 class MegaBlocksGroupedExperts(GroupedExperts):
-    """torchtitan's parameters of the experts, and one call that gathers tokens, computes them and adds them up."""
+    """torchtitan's parameters of the experts; forward gathers tokens, computes the experts and adds their outputs."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):  # noqa: D106
@@ -66,7 +66,7 @@ class MegaBlocksGroupedExperts(GroupedExperts):
 
 
 class MegaBlocksRoutedExperts(RoutedExperts):
-    """Dispatch, products and weighted sum in one; over the ranks of torchtitan's mesh "ep" by our all-to-all."""
+    """Dispatch, products and weighted sum in one module; over the ranks of torchtitan's mesh "ep" by our all-to-all."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):  # noqa: D106
@@ -77,7 +77,7 @@ class MegaBlocksRoutedExperts(RoutedExperts):
         self.dispatcher = make_dispatcher(None, self.inner_experts.num_experts)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Like torchtitan's, with the exchange of tokens over its mesh "ep"."""
+        """Like torchtitan's `parallelize`, with our exchange of tokens over the "ep" mesh."""
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
@@ -91,7 +91,7 @@ class MegaBlocksRoutedExperts(RoutedExperts):
         Args:
             x_BLD: floating.
             topk_scores_BLK, topk_expert_ids_BLK: (B, L, K), factors on the experts' outputs, and ids over all ranks.
-            num_local_tokens_per_expert_E: not read; our dispatcher counts itself.
+            num_local_tokens_per_expert_E: not read, because our dispatcher counts the tokens.
 
         Returns:
             (B, L, D) in the dtype of x_BLD.
@@ -105,10 +105,10 @@ class MegaBlocksRoutedExperts(RoutedExperts):
 
 @override(target=RoutedExperts.Config, description="Experts by MegaBlocks")
 def routed_experts(cfg: Any, *, mlp_impl: str = "auto", recompute_activation: bool = False) -> Any:
-    """The config of `MegaBlocksRoutedExperts` for that of torchtitan's routed experts.
+    """Convert the config of torchtitan's routed experts to the config of `MegaBlocksRoutedExperts`.
 
     Args:
-        cfg: of `RoutedExperts`, as torchtitan's Qwen3, DeepSeek-V3 and Kimi models have it.
+        cfg: of `RoutedExperts`, as in torchtitan's Qwen3, DeepSeek-V3 and Kimi models.
         mlp_impl, recompute_activation: as in `MoEConfig`.
 
     Raises:

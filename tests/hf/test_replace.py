@@ -42,7 +42,7 @@ def test_it_says_what_it_replaced_and_what_it_left() -> None:
 
 def test_what_is_no_module_is_refused_by_name() -> None:
     """Such as the name of a model, which from_pretrained takes."""
-    with pytest.raises(ValueError, match="^model is a str: must be a torch.nn.Module, as from_pretrained gives one$"):
+    with pytest.raises(ValueError, match="^model is a str: must be a torch.nn.Module, as from_pretrained returns$"):
         megablocks.hf.replace_moe("mistralai/Mixtral-8x7B-v0.1")
 
 
