@@ -29,11 +29,11 @@ _CHUNK = 1 << 24
 
 
 class DataError(ValueError):
-    """A missing or invalid data file. The message is one line that names the file."""
+    """A data file is missing or invalid. The message is one line that names the file."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
-    """The dtype that Megatron picks for a vocabulary: uint16 below 65500 ids, else int32."""
+    """Return the dtype that Megatron uses for a vocabulary: uint16 below 65500 ids, otherwise int32."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
@@ -55,12 +55,12 @@ class IndexedWriter:
         self._bin = open(bin_path(prefix), "wb")
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append one document, `tokens` (n,) of any integer dtype whose values fit."""
+        """Append one document, `tokens` (n,) of any integer dtype; the values must fit."""
         self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).tobytes())
         self.lengths.append(int(tokens.size))
 
     def close(self) -> None:
-        """Flush the .bin to disk, then write the .idx, whose existence says that both are whole."""
+        """Flush the .bin to disk, then write the .idx: if it exists, both files are complete."""
         self._bin.close()
         sync(bin_path(self.prefix))
         lengths = np.asarray(self.lengths, dtype="<i4")
@@ -70,7 +70,7 @@ class IndexedWriter:
 
 
 def _starts(lengths: np.ndarray, itemsize: int) -> np.ndarray:
-    """Byte offset (S,) of each sequence. Sequences lie back to back, the only layout that Megatron writes."""
+    """Return the byte offset (S,) of each sequence. There are no gaps, because Megatron writes no other layout."""
     starts = np.zeros(lengths.size, dtype="<i8")
     np.cumsum(lengths[:-1], dtype=np.int64, out=starts[1:])
     return starts * itemsize
@@ -100,7 +100,7 @@ class Report:
 
 
 def read_index(prefix: str | Path) -> Index:
-    """The index in `<prefix>.idx`, after a check of its structure and of the size of `<prefix>.bin`.
+    """Read the index in `<prefix>.idx`, and check its structure and the size of `<prefix>.bin`.
 
     Raises:
         DataError: the index is missing, truncated or garbled; its version or dtype is unknown; a length is negative;
@@ -150,7 +150,7 @@ def read_index(prefix: str | Path) -> Index:
 
 
 def check_dataset(prefix: str | Path, vocab_size: int | None = None) -> Report:
-    """Counts and hashes of one data set, after the checks of `read_index` and a check that all ids < `vocab_size`.
+    """Return counts and hashes of one data set, after the checks of `read_index` and the check ids < `vocab_size`.
 
     Raises:
         DataError: as `read_index`, and for an empty data set or a token id outside the vocabulary.

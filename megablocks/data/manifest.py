@@ -59,7 +59,7 @@ def write_manifest(folder: Path, content: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """The manifest in `folder/manifest.json`.
+    """Read and check the manifest in `folder/manifest.json`.
 
     Raises:
         DataError: the folder or the manifest is missing (the preparation was interrupted, or this is no data set); or
@@ -75,7 +75,7 @@ def read_manifest(folder: str | os.PathLike[str]) -> Manifest:
         raise DataError(f"{path}: missing: this is no data set, or its preparation was interrupted")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
+    except (ValueError, RecursionError) as error:  # json raises more than its own error class
         raise DataError(f"{path}: not valid JSON ({str(error).splitlines()[0]})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         found = content.get("format") if isinstance(content, dict) else type(content).__name__

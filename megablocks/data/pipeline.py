@@ -1,4 +1,4 @@
-"""Tokenizes documents in several processes and writes them to token files.
+"""Tokenize documents in several processes.
 
 Batches of documents keep the order of the source, and each document is tokenized alone. So the result does not depend
 on the number of processes.
@@ -32,7 +32,7 @@ Raw = tuple[int, str, bytes]  # index of the source, key, contents
 
 @dataclass(frozen=True)
 class Encoded:
-    """One document: its tokens and the end-of-document id, or None if it is empty or no text."""
+    """One document: its tokens and the end-of-document id, or None if it is empty or not text."""
 
     key: str
     digest: bytes
@@ -40,7 +40,7 @@ class Encoded:
 
 
 def _make_encoder(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> Callable[[list[Raw]], list[Encoded]]:
-    """What a worker does with a batch of documents, which their sources decode."""
+    """Return the function that a worker calls with a batch of documents. Their sources decode them."""
     ids_of, dtype = load_tokenizer(folder, spec), token_dtype(spec.vocab_size)
 
     def encode(source: int, key: str, raw: bytes) -> Encoded:
@@ -48,7 +48,7 @@ def _make_encoder(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> C
         ids = ids_of(text) if text else []
         if ids and (largest := max(ids)) >= spec.vocab_size:
             allowed = f"must be below {spec.vocab_size}, the number of its tokens"
-            raise DataError(f"{key}: the tokenizer gives the id {largest}, {allowed}")
+            raise DataError(f"{key}: the tokenizer returned the id {largest}, {allowed}")
         tokens = np.asarray([*ids, spec.eod], dtype=dtype) if ids else None
         return Encoded(key, hashlib.sha256(raw).digest(), tokens)
 
@@ -59,10 +59,10 @@ _encoder: Callable[[list[Raw]], list[Encoded]] | None = None
 
 
 def _start_worker(folder: Path, spec: TokenizerSpec, sources: list[Source]) -> None:
-    """What a process of the pool does first: it makes its encoder, and ends with its parent."""
+    """Start a process of the pool: create its encoder, and let it end together with its parent."""
     global _encoder
     _encoder = _make_encoder(folder, spec, sources)
-    # Each worker also holds the writing end of the pipe that it reads, so a killed parent would leave it waiting.
+    # Each worker also holds the writing end of the pipe that it reads. So it would wait forever for a killed parent.
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in a worker"
     threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
@@ -79,7 +79,7 @@ def _encode_in_worker(batch: list[Raw]) -> list[Encoded]:
 
 
 def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
-    """Documents in batches of a bounded number and size, which is what a worker gets at once."""
+    """Yield batches of documents with a limited number and size. A worker gets one batch at a time."""
     batch: list[Raw] = []
     size = 0
     for raw in raws:
@@ -95,7 +95,7 @@ def _batches(raws: Iterable[Raw]) -> Iterator[list[Raw]]:
 def encode_all(
     raws: Iterable[Raw], folder: Path, spec: TokenizerSpec, sources: list[Source], workers: int
 ) -> Iterator[Encoded]:
-    """Every document, tokenized, in order. `workers` = 1 works in this process, a larger number starts a pool."""
+    """Yield every document, tokenized, in order. `workers` = 1 uses this process, a larger number starts a pool."""
     if workers == 1:
         encode = _make_encoder(folder, spec, sources)
         for batch in _batches(raws):
@@ -120,11 +120,10 @@ def encode_all(
 
 
 def unigram_statistics(train: np.ndarray, valid: np.ndarray) -> dict[str, float]:
-    """Entropies in nats per token from token counts (V,).
+    """Compute entropies in nats per token from token counts (V,).
 
     `valid_entropy`: unigram entropy of the validation tokens, the lowest loss that a model without context can reach.
-    `valid_cross_entropy`: loss on the validation tokens of the unigram model of the training tokens, with add-one
-    smoothing.
+    `valid_cross_entropy`: loss of the training tokens' unigram model, with add-one smoothing, on the validation tokens.
     """
     p = valid[valid > 0] / valid.sum()
     smoothed = np.log((train + 1) / (train.sum() + train.size))

@@ -1,7 +1,7 @@
 """The command line of `scripts/prepare_data.py`, which makes a data folder from text.
 
-The folder appears complete or not at all: it is built in a hidden sibling (`.<name>.partial`), with the manifest last,
-and then renamed. The same inputs, options and package versions give the same bytes.
+The folder appears complete or not at all: it is built in a hidden folder next to it (`.<name>.partial`), with the
+manifest last, and then renamed. The same inputs, options and package versions produce the same bytes.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from megablocks.data.tokenizers import TokenizerSpec
 from megablocks.data.verify import verify_folder
 from megablocks.files import exclusive, hash_files, sync
 
-# Enough text to train a vocabulary of 50k, in seconds.
+# Enough text to train a vocabulary of 50k, which takes seconds.
 _SAMPLE_BYTES = 32 << 20
-# Options that decide the tokens; the manifest stores them.
+# Options that determine the tokens; the manifest stores them.
 _RECIPE = "include exclude max_document_bytes max_documents max_bytes valid_fraction tokenizer vocab_size".split()
 
 
@@ -114,13 +114,13 @@ def check_options(args: argparse.Namespace) -> None:
     if args.workers is None:
         args.workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for flag, paths in (("--out", [args.out]), ("--input", args.input)):
-        if "" in paths:  # as of an unset variable
+        if "" in paths:  # for example from an unset variable
             refuse(flag, "", "must be a path; . is the current folder")
     args.out = Path(os.path.realpath(args.out))  # a rename would replace a link
     try:
         str(args.out).encode()
     except UnicodeEncodeError:
-        refuse("--out", str(args.out), "must be a UTF-8 path, because the tokenizers' libraries take no other")
+        refuse("--out", str(args.out), "must be a UTF-8 path, because the tokenizers' libraries accept no other")
     is_data_set = (args.out / MANIFEST).is_file()
     if is_data_set and not args.overwrite:
         refuse("--out", str(args.out), "exists; check it with `prepare_data.py verify`, or replace it with --overwrite")
@@ -133,13 +133,13 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def _refuse_other_files(out: Path) -> None:
-    """Refuse to replace a folder that is no data set of ours, or that holds the user's files too."""
+    """Raise ConfigError for a folder to replace that is not a data set, or also contains the user's files."""
     try:
         known = {MANIFEST, *read_manifest(out).files}
     except DataError as error:
         refuse("--out", str(out), f"is no data set ({error}); choose another folder or remove it")
     for path in sorted(out.rglob("*")):
-        if path.is_dir() or path.parent.name == "GPTDataset_indices":  # Megatron's, of runs without a run folder
+        if path.is_dir() or path.parent.name == "GPTDataset_indices":  # Megatron's, from runs without a run folder
             continue
         if (name := path.relative_to(out).as_posix()) not in known:
             refuse("--out", str(out), f"holds {name}, which is not of the data set; move it, or choose another folder")
@@ -155,7 +155,7 @@ class Plan:
     valid: set[str]
 
     def read(self, keys: set[str] | None = None) -> Iterator[Raw]:
-        """Raw documents in order: those of `keys`, or all."""
+        """Yield raw documents in order: those in `keys`, or all."""
         for number, source in enumerate(self.sources):
             wanted = self.wanted[number] if keys is None else self.wanted[number] & keys
             if wanted:
@@ -208,7 +208,7 @@ def _make_tokenizer(args: argparse.Namespace, plan: Plan, folder: Path) -> Token
 
 
 def _package_versions(args: argparse.Namespace) -> dict[str, str]:
-    """Versions of what a data set's bytes depend on, for its manifest."""
+    """Return, for the manifest, the versions of the packages that a data set's bytes depend on."""
     names = ["numpy", *(["sentencepiece"] if args.tokenizer == "sentencepiece" else ["tokenizers", "transformers"])]
     return {
         "megablocks": __version__,
@@ -266,7 +266,7 @@ def build(args: argparse.Namespace, plan: Plan, folder: Path) -> dict[str, Any]:
 
 
 def prepare(args: argparse.Namespace) -> None:
-    """Plan, build in the hidden sibling, and rename it."""
+    """Plan the data set, build it in the hidden folder, and rename that."""
     check_options(args)
     started, dry_run = time.monotonic(), is_dry_run()
     plan = make_plan(args)
@@ -308,7 +308,7 @@ def prepare(args: argparse.Namespace) -> None:
 
 
 def _put_in_place(partial: Path, out: Path) -> None:
-    """Rename the finished folder to `out`; an older data set makes room, and is removed last."""
+    """Rename the finished folder to `out`. An older data set is renamed first, and removed last."""
     old = out.with_name(f".{out.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if out.exists():
@@ -319,7 +319,7 @@ def _put_in_place(partial: Path, out: Path) -> None:
 
 
 def _progress(total: int) -> Any:
-    """A tqdm bar of so many bytes, for a with statement. It shows nothing without a terminal or without tqdm."""
+    """Return a tqdm bar for `total` bytes, as a context manager. It shows nothing without a terminal or tqdm."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError:
@@ -332,7 +332,7 @@ def _say(line: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit status: 0 done, 2 an error of the user (one line on stderr), 130 interrupted."""
+    """Run the command. Returns the exit status: 0 done, 2 a user's error (one line on stderr), 130 interrupted."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments[:1] == ["verify"]:

@@ -1,8 +1,8 @@
-"""Reads documents from folders, text files, jsonl files and tar archives, always in the same order.
+"""Read documents from folders, text files, jsonl files and tar archives, always in the same order.
 
 `entries` lists the documents of a source (key, bytes); `read` yields the raw bytes of some of them. Each pass streams
 an archive again, so nothing is unpacked to disk. Keys are paths relative to the input, so they are equal on every
-machine; their hashes decide which documents form a subset and which are held out.
+machine. Their hashes decide which documents belong to a subset, and which are held out.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ class Source:
         self.path, self.name = path, path.name if name is None else name
 
     def _walk(self) -> Iterator[tuple[str, int, Callable[[], bytes]]]:
-        """Of each document: its key, its bytes, and what reads it until the next is asked for. Always in one order."""
+        """Yield each document's key, size and reader, in a fixed order. Call a reader before the next document."""
         yield self.name, self.path.stat().st_size, self.path.read_bytes
 
     def entries(self) -> Iterator[Entry]:
-        """The documents of the source, without their contents."""
+        """Yield the documents of the source, without their contents."""
         for key, size, _ in self._walk():
             yield Entry(key, size)
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        """Key and contents of the wanted documents."""
+        """Yield key and contents of the wanted documents."""
         for key, _, contents in self._walk():
             if key in wanted:
                 yield key, contents()
 
     def text(self, key: str, raw: bytes) -> str:
-        """The text of a document, from its bytes."""
+        """Decode the text of a document from its bytes."""
         try:
             return raw.decode("utf-8")
-        except UnicodeDecodeError:  # old sources have names in Latin-1, in which every byte is a character
+        except UnicodeDecodeError:  # old sources contain names in Latin-1, where every byte is a character
             return raw.decode("latin-1")
 
 
@@ -91,12 +91,12 @@ class FolderSource(Source):
             yield name, path.stat().st_size, path.read_bytes
 
     def read(self, wanted: Set[str]) -> Iterator[tuple[str, bytes]]:
-        for key in sorted(wanted):  # without a walk, so that a file that is gone by now is an error
+        for key in sorted(wanted):  # no walk here: a file that is gone by now must be an error
             yield key, (self.path / key).read_bytes()
 
 
 class _Member(tarfile.TarInfo):
-    """A document of an archive. tarfile takes a header that is cut off, damaged or missing for the archive's end."""
+    """A member of an archive. By itself, tarfile treats a truncated, damaged or missing header as the archive's end."""
 
     @classmethod
     def fromtarfile(cls, archive: tarfile.TarFile) -> Any:
@@ -120,13 +120,13 @@ class TarSource(Source):
                         assert stream is not None, "a regular file has contents"
                         yield PurePosixPath(member.name).as_posix(), member.size, stream.read
         except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-            if isinstance(error, OSError) and error.errno is not None:  # the system's; others are of gzip and bz2
+            if isinstance(error, OSError) and error.errno is not None:  # from the system; gzip and bz2 set no errno
                 raise
             raise DataError(f"{self.path}: not a complete tar archive ({' '.join(str(error).split())})") from None
 
 
 class JsonlSource(Source):
-    """One document in each line, the text under `field`."""
+    """A file with one document per line, and its text under `field`."""
 
     def __init__(self, path: Path, field: str) -> None:
         super().__init__(path)
@@ -141,7 +141,7 @@ class JsonlSource(Source):
     def text(self, key: str, raw: bytes) -> str:
         try:
             record = json.loads(raw)
-        except (ValueError, RecursionError) as error:  # of json, which has more errors than its own
+        except (ValueError, RecursionError) as error:  # json raises more than its own error class
             raise DataError(f"{self.path}: line {key.rpartition(':')[2]}: not valid JSON ({error})") from None
         value = record.get(self.field) if isinstance(record, dict) else None
         if not isinstance(value, str):
@@ -150,7 +150,7 @@ class JsonlSource(Source):
 
 
 def open_source(text: str, jsonl_field: str) -> Source:
-    """The source for an `--input`: the word stdlib, a folder, a .jsonl file, a tar archive or a text file."""
+    """Return the source for an `--input`: the word stdlib, a folder, a .jsonl file, a tar archive or a text file."""
     if text == STDLIB:
         return FolderSource(Path(sysconfig.get_path("stdlib")), STDLIB, _STDLIB_SKIP)
     path = Path(text)
@@ -169,27 +169,27 @@ def open_source(text: str, jsonl_field: str) -> Source:
 
 
 def is_text(raw: bytes) -> bool:
-    """Whether the bytes contain no NUL, which is in nearly every binary file and in no UTF-8 or Latin-1 text."""
+    """Return whether the bytes contain no NUL. Nearly every binary file has one, and UTF-8 or Latin-1 text has none."""
     return b"\0" not in raw
 
 
 def matches(key: str, include: list[str], exclude: list[str]) -> bool:
-    """Whether a key matches a pattern to include and none to exclude: shell patterns, where `*` also matches `/`."""
+    """Return whether a key matches an include and no exclude pattern: shell patterns, where `*` also matches `/`."""
     if include and not any(fnmatch.fnmatchcase(key, pattern) for pattern in include):
         return False
     return not any(fnmatch.fnmatchcase(key, pattern) for pattern in exclude)
 
 
 def rank(key: str, purpose: str) -> float:
-    """A number in [0, 1) from the hash of the key. It is the same on every machine; purposes are independent."""
+    """Return a number in [0, 1) from the hash of the key. It is equal on every machine; purposes are independent."""
     digest = hashlib.sha256(f"{purpose}\0{key}".encode("utf-8", "surrogateescape")).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
 
 def choose(entries: list[Entry], max_documents: int | None, max_bytes: int | None) -> list[Entry]:
-    """The documents with the lowest hashes, up to a limit, in their original order.
+    """Return the documents with the lowest hashes, up to a limit, in their original order.
 
-    So a smaller limit gives a subset of what a larger one gives.
+    So a smaller limit selects a subset of what a larger limit selects.
     """
     if max_documents is None and max_bytes is None:
         return entries
@@ -205,7 +205,7 @@ def choose(entries: list[Entry], max_documents: int | None, max_bytes: int | Non
 
 
 def held_out(entries: list[Entry], fraction: float) -> set[str]:
-    """Keys of the validation split: the keys whose hash is below `fraction`, at least one and never all."""
+    """Return the keys of the validation split: those with a hash below `fraction`, at least one and never all."""
     ranked = sorted(entries, key=lambda entry: (rank(entry.key, "split"), entry.key))
     count = sum(rank(entry.key, "split") < fraction for entry in ranked)
     return {entry.key for entry in ranked[: min(max(count, 1), len(ranked) - 1)]}

@@ -1,4 +1,4 @@
-"""Tokenizers for data preparation. Each is first saved in the data folder, and every worker loads it from there.
+"""Tokenizers for data preparation. A tokenizer is first saved in the data folder; every worker loads it from there.
 
 Megatron loads the same files at training (`--tokenizer-type`, `--tokenizer-model`), so preparation and training always
 use the same tokenizer.
@@ -46,7 +46,7 @@ class TokenizerSpec:
 
 
 def load_tokenizer(folder: Path, spec: TokenizerSpec) -> Callable[[str], list[int]]:
-    """The function from a text to its ids, without begin, end or padding tokens."""
+    """Return the function from a text to its ids, without begin, end or padding tokens."""
     if spec.type == SENTENCEPIECE:
         return _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / spec.path)).encode
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -59,12 +59,12 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
     """Train a lossless byte-pair SentencePiece model of `vocab_size` ids on `texts`.
 
     Every string without U+2581 (SentencePiece's sign for a space) decodes to itself: whitespace is kept, runs of spaces
-    may be pieces, newline is a piece, and characters outside the vocabulary become bytes. Byte-pair merging counts
+    can be pieces, newline is a piece, and characters outside the vocabulary become bytes. Byte-pair merging counts
     integers, so the model does not depend on the machine or its number of threads.
     """
     spm = _need("sentencepiece")
     model = io.BytesIO()
-    # A list, because SentencePiece replaces an error that a generator raises by its own error.
+    # A list, because SentencePiece would replace an error from a generator by its own error.
     sample = list(texts)
     lines = (line for text in sample for line in text.split("\n") if line and not line.isspace())
     try:
@@ -91,10 +91,10 @@ def train_sentencepiece(folder: Path, texts: Iterable[str], vocab_size: int) -> 
     except (RuntimeError, OSError) as error:
         reason = str(error).strip().splitlines()[-1].rpartition("] ")[2]
         most = re.search(r"a value <= (\d+)", reason)
-        if most is not None and int(most[1]) < MIN_VOCAB_SIZE:  # its advice would be refused
-            reason = f"too little text for {MIN_VOCAB_SIZE} pieces, the fewest; give more, or --tokenizer-model"
+        if most is not None and int(most[1]) < MIN_VOCAB_SIZE:  # we would refuse the size that it suggests
+            reason = f"too little text for the minimum of {MIN_VOCAB_SIZE} pieces; give more, or --tokenizer-model"
         if "sentences_.empty()" in reason:
-            reason = f"no line has 1 to {_LONGEST_LINE} bytes, as it needs; break the lines, or give --tokenizer-model"
+            reason = f"it needs lines of 1 to {_LONGEST_LINE} bytes; split the lines, or give --tokenizer-model"
         raise ConfigError(f"--vocab-size={vocab_size}: SentencePiece cannot train it on this text: {reason}") from None
     (folder / _SPM_FILE).write_bytes(model.getvalue())
     return _sentencepiece_spec(folder)
@@ -110,7 +110,7 @@ def copy_sentencepiece(folder: Path, model: Path) -> TokenizerSpec:
 
 
 def _sentencepiece_spec(folder: Path) -> TokenizerSpec:
-    """The spec of the SentencePiece model in the folder, which must have an end-of-sentence piece."""
+    """Return the spec of the SentencePiece model in the folder, which must have an end-of-sentence piece."""
     spm = _need("sentencepiece").SentencePieceProcessor(model_file=str(folder / _SPM_FILE))
     if spm.eos_id() < 0:
         raise ConfigError("--tokenizer-model: must have an end-of-sentence piece, which ends a document")
@@ -152,7 +152,7 @@ def build_gpt2(folder: Path, vocab_file: Path, merges_file: Path) -> TokenizerSp
 
 
 def _load_hf(name: str, trust_remote_code: bool) -> Any:
-    """A Hugging Face tokenizer by folder or name. Whatever its library raises becomes a ConfigError of one line."""
+    """Load a Hugging Face tokenizer by folder or name. Any error of its library becomes a ConfigError of one line."""
     transformers = _need("transformers")
     try:
         # The library's default, None, asks a question on the terminal.

@@ -1,7 +1,7 @@
-"""The checks of `prepare_data.py verify` and of the training driver's start: a data set holds what its manifest says.
+"""Check that a data set contains what its manifest says, for `prepare_data.py verify` and the training driver's start.
 
-Every call reads and hashes every byte (about a second for 10^9 bytes). It does not remember, by size and times, that a
-file has passed: a write through a memory map updates the times late, and `touch -d` sets them to any value.
+Every call reads and hashes every byte (about a second for 10^9 bytes). It does not use sizes and times to skip files
+that passed before: a write through a memory map updates the times late, and `touch -d` sets them to any value.
 """
 
 from __future__ import annotations
@@ -53,6 +53,6 @@ def verify_folder(folder: str | os.PathLike[str], trust_remote_code: bool = Fals
 
 
 def prefix_fingerprint(reports: list[Report]) -> str:
-    """The identity of data sets without a manifest: the hashes of their files in this order, without their names."""
+    """Return the identity of data sets without a manifest: a hash of their files' hashes in order, without names."""
     lines = [digest for report in reports for _, digest in sorted(report.sha256.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -455,7 +455,7 @@ def test_a_tokenizer_with_gaps_in_its_ids_is_refused(corpus, gpt2_files, tmp_pat
     files = ["--vocab-file", str(tmp_path / "vocab.json"), "--merges-file", str(gpt2_files / "merges.txt")]
     call = ["--input", str(corpus), "--out", str(tmp_path / "set"), "--tokenizer", "gpt2", *files, "--workers", "1"]
     assert main(call) == 2
-    said = rf"\S+: the tokenizer gives the id \d+, must be below {size}, the number of its tokens"
+    said = rf"\S+: the tokenizer returned the id \d+, must be below {size}, the number of its tokens"
     assert re.fullmatch(f"prepare_data: error: {said}\n", capsys.readouterr().err)
 
 
@@ -502,7 +502,7 @@ def test_too_little_text_for_any_vocabulary_asks_for_more_text(tmp_path):
     for name in "ab":
         (tmp_path / "text" / name).write_text("hello world\n")
     line = refused("--input", tmp_path / "text", "--out", tmp_path / "set")
-    assert line.endswith("too little text for 387 pieces, the fewest; give more, or --tokenizer-model")
+    assert line.endswith("too little text for the minimum of 387 pieces; give more, or --tokenizer-model")
 
 
 def test_dry_run_writes_nothing(corpus, tmp_path):
@@ -660,7 +660,7 @@ def test_a_mount_point_is_refused_before_the_work(corpus, tmp_path, monkeypatch,
 def test_a_text_of_long_lines_alone_says_so(tmp_path):
     (tmp_path / "long.jsonl").write_text(2 * f'{{"text": "{"some words " * 2000}"}}\n')
     line = refused("--input", tmp_path / "long.jsonl", "--out", tmp_path / "set", "--vocab-size", 600)
-    assert line.endswith("no line has 1 to 16384 bytes, as it needs; break the lines, or give --tokenizer-model")
+    assert line.endswith("it needs lines of 1 to 16384 bytes; split the lines, or give --tokenizer-model")
 
 
 def test_a_link_stands_for_its_folder(corpus, tmp_path):
