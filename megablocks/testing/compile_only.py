@@ -1,7 +1,7 @@
 """Compile the package's kernels for any NVIDIA architecture on a machine without a GPU, through their own launchers.
 
     with compiling_for(86) as compiled:
-        launch(torch.empty(…))                 # a CPU tensor stands for a GPU tensor; no kernel runs
+        launch(torch.empty(…))                 # a CPU tensor replaces a GPU tensor; no kernel runs
     compiled["megablocks.ops.….kernel_name"]   # the binaries of the launch: metadata.shared, asm["cubin"]
 
 TRITON_INTERPRET must be unset before the process imports triton. A process can compile for one architecture only,
@@ -48,7 +48,7 @@ def _stub(architecture: int) -> Any:
 def compiling_for(architecture: int, most: int = sys.maxsize) -> Iterator[dict[str, list[Any]]]:
     """Inside the context a launch only compiles. Yields the compiled kernels by module and name of the kernel.
 
-    A kernel that has `most` binaries compiles no more.
+    A kernel that already has `most` binaries is not compiled again.
     """
     import torch
     from triton.runtime import driver
@@ -83,7 +83,7 @@ def compiling_for(architecture: int, most: int = sys.maxsize) -> Iterator[dict[s
 
 
 def kernels_of_the_package() -> set[str]:
-    """Module and name of every kernel: a JIT function whose name ends with _kernel, or that is launched by name."""
+    """Return module and name of every kernel: JIT functions with a name ending in _kernel, or launched by name."""
     root = Path(megablocks.__file__).parent
     found: set[tuple[str, str]] = set()
     launched: set[str] = set()

@@ -35,9 +35,9 @@ _more: tuple[str, ...] = ()
 
 
 def preload(*modules: str) -> None:
-    """From the next call on, ranks also have `modules`, imported by a new server, instead of those given before.
+    """Import `modules` in a new server, for all ranks from the next call on, instead of those of earlier calls.
 
-    What an import changes, as megablocks.megatron.specs changes torch, it changes in all these ranks.
+    If an import changes something, as megablocks.megatron.specs changes torch, it changes it in all these ranks.
     """
     global _more
     if modules != _more:
@@ -46,7 +46,7 @@ def preload(*modules: str) -> None:
 
 
 class RankFailed(RuntimeError):
-    """A rank raised, died or hung. The message names the rank and holds its traceback if there is one."""
+    """A rank raised, died or hung. The message names the rank and contains its traceback if there is one."""
 
 
 def _rank_main(
@@ -58,7 +58,7 @@ def _rank_main(
     store: str,
     timeout: float,
 ) -> None:
-    """What a rank's process does: it joins the group, calls the function, and sends the result or the error."""
+    """Run in a rank's process: join the group, call the function, and send the result or the error."""
     if backend == "gloo":  # these ranks use the CPU only
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
@@ -78,7 +78,7 @@ def _rank_main(
         dist.destroy_process_group()
         connection.send_bytes(pickle.dumps((True, result)))
     except BaseException:
-        # No destroy_process_group here: it may wait for ranks that wait for this rank.
+        # No destroy_process_group here: it can wait for ranks that wait for this rank.
         connection.send_bytes(pickle.dumps((False, traceback.format_exc())))
     finally:
         connection.close()
@@ -95,7 +95,7 @@ def run_distributed_test(
     """Call `fn(*args, **kwargs)` on `world_size` processes that form the default process group.
 
     Args:
-        fn: a module-level function that the ranks can import. It may use torch.distributed freely.
+        fn: a module-level function that the ranks can import. It can use torch.distributed freely.
         world_size: number of ranks, all on this machine.
         args, kwargs: picklable, the same on every rank.
         backend: "gloo" or "nccl" (one GPU per rank).
@@ -133,7 +133,7 @@ def run_distributed_test(
 
 
 def _collect(readers: list[Connection], deadline: float, timeout: float) -> list[Any]:
-    """The results of all ranks. Raises RankFailed for the first that failed, died, or is late."""
+    """Return the results of all ranks. Raises RankFailed for the first rank that failed, died, or is late."""
     results: list[Any] = [None] * len(readers)
     pending = {reader: rank for rank, reader in enumerate(readers)}
     while pending:

@@ -12,7 +12,7 @@ from megablocks.ops.activation_table import GATED
 
 
 def gelu(z: Tensor, approximate: str) -> Tensor:
-    """The textbook's formula, not torch's function."""
+    """Compute GELU by the textbook's formula, not with torch's function."""
     if approximate == "none":
         return 0.5 * z * (1 + torch.erf(z / math.sqrt(2)))
     return 0.5 * z * (1 + torch.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3)))
@@ -37,7 +37,7 @@ def experts_oracle(
     activation: str,
     approximate: str = "tanh",
 ) -> Tensor:
-    """Sum over the pairs of each token of weight · expert(x).
+    """Return the sum of weight · expert(x) over the pairs of each token.
 
     Args:
         x: (T, H) float64. token, expert, weight: (R,). Pairs with an id outside [0, E) contribute nothing.

@@ -1,6 +1,6 @@
 """Fill the memory that torch.empty returns with NaN or huge integers, so that tests see elements nobody wrote.
 
-Kernels are not compiled ahead meanwhile, because that step leaves the outputs of the kernels unwritten.
+Meanwhile kernels are not compiled ahead, because that does not write the kernels' outputs.
 """
 
 from __future__ import annotations

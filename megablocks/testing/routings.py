@@ -66,8 +66,8 @@ ROUTINGS: dict[str, Callable[..., Routing]] = {fn.__name__: fn for fn in (balanc
 def steer(router: Any, ids: Tensor, strength: float = 8.0) -> None:
     """Make a router choose `ids` (T, K) by adding a constant to their logits. The router still does all of its work.
 
-    router: its `route` takes logits, as TopKRouter's. `strength` must exceed the spread of the logits, otherwise some
-    tokens choose other experts. Check the loads.
+    router: its `route` accepts logits, like TopKRouter's. `strength` must exceed the spread of the logits, otherwise
+    some tokens choose other experts. Check the loads.
     """
     original = router.route
     constant: Tensor | None = None

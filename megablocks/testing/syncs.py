@@ -1,4 +1,4 @@
-"""An error where the host waits for the GPU."""
+"""Raise an error where the host waits for the GPU."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def max_error(result: Tensor, truth: Tensor) -> float:
-    """max |result − truth| in float64; inf if the difference holds a NaN."""
+    """max |result − truth| in float64; inf if the difference contains a NaN."""
     assert result.shape == truth.shape, f"{tuple(result.shape)} against {tuple(truth.shape)}"
     difference = (result.detach().double().cpu() - truth.detach().double().cpu()).abs()
     return float(torch.nan_to_num(difference, nan=float("inf")).max()) if difference.numel() else 0.0
