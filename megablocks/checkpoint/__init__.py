@@ -1,1 +1,1 @@
-"""Checkpoints that are either complete or ignored, and where each format keeps a model's tensors. No Megatron."""
+"""Checkpoints that are complete or ignored, and where each format stores a model's tensors. It needs no Megatron."""

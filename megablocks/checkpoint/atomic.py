@@ -1,10 +1,10 @@
-"""Which checkpoints of a folder are complete, and whether their files are what was saved.
+"""Find the complete checkpoints of a folder, and check that their files are those that were saved.
 
-Megatron writes `iter_0000020/…` and then `latest_checkpointed_iteration.txt`, neither of them atomically. Here a
-checkpoint is complete if its folder holds the marker `complete.json`: the size and sha256 of every file. The marker is
-written last, to a temporary file that is renamed once it is on disk. A save that was killed, or that filled the disk,
-leaves a folder without a marker: it is torn and ignored. A folder with a marker whose files differ from it is damaged:
-that is an error.
+Megatron writes `iter_0000020/…` and then `latest_checkpointed_iteration.txt`, but not atomically. Here a checkpoint is
+complete if its folder contains the marker `complete.json`: the size and sha256 of every file. The marker is written
+last, to a temporary file that is renamed after it is on disk. A save that was killed, or that filled the disk, leaves a
+folder without a marker: it is torn and ignored. If there is a marker but a file differs from it, the checkpoint is
+damaged: that is an error.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from megablocks.files import write_durably as write_durably
 MARKER = "complete.json"
 POINTER = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
-"""Megatron's folder, and its pointer, of weights alone, which a run starts from at iteration 0."""
+"""Megatron's folder, and the text of its pointer, for weights alone: a run starts from them at iteration 0."""
 _FORMAT = 1
 _ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be saved or must not be loaded. The message is one line that names the file."""
+    """A checkpoint cannot be saved, or must not be loaded. The message is one line that names the file."""
 
 
 class SaveError(CheckpointError):
@@ -53,21 +53,21 @@ class Latest:
 
 
 def folder_of(root: Path | str, iteration: int) -> Path:
-    """Megatron's folder of an iteration."""
+    """Return Megatron's folder for an iteration."""
     return Path(root) / f"iter_{iteration:07d}"
 
 
 def iterations(root: Path | str) -> list[int]:
-    """Iterations that have a folder, complete or not, in ascending order."""
+    """Return the iterations that have a folder, complete or not, in ascending order."""
     names = os.listdir(root) if os.path.isdir(root) else []
     found = map(_ITERATION.fullmatch, names)
     return sorted(int(match.group(1)) for match in found if match)
 
 
 def files_of(folder: Path) -> list[str]:
-    """Every file below `folder` except the marker, as sorted relative paths.
+    """Return every file below `folder` except the marker, as sorted relative paths.
 
-    To share the work of `hash_files`, rank r takes `files_of(folder)[r::ranks]`.
+    To share the work of `hash_files`, rank r hashes `files_of(folder)[r::ranks]`.
     """
     found = (path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return sorted(name for name in found if name != MARKER and not Path(name).name.startswith(f".{MARKER}"))
@@ -82,14 +82,14 @@ def mark_complete(folder: Path, iteration: int, files: Mapping[str, Mapping[str,
 
 
 def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The files that a complete checkpoint must have, by name; None if it has no marker.
+    """Return the files that a complete checkpoint must have, by name; None if it has no marker.
 
-    The folder may have any name but that of another iteration.
+    The folder can have any name except that of another iteration.
     """
     path = folder / MARKER
     if not path.is_file():
         return None
-    name = folder.name if folder.name.startswith("iter_") else folder.resolve().name  # of "." or a link
+    name = folder.name if folder.name.startswith("iter_") else folder.resolve().name  # for "." or a link
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         files = content["files"]
@@ -102,12 +102,12 @@ def read_marker(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 
 def _instead(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
+    """Return what a user can do about a damaged checkpoint."""
     return "convert again" if folder.name == RELEASE else f"remove {folder} to use an older checkpoint"
 
 
 def check_sizes(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Check that every file of the marker is there and has its size. Raises CheckpointError, which names the file."""
+    """Check that every file in the marker exists with its size. Raises CheckpointError, which names the file."""
     for name, expected in files.items():
         path = folder / name
         if not path.is_file():
@@ -128,7 +128,7 @@ def verify(folder: Path, rank: int = 0, ranks: int = 1) -> None:
 
 
 def find_latest_complete(root: Path | str) -> Latest:
-    """The checkpoint to resume from: the one that the pointer names if it is complete, else the newest complete one.
+    """Return the checkpoint to resume from: the pointer's if it is complete, otherwise the newest complete one.
 
     Torn folders are ignored with a warning. Raises CheckpointError if the chosen checkpoint is damaged (a file is
     missing or has another size), or if the pointer names a checkpoint but no complete one is left.
@@ -143,7 +143,7 @@ def find_latest_complete(root: Path | str) -> Latest:
         folder = folder_of(root, pointer)
         if not (folder / "metadata.json").is_file() and not (folder / ".metadata").is_file():
             if any(folder.glob("mp_rank_*/model_optim_rng.pt")):
-                raise CheckpointError(f"{folder}: is of another format; give --ckpt-format torch")
+                raise CheckpointError(f"{folder}: has another format; give --ckpt-format torch")
             raise CheckpointError(f"{folder}: torn (no {MARKER}), and {root} holds no complete checkpoint")
         return Latest(pointer, warnings=[f"{folder}: no {MARKER}, loaded without verification"])
     if not complete and pointer is not None:
@@ -164,7 +164,7 @@ def find_latest_complete(root: Path | str) -> Latest:
 
 
 def _read_pointer(root: Path) -> tuple[int | None, str | None]:
-    """The iteration that the pointer names, None if it names none, and its text, None without a pointer."""
+    """Return the iteration in the pointer (None if there is none) and the pointer's text (None without a pointer)."""
     try:
         text = (root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
@@ -173,16 +173,16 @@ def _read_pointer(root: Path) -> tuple[int | None, str | None]:
 
 
 def write_pointer(root: Path | str, iteration: int) -> None:
-    """Make Megatron's pointer name `iteration`. It is never half-written."""
+    """Write `iteration` to Megatron's pointer. The file is never half-written."""
     write_durably(Path(root) / POINTER, str(iteration))
 
 
 @contextlib.contextmanager
 def room_for(root: Path | str, iteration: int) -> Iterator[None]:
-    """Clear the folder of a save, which the block writes.
+    """Clear the folder that the block will save to.
 
-    A torn checkpoint there is removed. A complete one is renamed; it is removed after the block, and gets its name back
-    if the block raises.
+    A torn checkpoint in it is removed. A complete one is renamed, and removed after the block; if the block raises, it
+    gets its name back.
     """
     folder = folder_of(root, iteration)
     aside, replaces = folder.with_name(f"{folder.name}.replaced"), (folder / MARKER).is_file()
@@ -208,8 +208,8 @@ def _remove(folder: Path) -> None:
 def prune(root: Path | str, saved: int, keep: int) -> None:
     """Keep `saved` and the newest `keep - 1` complete checkpoints before it; remove the older complete ones.
 
-    Call it once `saved` is complete. Torn folders, links and later iterations stay. A folder loses its marker first, so
-    that an interrupted removal leaves a torn checkpoint, not a damaged one.
+    Call it after `saved` is complete. It keeps torn folders, links and later iterations. It removes a folder's marker
+    first, so that an interrupted removal leaves a torn checkpoint, not a damaged one.
     """
     folders = [folder_of(root, i) for i in iterations(root) if i < saved]
     complete = [folder for folder in folders if (folder / MARKER).is_file() and not folder.is_symlink()]

@@ -1,6 +1,6 @@
-"""Families of Hugging Face models: what their config.json says, and where their files keep router and experts.
+"""Families of Hugging Face models: what their config.json says, and where their files store router and experts.
 
-A family is one entry of `FAMILIES`. Tensors that no rule names have the names of Hugging Face's Llama in every family.
+A family is one entry of `FAMILIES`. Tensors without a rule have the names of Hugging Face's Llama in every family.
 `OURS` is the format of our own layers: the same folder with the state dict of a `dMoE` at model.layers.N.mlp.
 """
 
@@ -23,7 +23,7 @@ OURS = tuple(Rule(f"{_LAYER}mlp.experts.{name}", (_EXPERT + name,), merged=True)
 
 
 def _one_tensor_an_expert(block: str, gate: str, up: str, down: str) -> tuple[Rule, ...]:
-    """The rules of a family that keeps three matrices of each expert under `block`."""
+    """Return the rules of a family that stores three matrices of each expert under `block`."""
     experts = f"{_LAYER}{block}.experts.{{e}}."
     return (
         Rule(f"{_LAYER}{block}.gate.weight", (_ROUTER,)),
@@ -46,10 +46,10 @@ _FIELDS = {
     "activation": ("hidden_act",),
 }
 _LARGEST, _MOST_EXPERTS = 2**31 - 1, 2**20
-"""The largest size, and the most experts of all layers together: a mistyped number would need all memory."""
+"""Upper limits on a size, and on the experts of all layers: a mistyped number would otherwise fill the memory."""
 
 Kind = Callable[[Any], str]
-"""Says what a value of config.json must be, "" if it is that."""
+"""Checks a value of config.json: returns "" if it is valid, otherwise what it must be."""
 
 
 def _size(value: Any, least: int = 1) -> str:
@@ -63,7 +63,7 @@ def _kind(what: str, fits: Callable[[Any], bool]) -> Kind:
 
 
 def _only(allowed: str) -> Kind:
-    """Of a field that transformers ignores."""
+    """Return the check of a field that transformers ignores."""
     return _kind(f"{allowed!r}, as transformers computes it", lambda value: value == allowed)
 
 
@@ -84,14 +84,14 @@ class Family(NamedTuple):
     """A family of models.
 
     architecture: the class in transformers.
-    fields: fields of `Model` beside `_FIELDS`, and the names that config.json has for them; the first is written.
-    has: fields of `Model` that config.json does not say.
-    must: what config.json must say, or leave out, where the model is computed by Megatron.
-    rules: where its files keep the tensors whose names differ from Llama's.
-    derived: fields of `Model` that follow from several of config.json.
-    written: what a new config.json says beside all these.
-    yarn: what Megatron takes for these of scaled rotary positions; empty where it cannot scale them.
-    reads: what `derived` reads beside the fields, and of which kind it is.
+    fields: fields of `Model` in addition to `_FIELDS`, and their names in config.json; the first name is written.
+    has: fields of `Model` that config.json does not contain.
+    must: fields that config.json must set to this value, or leave out, if Megatron computes the model.
+    rules: where its files store the tensors with names that differ from Llama's.
+    derived: computes fields of `Model` that depend on several fields of config.json.
+    written: further fields of a new config.json.
+    yarn: Megatron's values for scaled rotary positions; empty if it cannot scale them in this family.
+    reads: further fields that `derived` reads, and their checks.
     """
 
     architecture: str
@@ -107,19 +107,19 @@ class Family(NamedTuple):
 
 _YARN_FACTORS = ("factor", "mscale", "mscale_all_dim")
 _OF_ANY: Mapping[str, Any] = {"is_causal": True}
-"""More of `Family.must`, for every family. A new config.json leaves these fields out."""
+"""Like `Family.must`, for every family. A new config.json does not contain these fields."""
 _YARN = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 
 
 def _dense_of_qwen(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Which layers have no experts: those listed, and those between the sparse steps."""
+    """Return the layers without experts: the listed ones, and those between the sparse steps."""
     step, listed = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or ()
     layers = range(config["num_hidden_layers"])
     return {"dense_layers": tuple(layer for layer in layers if layer in listed or (layer + 1) % step)}
 
 
 def _of_deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Hugging Face scores a group of experts by its best two, Megatron and our router by its best K/topk_group."""
+    """Check that K/topk_group is 2: Hugging Face scores a group by its best 2 experts, our router by K/topk_group."""
     top_k, groups, chosen = config["num_experts_per_tok"], config["n_group"], config["topk_group"]
     if chosen < groups and top_k // chosen != 2:
         raise ConfigError(f"topk_group={chosen}: must be half of num_experts_per_tok={top_k}, or n_group={groups}")
@@ -133,7 +133,7 @@ def _of_deepseek(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
-    """Fields of config.json that follow from other fields of the model."""
+    """Return fields of config.json that follow from other fields of the model."""
     return {
         "first_k_dense_replace": len(model.dense_layers),
         "n_shared_experts": (model.shared_width or 0) // model.expert_width,
@@ -143,14 +143,14 @@ def _written_for_deepseek(model: Model) -> Mapping[str, Any]:
 
 
 def _windows(layers: int) -> list[str]:
-    """The layer types that alternate, from the first layer on."""
+    """Return the alternating layer types, starting with the first layer."""
     return ["full_attention" if layer % 2 else "sliding_attention" for layer in range(layers)]
 
 
 def _of_gpt_oss(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Nothing for the model; refuses a config.json that leaves YaRN to a default, or whose windows do not alternate."""
+    """Return no fields. Refuse a config.json without YaRN's settings, or with windows that do not alternate."""
     if "rope_parameters" not in config and not config.get("rope_scaling"):
-        raise ConfigError("rope_parameters is missing: transformers would take YaRN with factor=32; write that out")
+        raise ConfigError("rope_parameters is missing: transformers would use YaRN with factor=32; set it explicitly")
     types, allowed = config.get("layer_types"), _windows(config["num_hidden_layers"])
     if types not in (None, allowed):
         raise ConfigError(f"layer_types={types}: must alternate, {allowed[:2]} …, over all {len(allowed)} layers")
@@ -208,7 +208,7 @@ FAMILIES = {
             "v_dim": ("v_head_dim",),
         },
         {"score_function": "sigmoid", "score_bias": True},
-        # the norms of its latent attention have this epsilon whatever config.json says
+        # the norms of its latent attention always have this epsilon, even if config.json differs
         {
             "hidden_act": "silu",
             "attention_bias": False,
@@ -262,7 +262,7 @@ FAMILIES = {
 
 
 def family_of(config: Mapping[str, Any], where: object) -> str:
-    """The entry of `FAMILIES` for a config.json. Raises ConfigError, which names the family."""
+    """Return the key in `FAMILIES` of a config.json. Raises ConfigError, which names the family."""
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(f"{where}: model_type={name!r}: must be one of {', '.join(FAMILIES)}")
@@ -270,7 +270,7 @@ def family_of(config: Mapping[str, Any], where: object) -> str:
 
 
 def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> None:
-    """Refuse a value that is not of its field's kind. What is null or missing has a default, or is refused later."""
+    """Raise ConfigError for an invalid value. A null or missing field has a default, or is refused later."""
     fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
     kinds = {name: _FIELD_KINDS[field] for field, names in fields.items() for name in names}
     kinds |= {"rope_theta": _NUMBER, "rope_scaling": _OBJECT, "rope_parameters": _OBJECT}
@@ -287,7 +287,7 @@ def _check_kinds(config: Mapping[str, Any], family: Family, where: object) -> No
 
 
 def _check_sizes(sizes: Mapping[str, int], names: Mapping[str, str], where: object) -> None:
-    """Refuse sizes that do not fit together. sizes: fields of `Model`. names: what config.json calls them."""
+    """Raise ConfigError for sizes that do not fit together. sizes: fields of `Model`. names: those in config.json."""
 
     def said(field: str) -> str:
         return f"{names[field]}={sizes[field]}"
@@ -311,7 +311,7 @@ def _check_sizes(sizes: Mapping[str, int], names: Mapping[str, str], where: obje
 
 
 def model_of(config: Mapping[str, Any], where: object) -> Model:
-    """What a config.json says of its model. Raises ConfigError, which names a field that is missing or unfit."""
+    """Return the model that a config.json describes. Raises ConfigError, which names a missing or invalid field."""
     family = FAMILIES[family_of(config, where)]
     _check_kinds(config, family, where)
     if config.get("quantization_config"):
@@ -332,7 +332,7 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
         "norm_topk_prob": family.must.get("norm_topk_prob", False),
         "hidden_act": "silu",
     }
-    # transformers takes a null norm_topk_prob for false, so it gets no default and is refused
+    # transformers reads a null norm_topk_prob as false, so it gets no default here and is refused
     given = {name: found for name, found in config.items() if found is not None or name == "norm_topk_prob"}
     config = {**defaults, **given, "rope_theta": rope["rope_theta"]}
     fields = {**_FIELDS, "head_dim": ("head_dim",), **family.fields}
@@ -347,7 +347,7 @@ def model_of(config: Mapping[str, Any], where: object) -> Model:
 
 
 def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """How positions rotate, with the precedence and the defaults of transformers."""
+    """Return the rotary settings, with the precedence and the defaults of transformers."""
     rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return {
         "rope_type": rope.get("type", "default"),
@@ -358,7 +358,7 @@ def _rope_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, float]:
-    """`Model.yarn`. transformers reads mscale only beside mscale_all_dim."""
+    """Return `Model.yarn`. transformers reads mscale only together with mscale_all_dim."""
     factor, mscale, all_dim = (float(rope.get(name) or 0) for name in _YARN_FACTORS)
     if not factor or (all_dim and not mscale):
         raise ConfigError(f"{where}: {'mscale' if factor else 'factor'} of YaRN is missing")
@@ -366,7 +366,7 @@ def _yarn_of(rope: Mapping[str, Any], where: object) -> tuple[float, float, floa
 
 
 def check_computable(config: Mapping[str, Any], where: object) -> None:
-    """Refuse a config whose model Megatron would compute differently. Raises ConfigError, which names the field."""
+    """Raise ConfigError, which names the field, if Megatron would compute the config's model differently."""
     family = FAMILIES[family_of(config, where)]
     said, needed = _beside_model(config), {**_OF_ANY, **family.must}
     if said["rope_type"] == "yarn":
@@ -379,7 +379,7 @@ def check_computable(config: Mapping[str, Any], where: object) -> None:
 
 
 def family_for(model: Model) -> str:
-    """The family whose config.json can say what `model` is. Raises ConfigError, which says what each lacks."""
+    """Return the family whose config.json can describe `model`. Raises ConfigError, which says what each lacks."""
     reasons = []
     for name in FAMILIES:
         try:
@@ -393,7 +393,7 @@ def family_for(model: Model) -> str:
 
 
 def config_of(model: Model, name: str) -> dict[str, Any]:
-    """A config.json for a model of the family `name`, without dtype and with no ids of special tokens."""
+    """Return a config.json for a model of the family `name`, without dtype and without ids of special tokens."""
     family = FAMILIES[name]
     names = {**_FIELDS, **family.fields}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
@@ -424,7 +424,7 @@ _GATES = {
 
 
 def layer_config(model: Model) -> MoEConfig:
-    """The config of the `dMoE` whose state dict the format `OURS` holds. Raises ConfigError if it has no such gate."""
+    """Return the config of the `dMoE` in the format `OURS`. Raises ConfigError if our layer lacks the activation."""
     if model.activation not in _GATES:
         refuse("hidden_act", model.activation, f"must be one of {', '.join(_GATES)} for our layer")
     activation, approximate = _GATES[model.activation]
@@ -446,30 +446,30 @@ def layer_config(model: Model) -> MoEConfig:
 
 
 def differences(model: Model, other: Model) -> str:
-    """The fields in which two models of the same weights may not differ, as "field=value, not value; …"."""
+    """Return the fields that differ but must not for the same weights, as "field=value, not value, …"."""
     unused = {"max_positions"} | (set() if model.dense_layers else {"dense_width"})
     return _pairs(*({k: v for k, v in vars(one).items() if k not in unused} for one in (model, other)))
 
 
 def config_differences(config: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The same of two config.json of one family: fields that `Model` does not hold, but a computation depends on."""
+    """Like `differences`, for two config.json of one family: fields that affect results but are not in `Model`."""
     return _pairs(_beside_model(config), _beside_model(other))
 
 
 def _beside_model(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What a config.json says about the computation and `Model` does not hold, defaults filled in, to be compared."""
+    """Return the fields of config.json that affect results but are not in `Model`, with defaults filled in."""
     must = {**_OF_ANY, **FAMILIES[config["model_type"]].must}
     rope, said = _rope_of(config), {name: config.get(name, default) for name, default in must.items()}
     kind = said["rope_type"] = rope["rope_type"]
     if kind == "default":
         return said
-    if kind == "yarn":  # `Model` has its factors
+    if kind == "yarn":  # `Model` contains its factors
         rope = {name: value for name, value in rope.items() if name not in _YARN_FACTORS}
         rope = {"beta_fast": 32, "beta_slow": 1, "truncate": True, **rope}
     return rope | said | {"rope_theta": None, "type": None}
 
 
 def _pairs(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """The names whose values differ, each with both values."""
+    """Return the names with different values, each with both values."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     return ", ".join(f"{name}={one.get(name)!r}, not {other.get(name)!r}" for name in names)

@@ -1,4 +1,4 @@
-"""Which files of unfinished work are complete, so that the same command goes on where it stopped."""
+"""Record which files of unfinished work are complete, so that the same command can continue where it stopped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NOTES = ".journal"
 
 
 class Journal:
-    """Notes on the complete files of a folder, one note a file, in a folder beside them.
+    """Notes on the complete files of a folder, one note per file, in a subfolder.
 
     Args:
-        folder: is made, and emptied first if its notes are of other work.
+        folder: it is created. If its notes describe other work, it is emptied first.
         work: says what is written into the folder, and from what.
     """
 
@@ -30,23 +30,23 @@ class Journal:
         self._write("work", work)
 
     def finished(self, name: str) -> Any:
-        """What `finish` was given for a file, or None if the file must be written: its hash is compared."""
+        """Return what `finish` stored for a file, or None if the file must be written. It compares the file's hash."""
         note = _read(self.folder, name)
         if note is None or not (self.folder / name).is_file():
             return None
         return note["more"] if note["file"] == hash_files(self.folder, [name])[name] else None
 
     def finish(self, name: str, more: Any = True) -> None:
-        """Note that a file is complete and on disk. more: anything of JSON but null."""
+        """Note that a file is complete and on disk. more: any JSON value except null."""
         self._write(name, {"file": hash_files(self.folder, [name])[name], "more": more})
 
     def hash_of(self, name: str) -> Any:
-        """Size and SHA-256 of a file, as noted by `finish` or else computed."""
+        """Return size and SHA-256 of a file, as noted by `finish`, or computed if there is no note."""
         note = _read(self.folder, name)
         return hash_files(self.folder, [name])[name] if note is None else note["file"]
 
     def close(self) -> None:
-        """Remove the notes, when the folder is complete."""
+        """Remove the notes. Call it when the folder is complete."""
         shutil.rmtree(self._notes)
 
     def _write(self, name: str, content: Any) -> None:
@@ -54,7 +54,7 @@ class Journal:
 
 
 def begun(folder: Path) -> dict[str, str]:
-    """What an unfinished folder is being written from: the `work` of its `Journal`, or empty without a journal."""
+    """Return the `work` of an unfinished folder's `Journal`, or an empty dict without a journal."""
     found = _read(folder, "work")
     return found if isinstance(found, dict) else {}
 

@@ -1,13 +1,13 @@
-"""Where a model's tensors lie in a format: tables of rules, read in both directions.
+"""Tables of rules that say where a format stores a model's tensors. They are used in both directions.
 
-A model is a set of units, the smallest tensors that move: a projection, a norm, a matrix of one expert. A unit's name
-is that of Hugging Face's Llama, or that of our layer with the expert's number:
+A model is a set of units, the smallest tensors that move: a projection, a norm, a matrix of one expert. A unit has
+the name from Hugging Face's Llama, or the name in our layer with the expert's number:
 
     model.layers.3.self_attn.q_proj.weight     model.layers.3.mlp.experts.5.w1
 
-A format stores tensors. A tensor is one block or several, one after the other, and a block holds one unit or several
-in a packing. A rule says this for a tensor, or for one of each layer or expert. A unit without a rule is stored under
-its own name as it is. To convert is to write the tensors of one format from units that the other one gives.
+A format stores tensors. A tensor consists of one or more blocks, one after another. A block contains one or more units
+in a packing. A rule describes one tensor, or one tensor of each layer or expert. A unit without a rule is stored
+unchanged under its own name. A conversion reads units from one format and writes the tensors of the other.
 
 Legend: V vocabulary, H hidden, N heads, G key-value heads, D size of a head, E experts, I expert width, F dense width.
 """
@@ -28,15 +28,15 @@ from megablocks.checkpoint.atomic import CheckpointError
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What a conversion must know of a model.
+    """What a conversion must know about a model.
 
-    dense_layers: those without experts. qk_norm: "head" for a norm over each head of queries and keys, "all" for one
+    dense_layers: layers without experts. qk_norm: "head" for a norm over each head of queries and keys, "all" for one
     over all heads of a token, None for none. activation: of the gate, by transformers' name. normalize_top_k: a token's
     weights add up to 1, before top_k_scaling. score_bias: a bias of each expert's score, for the selection only.
-    shared_width: of an expert that every token passes. kv_lora_rank: latent attention, with the four sizes after it;
-    q_lora_rank is None where queries have one projection. yarn: factor, mscale and mscale_all_dim of scaled rotary
-    positions. tied: the output layer has the embedding's weight. clamp: of gpt-oss's gate; then attention, router and
-    experts have biases, and attention a sink a head. window: of attention in every second layer, from the first on.
+    shared_width: width of the shared expert. kv_lora_rank: latent attention, with the four sizes after it; q_lora_rank
+    is None if queries have one projection. yarn: factor, mscale and mscale_all_dim of scaled rotary positions. tied:
+    the output layer uses the embedding's weight. clamp: the limit of gpt-oss's gate; attention, router and experts then
+    have biases, and attention has a sink per head. window: of attention in every second layer, starting with the first.
     """
 
     num_layers: int
@@ -73,7 +73,7 @@ class Model:
     window: int | None = None
 
     def units(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of every unit, in the order in which they are written."""
+        """Return name and shape of every unit, in the order in which they are written."""
         hidden = self.hidden_size
         units: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab_size, hidden)}
         for number in range(self.num_layers):
@@ -92,7 +92,7 @@ class Model:
         return units
 
     def _attention(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of a layer's attention by canonical name: plain, or latent with kv_lora_rank."""
+        """Return shapes of a layer's attention by canonical name: plain, or latent with kv_lora_rank."""
         hidden, heads, latent = self.hidden_size, self.num_heads, self.kv_lora_rank
         if latent is None:
             queries, keys = heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -119,7 +119,7 @@ class Model:
         }
 
     def _mlp(self, layer: int) -> dict[str, tuple[int, ...]]:
-        """Shapes of a layer's MLP by canonical name: dense, or router, experts and shared expert."""
+        """Return shapes of a layer's MLP by canonical name: dense, or router, experts and shared expert."""
 
         def gated(width: int | None, prefix: str = "") -> dict[str, tuple[int, ...]]:
             assert width is not None
@@ -131,7 +131,7 @@ class Model:
         shapes: dict[str, tuple[int, ...]] = {"router.layer": (self.num_experts, self.hidden_size)}
         if self.score_bias:
             shapes["router.expert_score_bias"] = (self.num_experts,)
-        # one matrix of all experts after the other: a reader keeps one of them
+        # all experts' w1, then all v1, then all w2: a reader keeps only one of these matrices in memory
         matrix, width = (self.expert_width, self.hidden_size), (self.expert_width,)
         experts: dict[str, tuple[int, ...]] = {"w1": matrix, "v1": matrix, "w2": matrix}
         if self.clamp is not None:
@@ -142,7 +142,7 @@ class Model:
 
 
 class Packing(NamedTuple):
-    """How a block holds its units.
+    """How a block stores its units.
 
     pack: (model, units) → the block. unpack: (model, block, the units' shapes) → the units.
     """
@@ -152,13 +152,13 @@ class Packing(NamedTuple):
 
 
 def _pack_qkv(model: Model, units: list[Tensor]) -> Tensor:
-    """q, k and v as Megatron stores them: for each group of queries its q, then its k and v."""
+    """Pack q, k and v as Megatron stores them: for each group of queries its q, then its k and v."""
     groups = [unit.unflatten(0, (model.num_kv_heads, -1)) for unit in units]
     return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 def _unpack_qkv(model: Model, block: Tensor, shapes: list[tuple[int, ...]]) -> list[Tensor]:
-    """q, k and v of Megatron's matrix, see `_pack_qkv`."""
+    """Unpack q, k and v from Megatron's matrix, see `_pack_qkv`."""
     rows = [shape[0] // model.num_kv_heads for shape in shapes]
     return [part.flatten(0, 1) for part in block.unflatten(0, (model.num_kv_heads, -1)).split(rows, dim=1)]
 
@@ -169,21 +169,21 @@ PACKINGS = {
     "rows": Packing(
         lambda _, units: torch.cat(units), lambda _, block, shapes: list(block.split([shape[0] for shape in shapes]))
     ),
-    # gpt-oss: of each column a value of the gate and one of the projection up, transposed
+    # gpt-oss: columns of gate and up projection alternate, transposed
     "alternating": Packing(
         lambda _, units: torch.stack(units, 1).flatten(0, 1).t(),
         lambda _, block, shapes: list(block.t().unflatten(0, (-1, 2)).unbind(1)),
     ),
-    "qkv": Packing(_pack_qkv, _unpack_qkv),  # key-value head by head: its queries, its key, its value
+    "qkv": Packing(_pack_qkv, _unpack_qkv),  # for each key-value head: its queries, its key, its value
 }
 
 
 class Rule(NamedTuple):
     """Where a format stores units.
 
-    stored: name of a tensor; {l} stands for a layer, {e} for an expert.
-    units: what a block holds; a layer or an expert that `stored` does not name numbers the tensor's blocks.
-    merged: the blocks are rows of one matrix, without a dimension of their own.
+    stored: name of a tensor; {l} means a layer, {e} an expert.
+    units: names of a block's units; if they contain {l} or {e} and `stored` does not, the tensor has a block for each.
+    merged: the blocks are rows of one matrix; there is no dimension for the blocks.
     """
 
     stored: str
@@ -193,7 +193,7 @@ class Rule(NamedTuple):
 
 
 class Block(NamedTuple):
-    """at: the number of the block in its tensor, over layers, experts, both or nothing."""
+    """One block of a tensor. at: its index in the tensor, over layers, experts, both or nothing."""
 
     at: tuple[int, ...]
     units: tuple[str, ...]
@@ -201,7 +201,7 @@ class Block(NamedTuple):
 
 @dataclass
 class Stored:
-    """A tensor of a format. block_shape: of one block as it is stored, without the block's index."""
+    """A tensor of a format. block_shape: shape of one stored block, without the dimensions of its index."""
 
     name: str
     rule: Rule
@@ -210,7 +210,7 @@ class Stored:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """How many layers, experts or both the blocks are of."""
+        """The number of layers, of experts, or of both, that the blocks belong to."""
         return tuple(len({block.at[axis] for block in self.blocks}) for axis in range(len(self.blocks[0].at)))
 
     @property
@@ -221,7 +221,7 @@ class Stored:
 
 
 def layout_of(model: Model, rules: Iterable[Rule]) -> dict[str, Stored]:
-    """Every tensor that a format stores of a model, by name."""
+    """Return every tensor that a format stores for a model, by name."""
     units = model.units()
     place: dict[str, tuple[Rule, str, Block]] = {}
     for rule in rules:
@@ -238,7 +238,7 @@ def layout_of(model: Model, rules: Iterable[Rule]) -> dict[str, Stored]:
     for unit in units:
         rule, name, block = place.get(unit) or (Rule(unit, (unit,)), unit, Block((), (unit,)))
         if unit != block.units[0]:
-            continue  # its block is there already
+            continue  # its block was already added
         if name not in found:
             empty = [torch.empty(units[one], device="meta") for one in block.units]
             found[name] = Stored(name, rule, tuple(PACKINGS[rule.packing].pack(model, empty).shape))
@@ -257,24 +257,24 @@ class Source(Protocol):
 
 
 def check_names(source: Source, layout: Mapping[str, Stored], where: str, ignored: Callable[[str], bool]) -> None:
-    """Refuse a source that lacks a tensor, holds another one, or holds one of another shape; the line names it."""
+    """Raise CheckpointError if a source lacks a tensor, has an unknown one, or has one with another shape."""
     shapes = {name: shape for name, shape in source.shapes().items() if not ignored(name)}
     missing, unknown = sorted(layout.keys() - shapes.keys()), sorted(shapes.keys() - layout.keys())
     for names, what in ((missing, "missing"), (unknown, "unknown")):
         if names:
             more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
-            asked = f"the model's sizes ask for {len(layout)} tensors"
+            asked = f"a model of these sizes has {len(layout)} tensors"
             if names == ["lm_head.weight"]:
                 asked = "tie_word_embeddings in config.json must be false if the files hold this key, true if not"
             raise CheckpointError(f"{where}: {names[0]}: {what} key{more}; {asked}")
     for name, stored in layout.items():
         if shapes[name] != stored.shape:
-            sizes = "the model's sizes, in config.json or the run's flags, are those of other weights"
+            sizes = "the sizes in config.json or in the run's flags do not fit these weights"
             raise CheckpointError(f"{where}: {name} has shape {shapes[name]}, must be {stored.shape}: {sizes}")
 
 
 class Units:
-    """The units of a source, each read when it is asked for. The last block stays in memory for its other units."""
+    """The units of a source. A unit is read on request; the last block stays in memory for its other units."""
 
     def __init__(self, model: Model, source: Source, layout: Mapping[str, Stored]) -> None:
         self.model, self.source, self.shapes = model, source, model.units()
@@ -299,14 +299,14 @@ class Units:
         return self._last[1][position]
 
     def dtype_of(self, stored: Stored) -> torch.dtype:
-        """The dtype of a tensor of the other format. Raises CheckpointError if its units have different ones."""
+        """Return the dtype of a tensor of the other format. Raises CheckpointError if its units' dtypes differ."""
         dtypes = {unit: self.dtype(unit) for block in stored.blocks for unit in block.units}
         (first, dtype), *_ = dtypes.items()
         for unit, other in dtypes.items():
             if other != dtype:
-                raise CheckpointError(f"{unit} is {other}, {first} is {dtype}: {stored.name} holds both in one dtype")
+                raise CheckpointError(f"{unit} is {other}, {first} is {dtype}: {stored.name} needs one dtype for both")
         return dtype
 
     def block(self, stored: Stored, block: Block) -> Tensor:
-        """A block of a tensor of the other format."""
+        """Return a block of a tensor of the other format."""
         return PACKINGS[stored.rule.packing].pack(self.model, [self.read(unit) for unit in block.units])

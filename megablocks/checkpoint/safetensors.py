@@ -1,8 +1,8 @@
-"""Folders of safetensors files, read and written block by block: no more than one block is in memory.
+"""Read and write folders of safetensors files, block by block: only one block is in memory.
 
-A file is 8 bytes with the length of its header, the header in JSON, and the tensors' bytes in the header's order.
-A folder holds one file, model.safetensors, or several and model.safetensors.index.json, which names each tensor's file.
-Where it holds both, model.safetensors counts, as for transformers.
+A file contains the length of its header (8 bytes), the header in JSON, and the tensors' bytes in the header's order.
+A folder contains model.safetensors, or several files and model.safetensors.index.json, which names each tensor's file.
+If it contains both, model.safetensors is read, as in transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megablocks.checkpoint.layout import Block, Stored
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARD_BYTES = 5 * 10**9
-"""A file is closed before it exceeds this size; only a single tensor may be larger."""
+"""A file is closed before it exceeds this size; only a file with a single tensor can be larger."""
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
 class SafetensorsFolder:
     """The tensors of a folder, a `layout.Source`.
 
-    Raises CheckpointError, which names the file, if one is missing, truncated or no safetensors file.
+    Raises CheckpointError, which names the file, if one is missing, truncated or not a safetensors file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -68,7 +68,7 @@ class SafetensorsFolder:
         return self.read(stored.name, number * math.prod(stored.block_shape), stored.block_shape)
 
     def read(self, name: str, first: int, shape: Sequence[int]) -> Tensor:
-        """The values of `shape` that follow the first `first` values of a tensor."""
+        """Return values of shape `shape`, which follow the first `first` values of a tensor."""
         entry = self.entries[name]
         data = bytearray(math.prod(shape) * entry.dtype.itemsize)
         with open(entry.file, "rb") as file:
@@ -79,7 +79,7 @@ class SafetensorsFolder:
 
 
 def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
-    """Each file of a folder, and the names that it should hold, None if nothing says so."""
+    """Return each file of a folder with the names that it must contain; None for the one file of `WHOLE`."""
     whole, index = folder / WHOLE, folder / INDEX
     if whole.is_file():
         return {whole: None}
@@ -100,7 +100,7 @@ def _files_of(folder: Path) -> Mapping[Path, set[str] | None]:
 
 
 def _read_header(path: Path) -> dict[str, _Entry]:
-    """The tensors of a file by name. Raises CheckpointError for a header that does not describe the whole file."""
+    """Return a file's tensors by name. Raises CheckpointError for a header that does not describe the whole file."""
     size = path.stat().st_size
     try:
         with open(path, "rb") as file:
@@ -134,7 +134,7 @@ def _read_header(path: Path) -> dict[str, _Entry]:
 
 
 class NewTensor(NamedTuple):
-    """A tensor to be written. blocks: gives its values in order, one part after the other."""
+    """A tensor to write. blocks: returns its values in order, one part after another."""
 
     name: str
     dtype: torch.dtype
@@ -149,10 +149,10 @@ class NewTensor(NamedTuple):
 def write_folder(
     journal: Journal, tensors: Iterable[NewTensor], shard_bytes: int, skipped: Callable[[int], None]
 ) -> None:
-    """Write the tensors into the journal's folder, in files of at most `shard_bytes`, and the index of several.
+    """Write the tensors into the journal's folder, in files of at most `shard_bytes`; several files get an index.
 
     Args:
-        journal: a file that it has as finished stays. skipped: called with the bytes of such a file.
+        journal: a file that it lists as finished is not written. skipped: called with the bytes of such a file.
     """
     shards: list[list[NewTensor]] = []
     room = 0
@@ -188,7 +188,7 @@ def _write_file(path: Path, tensors: list[NewTensor]) -> None:
         }
         end += tensor.nbytes
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
+    text += b" " * (-len(text) % 8)  # the format requires aligned data
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors:

@@ -4,8 +4,8 @@
 
 Each candidate's output and gradients are first compared with float32. Then all candidates run in turn, round by round:
 forward alone, and forward with backward. Each token has K different experts, all equally likely, and the routing
-weights are a softmax over the chosen logits. Peers are torch's grouped GEMM, ScatterMoE and SonicMoE, where installed.
-Exit code 0: all right. 1: one of our implementations failed or is wrong. 2: bad arguments.
+weights are a softmax over the chosen logits. Peers are torch's grouped GEMM, ScatterMoE and SonicMoE, if installed.
+Exit code 0: no error. 1: one of our implementations failed or is wrong. 2: bad arguments.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from megablocks.tool.timing import ROUNDS, calls_for, host_milliseconds, interle
 
 DTYPES = ("bfloat16", "float16", "float32")
 ORDER = "after_topk"
-"""SonicMoE knows no other order of softmax and top-k."""
+"""SonicMoE supports no other order of softmax and top-k."""
 _IN_QUEUE = 5  # the GPU's queue holds about a thousand launches
 
 
 def timers_of(name: str, step: Step) -> Mapping[str, Callable[[], float]]:
-    """Timers in ms a call: `forward/NAME` and `step/NAME`; on a GPU its own time, and `python/NAME` with the host's."""
+    """Return timers in ms per call: `forward/NAME`, `step/NAME`, on a GPU without the host; `python/NAME` with it."""
     step.total()
     calls = calls_for(step.total)
     parts: dict[str, Callable[[], Any]] = {"forward": step.forward, "step": step.total}
@@ -49,7 +49,7 @@ def timers_of(name: str, step: Step) -> Mapping[str, Callable[[], float]]:
 
 
 def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: int) -> dict[str, Any]:
-    """Results by candidate, those that failed with the reason, and those that do not take this shape."""
+    """Return results by candidate, the failed candidates with reasons, and those that do not support this shape."""
     timers: dict[str, Callable[[], float]] = {}
     found: dict[str, dict[str, Any]] = {}
     failed: dict[str, str] = {}
@@ -77,7 +77,7 @@ def measure(problem: Problem, makers: Mapping[str, Callable[[], Step]], rounds: 
 
 
 def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Everything that `bench` prints, as the dict that --json prints."""
+    """Return everything that `bench` prints, as the dict that --json prints."""
     import torch
 
     from megablocks.tool.peers import peers
@@ -85,11 +85,11 @@ def report(shape: Shape, dtype: str, only: Sequence[str], rounds: int) -> dict[s
     device = "cuda" if on_gpu() else "cpu"
     try:
         problem = Problem(shape, random_ids(shape, device), device=device, dtype=getattr(torch, dtype))
-    except (RuntimeError, TypeError) as error:  # torch's, where memory ends and where a size exceeds 63 bits
+    except (RuntimeError, TypeError) as error:  # torch's, if memory is too small or a size exceeds 63 bits
         reason = str(error).partition("\n")[0]
         raise ConfigError(
             f"tokens={shape.tokens}, hidden_size={shape.hidden}, ffn_hidden_size={shape.width}, "
-            f"num_experts={shape.experts}: tokens or weights cannot be allocated ({reason}); take less"
+            f"num_experts={shape.experts}: tokens or weights cannot be allocated ({reason}); use fewer"
         ) from error
     makers = problem.ours() | peers(problem)
     found = measure(problem, {name: make for name, make in makers.items() if not only or name in only}, rounds)
@@ -134,7 +134,7 @@ def text_of(found: Mapping[str, Any]) -> str:
 
 
 def plot(found: Mapping[str, Any], path: Path) -> None:
-    """Horizontal bars of the candidates, the fastest on top: forward, and the whole step behind it."""
+    """Plot horizontal bars of the candidates, the fastest on top: forward, and the whole step behind it."""
     rows = sorted(found["candidates"].items(), key=lambda item: item[1]["step_ms"])
     figure = new_figure(8, 1.4 + 0.42 * len(rows))
     axes = figure.add_subplot()
@@ -152,7 +152,7 @@ def plot(found: Mapping[str, Any], path: Path) -> None:
 
 
 def _check_folder(out: Path) -> None:
-    """Make the folder. Refuse one that cannot be made, or in which no file can be."""
+    """Make the folder. Raise ConfigError if it cannot be made or written to."""
     what = "made"
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -183,7 +183,7 @@ def main(argv: Sequence[str]) -> int:
         if name not in (*OURS, *PEERS):
             refuse("only", name, f"must be of {', '.join((*OURS, *PEERS))}")
     check_switches()
-    if options.out:  # what can fail there, before minutes of timing
+    if options.out:  # check what can fail, before minutes of timing
         importlib.import_module("matplotlib")
         _check_folder(options.out)
     found = report(shape, options.dtype or ("bfloat16" if on_gpu() else "float32"), only, options.rounds)

@@ -1,10 +1,10 @@
-"""What `doctor` computes: each family of kernels at small odd sizes, and the same by plain formulas in float64.
+"""The cases of `doctor`: each family of kernels at small odd sizes, and the same by plain formulas in float64.
 
-A case is a call of the package's public function beside a truth that shares no code with it. Where the float64 truth is
-known, so are the gradients: autograd takes them of both.
+A case calls the package's public function, and a float64 truth that shares no code with it. Autograd computes the
+gradients of both.
 
-Legend: T tokens, H hidden, I expert width, E experts, K top-k. No size fills a tile; rows have multiples of 8 values,
-as TMA requires, so that Hopper's kernels run where they can.
+Legend: T tokens, H hidden, I expert width, E experts, K top-k. No size fills a tile. Rows have multiples of 8 values,
+as TMA requires, so that Hopper's kernels run if they can.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Outputs = list[Tensor]
 
 
 class Case(NamedTuple):
-    """inputs: shapes of the float inputs, drawn normally. run, truth: from the inputs to the outputs.
+    """inputs: shapes of the float inputs, drawn from a normal. run, truth: from the inputs to the outputs.
 
     exact: inputs that stay in float32 on every device, such as routing weights.
     differentiable: whether gradients of the inputs are compared too.
-    limit: of the relative error, in place of that of the dtype.
+    limit: of the relative error, instead of the limit of the dtype.
     """
 
     inputs: dict[str, tuple[int, ...]]
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 
 
 def _chosen() -> Tensor:
-    """(T, K) experts with a long tail of loads, one expert without tokens, and pairs without an expert."""
+    """Return (T, K) ids with a long tail of loads, an expert without tokens, and pairs without an expert."""
     odds = torch.tensor([8.0, 0.0, 2.0, 1.0, 1.0]).expand(T, E)
     ids = torch.multinomial(odds, K, generator=torch.Generator().manual_seed(0))
     ids[::7, 1] = -1
@@ -111,7 +111,7 @@ def _norm_truth(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
 
 
 def _angles(device: torch.device) -> Tensor:
-    """(T, 10), of 20 rotated entries of each of 3 heads."""
+    """Return angles (T, 10) for the 20 rotated entries of each of 3 heads."""
     return (torch.arange(T)[:, None] * 1e4 ** (-torch.arange(10) / 10)).to(device)
 
 
@@ -173,15 +173,15 @@ CASES: dict[str, Case] = {
         differentiable=False,
     ),
 }
-"""By the names of `megablocks.tool.env.kernels`."""
+"""The cases, by the names in `megablocks.tool.env.kernels`."""
 
 LIMITS = {torch.bfloat16: 0.02, torch.float32: 2e-5}
-"""Largest relative error, ‖result − truth‖ / ‖truth‖, in a dtype. In bfloat16 a product's is 0.2 to 0.6 %; one wrong
-row of 201 makes 7 %."""
+"""Largest relative error, ‖result − truth‖ / ‖truth‖, by dtype. In bfloat16 a product has 0.2 to 0.6 %; one wrong row
+of 201 causes 7 %."""
 
 
 def errors(case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, float]:
-    """The relative error of each output and gradient, by name. A wrong shape, or a NaN, is infinite."""
+    """Return the relative error of each output and gradient, by name. It is infinite for a wrong shape or a NaN."""
     generator = torch.Generator().manual_seed(0)
     drawn = {name: torch.randn(shape, generator=generator) / max(1, shape[-1]) ** 0.25
              for name, shape in case.inputs.items()}  # fmt: skip

@@ -1,7 +1,7 @@
-"""The commands of `python -m megablocks`, and what calls them. Nothing here loads torch; a command may.
+"""The commands of `python -m megablocks`, and the code that calls them. This file does not load torch; a command can.
 
-Exit codes: 0 all right; 1 a check failed, the model does not fit, or a file cannot be read or written; 2 bad arguments,
-in one line on stderr; 130 after Ctrl-C, 141 where the reader of the output has gone, as of `| head -1`.
+Exit codes: 0 no error; 1 a check failed, the model does not fit, or a file cannot be read or written; 2 bad arguments,
+in one line on stderr; 130 after Ctrl-C; 141 if the reader of the output has exited, for example `| head -1`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ PROGRAM = "python -m megablocks"
 
 
 COMMANDS = {
-    "env": "versions, GPUs, and which kernel each op takes here and why",
+    "env": "versions, GPUs, and which kernel each op uses here and why",
     "doctor": "run every kernel family and compare it with float64",
     "bench": "time every implementation, and other packages, at your shape",
     "plan": "memory and step time of a model before you rent GPUs",
     "convert": "a model between Hugging Face, our layers and Megatron",
     "verify": "check a prepared data set or a checkpoint, byte by byte",
 }
-"""Modules of megablocks.tool. The function `main` of each takes the command's arguments and returns the exit code."""
+"""Modules of megablocks.tool. The function `main` of each gets the command's arguments and returns the exit code."""
 
 
 def unfit(folder: Path, holds: str, wanted: str) -> ConfigError:
-    """The refusal of a path that is no folder, or that holds neither of two things, "this nor that"."""
+    """Return the error for a path that is not a folder, or that contains neither of two things, "this nor that"."""
     what = f"holds neither {holds}" if folder.is_dir() else "is a file" if folder.exists() else "no such folder"
     inner = folder / "checkpoints"  # a run folder of exp/
     return ConfigError(f"{folder}: {what}; give {inner if atomic.iterations(inner) else wanted}")
 
 
 def named_path(text: str) -> Path:
-    """The path that an argument names. Raises ArgumentTypeError for "", as of an unset variable.
+    """Return the path that an argument names. Raises ArgumentTypeError for "", for example from an unset variable.
 
-    Python takes "" for the current folder.
+    Python reads "" as the current folder.
     """
     if not text:
         raise argparse.ArgumentTypeError("'' is empty: must be a path; . is the current folder")
@@ -53,7 +53,7 @@ def named_path(text: str) -> Path:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command's parser. Its errors are ConfigErrors of one line, and no flag may be shortened.
+    """A command's parser. Its errors are ConfigErrors of one line, and flags cannot be shortened.
 
     An argument of type Path must not be empty.
     """
@@ -72,18 +72,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def need_megatron() -> None:
-    """To call before Megatron's import. Raises ConfigError with what to install, unless all that it needs is there."""
+    """Call this before Megatron's import. If packages are missing, it raises ConfigError and says what to install."""
     from megablocks.megatron.pretrain_gpt import missing
 
     if (problem := missing()) is not None:
         raise ConfigError(problem)
-    # torch warns at Megatron's import where a CUDA toolkit is installed and no GPU is there
+    # torch warns at Megatron's import if a CUDA toolkit is installed but there is no GPU
     log = logging.getLogger("torch.utils.cpp_extension")
     log.addFilter(lambda record: not record.getMessage().startswith("No CUDA runtime is found"))
 
 
 def check_switches() -> None:
-    """To call before kernels run. Raises ConfigError for a switch of the environment that is neither 0 nor 1."""
+    """Call this before kernels run. Raises ConfigError if a switch in the environment is neither 0 nor 1."""
     from megablocks.ops.hopper import SWITCHES, switch
 
     try:
@@ -94,13 +94,13 @@ def check_switches() -> None:
 
 
 def progress(text: str) -> None:
-    """Show on a terminal what runs now, in place of the last text: the first run of a kernel compiles it."""
+    """Show on a terminal what runs now, instead of the last text: the first run of a kernel compiles it."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def in_one_line(error: Exception) -> str:
-    """The kind of an exception, and the first line of what it says."""
+    """Return the class of an exception, and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
 
 
@@ -132,21 +132,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not package or package.startswith("megablocks"):
             raise
         problem = f"{package} is not installed: pip install {package}"
-        if inner:  # of a package that is there
+        if inner:  # a module of a package that is installed
             problem = f"the {package} that is installed has no module {error.name}; install another release"
         print(f"megablocks {name}: {problem}", file=sys.stderr)
     return 2
 
 
 def print_in_any_locale() -> None:
-    """Let this process print the number of a character that its locale lacks, as LC_ALL=C does. Else print raises."""
+    """Let print write the number of a character that the locale lacks (LC_ALL=C), instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # None where it is closed
+        if isinstance(stream, io.TextIOWrapper):  # None if it is closed
             stream.reconfigure(errors="backslashreplace")
 
 
 def program() -> int:
-    """`main` as a process of its own: Ctrl-C, or output that cannot be written, ends it in one line at most."""
+    """Run `main` as a program: after Ctrl-C, or if output cannot be written, it prints at most one line and ends."""
     print_in_any_locale()
     try:
         try:
@@ -157,7 +157,7 @@ def program() -> int:
     except BrokenPipeError:
         code = 141
     except OSError as error:
-        if error.errno is None:  # not the system's, as of a function whose source Python does not find
+        if error.errno is None:  # not from the system; Python raises one if it cannot find a function's source
             raise
         print(f"megablocks: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
         code = 1

@@ -3,17 +3,17 @@
     python -m megablocks convert models/OLMoE-1B-7B runs/olmoe --to megatron
     python -m megablocks convert runs/dmoe/checkpoints models/mine --to hf
 
-FROM is a folder of safetensors files with config.json, or a run's checkpoints (the newest complete one is taken), or
-one checkpoint of them. Its format is found out. Formats:
+FROM is a folder of safetensors files with config.json, or a run's checkpoints (the newest complete one is used), or
+one checkpoint of them. Its format is detected. Formats:
 
   hf        a folder for transformers' AutoModelForCausalLM
   ours      as hf, but each layer's experts have the names of dMoE's state dict; moe_config.json is dMoE's config
-  megatron  a folder for the driver's --load, which starts at iteration 0; flags.txt has the model's flags
+  megatron  a folder for the driver's --load, which starts at iteration 0; flags.txt contains the model's flags
 
-No value is computed or rounded, so the way there and back gives the same bytes. Tensors are read and written one by
-one. Every key of FROM must be known and none may be missing. TO must not exist; what is written gets this name at the
-end, so an interrupted conversion leaves nothing that loads; the same command goes on from the files that are complete.
-DRY_RUN=1 checks keys, shapes and sizes and writes nothing.
+No value is computed or rounded, so a conversion there and back returns the same bytes. Tensors are read and written
+one by one. Every key of FROM must be known, and all keys must be present. TO must not exist. The output is renamed to
+TO at the end, so an interrupted conversion leaves nothing that loads. The same command then continues after the files
+that are complete. DRY_RUN=1 checks keys, shapes and sizes and writes nothing.
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ from megablocks.tool.commands import Parser, need_megatron, unfit
 FORMATS = ("hf", "ours", "megatron")
 CONFIG, LAYER_CONFIG = "config.json", "moe_config.json"
 _TEMPLATES = "additional_chat_templates"
-"""The one folder that transformers' tokenizers read."""
+"""The only subfolder that transformers' tokenizers read."""
 _SECONDS_BETWEEN_LINES = 10.0
 _DERIVED = re.compile(r"\.rotary_emb\.inv_freq$")
-"""Keys of old files whose values follow from config.json."""
+"""Keys of old files; their values follow from config.json."""
 _COMPUTES = (
     "top_k", "activation", "gelu_approximate", "mlp_bias", "output_bias", "shared_expert_gate", "router_type",
     "score_function", "softmax_order", "normalize_top_k", "top_k_scaling", "num_groups", "group_top_k",
     "expert_score_bias", "uniform_assignment",
 )  # fmt: skip
-"""Fields of `MoEConfig` that change what a layer of given weights computes without dropping a token."""
+"""Fields of `MoEConfig` that change the result of a layer with given weights that drops no token."""
 
 
 class Progress:
-    """A line on stderr every ten seconds."""
+    """Print a line on stderr every ten seconds."""
 
     def __init__(self, total: int) -> None:
         self.total, self.done, self.skipped = total, 0, 0
@@ -78,7 +78,7 @@ class Progress:
     def skip(self, size: int) -> None:
         """Count the bytes of a file that an interrupted conversion has left complete."""
         if not self.skipped:
-            print("megablocks convert: goes on where it was interrupted", file=sys.stderr, flush=True)
+            print("megablocks convert: continues where it was interrupted", file=sys.stderr, flush=True)
         self.skipped += size
         self.add(size)
 
@@ -98,11 +98,11 @@ class Progress:
 
 
 class Opened:
-    """What is converted.
+    """The model to convert.
 
-    format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json; for a run, which has
-    none, made from the run's flags. layout: where its tensors lie. weights: their folder. folder: the files that are
-    copied with the weights.
+    format: its format. model: its sizes. family: the entry of `FAMILIES`. config: its config.json; a run has none, so
+    it is made from the run's flags. layout: where its tensors are stored. weights: their folder. folder: contains the
+    files that are copied with the weights.
     """
 
     def __init__(self, folder: Path, like: Path | None) -> None:
@@ -132,7 +132,7 @@ class Opened:
             self.config["dtype"] = str(self.units.dtype("model.embed_tokens.weight")).removeprefix("torch.")
 
     def _open_run(self, folder: Path) -> tuple[Source, tuple[Rule, ...]]:
-        """Open a run's checkpoint: its tensors, and where they lie. Sets format, model, family and config."""
+        """Open a run's checkpoint. Returns its tensors and its format's rules; sets format, model, family, config."""
         marks = (folder / ".metadata", folder / atomic.POINTER)
         if not any(mark.exists() for mark in marks) and not atomic.iterations(folder):
             wanted = "a folder of safetensors files or a run's checkpoints"
@@ -150,7 +150,7 @@ class Opened:
         return checkpoint, conversion.rules_of(self.model, checkpoint.per_layer)
 
     def _take_config(self, like: Path) -> None:
-        """Take config.json and its family from --like, if it describes the same model."""
+        """Use config.json and its family from --like, if it describes the same model."""
         config = _read_config(like / CONFIG)
         model = model_of(config, like / CONFIG)
         if changed := differences(model, self.model) or config_differences(config, self.config):
@@ -158,7 +158,7 @@ class Opened:
         self.config, self.family, self.folder = config, family_of(config, like), like
 
     def identity(self, to: str) -> dict[str, str]:
-        """Two texts on which the written files depend: "beside" has what `--like` may replace, "weights" the rest."""
+        """Return texts on which the written files depend: "beside": what `--like` can replace, "weights": the rest."""
         package = [megablocks.__version__, commit()]
         files = _states(path for path in self.weights.iterdir() if path.is_file())
         beside = [str(self.folder.resolve()), _states(_others(self.folder))] if self.folder is not None else []
@@ -169,7 +169,7 @@ class Opened:
 
 
 def _states(paths: Iterable[Path]) -> list[tuple[str, int, int]]:
-    """Names, sizes and times of files, from which one sees that a file is another one."""
+    """Return names, sizes and times of files, to detect that a file was replaced."""
     return sorted((path.name, (state := path.stat()).st_size, state.st_mtime_ns) for path in paths)
 
 
@@ -186,7 +186,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_layer_config(path: Path, expected: MoEConfig) -> None:
-    """Refuse the moe_config.json of a layer that computes something else than config.json says."""
+    """Raise ConfigError if moe_config.json describes a different computation than config.json."""
     found = _read_config(path)
     for name in _COMPUTES:
         value, wanted = found.get(name, getattr(expected, name)), getattr(expected, name)
@@ -195,7 +195,7 @@ def _check_layer_config(path: Path, expected: MoEConfig) -> None:
 
 
 def _others(folder: Path) -> Iterator[Path]:
-    """The tokenizer and what else stands beside the weights; of code and other weights nothing."""
+    """Yield the tokenizer and other files next to the weights, except code and other weights."""
     for path in sorted((*folder.iterdir(), *(folder / _TEMPLATES).glob("*"))):
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name.endswith(".index.json")
         if path.is_file() and not weights and path.suffix != ".py" and path.name not in (CONFIG, LAYER_CONFIG):
@@ -203,7 +203,7 @@ def _others(folder: Path) -> Iterator[Path]:
 
 
 def _write_files(opened: Opened, layout: Mapping[str, Stored], journal: Journal, to: str, progress: Progress) -> None:
-    """Write the folder of the formats hf and ours."""
+    """Write the folder of format hf or ours."""
     target = journal.folder
 
     def tensor(stored: Stored) -> NewTensor:
@@ -232,9 +232,9 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
 
     Raises:
         ConfigError: a folder, a family or a setting that cannot be converted.
-        CheckpointError: a file of `source` is damaged, or holds too few or too many keys.
+        CheckpointError: a file of `source` is damaged, or has missing or unknown keys.
     """
-    if target.exists() or target.is_symlink():  # a rename onto a link to nothing fails, after all the work
+    if target.exists() or target.is_symlink():  # a rename onto a broken link would fail after all the work
         raise ConfigError(f"{target}: exists; choose another folder, or remove it")
     opened = Opened(source, like)
     if opened.format == to:
@@ -250,7 +250,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
         conversion.flags_of(model)
         rules = conversion.rules_of(model, per_layer=bool(model.dense_layers))
     elif to == "ours":
-        layer_config(model)  # refuses what no layer takes
+        layer_config(model)  # refuses what no layer accepts
         rules = OURS
     else:
         rules = FAMILIES[opened.family].rules
@@ -268,7 +268,7 @@ def convert(source: Path, target: Path, to: str, like: Path | None = None, dry_r
             given = "no --like" if like is None else f"--like={str(like)!r}"
             raise ConfigError(
                 f"{given}: the interrupted conversion into {target} copied other files beside the weights; "
-                f"give the --like that it had, or remove {partial}"
+                f"give the same --like as then, or remove {partial}"
             )
         journal, progress = Journal(partial, identity), Progress(total)
         if to == "megatron":
@@ -294,13 +294,13 @@ def main(argv: Sequence[str]) -> int:
     dry_run = is_dry_run()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Megatron, about packages that a conversion does not need
+            warnings.simplefilter("ignore")  # Megatron warns about packages that a conversion does not need
             done = convert(options.source, options.target, options.to, options.like, dry_run)
     except CheckpointError as error:
         print(f"megablocks convert: {error}", file=sys.stderr)
         return 1
     except OSError as error:  # a full disk, a folder that cannot be written
-        if error.errno is None:  # not the system's
+        if error.errno is None:  # not from the system
             raise
         print(f"megablocks convert: {error.filename or options.target}: {error.strerror}", file=sys.stderr)
         return 1

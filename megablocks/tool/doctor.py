@@ -1,8 +1,8 @@
 """`doctor`: run every kernel family on this machine's GPU, compare it with float64, and time its products.
 
 Each family of `env` computes small odd sizes, forward and gradients, in bfloat16. On a Hopper GPU the plain Triton
-kernels run too, as with MEGABLOCKS_HOPPER=0. The products are then timed at a shape whose speed is known.
-Without a GPU the reference code is compared, in float32. Exit code 0: all right. 1: a family failed; the line names it.
+kernels run too, as with MEGABLOCKS_HOPPER=0. The products are then timed at a shape with a known speed.
+Without a GPU the reference code is compared, in float32. Exit code 0: no error. 1: a family failed; a line names it.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ EXPECTED_TFLOPS: dict[str, dict[str, float | None]] = {
     "up": {"H200 NVL": None, "H200": 626.0},
     "down": {"H200 NVL": None, "H200": 545.0},
 }
-"""Of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0" and "down S0"."""
+"""Rates of the timed products, by words of the device name. Source: benchmarks/notes/grouped.md, "up S0", "down S0"."""
 HEAD_START_MS = 2.0
-"""The GPU waits this long before a product is timed, so that a slow host's launch does not count; it needs less."""
+"""The GPU waits this long before a product is timed, so that a slow host's launch does not count: it takes less."""
 SLOW = 0.8
-"""The share of the expected rate below which a product counts as slow. Power limits move it by 5 to 10 %."""
+"""A product below this share of the expected rate counts as slow. Power limits change the rate by 5 to 10 %."""
 PRODUCT = {"tokens": 40960, "hidden": 768, "width": 256, "experts": 128, "top_k": 8}
 """The shape S0 of benchmarks/notes/README.md: 0.9 GB of memory."""
 
 
 def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """A family's verdict: the worst error and its limit, or the exception, and the seconds that it took."""
+    """Return a family's result: the worst error and its limit, or the exception, and the seconds that it took."""
     started = time.perf_counter()
     progress(f"checking {name}")
     try:
@@ -54,7 +54,7 @@ def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> di
     limit = case.limit or LIMITS[torch.float32 if only_exact else dtype]
     worst = max(found, key=lambda name: found[name])
     ok = found[worst] <= limit
-    in_json = found[worst] if math.isfinite(found[worst]) else None  # which has no infinity
+    in_json = found[worst] if math.isfinite(found[worst]) else None  # JSON has no infinity
     verdict: dict[str, Any] = {"ok": ok, "worst": worst, "error": in_json, "limit": limit}
     if not ok:
         verdict["problem"] = f"{worst}: relative error {found[worst]:.2g}, allowed {limit:.2g}"
@@ -62,7 +62,7 @@ def check(name: str, case: Case, device: torch.device, dtype: torch.dtype) -> di
 
 
 def families(device: torch.device) -> dict[str, dict[str, Any]]:
-    """The verdict of every family; "NAME without Hopper" where the device has both kinds of kernels."""
+    """Return the result of every family; also "NAME without Hopper" if the device has both kinds of kernels."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     found = {name: check(name, case, device, dtype) for name, case in CASES.items()}
     if device.type == "cuda" and is_available(device.index or 0) and switched_on():
@@ -72,12 +72,12 @@ def families(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def gpu_milliseconds(run: Callable[[], Any]) -> float:
-    """The GPU's own time of a call. The expected rates are without the host's time, too."""
+    """Return the time of a call on the GPU. The expected rates do not include the host's time either."""
     return milliseconds(run, head_start_ms=HEAD_START_MS)
 
 
 def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
-    """TFLOP/s of the grouped products, their share of the chip, and what was expected."""
+    """Return TFLOP/s of the grouped products, their share of the chip's peak, and the expected TFLOP/s."""
     tokens, hidden, width, experts, top_k = PRODUCT.values()
     ids = torch.arange(tokens * top_k, device=device).remainder(experts).view(tokens, top_k)
     dispatch = build_dispatch(make_routing(ids, torch.ones(tokens, top_k, device=device), experts))
@@ -111,13 +111,13 @@ def speeds(device: torch.device) -> dict[str, dict[str, Any]]:
 
 
 def report(speed: bool = True) -> dict[str, Any]:
-    """Everything that `doctor` prints."""
+    """Return everything that `doctor` prints."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     compared = families(device)
     try:
         timed = speeds(device) if on_gpu and speed else {}
-    except Exception as error:  # memory that is in use, or a kernel that fails, is a finding
+    except Exception as error:  # memory in use, or a kernel that fails, is a finding
         timed = {"products": {"ok": False, "problem": in_one_line(error)}}
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",

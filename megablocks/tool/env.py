@@ -1,8 +1,8 @@
-"""`env`: versions, GPUs, and which kernel each family of ops takes here, with the reason.
+"""`env`: versions, GPUs, and which kernel each family of ops uses here, with the reason.
 
-Every answer comes from the function by which the op itself decides, asked about small bfloat16 tensors on the first
-GPU, or on the CPU without one. Nothing is compiled. An op may still take another kernel for a shape that the
-first one does not take, such as widths that are no multiple of 8.
+Every answer comes from the function with which the op itself chooses. It gets small bfloat16 tensors on the first GPU,
+or on the CPU without one. Nothing is compiled. An op can still use another kernel for a shape that the first one does
+not support, such as widths that are not a multiple of 8.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 PACKAGES = ("megablocks", "torch", "triton", "megatron-core", "transformers", "transformer-engine")
 PRINTED = ("MEGABLOCKS_HOPPER", "MEGABLOCKS_COMPILE_AHEAD", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES")
-"""Variables of the environment, where they are set."""
+"""Environment variables that are printed if they are set."""
 HOPPER, TRITON, TORCH, REFERENCE = "Hopper (Gluon)", "Triton", "torch", "reference"
-_WIDTH = 64  # of the tensors that the ops are asked about: every kernel takes it
+_WIDTH = 64  # of the small tensors: every kernel supports it
 
 
 def _driver() -> str:
-    """The NVIDIA driver's version, "none" without one."""
+    """Return the NVIDIA driver's version, or "none" without a driver."""
     try:
         with open("/proc/driver/nvidia/version") as file:
             words = file.readline().split()
@@ -38,7 +38,7 @@ def _driver() -> str:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by name."""
+    """Return the versions of what is installed, by name."""
     found = {"python": platform.python_version(), **{package: version(package) for package in PACKAGES}}
     cuda = "none"
     if importlib.util.find_spec("torch") is not None:
@@ -49,7 +49,7 @@ def versions() -> dict[str, str]:
 
 
 def kernels(x: torch.Tensor) -> dict[str, str]:
-    """Which kernels each family of ops takes for a tensor (64, 64) of bfloat16."""
+    """Return which kernels each family of ops uses for a tensor (64, 64) in bfloat16."""
     from megablocks.ops import adam, norm
     from megablocks.ops.grouped import grouped_mm
     from megablocks.ops.library import runs_triton
@@ -81,11 +81,11 @@ def kernels(x: torch.Tensor) -> dict[str, str]:
 
 
 WITH_HOPPER = ("fused", "grouped", "sparse")
-"""Families that have kernels of their own for Hopper."""
+"""Families with special kernels for Hopper."""
 
 
 def reason(family: str, path: str, device: torch.device) -> str:
-    """Why a family takes this path on a device, in a few words."""
+    """Return why a family uses this path on a device, in a few words."""
     import torch
 
     from megablocks.ops.hopper import TRITON_RELEASES, why_off
@@ -96,17 +96,17 @@ def reason(family: str, path: str, device: torch.device) -> str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if path in (HOPPER, REFERENCE):
-        return "Hopper GPU" if path == HOPPER else "outside what the kernels take"
+        return "Hopper GPU" if path == HOPPER else "not supported by the kernels"
     if family not in WITH_HOPPER:
         return "one kernel for every GPU"
     off = why_off(device.index or 0)
     if off == "this release of Triton":
-        return f"Triton {version('triton')}; kernels for Hopper take >={TRITON_RELEASES[0]},<{TRITON_RELEASES[1]}"
+        return f"Triton {version('triton')}; kernels for Hopper need >={TRITON_RELEASES[0]},<{TRITON_RELEASES[1]}"
     return off or "compute capability {}.{}; Hopper is 9.0".format(*torch.cuda.get_device_capability(device))
 
 
 def paths() -> dict[str, dict[str, str]]:
-    """Kernel and reason of each family, on the first GPU or the CPU."""
+    """Return kernel and reason of each family, on the first GPU or the CPU."""
     import torch
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -115,7 +115,7 @@ def paths() -> dict[str, dict[str, str]]:
 
 
 def report() -> dict[str, Any]:
-    """Everything that `env` prints. Without torch, only the versions."""
+    """Return everything that `env` prints; without torch only the versions."""
     switches = {name: os.environ[name] for name in PRINTED if name in os.environ}
     if importlib.util.find_spec("torch") is None:
         return {"versions": versions(), "switches": switches, "gpus": [], "ops": {}}

@@ -1,9 +1,9 @@
-"""Parameters of a model, and the bytes that they and a training step take on one GPU, part by part.
+"""Count a model's parameters, and the bytes that they and a training step need on one GPU, part by part.
 
-A part's bytes are counted from the shapes of what the code keeps for backward: docs/saving_memory.md for the experts,
-Megatron's layers for the rest. The one thing that is not counted but assumed is what lies outside of torch's tensors.
+A part's bytes are counted from the shapes of what the code saves for backward: docs/saving_memory.md for the experts,
+Megatron's layers for the rest. Only memory outside of torch's tensors is assumed instead of counted.
 
-Legend: t tokens of a micro-batch on a tensor-parallel group, s those of a rank's part of the sequence, R rows of the
+Legend: t tokens of a micro-batch on a tensor-parallel group, s tokens of a rank's part of the sequence, R rows of the
 experts on a rank, H hidden, I expert width, V vocabulary, e bytes of an element.
 """
 
@@ -19,14 +19,14 @@ from megablocks.tool.model import Model
 
 GIB = 2**30
 ERROR_BAR = 0.10
-"""Of the peak on one GPU, and on two with expert or data parallelism; docs/tool.md has what was measured."""
+"""Share of the peak on one GPU, and on two with expert or data parallelism; docs/tool.md says what was measured."""
 ERROR_BAR_LAYOUT = 0.20
-"""Of the peak in other layouts, which nothing was measured for."""
+"""Share of the peak in other layouts, which were not measured."""
 OPTIMIZER_BYTES = {True: 12, False: 8}
 """A parameter's two moments, and its float32 copy if the model is in 16 bits."""
 SAVED_BYTES = {-1: None, 8: 1.031, 4: 0.625}
-"""A quantized value with its share of the scales; None: as it is."""
-BLOCK = 128  # of the block-sparse products, to whose multiples "sparse" pads each expert's rows
+"""Bytes of a quantized value with its share of the scales; None: not quantized."""
+BLOCK = 128  # of the block-sparse products: "sparse" pads each expert's rows to a multiple of it
 LOSS_CHUNK = 2**29  # bytes of logits that the fused loss computes at once: ops.loss.CHUNK_BYTES
 CONTEXT_GIB = 0.6  # CUDA's context and the libraries' workspaces. Assumed
 NCCL_GIB = 1.0  # buffers of the communicators. Assumed
@@ -34,7 +34,7 @@ FRAGMENTS = 0.03  # of the peak, between the blocks of torch's allocator. Assume
 
 
 class Parameters(NamedTuple):
-    """Numbers of parameters, without those that a token does not meet in `active`."""
+    """Numbers of parameters. active: those that compute a token."""
 
     total: int
     active: int
@@ -47,10 +47,10 @@ class Parameters(NamedTuple):
 
 
 def parameters(m: Model) -> Parameters:
-    """Parameters of the model, and of a rank of its fullest pipeline stage. Tensor parallelism splits some, and others
-    are whole on each rank: norms, routers, positions, and the biases of what is summed over ranks."""
+    """Count the parameters of the model, and of a rank of its fullest pipeline stage. Tensor parallelism splits some.
+    Others are whole on each rank: norms, routers, positions, and the biases of products that are summed over ranks."""
     s, tp, pp = m.shape, m.tensor_model_parallel_size, m.pipeline_model_parallel_size
-    met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that a token meets
+    met = {part: int(flops / 2) for part, flops in forward_flops_per_token(s).items()}  # matrices that compute a token
     split = sum(met[part] for part in ("attention_projections", "mlp", "shared_experts"))
     normed = (2 * m.num_layers + 1) * m.hidden_size
     if m.qk_layernorm:
@@ -78,18 +78,18 @@ class Rows(NamedTuple):
 
     group: float  # t
     rank: float  # s
-    sent: float  # to the ranks of the experts, this one included: once to each rank with an expert of the token
+    sent: float  # to the ranks of the experts, including this rank: once to each rank with an expert of the token
     received: float  # from other ranks and this one; 0 if the experts are not spread
-    expert: float  # R, with even load, or what there is room for
+    expert: float  # R with an even load, or the rows that fit into the buffers
     padded: float  # R and the padding of implementations that pad
 
 
 def reached(experts: int, ranks: int, top_k: int) -> float:
-    """The share of the ranks that hold an expert of a token: 1 - C(E - E/ranks, K) / C(E, K)."""
-    few, many = sorted((experts // ranks, top_k))  # the ratio of both numbers is the same with these two exchanged
+    """Return the share of the ranks that hold an expert of a token: 1 - C(E - E/ranks, K) / C(E, K)."""
+    few, many = sorted((experts // ranks, top_k))  # exchanging the two numbers does not change the ratio
     if few + many > experts:
         return 1.0
-    # A product of `few` factors. If there are more than 1024, it is computed from 1024 of them, evenly spaced.
+    # A product of `few` factors. If there are more than 1024, only 1024 of them are used, evenly spaced.
     factors = min(few, 1024)
     each = few / factors
     logs = (math.log1p(-many / (experts - each * (i + 0.5) + 0.5)) for i in range(factors))
@@ -97,7 +97,7 @@ def reached(experts: int, ranks: int, top_k: int) -> float:
 
 
 def rows(m: Model) -> Rows:
-    """How many rows each part of a layer has on a GPU."""
+    """Return how many rows each part of a layer has on a GPU."""
     group = m.micro_batch_size * m.seq_length / m.context_parallel_size
     rank = group / m.tensor_model_parallel_size if m.sequence_parallel else group
     tokens, ep, top_k = group / m.tensor_model_parallel_size * m.etp, m.expert_model_parallel_size, m.moe_router_topk
@@ -112,7 +112,7 @@ def rows(m: Model) -> Rows:
 
 
 def layer_activations(m: Model) -> dict[str, float]:
-    """Bytes that backward needs of one layer, averaged over layers with and without experts."""
+    """Return the bytes that one layer saves for backward, averaged over layers with and without experts."""
     n, s, e, tp = rows(m), m.shape, m.element_bytes, m.tensor_model_parallel_size
     query, key = s.query_width, s.key_width
     input_ = n.rank * m.hidden_size * e
@@ -121,11 +121,11 @@ def layer_activations(m: Model) -> dict[str, float]:
     # The projections' input; queries, keys and values; the output, and the softmax's sums in float32.
     wide = 2 * query + 2 * key
     if m.position_embedding_type == "rope" or m.qk_layernorm:
-        wide += query + key  # new ones: the projection's output stays, because the values are a part of it
+        wide += query + key  # new tensors: the projection's output stays too, because the values are a part of it
     if key != query:
         wide += 2 * query  # keys and values, repeated for each head of a group
     sums = 4 * s.num_attention_heads
-    if m.qk_layernorm:  # their inputs too, where these are copies and no parts of that output; means and scales
+    if m.qk_layernorm:  # the norms' inputs too, if they are copies and not parts of that output; means and scales
         wide += query + key if m.qk_norm == "all" else query if key != query else 0
         sums += 8 * (2 if m.qk_norm == "all" else s.num_attention_heads + m.num_query_groups)
     attention = input_ + n.group * (wide * e + sums) / tp
@@ -138,14 +138,14 @@ def layer_activations(m: Model) -> dict[str, float]:
         parts["dense MLP"] = (1 - share) * (input_ + n.group * (s.up_products + 1) * s.ffn_hidden_size * e / tp)
     if share:
         width = s.shared_expert_hidden_size
-        # Logits in float32; five indices and a weight a pair.
+        # Logits in float32; per pair five indices and a weight.
         parts["router"] = share * n.rank * (4 * s.num_experts + 24 * s.top_k)
         parts["experts"] = share * (expert_activations(m) + n.group * (s.up_products + 1) * width * e / tp)
     return parts
 
 
 def expert_activations(m: Model) -> float:
-    """Bytes that the experts of one layer keep, by the table of implementations."""
+    """Return the bytes that the experts of one layer save, by the table of implementations."""
     n, s, e = rows(m), m.shape, m.element_bytes
     impl, width = IMPLS[m.impl], s.moe_ffn_hidden_size / m.etp
     pre_bytes = SAVED_BYTES[m.quantize_rematerialize_num_bits] or e
@@ -165,9 +165,9 @@ def expert_activations(m: Model) -> float:
 
 
 def _backward_of_a_layer(m: Model) -> float:
-    """Bytes of the temporary tensors in a layer's backward: gradients of the widest products' rows and of its input."""
+    """Return bytes of a layer's temporary tensors in backward: gradients of the widest products' rows and its input."""
     n, s, e = rows(m), m.shape, m.element_bytes
-    up = s.up_products + 1  # gradients of what goes into the activation, and of what comes out
+    up = s.up_products + 1  # gradients of the activation's inputs and of its output
     dense = n.group * up * s.ffn_hidden_size / m.tensor_model_parallel_size
     experts = n.padded * (up * s.moe_ffn_hidden_size / m.etp + m.hidden_size) if s.num_moe_layers else 0
     again = 0.0
@@ -177,7 +177,7 @@ def _backward_of_a_layer(m: Model) -> float:
 
 
 def _loss(m: Model) -> tuple[float, float]:
-    """Bytes of logits that stay until backward, and those of the loss's temporary tensors."""
+    """Return the bytes of logits that are saved for backward, and of the loss's temporary tensors."""
     n, e, tp = rows(m), m.element_bytes, m.tensor_model_parallel_size
     logits = n.group * m.vocab_size * e / tp
     gradient = 2 * n.group * m.hidden_size * e
@@ -187,7 +187,7 @@ def _loss(m: Model) -> tuple[float, float]:
 
 
 class Memory(NamedTuple):
-    """Bytes on the fullest GPU. peak: the most that torch has allocated. needed: with what lies outside of tensors."""
+    """Bytes on the fullest GPU. peak: the most that torch allocates. needed: peak, and memory outside of tensors."""
 
     parts: dict[str, float]
     outside: dict[str, float]
@@ -200,12 +200,12 @@ class Memory(NamedTuple):
 
     @property
     def needed(self) -> float:
-        """Bytes of all tensors, and of what is outside of them."""
+        """Bytes of all tensors, and of memory outside of tensors."""
         return self.peak + sum(self.outside.values())
 
 
 def _activations(m: Model, last: bool) -> dict[str, float]:
-    """Activations of the first or last pipeline stage. The first holds the most micro-batches, the last the logits."""
+    """Return activations of the first or last pipeline stage. The first has most micro-batches, the last the logits."""
     n, pp = rows(m), m.pipeline_model_parallel_size
     held = 1 if last else min(pp, m.micro_batches)
     layers = m.num_layers // pp
@@ -214,7 +214,7 @@ def _activations(m: Model, last: bool) -> dict[str, float]:
     if last:
         parts["activations: last norm"] = 2 * n.rank * m.hidden_size * m.element_bytes
         kept, of_loss = _loss(m)
-        # The logits are freed before the layers' backward begins, so only the larger of both needs room.
+        # The logits are freed before the layers' backward begins, so only the larger of the two counts.
         temporary = max(of_loss, temporary - kept)
         parts["loss: kept logits"] = kept
     if m.hidden_dropout and (pp == 1 or not last):
@@ -227,7 +227,7 @@ def _activations(m: Model, last: bool) -> dict[str, float]:
 
 
 def memory(m: Model) -> Memory:
-    """What the fullest GPU holds at the fullest moment: the end of forward, or the first backward behind it."""
+    """Return what the fullest GPU holds at its peak: at the end of forward, or in the first backward after it."""
     p, e = parameters(m), m.element_bytes
     shards = (m.data_parallel_size * m.context_parallel_size, m.expert_data_parallel_size)
     dense, experts = shards if m.use_distributed_optimizer else (1, 1)

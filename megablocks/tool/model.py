@@ -1,6 +1,6 @@
-"""A model, its layout over GPUs and its batch: what `plan` needs to know, and nothing that it computes.
+"""The input of `plan`: a model, its layout over GPUs and its batch.
 
-Names, meanings and defaults are those of the driver's arguments (Megatron's and `--megablocks-*`), so that a driver's
+Names, meanings and defaults equal those of the driver's arguments (Megatron's and `--megablocks-*`), so that a driver's
 command line and `plan`'s own flags fill the same fields.
 """
 
@@ -18,8 +18,8 @@ from megablocks.megatron.settings import PREFIX, check_heads, check_options, fla
 from megablocks.monitor.flops import GPTShape, memory_gib
 
 VOCABULARY = 50257
-"""Of GPT-2, if no vocabulary is given."""
-HOST_GPUS = 8  # that NVLink joins
+"""The vocabulary of GPT-2, if none is given."""
+HOST_GPUS = 8  # GPUs of a host, connected by NVLink
 _UNEQUAL = "stages of unequal numbers of layers are not counted"
 _NOT_PLANNED = {
     "multi_latent_attention": "latent attention has other products and saves other tensors than those that are counted",
@@ -36,12 +36,12 @@ _NOT_PLANNED = {
     "cpu_offloading_num_layers": "activations in the host's memory are not counted",
     "fine_grained_activation_offloading": "activations in the host's memory are not counted",
 }
-"""The driver's flags that a plan leaves out of its count, and must therefore refuse."""
+"""Flags of the driver that the plan does not count, so it refuses them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """One training run, on paper. `__post_init__` fills the fields that are unset, thus None, at first."""
+    """A planned training run. `__post_init__` fills fields that are unset, which means None."""
 
     num_layers: int = option(..., "Transformer layers")
     hidden_size: int = option(..., "H")
@@ -66,7 +66,7 @@ class Model:
     add_bias_linear: bool = option(False, "biases in dense products")
     qk_layernorm: bool = option(False, "norms of queries and keys")
     qk_norm: str = option("head", "what they normalize: each head, or all heads of a token together", ("head", "all"))
-    untie_embeddings_and_output_weights: bool = option(False, "an output layer of its own")
+    untie_embeddings_and_output_weights: bool = option(False, "a separate weight for the output layer")
     hidden_dropout: float = option(0.1, "dropout after attention and MLP; its masks take memory", most=1)
     attention_dropout: float = option(0.1, "dropout of attention weights; its random numbers take time", most=1)
     bf16: bool = option(True, "16-bit weights and activations (float16 counts the same); off: all float32")
@@ -88,7 +88,7 @@ class Model:
         None, "GiB of logits that it keeps for backward; unset: a tenth of the GPU's memory"
     )
     gpus: int = option(1, "GPUs of the run")
-    gpu: str = option("NVIDIA H200", "name of the GPU, as torch gives it")
+    gpu: str = option("NVIDIA H200", "name of the GPU, as in torch")
 
     def __post_init__(self) -> None:
         check_options(Model, vars(self))
@@ -107,7 +107,7 @@ class Model:
         self._fill("num_moe_layers", self.num_layers if self.num_experts else 0)
         self._fill("expert_tensor_parallel_size", self.tensor_model_parallel_size)
         self._fill("fused_loss_kept_gib", None if capacity is None else capacity / 10)
-        check_options(Model, vars(self))  # what was filled in may be a width of 0
+        check_options(Model, vars(self))  # again: a width that was filled in can be 0
         self._check_layout()
         if self.num_experts:
             self._check_experts()
@@ -123,7 +123,7 @@ class Model:
             object.__setattr__(self, name, value)
 
     def _check_experts(self) -> None:
-        """Refuse what the layer refuses."""
+        """Raise the errors that the layer would raise."""
         check_width(self.mlp_impl, self.moe_ffn_hidden_size, self.etp, "moe_ffn_hidden_size")
         MoEConfig(
             hidden_size=self.hidden_size,
@@ -159,12 +159,12 @@ class Model:
 
     @property
     def kept_logits(self) -> float:
-        """Bytes of logits that the fused loss keeps at most; infinite, thus all, if the GPU's memory is unknown."""
+        """Bytes of logits that the fused loss keeps at most; infinite (all logits) if the GPU's memory is unknown."""
         return math.inf if self.fused_loss_kept_gib is None else self.fused_loss_kept_gib * 2**30
 
     @property
     def etp(self) -> int:
-        """Ranks over which each expert's width is cut."""
+        """Ranks over which each expert's width is split."""
         return self.expert_tensor_parallel_size
 
     @property
@@ -185,7 +185,7 @@ class Model:
 
     @property
     def symmetric(self) -> bool:
-        """Whether experts exchange rows through symmetric memory: the rule of `megablocks.moe.dispatchers`."""
+        """Whether experts exchange rows through symmetric memory, by the rule of `megablocks.moe.dispatchers`."""
         ep = self.expert_model_parallel_size
         if ep * self.etp > HOST_GPUS or ep == 1 or self.etp > 1 or self.dispatcher == "all_to_all":
             return False
@@ -193,7 +193,7 @@ class Model:
 
     @property
     def measured_layout(self) -> bool:
-        """Whether steps of such a layout were measured: one GPU, or two with data or expert parallelism."""
+        """Whether steps with this layout were measured: one GPU, or two with data or expert parallelism."""
         return self.gpus == self.data_parallel_size <= 2 and self.etp == 1
 
     @property
@@ -207,12 +207,12 @@ class Model:
 
     @property
     def shape(self) -> GPTShape:
-        """The sizes that decide the model's FLOPs."""
+        """The sizes that determine the model's FLOPs."""
         return GPTShape.of(self, gated=self.swiglu, mtp_num_layers=0, attention_output_gate=False)
 
     @property
     def impl(self) -> str:
-        """mlp_impl, or what "auto" means on this GPU: the choice of the layer itself."""
+        """mlp_impl, or what "auto" means on this GPU, chosen as in the layer."""
         if self.mlp_impl != "auto":
             return self.mlp_impl
         import torch
@@ -230,18 +230,18 @@ class Model:
 
 
 def from_flags(options: argparse.Namespace) -> Model:
-    """Raises ConfigError for a flag that is missing or wrong."""
+    """Create a model from plan's own flags. Raises ConfigError for a flag that is missing or wrong."""
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Model)}
     for one in dataclasses.fields(Model):
         if one.default is dataclasses.MISSING and given[one.name] is None:
-            raise ConfigError(f"{flag_of(one.name)} is missing; give it, or a driver's command line behind --")
+            raise ConfigError(f"{flag_of(one.name)} is missing; give it, or a driver's command line after --")
     return Model(**{name: value for name, value in given.items() if value is not None})
 
 
 def from_driver(args: argparse.Namespace, gpu: str) -> Model:
-    """A model from the validated arguments of a driver's command line.
+    """Create a model from the validated arguments of a driver's command line.
 
-    Raises ConfigError for another layer than ours, one with a capacity, or a part that no formula here counts.
+    Raises ConfigError for a layer that is not ours, a layer with a capacity, or a part that no formula here counts.
     """
     from megablocks.megatron.reporting import moe_layers
 

@@ -1,6 +1,6 @@
-"""The layers of other packages, called as their own benchmarks call them: each takes a `Problem` and gives a `Step`.
+"""The layers of other packages, called as in their own benchmarks. Each function turns a `Problem` into a `Step`.
 
-A peer is imported only when it is called. A peer without a router gets ours. Importing this file loads torch.
+A peer is imported only when it is called. A peer without a router uses ours. Importing this file loads torch.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from megablocks.tool.problem import PEERS, Problem, Step
 
 ACTIVATIONS = ("swiglu", "gelu")
-"""Those with which the peers are called."""
+"""Activations with which the peers are called."""
 
 
 def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
-    """The peers that are installed, by name. The first word of a name is its package."""
+    """Return the peers that are installed, by name. The first word of a name is its package."""
 
     def checked(call: Callable[[Problem], Step]) -> Step:
         if problem.shape.activation not in ACTIVATIONS:
@@ -36,7 +36,7 @@ def peers(problem: Problem) -> dict[str, Callable[[], Step]]:
 
 
 def torch_grouped(problem: Problem) -> Step:
-    """torch's grouped_mm between a gather and a scatter whose backwards are gathers. SwiGLU is compiled."""
+    """torch's grouped_mm between a gather and a scatter; the backward of both is a gather. SwiGLU is compiled."""
     s = problem.shape
     x, router, up = problem.leaf(problem.x), problem.leaf(problem.router), problem.up_weight()
     down = problem.leaf(problem.experts(problem.w2))
@@ -92,8 +92,8 @@ def scattermoe(problem: Problem) -> Step:
 def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
     """SonicMoE's layer function. Its gated weights interleave gate and up, and its softmax comes after the top-k.
 
-    compiled: through torch.compile, as in SonicMoE's own benchmark. A CUDA graph is not possible, because it counts
-    tokens with a launch into the default stream. A process runs one shape only, because SonicMoE reuses kernels
+    compiled: through torch.compile, as in SonicMoE's own benchmark. A CUDA graph is not possible, because SonicMoE
+    counts tokens with a launch into the default stream. A process runs only one shape, because SonicMoE reuses kernels
     that it compiled for an earlier shape.
     """
     from sonicmoe import functional
@@ -127,7 +127,7 @@ def sonicmoe(problem: Problem, compiled: bool = False) -> Step:
 
 
 class _Gather(torch.autograd.Function):
-    """A gather (T, H) → (T·K, H), or with K None a permutation. torch's own backward would use atomics or a sort."""
+    """A gather (T, H) → (T·K, H), or a permutation if K is None. torch's backward would use atomics or a sort."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, order: Any, row_of_slot: Any, top_k: int | None) -> Any:

@@ -3,9 +3,9 @@
     python -m megablocks plan --gpus 8 -- DRIVER FLAGS
     python -m megablocks plan --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 …
 
-What comes after -- is a command line of the driver, megablocks.megatron.pretrain_gpt, read by the driver's own parser;
---gpus, --gpu and --json come before it. Without -- give the flags below, which need no Megatron: they are the driver's,
-ours without --megablocks-.
+After -- comes a command line of the driver, megablocks.megatron.pretrain_gpt; the driver's own parser reads it. Put
+--gpus, --gpu and --json before --. Without --, use the flags below, which need no Megatron. They equal the driver's
+flags; ours have no --megablocks- prefix.
 Exit code 0: it fits. 1: it does not; the last line says what to change. 2: bad arguments.
 """
 
@@ -30,13 +30,13 @@ from megablocks.tool.step_time import step_time
 
 _OF_THE_MACHINE = ("gpus", "gpu")
 _EACH_LAYER = " --recompute-method uniform --recompute-num-layers 1"
-"""What Megatron asks for beside --recompute-granularity full."""
+"""What Megatron requires in addition to --recompute-granularity full."""
 _MOST_PARTS = 4096
-"""Into which `changes` cuts a micro-batch, or over which it spreads the experts."""
+"""The most parts into which `changes` splits a micro-batch, or ranks over which it spreads the experts."""
 
 
 def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
-    """The model and the options of a command line. Raises ConfigError."""
+    """Return the model and the options of a command line. Raises ConfigError."""
     words = list(argv)
     cut = words.index("--") if "--" in words else None
     parser = Parser("plan", description=__doc__)
@@ -44,13 +44,13 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
     parser.add_argument("--json", action="store_true")
     options, others = parser.parse_known_args(words[:cut])
     if others:
-        raise ConfigError(f"{others[0]}: no flag of plan; give a command line of the driver behind --")
+        raise ConfigError(f"{others[0]}: no flag of plan; give a command line of the driver after --")
     if cut is None:
         return from_flags(options), options
     given = [f.name for f in dataclasses.fields(Model) if getattr(options, f.name) is not None]
     for name in given:
         if name not in _OF_THE_MACHINE:
-            raise ConfigError(f"{flag_of(name)}: give it behind --, with the driver's flags")
+            raise ConfigError(f"{flag_of(name)}: give it after --, with the driver's flags")
     check_options(Model, vars(options))
     need_megatron()
     from megablocks.megatron.planned import parse
@@ -60,7 +60,7 @@ def model_of(argv: Sequence[str]) -> tuple[Model, argparse.Namespace]:
 
 
 def changes(m: Model) -> Iterator[tuple[str, Model]]:
-    """What a user may change to save memory, the cheapest first; each where the changed model is possible."""
+    """Yield possible changes that save memory, the cheapest first, each with the changed model."""
     parts = range(2, min(m.micro_batch_size, _MOST_PARTS) + 1)
     smaller = [m.micro_batch_size // n for n in parts if m.micro_batch_size % n == 0]
     found: list[tuple[str, dict[str, Any]]] = []
@@ -91,7 +91,7 @@ def changes(m: Model) -> Iterator[tuple[str, Model]]:
 
 
 def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
-    """Whether the model fits into `capacity` GiB: yes, maybe (within the error bar), no or unknown; and a line."""
+    """Return "yes", "maybe" (within the error bar), "no" or "unknown" for a fit into `capacity` GiB, and a line."""
     need, bar = found.needed / GIB, found.error_bar * found.peak / GIB
     if capacity is None:
         kept = ", if it keeps all logits" if m.fused_loss and m.fused_loss_kept_gib is None else ""
@@ -109,7 +109,7 @@ def verdict(m: Model, found: Memory, capacity: float | None) -> tuple[str, str]:
 
 
 def report(m: Model) -> dict[str, Any]:
-    """Everything that `plan` prints, in GiB and ms."""
+    """Return everything that `plan` prints, in GiB and ms."""
     p, found, time = parameters(m), memory(m), step_time(m)
     capacity = memory_gib(m.gpu)
     fits, line = verdict(m, found, capacity)
@@ -162,7 +162,7 @@ def text_of(found: dict[str, Any]) -> str:
         lines += [f"{'a step':<52}{'ms':>10}", *_rows(step["parts"], 1)]
         lines += [f"{'together':<52}{step['ms']:>10.1f}{_bar(step['error_bar'], TIME_GUESS)}"]
         if step["error_bar"] is None:
-            lines.append("no error bar: the host sets the pace, and was measured for layers with experts only")
+            lines.append("no error bar: the host limits the speed, and was measured for layers with experts only")
         lines += [f"tokens/s: {step['tokens_per_second']:,.0f}; MFU: {share}"]
     if m["gpus"] > 1:
         lines.append("several GPUs: only two were measured; no communication is hidden behind other work")
@@ -172,7 +172,7 @@ def text_of(found: dict[str, Any]) -> str:
 def main(argv: Sequence[str]) -> int:
     m, options = model_of(argv)
     found = report(m)
-    if "--" not in argv:  # plan's own flags lack the prefix of the driver's, and these
+    if "--" not in argv:  # plan's own flags have no prefix, and do not include _EACH_LAYER
         found["verdict"] = found["verdict"].replace(flag_of(PREFIX), "--").replace(_EACH_LAYER, "")
     print(json.dumps(found, indent=1) if options.json else text_of(found))
     return 1 if found["fits"] == "no" else 0

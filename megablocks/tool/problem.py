@@ -1,4 +1,4 @@
-"""Whole layers that compute the same function: our layers, and the float32 truth. peers.py has those of other packages.
+"""Layers that compute the same function: our layers and the float32 truth. peers.py contains those of other packages.
 
     y[t] = Σ_k p[t,k] · w2_eᵀ · act(w1_e · x[t]) [⊙ (v1_e · x[t]) if gated],   e = ids[t,k], p from the router's softmax
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # importing this file loads no torch
 
 OURS = ("auto", "sparse", "grouped", "scatter", "fused")
 PEERS = ("torch", "scattermoe", "sonicmoe", "sonicmoe compiled")
-"""Candidates of other packages, which the first word names."""
+"""Candidates of other packages. The first word is the package."""
 STRENGTH = 8.0
 """The constant that is added to the chosen logits. Logits have a standard deviation of 0.5, so the difference of two
 logits would have to be 11 standard deviations to change a choice."""
@@ -60,7 +60,7 @@ class Shape:
         return f"{self.tokens},{self.hidden}; {self.width}/{self.experts}/{self.top_k}"
 
     def config(self, **settings: Any) -> MoEConfig:
-        """A layer of this shape."""
+        """Return the config of a layer with this shape."""
         return MoEConfig(
             hidden_size=self.hidden, ffn_hidden_size=self.width, num_experts=self.experts, top_k=self.top_k,
             activation=self.activation, softmax_order=self.softmax_order, **settings,
@@ -68,7 +68,7 @@ class Shape:
 
 
 def random_ids(shape: Shape, device: str) -> Any:
-    """(T, K) ids. Each token has K different experts, all equally likely."""
+    """Return (T, K) ids. Each token has K different experts, all equally likely."""
     import torch
 
     generator = torch.Generator(device).manual_seed(3)
@@ -84,7 +84,7 @@ class Step:
     dy: Any
 
     def total(self) -> Any:
-        """Runs forward and backward. Returns (y, gradients of the leaves) and accumulates nothing."""
+        """Run forward and backward. Returns (y, gradients of the leaves) and accumulates nothing."""
         import torch
 
         y = self.forward()
@@ -92,12 +92,12 @@ class Step:
 
 
 def memory_of(step: Step) -> dict[str, int]:
-    """Bytes that the forward leaves allocated, and the most bytes allocated in a step. Empty on a CPU."""
+    """Return the bytes that forward leaves allocated, and the most bytes allocated in a step. Empty on a CPU."""
     import torch
 
     if not on_gpu():
         return {}
-    gc.collect()  # otherwise memory of reference cycles may be freed during the measurement
+    gc.collect()  # otherwise memory of reference cycles could be freed during the measurement
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     y = step.forward()
@@ -138,11 +138,11 @@ class Problem:
         return weight.view(self.shape.experts, self.shape.width, self.shape.hidden)
 
     def config(self, **changes: Any) -> MoEConfig:
-        """The layer of this problem."""
+        """Return the config of a layer for this problem."""
         return self.shape.config(**self.settings, **changes)
 
     def module(self, config: MoEConfig, experts_dtype: torch.dtype | None = None) -> dMoE | MoE:
-        """One of our layers over the shared weights. experts_dtype: of the experts only, for the truth."""
+        """Return one of our layers with the shared weights. experts_dtype: of the experts only, for the truth."""
         import torch
 
         from megablocks import MoE, dMoE
@@ -161,7 +161,7 @@ class Problem:
         return made
 
     def layer(self, config: MoEConfig, *, experts_dtype: torch.dtype | None = None, graphed: bool = False) -> Step:
-        """A step of `module`. graphed: through torch.cuda.make_graphed_callables."""
+        """Return a step of `module`. graphed: through torch.cuda.make_graphed_callables."""
         import torch
 
         made = self.module(config, experts_dtype)
@@ -173,7 +173,7 @@ class Problem:
         return Step(lambda: made(x), leaves, self.dy.to(dtype))
 
     def maker(self, **changes: Any) -> Callable[[], Step]:
-        """Makes the layer with these changes of its config when it is called."""
+        """Return a function that makes the layer with these changes of its config."""
         return lambda: self.layer(self.config(**changes))
 
     @property
@@ -182,7 +182,7 @@ class Problem:
         return ("dx", "d_router", "dw1", "dw2") if self.v1 is None else ("dx", "d_router", "dw1", "dv1", "dw2")
 
     def truth(self) -> dict[str, Any]:
-        """Output and gradients of the loop over experts in float32, rounded to the dtype."""
+        """Return output and gradients of the loop over experts in float32, rounded to the dtype."""
         import torch
 
         if not self._truth:
@@ -192,9 +192,9 @@ class Problem:
         return self._truth
 
     def error(self, step: Step, *, weights: bool, slack: float = 1.0) -> float:
-        """Largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
+        """Return the largest relative error of y and the gradients. Each must be within its tolerance times `slack`.
 
-        weights: also compare the gradients of router and experts, and run in memory that holds NaN. Off for peers,
+        weights: also compare the gradients of router and experts, and run in memory filled with NaN. Off for peers,
         because their weights have other layouts. Raises ArithmeticError, which names the tensor, if an error exceeds
         its tolerance.
         """
@@ -215,15 +215,15 @@ class Problem:
         return worst
 
     def ours(self) -> dict[str, Callable[[], Step]]:
-        """dMoE with each mlp_impl except "reference"."""
+        """Return makers of dMoE with each mlp_impl except "reference"."""
         return {impl: self.maker(mlp_impl=impl) for impl in OURS}
 
     # ---- what peers need
 
     def route(self, logits: Any) -> tuple[Any, Any]:
-        """(T, K) float32 weights and ids of our router, for peers without a router.
+        """Return (T, K) float32 weights and ids of our router, for peers without a router.
 
-        torch's operators would be an unfair choice: their top-k alone takes longer than the rest of a router.
+        torch's operators would be unfair: their top-k alone takes longer than the rest of a router.
         """
         from megablocks.ops.routing.topk import route_topk
         from megablocks.ops.routing.values import RouterOptions
@@ -236,7 +236,7 @@ class Problem:
         return weight.detach().requires_grad_()
 
     def up_weight(self, *, gate_first: bool = True) -> Any:
-        """(E, I, H), or (E, 2I, H)."""
+        """Return the up-projection (E, I, H), or (E, 2I, H) if gated."""
         import torch
 
         if self.v1 is None:

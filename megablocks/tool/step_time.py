@@ -1,7 +1,7 @@
-"""The time of a training step, part by part: compute, memory traffic, communication and waiting.
+"""Estimate the time of a training step, part by part: compute, memory traffic, communication and waiting.
 
-A part takes its FLOPs at PRODUCTS_RATE of the peak, plus its bytes at the peak bandwidth (`monitor.bounds`), times a
-measured factor. docs/tool.md says which run set which number, and how far the plan is from all other runs.
+The time of a part is its FLOPs at PRODUCTS_RATE of the peak, plus its bytes at the peak bandwidth (`monitor.bounds`),
+times a measured factor. docs/tool.md says which run set which number, and how far the plan is from all other runs.
 """
 
 from __future__ import annotations
@@ -27,57 +27,57 @@ TIMES = {
     "gradients": 1.58,
 }
 """Measured time over the time of FLOPs and bytes. A factor is the mean of two profiles, dmoe_small.json and
-dmoe_fine.json in results/h200/profiles, and each of the two is within 5 % of it. Exceptions: both profiles together
-give routing with CHOICE_BYTES, and gradients with COPIES; elementwise is from dmoe_fine.json, which has no dropout."""
+dmoe_fine.json in results/h200/profiles, and each of the two is within 5 % of it. Exceptions: routing and CHOICE_BYTES,
+and gradients and COPIES, come from both profiles together; elementwise is from dmoe_fine.json, without dropout."""
 ATTENTION, EXPONENTIAL_FLOPS, ATTENTION_DROPOUT_FLOPS = 1.77, 256, 1281
 """1. Attention's measured time over the time of its products and exponentials at the peak, from dmoe_fine.json.
 2. FLOPs that take as long as one exponential: an SM of an H100 or H200 computes 4,096 FLOPs or 16 exponentials a clock.
 3. FLOPs that take as long as the dropout of one attention weight, in forward and again in backward. Set so that all
-three together give the time in dmoe_small.json, whose model also has shorter sequences."""
+three together reproduce the time in dmoe_small.json, a model that also has shorter sequences."""
 DROPOUT_BYTES = 10
 """Bytes that take as long as one random number of the dropout after attention and MLP. From dmoe_small.json."""
 CHOICE_BYTES = 13
-"""Bytes that take as long as one look of the routing kernel, which looks at every expert for each of a token's choices.
-From both profiles."""
+"""Bytes that take as long as one comparison of the routing kernel, which compares every expert for each of a token's
+choices. From both profiles."""
 COPIES = 13
 """Passes over the hidden states of all layers, by copies and by kernels that fill or add up gradients. From both
 profiles."""
 IDLE_MS = 7.4
-"""Milliseconds of a step in which the GPU has nothing to do, because the host waited for it. From dmoe_small.json."""
+"""Milliseconds of a step in which the GPU is idle, because the host waited for it. From dmoe_small.json."""
 HOST_STEP_MS, HOST_LAYER_MS = 9.4, 5.9
 """Milliseconds that the host needs for a step, and for each layer and micro-batch of it, forward and backward. A GPU
-that needs less time waits. Set by two steps on one H100: 56.8 ms for 8 layers and one micro-batch, 578.7 for 12 layers
+that needs less time waits. From two steps on one H100: 56.8 ms for 8 layers and one micro-batch, 578.7 for 12 layers
 and 8 micro-batches."""
 RANKS_MS = 15.0
-"""Milliseconds of a step in which ranks wait for one another and for the host's work on collectives. Set by the steps
-of dMoE-Small on one H200 and on two, 162.9 and 167.1 ms. Nothing was measured on more GPUs."""
+"""Milliseconds of a step in which ranks wait for one another and for the host's work on collectives. From the steps of
+dMoE-Small on one H200 and on two, 162.9 and 167.1 ms. More GPUs were not measured."""
 IMPL_TIMES = {"fused": 1.0, "grouped": 1.07, "sparse": 1.24, "scatter": 1.86}
 """The experts' time over that of "fused": geometric mean over the three shapes of README.md."""
 LOSS_PASSES = 3
 """Passes over the logits by the fused loss's kernels other than the products. Source: benchmarks/notes/loss.md."""
 PLAIN_LOSS_PASSES = 26
-"""The same for Megatron's loss, which computes in float32. Counted as passes over logits in bfloat16."""
+"""The same for Megatron's loss, which computes in float32. Counted in passes over bfloat16 logits."""
 HOST_GB, HOST_US = 330.0, 18.0
 """Bandwidth in one direction between GPUs of a host, in GB/s, and latency in µs. Least-squares fit to the exchanges of
 benchmarks/results/h200/expert_parallel.json."""
 NETWORK_GB, NETWORK_US = 40.0, 36.0
 """The same between hosts. Assumed: one adapter of 400 Gbit/s for each GPU at 80 %, and twice the latency."""
 ERROR_BAR, ERROR_BAR_LAYOUT = 0.20, 0.40
-"""Of the time. The first is that of one or two H200s or H100s: all measured steps stay within it. The second is a
+"""Shares of the time. The first is for one or two H200s or H100s: all measured steps are within it. The second is a
 guess, for everything else."""
 MEASURED_GPUS = {"H200 NVL": False, "H200": True, "H100 80GB HBM3": True}
-"""By words of the device name, as `monitor.flops.GPUS`."""
+"""Whether a GPU was measured, by words of the device name, as in `monitor.flops.GPUS`."""
 
 
 _ONCE = ("optimizer", "gradients", "communication: gradients over data-parallel ranks", "waiting for other ranks")
-"""Parts that a step has once, and not once for each micro-batch."""
+"""Parts that occur once per step, not once per micro-batch."""
 
 
 class StepTime(NamedTuple):
     """Times of a step. parts: milliseconds. mfu: None for an unknown GPU.
 
-    error_bar: share of the time. None where the host sets the pace of layers without experts: HOST_LAYER_MS comes from
-    layers with experts, so no measured step says how far off such a time is.
+    error_bar: share of the time. None if the host limits the speed and there are layers without experts: HOST_LAYER_MS
+    was measured for layers with experts, so the error of such a time is unknown.
     """
 
     parts: dict[str, float]
@@ -91,7 +91,7 @@ class StepTime(NamedTuple):
 
 
 def run_sizes(m: Model) -> RunSizes:
-    """The sizes from which `monitor.bounds` computes the bounds."""
+    """Return the sizes from which `monitor.bounds` computes the bounds."""
     p = parameters(m)
     return RunSizes.of(
         m,
@@ -107,7 +107,7 @@ def run_sizes(m: Model) -> RunSizes:
 
 
 def _communication(m: Model) -> dict[str, float]:
-    """Milliseconds a step. No communication is hidden behind other work."""
+    """Return milliseconds per step. No communication overlaps with other work."""
     p, n, e = parameters(m), rows(m), m.element_bytes
     tp, ep, dp, pp = (m.tensor_model_parallel_size, m.expert_model_parallel_size, m.data_parallel_size,
                       m.pipeline_model_parallel_size)  # fmt: skip
@@ -116,7 +116,7 @@ def _communication(m: Model) -> dict[str, float]:
         return 0.0 if ranks == 1 else (HOST_US if ranks <= near else NETWORK_US) / 1e3
 
     def reduced(sent: float, ranks: int, apart: int) -> float:
-        """Milliseconds of a reduce-scatter or an all-gather over rings of `ranks` ranks.
+        """Return milliseconds of a reduce-scatter or an all-gather over rings of `ranks` ranks.
 
         sent: bytes of the whole tensor. apart: distance between neighbors of a ring, in global ranks. A ring enters
         and leaves each host once. A host has as many rings as the group has ranks on it.
@@ -126,7 +126,7 @@ def _communication(m: Model) -> dict[str, float]:
         return 1e3 * sent * (ranks - 1) / ranks / (rate * 1e9) + latency(ranks, near)
 
     def exchanged(sent: float, ranks: int, apart: int) -> float:
-        """Milliseconds of an all-to-all. sent: bytes of each rank, in equal parts for all ranks, itself included.
+        """Return milliseconds of an all-to-all. sent: bytes of each rank, in equal parts for all ranks and itself.
 
         apart: as in `reduced`. Links within a host and links between hosts work at the same time.
         """
@@ -139,8 +139,8 @@ def _communication(m: Model) -> dict[str, float]:
     inner = m.tensor_model_parallel_size * m.context_parallel_size
     # Summed in float32. The distributed optimizer sums each rank's part only, and sends the new weights.
     each = 4 + e if m.use_distributed_optimizer else 2 * 4
-    # A pass exchanges rows twice a layer and sums hidden states twice; a sum is a reduce-scatter and an all-gather.
-    # Full recomputation repeats the forward pass with what it sends.
+    # A pass exchanges rows twice per layer and sums hidden states twice; a sum is a reduce-scatter and an all-gather.
+    # Full recomputation repeats the forward pass with its communication.
     passes = m.micro_batches * (3 if m.recompute_granularity == "full" else 2)
     gradients = reduced(each * p.dense_per_gpu, dp, inner)
     gradients += reduced(each * p.experts_per_gpu, m.expert_data_parallel_size, ep * m.etp) if m.num_experts else 0.0
@@ -152,7 +152,7 @@ def _communication(m: Model) -> dict[str, float]:
 
 
 def _of_one_gpu(m: Model) -> dict[str, float]:
-    """Milliseconds a step, by part, in which a GPU computes or moves bytes of its own. Empty if bounds are unknown."""
+    """Return milliseconds per step, by part, of a GPU's compute and memory traffic. Empty if bounds are unknown."""
     least, bandwidth, s, n = bounds(run_sizes(m)), peak_bandwidth(m.gpu), m.shape, rows(m)
     if not least or bandwidth is None:
         return {}
@@ -168,14 +168,14 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
         "routing": moved(tokens * s.num_moe_layers * s.num_experts * s.top_k * CHOICE_BYTES),
         "embedding and loss": moved(m.micro_batches * logits * passes / stages),
         "elementwise": moved(2 * hidden / m.element_bytes * DROPOUT_BYTES) if m.hidden_dropout else 0.0,
-        # Data parallelism multiplies all gradients by a number before it adds them up.
+        # Data parallelism scales all gradients before it adds them up.
         "gradients": least["gradients"].bytes if m.data_parallel_size > 1 else 0.0,
     }
     parts = {}
     for part, bound in least.items():
         if part != "attention":
             parts[part] = TIMES[part] * (bound.arithmetic / PRODUCTS_RATE + bound.bytes + more.get(part, 0.0))
-    # A score takes 14 FLOPs for each feature of a head. Forward and backward both compute its exponential and dropout.
+    # A score needs 14 FLOPs for each feature of a head. Forward and backward both compute its exponential and dropout.
     beside = ATTENTION * EXPONENTIAL_FLOPS + (ATTENTION_DROPOUT_FLOPS if m.attention_dropout else 0)
     parts["attention"] = least["attention"].arithmetic * (ATTENTION + 2 * beside / 14 / s.head_dim)
     parts["copies"] = moved(COPIES * hidden)
@@ -186,7 +186,7 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
         parts["experts"] *= IMPL_TIMES[m.impl]
         if m.recompute_activation and m.impl == "fused":  # backward computes the up-projection again
             parts["experts"] *= 1 + s.up_products / (s.up_products + 1) / 3
-    if m.fused_loss:  # backward computes the logits that were not kept again: a fourth product
+    if m.fused_loss:  # backward recomputes the logits that were not kept: a fourth product
         again = max(0.0, 1 - m.kept_logits / logits) / 3 * least["embedding and loss"].arithmetic / PRODUCTS_RATE
         parts["embedding and loss"] += TIMES["embedding and loss"] * again
     if m.recompute_granularity == "full":
@@ -196,7 +196,7 @@ def _of_one_gpu(m: Model) -> dict[str, float]:
 
 
 def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
-    """The time of a step. None if the bounds are unknown: a GPU that `monitor.flops` does not know, or float32.
+    """Return the time of a step, or None for unknown bounds: a GPU that `monitor.flops` does not know, or float32.
 
     skew: rows of the fullest expert-parallel rank over the mean of all ranks.
     """
@@ -217,7 +217,7 @@ def step_time(m: Model, skew: float = 1.0) -> StepTime | None:
         parts["waiting for the fullest rank"] = (skew - 1) * (parts.get("experts", 0.0) + exchange)
     if stages > 1:
         repeated = sum(ms for name, ms in parts.items() if name not in _ONCE)
-        # The other stages wait for the last one: it has as many layers as they have, and the loss.
+        # The other stages wait for the last one, which has the same number of layers, and the loss.
         last = parts["embedding and loss"] * (stages - 1)
         parts["waiting for the last stage"] = last
         parts["communication: pipeline bubble"] = (repeated + last) * (stages - 1) / m.micro_batches

@@ -1,7 +1,7 @@
-"""Times of candidates that run in turn, and how far a result is from another.
+"""Time candidates that run in turn, and compute how much two results differ.
 
-The speed of a GPU at its power limit drifts by 5 to 10 %. So candidates run in turn, round by round, and two of them
-are compared by the median of the ratios of their rounds, never by the ratio of their medians.
+The speed of a GPU at its power limit drifts by 5 to 10 %. So candidates run in turn, round by round. Two candidates are
+compared by the median of the ratios of their rounds, never by the ratio of their medians.
 On a CPU times come from the host's clock.
 """
 
@@ -26,10 +26,10 @@ def on_gpu() -> bool:
 
 
 def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float = 0.0) -> float:
-    """Milliseconds per call of `fn`, over `calls` calls: by CUDA events on a GPU, by the host's clock elsewhere.
+    """Return milliseconds per call of `fn`, over `calls` calls: by CUDA events on a GPU, otherwise by the host's clock.
 
     head_start_ms: the GPU first waits this long, so that the launches are already in its queue when it starts. Then a
-    slow host does not count: the time is that of the kernels. A call that synchronizes gains nothing from this.
+    slow host does not count, only the kernels do. This does not help if `fn` synchronizes.
     """
     if not on_gpu():
         return host_milliseconds(fn, calls) / calls
@@ -47,7 +47,7 @@ def milliseconds(fn: Callable[[], Any], calls: int = 1, *, head_start_ms: float 
 
 
 def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
-    """Milliseconds that the host needs to launch `calls` calls."""
+    """Return the milliseconds that the host needs to launch `calls` calls."""
     import torch
 
     if on_gpu():
@@ -62,17 +62,17 @@ def host_milliseconds(fn: Callable[[], Any], calls: int) -> float:
 
 
 def calls_for(fn: Callable[[], Any], round_ms: float = ROUND_MS) -> int:
-    """The number of calls of `fn` that fill a round. `fn` must have run before."""
+    """Return the number of calls of `fn` that fill a round. `fn` must have run before."""
     return max(1, round(round_ms / max(milliseconds(fn), 1e-3)))
 
 
 def interleave(
     timers: Mapping[str, Callable[[], float]], rounds: int = ROUNDS, *, warm_up: int = 1
 ) -> dict[str, list[float]]:
-    """The times of every candidate in each round, without the warm-up rounds.
+    """Return the times of every candidate in each round, without the warm-up rounds.
 
     The order of the candidates is shuffled in each round, because at the power limit the time of a candidate depends on
-    the one before it. The seed is fixed, so that every run has the same orders.
+    the candidate before it. The seed is fixed, so that every run has the same orders.
     """
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in timers}
@@ -85,7 +85,7 @@ def interleave(
 
 
 def speed(times: Mapping[str, Sequence[float]], name: str, base: str) -> float | None:
-    """Speed of `name` relative to `base`: the median of the ratios of the rounds. None unless both were timed."""
+    """Return the speed of `name` relative to `base`: the median of the rounds' ratios. None unless both were timed."""
     if not times.get(name) or not times.get(base):
         return None
     return median(b / n for n, b in zip(times[name], times[base], strict=True))

@@ -1,8 +1,8 @@
 """`verify FOLDER`: check every byte of a prepared data set or of checkpoints against what was recorded.
 
-A data set has a manifest.json (scripts/prepare_data.py). A checkpoint is one folder iter_0000020, or a copy of it with
-another name, or the folder above with several, or what `convert --to megatron` wrote. Exit code 0: all files are as
-recorded. 1: one is not; the line names it. 2: the folder is neither.
+A data set has a manifest.json (scripts/prepare_data.py). For checkpoints, FOLDER is one folder iter_0000020, a copy of
+it with another name, the folder that contains several, or the output of `convert --to megatron`. Exit code 0: all files
+are as recorded. 1: one is not; the line names it. 2: the folder is neither.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megablocks.tool.commands import Parser, unfit
 
 
 def verify_checkpoints(folder: Path) -> list[str]:
-    """One line for each checkpoint in or at `folder`. Raises CheckpointError, which names the first bad file."""
+    """Return a line for each checkpoint in or at `folder`. Raises CheckpointError, which names the first bad file."""
     folders = [atomic.folder_of(folder, step) for step in atomic.iterations(folder)]
     if (folder / atomic.RELEASE / atomic.MARKER).is_file():
         folders.append(folder / atomic.RELEASE)
@@ -41,7 +41,7 @@ def verify_checkpoints(folder: Path) -> list[str]:
 
 
 def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
-    """What was checked, a line each.
+    """Check the folder, and return what was checked, one line each.
 
     Raises:
         DataError, CheckpointError: a file is missing or damaged; the message names it.
@@ -53,7 +53,7 @@ def verify(folder: Path, trust_remote_code: bool = False) -> list[str]:
         return verify_folder(folder, trust_remote_code)[1]
     if atomic.iterations(folder) or (folder / atomic.RELEASE / atomic.MARKER).is_file():
         return verify_checkpoints(folder)
-    one = folder if folder.name.startswith("iter_") else Path(os.path.realpath(folder))  # of "." or a link
+    one = folder if folder.name.startswith("iter_") else Path(os.path.realpath(folder))  # for "." or a link
     if (one / atomic.MARKER).is_file() or (one.name.startswith("iter_") and atomic.iterations(one.parent)):
         return verify_checkpoints(one)
     raise unfit(folder, "manifest.json nor iter_* folders", "a data set or a checkpoint folder")
@@ -63,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser("verify", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--trust-remote-code", action=argparse.BooleanOptionalAction, default=False,
-                        help="allow a tokenizer that runs Python code of its own")  # fmt: skip
+                        help="allow a tokenizer that runs its own Python code")  # fmt: skip
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(argv)
     from megablocks.data.indexed import DataError

@@ -208,5 +208,5 @@ def test_a_checkpoint_of_megatrons_legacy_format_is_not_called_torn(tmp_path: Pa
     (tmp_path / "iter_0000002/mp_rank_00_001").mkdir(parents=True)
     (tmp_path / "iter_0000002/mp_rank_00_001/model_optim_rng.pt").write_bytes(b"")
     atomic.write_pointer(tmp_path, 2)
-    with pytest.raises(CheckpointError, match="iter_0000002: is of another format; give --ckpt-format torch"):
+    with pytest.raises(CheckpointError, match="iter_0000002: has another format; give --ckpt-format torch"):
         atomic.find_latest_complete(tmp_path)

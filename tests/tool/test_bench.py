@@ -114,7 +114,7 @@ def test_what_torch_says_of_the_inputs_is_told(
     monkeypatch.setattr(bench, "Problem", broken)
     assert main(["bench", *SHAPE]) == 2
     told = capsys.readouterr().err
-    assert told.endswith("cannot be allocated (CUDA error: no kernel image is available); take less\n")
+    assert told.endswith("cannot be allocated (CUDA error: no kernel image is available); use fewer\n")
 
 
 def test_a_folder_that_cannot_be_made_is_refused_before_the_timing(

@@ -177,9 +177,9 @@ def _remove(tensors: dict[str, Tensor], name: str) -> None:
         (lambda t: _remove(t, "model.layers.1.block_sparse_moe.experts.2.w3.weight"),
          r"model\.layers\.1\.block_sparse_moe\.experts\.2\.w3\.weight: missing key"),
         (lambda t: t.update({"model.norm.weight": torch.ones(HIDDEN + 1)}),
-         r"model\.norm\.weight has shape \(9,\), must be \(8,\): the model's sizes, in config\.json or"),
+         r"model\.norm\.weight has shape \(9,\), must be \(8,\): the sizes in config\.json or in the run's"),
         (lambda t: t.update({"model.layers.0.block_sparse_moe.experts.1.w1.weight": torch.ones(WIDTH, HIDDEN)}),
-         r"layers\.0\.mlp\.experts\.1\.w1 is torch\.float32, .*w1 holds both in one dtype"),
+         r"layers\.0\.mlp\.experts\.1\.w1 is torch\.float32, .*w1 needs one dtype for both"),
     ],
 )  # fmt: skip
 def test_every_key_is_accounted_for(change: Any, message: str, tmp_path: Path, capsys: Any) -> None:
@@ -420,7 +420,7 @@ def test_K10_an_interrupted_conversion_loads_nowhere_and_goes_on(
     units = _units_read(source, tmp_path / "ours", monkeypatch)
     assert units[0] == "model.embed_tokens.weight", "the damaged file is written anew"
     assert 1 < len(units) < 35 and "model.layers.0.input_layernorm.weight" not in units
-    assert capsys.readouterr().err == "megablocks convert: goes on where it was interrupted\n"
+    assert capsys.readouterr().err == "megablocks convert: continues where it was interrupted\n"
     kept = [name for name, time in times.items() if (tmp_path / "ours" / name).stat().st_mtime_ns == time]
     assert kept == [path.name for path in files[1:-1]], "but for the damaged file and the last, which was cut off"
     ours, whole = _read(tmp_path / "ours"), _read(tmp_path / "whole")
@@ -457,7 +457,7 @@ def test_an_interrupted_conversion_with_another_like_is_refused(
         line = capsys.readouterr().err
         interrupted = f"the interrupted conversion into {tmp_path / 'ours'} copied "
         assert line.startswith(f"megablocks convert: {said}: {interrupted}")
-        assert line.endswith(f"; give the --like that it had, or remove {partial}\n") and line.count("\n") == 1
+        assert line.endswith(f"; give the same --like as then, or remove {partial}\n") and line.count("\n") == 1
     assert {path: path.read_bytes() for path in partial.rglob("*") if path.is_file()} == noted
     (tmp_path / "first/first.model").write_text("changed since")
     with pytest.raises(ConfigError, match="other files beside the weights"):

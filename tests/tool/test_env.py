@@ -51,11 +51,11 @@ def test_the_reason_of_each_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "is_hopper", lambda device: False)
     assert env.reason("norm", env.TRITON, GPU) == "one kernel for every GPU"
     assert env.reason("fused", env.TRITON, GPU) == "compute capability 8.0; Hopper is 9.0"
-    assert env.reason("router", env.REFERENCE, GPU) == "outside what the kernels take"
+    assert env.reason("router", env.REFERENCE, GPU) == "not supported by the kernels"
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
     assert env.reason("fused", env.HOPPER, GPU) == "Hopper GPU"
     monkeypatch.setattr(hopper, "has_gluon", lambda: False)
-    assert env.reason("fused", env.TRITON, GPU).endswith("; kernels for Hopper take >=3.6,<3.10")
+    assert env.reason("fused", env.TRITON, GPU).endswith("; kernels for Hopper need >=3.6,<3.10")
     monkeypatch.setenv("MEGABLOCKS_HOPPER", "0")
     assert env.reason("sparse", env.TRITON, GPU) == "MEGABLOCKS_HOPPER=0"
 

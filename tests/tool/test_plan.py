@@ -161,7 +161,7 @@ def test_a_dense_model_that_waits_for_the_host_has_no_error_bar(capsys: pytest.C
     assert main(["plan", *FLAGS]) == 0
     _, below = capsys.readouterr().out.split("together ")
     total, reason, *_ = below.splitlines()
-    assert "±" not in total and reason.startswith("no error bar: the host sets the pace")
+    assert "±" not in total and reason.startswith("no error bar: the host limits the speed")
     assert main(["plan", *FLAGS, "--num-experts", "4"]) == 0
     assert "± 20%\n" in capsys.readouterr().out
     assert main(["plan", *FLAGS, "--num-experts", "4", "--gpus", "4"]) == 0
@@ -276,7 +276,7 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line behind --"),
+        (FLAGS[:-2], "--micro-batch-size is missing; give it, or a driver's command line after --"),
         ([*FLAGS, "--moe-num-experts", "4"], "--moe-num-experts: no flag of plan; give a command line of the driver"),
         ([*FLAGS, "--tensor-model-parallel-size", "2"], "gpus=1: must be a multiple of TP · PP · CP = 2"),
         ([*FLAGS, "--num-experts", "3", "--moe-router-topk", "4"], "moe_router_topk=4: must be 1 to num_experts=3"),
@@ -319,7 +319,7 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
         ),
         ([*FLAGS, "--qk-norm", "all"], "qk_norm='all': needs qk_layernorm=True and TP 1, not False and 1"),
         (["--gpus", "0", "--", *FLAGS], "gpus=0: must be >= 1"),
-        (["--num-layers", "2", "--"], "--num-layers: give it behind --, with the driver's flags"),
+        (["--num-layers", "2", "--"], "--num-layers: give it after --, with the driver's flags"),
         (["--", "--num-layer", "2"], "--num-layer: no such flag, did you mean --num-layers?"),
         (["--", *FLAGS, "--num-experts", "4", "--megablocks-layer", "tutel"], "megablocks_"),
         (
