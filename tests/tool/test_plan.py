@@ -359,7 +359,7 @@ def test_a_layout_for_which_megatron_asks_the_gpu_is_read_without_one(flags: str
         (["--", *DRIVER_FLAGS, "--attention-output-gate"], "attention_output_gate=True: is not planned, leave it out"),
         (
             ["--", *DRIVER_FLAGS[:-3], "--data-prefix", "no/data"],
-            "no/data: no such data folder: make one with scripts/prepare_data.py, or give --vocab-size in place of",
+            "no/data: no such data folder: make one with scripts/prepare_data.py, or give --vocab-size instead of",
         ),
         (["--", "--help"], "--help: for the driver's flags, run python -m megablocks.megatron.pretrain_gpt --help"),
     ],
