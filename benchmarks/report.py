@@ -435,7 +435,8 @@ def overview(titled: Mapping[str, tuple[dict[str, Any], dict[str, Summary]]]) ->
     rows = []
     for title, (record, summaries) in titled.items():
         base, dmoe = summaries[BASE], summaries.get("dmoe")
-        others = [one for arm, one in summaries.items() if arm.startswith(("capacity-", "tutel-")) and one.sooner]
+        others = [one for arm, one in summaries.items()
+                  if ARMS[arm].has_quality and arm.startswith(("capacity-", "tutel-")) and one.sooner]  # fmt: skip
         best = max(others, key=lambda one: one.sooner.mean if one.sooner else 0.0, default=None)
         padded = summaries.get("tutel-0-short", summaries.get("tutel-0"))
         steps = [one and one.over_dmoe for one in (base, summaries.get("tutel-1"), padded)]

@@ -164,7 +164,7 @@ def find_latest_complete(root: Path | str) -> Latest:
 
 
 def _read_pointer(root: Path) -> tuple[int | None, str | None]:
-    """Return the iteration in the pointer (None if there is none) and the pointer's text (None without a pointer)."""
+    """Return the pointer's iteration, None if it names no iteration, and its text, None without a pointer."""
     try:
         text = (root / POINTER).read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:

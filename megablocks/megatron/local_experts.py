@@ -27,7 +27,7 @@ class MegaBlocksExperts(MegatronModule):
 
     Args:
         num_local_experts: experts on this expert-parallel rank.
-        config: Megatron's; `check_config` refuses what is not supported.
+        config: Megatron's; `check_config` refuses unsupported values.
         pg_collection: groups `ep` (expert parallel), `expt_tp` (shards of every expert's width), `expt_dp`.
     """
 
