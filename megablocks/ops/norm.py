@@ -35,10 +35,10 @@ def norm_ref(
     return (y if bias is None else y + bias.to(wide.dtype)).to(x.dtype), mean, rstd
 
 
-def norm_backward_ref(
+def wide_norm_backward(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """dy, x (R, H) → dx (R, H), dg and dbias (H,) in float32 (float64 for float64). RMSNorm's dbias is None."""
+    """dy, x (R, H) → dx (R, H), dg and dbias (H,), in float32 (float64 for float64). RMSNorm's dbias is None."""
     dy, wide = (t.contiguous().to(rstd.dtype) for t in (dy, x))
     hat = (wide if mean is None else wide - mean.unsqueeze(1)) * rstd.unsqueeze(1)
     d = dy * (weight.to(rstd.dtype) + offset)
@@ -46,11 +46,19 @@ def norm_backward_ref(
     d_bias = None
     if mean is not None:
         dx, d_bias = dx - d.mean(1, keepdim=True), dy.sum(0)
-    return (dx * rstd.unsqueeze(1)).to(x.dtype), (dy * hat).sum(0), d_bias
+    return dx * rstd.unsqueeze(1), (dy * hat).sum(0), d_bias
+
+
+def norm_backward_ref(
+    dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Like `wide_norm_backward`, with dx in x's dtype."""
+    dx, dg, d_bias = wide_norm_backward(dy, x, weight, mean, rstd, offset)
+    return dx.to(x.dtype), dg, d_bias
 
 
 def kernels_take(x: Tensor) -> bool:
-    return runs_triton(x) and x.shape[1] <= _MAX_HIDDEN
+    return runs_triton(x) and x.shape[-1] <= _MAX_HIDDEN
 
 
 def _fake_norm(a: Any) -> tuple[Tensor | None, ...]:
@@ -93,6 +101,15 @@ def _backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
 norm_op.register_autograd(_backward, setup_context=_setup_context)
 
 
+def check_norm(x: Tensor, eps: float, **vectors: Tensor | None) -> None:
+    """Raise ValueError for a negative eps, and for one of the vectors that is not (H,)."""
+    if not eps >= 0:
+        raise ValueError(f"eps={eps}: must be >= 0")
+    for name, t in vectors.items():
+        if t is not None and t.shape != x.shape[-1:]:
+            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")
+
+
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_centered: bool = False) -> Tensor:
     """LayerNorm, or RMSNorm without a bias, of x (…, H) over H.
 
@@ -108,10 +125,6 @@ def norm(x: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, zero_cen
     Raises:
         ValueError: a weight or bias of another length, or a negative eps.
     """
-    if not eps >= 0:
-        raise ValueError(f"eps={eps}: must be >= 0")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.shape != x.shape[-1:]:
-            raise ValueError(f"{name} is {tuple(t.shape)}: must be ({x.shape[-1]},) for x {tuple(x.shape)}")
+    check_norm(x, eps, weight=weight, bias=bias)
     rows = x.reshape(-1, x.shape[-1])
     return norm_op(rows, weight, bias, eps, float(zero_centered))[0].view(x.shape)

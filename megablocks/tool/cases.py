@@ -20,6 +20,7 @@ from megablocks.config import MoEConfig
 from megablocks.kinds import IMPLS, load
 from megablocks.moe.impls import ExpertCall
 from megablocks.ops.adam import FusedAdam
+from megablocks.ops.add_norm import add_norm
 from megablocks.ops.fused.mlp import ExpertParameters
 from megablocks.ops.loss import linear_cross_entropy
 from megablocks.ops.norm import norm
@@ -106,8 +107,9 @@ def _labels(device: torch.device) -> Tensor:
 
 
 def _norm_truth(x: Tensor, weight: Tensor, bias: Tensor) -> Outputs:
-    scale = (x.square().mean(1, keepdim=True) + 1e-5).rsqrt()
-    return [F.layer_norm(x, (H,), weight, bias, 1e-5), x * scale * weight]
+    total = x / 2 + bias
+    normed = [t * (t.square().mean(1, keepdim=True) + 1e-5).rsqrt() * weight for t in (x, total)]
+    return [F.layer_norm(x, (H,), weight, bias, 1e-5), normed[0], total, normed[1]]
 
 
 def _angles(device: torch.device) -> Tensor:
@@ -161,7 +163,11 @@ CASES: dict[str, Case] = {
     ),
     "norm": Case(
         {"x": (T, H), "weight": (H,), "bias": (H,)},
-        lambda x, weight, bias: [norm(x, weight, bias, eps=1e-5), norm(x, weight, None, eps=1e-5)],
+        lambda x, weight, bias: [
+            norm(x, weight, bias, eps=1e-5),
+            norm(x, weight, None, eps=1e-5),
+            *add_norm(x, -0.5 * x, weight, None, x_bias=bias, eps=1e-5),
+        ],
         _norm_truth,
     ),
     "rope": Case({"x": (T, H)}, _rope, _rope_truth),

@@ -137,8 +137,10 @@ def linear_cross_entropy(device: torch.device) -> Step:
 
 @family
 def norm(device: torch.device) -> Step:
+    from megablocks.ops.add_norm import AddNormOptions, add_norm_op
     from megablocks.ops.norm import norm
 
+    seed = torch.tensor(3, device=device)
     inputs = [[draws(device, dtype)(T, H), *(draws(device, dtype)(H) for _ in range(2))]
               for dtype in (torch.bfloat16, torch.float32)]  # fmt: skip
 
@@ -147,6 +149,8 @@ def norm(device: torch.device) -> Step:
         for x, weight, bias in inputs:
             out += with_gradients(norm(x, weight, bias, eps=1e-5), [x, weight, bias])
             out += with_gradients(norm(x, weight, None, eps=1e-5, zero_centered=True), [x, weight])
+            total, y, *_ = add_norm_op(x, bias, x, seed, weight, bias, AddNormOptions(6554, 1e-5, 0.0))
+            out += with_gradients(total + y, [x, weight, bias])
         return out
 
     return step

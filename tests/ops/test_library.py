@@ -23,6 +23,7 @@ from megablocks.ops.activation import (
     halves_activation_op,
 )
 from megablocks.ops.activation_table import Activation
+from megablocks.ops.add_norm import AddNormOptions, add_norm_backward_op, add_norm_op
 from megablocks.ops.clamp import Clamp, clamped_gate_backward_op, clamped_gate_op
 from megablocks.ops.fused.down import activate_and_project, activate_and_project_op
 from megablocks.ops.fused.mlp import ExpertParameters, Options, down_gradient_op, fused_mlp, fused_mlp_op, fused_up_op
@@ -258,6 +259,25 @@ def _samples():
         ),
         "norm": (norm_op, (t(T, H), t(H), t(H), 1e-5, 0.0)),
         "norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), const(T), torch.rand(T) + 1, 0.0)),
+        "add_norm": (
+            add_norm_op,
+            (t(T, H), t(H), t(T, H), torch.tensor(3), t(H), t(H), AddNormOptions(6554, 1e-5, 0.0)),
+        ),
+        "add_norm_backward": (
+            add_norm_backward_op,
+            (
+                *(const(T, H), const(T, H), const(T, H), torch.full((T, (H + 7) // 8), 5, dtype=torch.uint8)),
+                *(const(H), const(T), torch.rand(T) + 1, True, AddNormOptions(6554, 1e-5, 0.0)),
+            ),
+        ),
+        "add_rms_norm": (add_norm_op, (t(T, H), None, t(T, H), None, t(H), None, AddNormOptions(0, 1e-5, 0.0))),
+        "add_rms_norm_backward": (
+            add_norm_backward_op,
+            (
+                *(const(T, H), const(T, H), const(T, H), None, const(H), None, torch.rand(T) + 1, False),
+                AddNormOptions(0, 1e-5, 0.0),
+            ),
+        ),
         "rms_norm_backward": (norm_backward_op, (const(T, H), const(T, H), const(H), None, torch.rand(T) + 1, 0.0)),
         "rope": (rope_op, (t(T, 2, 3, H), const(T, 2), False, 1.5, False)),
         "pair_mm": (
@@ -312,7 +332,13 @@ def test_N9_opcheck(name, device):
     torch.library.opcheck(op.definition, op.flat(*args), test_utils=tests)
 
 
-@pytest.mark.parametrize("name", ["clamped_gate", "clamped_gate_backward", "norm", "norm_backward", "router_backward"])
+CONTIGUOUS = (
+    *("add_norm", "add_norm_backward", "clamped_gate", "clamped_gate_backward", "norm", "norm_backward"),
+    "router_backward",
+)
+
+
+@pytest.mark.parametrize("name", CONTIGUOUS)
 def test_N9_results_lie_as_promised_where_inputs_are_stored_by_column(name):
     op, args = _samples()[name]
     args = tree_map_only(torch.Tensor, lambda t: t.detach().mT.contiguous().mT if t.dim() == 2 else t.detach(), args)
