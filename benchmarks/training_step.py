@@ -8,9 +8,10 @@ An arm is a script of exp/ with flags and a micro-batch size; a step has 131,072
 arms are the largest published scripts that fit, and run only where --arms names them. Each round starts every arm once,
 as a user does, for --steps steps (30), of which the first half does not count. An arm's time is the median of its
 rounds. "plain" arms leave out what the driver does by default on a GPU: fused loss, optimizer, norms, rotary embedding
-and bias, and gradients that are accumulated in the products. "graph" arms replay a CUDA graph of the step from the
-fourth step on. "balanced" arms route at random, so that every expert has about as many tokens. --before also starts the
-published scripts of another checkout, with their own defaults.
+and bias, and gradients that are accumulated in the products. "add" arms add bias, dropout and residual in the norms'
+kernels. "graph" arms replay a CUDA graph of the step from the fourth step on. "balanced" arms route at random, so that
+every expert has about as many tokens. --before also starts the published scripts of another checkout, with their own
+defaults.
 
 "te" arms have Transformer Engine's attention, norms and linear layers; all others have none, installed or not. They
 stop where cuDNN refuses the attention, which Transformer Engine would else compute unfused. They run only where --arms
@@ -134,6 +135,8 @@ for _name in ("fine-1", "fine-ep2"):
     _arm = ARMS[_name]
     _flags = f"{_arm.flags} --moe-router-force-load-balancing"
     ARMS[f"{_name}-balanced"] = _arm._replace(model=f"{_arm.model}, balanced", flags=_flags)
+ARMS |= {f"{name}-add": ARMS[name]._replace(flags=ARMS[name].flags + " --megablocks-norm fused_add")
+         for name in ("dmoe-small", "dense-small", "dmoe-xs", "dense-xs", "dmoe-fine")}  # fmt: skip
 BEFORE = {
     f"{name}-before": ARMS[name]._replace(flags="--micro-batch-size 32") for name in ("dmoe-small", "dense-small")
 }

@@ -10,6 +10,8 @@ gradients of weight and bias takes as long as its two other passes together.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -17,11 +19,23 @@ from torch import Tensor
 
 from megablocks.config import refuse
 from megablocks.megatron.settings import settings_of
+from megablocks.ops.add_norm import add_norm
 from megablocks.ops.norm import norm
+
+
+class Terms(NamedTuple):
+    """Terms of a sum that a norm reads: residual + dropout(x + bias). p: of dropout."""
+
+    x: Tensor
+    bias: Tensor | None
+    residual: Tensor
+    p: float
 
 
 class Norm(torch.nn.Module):
     """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
+
+    Called with `Terms`, it returns their sum, with the sum's norm as an attribute for the call with the sum.
 
     The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
     effect. Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
@@ -33,7 +47,7 @@ class Norm(torch.nn.Module):
             refuse("normalization", config.normalization, "must be LayerNorm or RMSNorm")
         self.normalized_shape = (hidden_size,)
         self.eps = eps
-        self.fused = settings_of(config).norm == "fused"
+        self.fused = settings_of(config).norm != "torch"
         self.zero_centered = config.layernorm_zero_centered_gamma
         initial = torch.zeros if self.zero_centered else torch.ones
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -44,8 +58,23 @@ class Norm(torch.nn.Module):
         for parameter in self.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fused and x.is_cuda:
+    def is_fused(self, x: Tensor) -> bool:
+        """Whether our kernels compute the norm of x."""
+        return self.fused and x.is_cuda
+
+    def forward(self, x: Tensor | Terms) -> Tensor:
+        if isinstance(x, Terms):
+            total, y = add_norm(
+                x.x, x.residual, self.weight, self.bias,
+                x_bias=x.bias, p=x.p, eps=self.eps, zero_centered=self.zero_centered,
+            )  # fmt: skip
+            total.normalized = self, y  # type: ignore[attr-defined]
+            return total
+        owner, y = x.__dict__.pop("normalized", (None, x))
+        # A checkpoint computes without a graph, and then gives the sum one, which its norm lacks.
+        if owner is self and y.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
+            return y
+        if self.is_fused(x):
             return norm(x, self.weight, self.bias, eps=self.eps, zero_centered=self.zero_centered)
         weight = self.weight + 1 if self.zero_centered else self.weight
         if self.bias is None:
@@ -68,5 +97,6 @@ class AllHeadsNorm(Norm):
         assert heads is not None
         super().__init__(config, heads * hidden_size, eps)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor | Terms) -> Tensor:
+        assert isinstance(x, Tensor)
         return super().forward(x.flatten(-2)).view(x.shape)

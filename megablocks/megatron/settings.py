@@ -186,8 +186,10 @@ class MegaBlocksSettings:
         ("sdpa", "megatron"),
     )  # fmt: skip
     norm: str = option(
-        "fused", "norms on a GPU without Transformer Engine: fused, our Triton kernels; torch, torch's",
-        ("fused", "torch"),
+        "fused",
+        "norms on a GPU without Transformer Engine: fused, our Triton kernels; fused_add, the same, which also add "
+        "bias, dropout and residual before a norm; torch, torch's",
+        ("fused", "fused_add", "torch"),
     )  # fmt: skip
     qkv_bias: str = option(
         "fused",

@@ -36,6 +36,7 @@ from megablocks.megatron import optimizer_state  # noqa: E402
 optimizer_state.install()
 
 from megatron.core.extensions.transformer_engine import HAVE_TE  # noqa: E402
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
     get_gpt_decoder_block_spec,
     get_gpt_layer_local_spec,
@@ -50,7 +51,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 from megatron.core.utils import log_single_rank  # noqa: E402
 
 from megablocks.config import refuse  # noqa: E402
-from megablocks.megatron import attention, engine, rope  # noqa: E402
+from megablocks.megatron import add_norm, attention, engine, rope  # noqa: E402
+from megablocks.megatron.add_norm import AddNorm  # noqa: E402
 from megablocks.megatron.attention import SDPAttention  # noqa: E402
 from megablocks.megatron.linear import BiasInProduct  # noqa: E402
 from megablocks.megatron.local_experts import MegaBlocksExperts  # noqa: E402
@@ -74,6 +76,7 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
+    add_norm.install()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=with_engine,
@@ -103,6 +106,9 @@ def _our_layer(layer: Any, config: Any, settings: MegaBlocksSettings) -> Any:
     for owner, name in _norms(parts):
         if getattr(owner, name) is WrappedTorchNorm:
             setattr(owner, name, Norm)
+    for name in ("self_attn_bda", "mlp_bda"):
+        if settings.norm == "fused_add" and getattr(parts, name) is get_bias_dropout_add:
+            setattr(parts, name, AddNorm)
     if settings.qk_norm == "all":
         if not config.qk_layernorm or config.multi_latent_attention:
             rule = "needs --qk-layernorm, and must be 'head' with --multi-latent-attention"

@@ -64,6 +64,8 @@ class LayerSentinels:
 
     Args:
         layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
+            Its attribute `normalized`, if it has one, is a pair, and the second is the tensor that the next layer
+            reads, whose gradient counts as the output's.
         names: the names of the layers in `first_bad`.
     """
 
@@ -83,8 +85,10 @@ class LayerSentinels:
             if not module.training or not isinstance(out, Tensor):
                 return
             self._forward[index].logical_or_(is_bad(out))
-            if out.requires_grad:
-                out.register_hook(watch_gradient)
+            # The gradient of an output that was computed together with its norm arrives at the norm.
+            _, read = getattr(out, "normalized", (None, out))
+            if read.requires_grad:
+                read.register_hook(watch_gradient)
 
         def watch_gradient(grad: Tensor) -> None:
             self._backward[index].logical_or_(is_bad(grad))

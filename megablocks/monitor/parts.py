@@ -50,7 +50,7 @@ RULES = (
     Rule("embedding and loss", op=r"(?i)cross_?entropy|embedding",
          kernel=r"(?i)cross_?entropy|nll|embedding|^_(sums|gradient)_kernel", within=r"^embedding and loss$"),
     Rule("attention", op=r"attention", kernel=r"(?i)flash|fmha|sdpa|attention"),
-    Rule("norms", op=r"(?i)(layer|rms)_?norm|^(megablocks::)?norm(_b|B|$)",
+    Rule("norms", op=r"(?i)(layer|rms)_?norm|^(megablocks::)?(add_)?norm(_b|B|$)",
          kernel=r"(?i)(layer|rms)_?norm|\bln_[fb]wd|^_norm_", within=r"^norms$"),
     Rule("routing", op=rf"^(megablocks::)?({_ROUTING_OPS})(Backward)?$|RouterGating|AuxLoss|topk",
          kernel=rf"^(_({_ROUTING_KERNELS})|limit)_kernel|(?i:topk)", within=r"^routing$"),

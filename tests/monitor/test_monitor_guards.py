@@ -64,7 +64,7 @@ class _Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = torch.nn.Linear(4, 4)
-        self.hurt = ""
+        self.hurt, self.normalized = "", False
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, None]:
         out = self.linear(x)
@@ -73,17 +73,23 @@ class _Layer(torch.nn.Module):
         if self.hurt == "backward":
             out.register_hook(lambda grad: grad * math.inf)
             out = out.clone()
+        if self.normalized:
+            out, y = torch.stack((out, 2 * out)).unbind()
+            out.normalized = None, y
         return out, None
 
 
-def _run(hurt: int | None, how: str = "") -> LayerSentinels:
+def _run(hurt: int | None, how: str = "", normalized: bool = False) -> LayerSentinels:
+    """A step of three layers. normalized: an output has an attribute, which the next layer reads in its place."""
     layers = [_Layer() for _ in range(3)]
     sentinels = LayerSentinels(layers, ["layer 1", "layer 2", "layer 3"], "cpu")
     if hurt is not None:
         layers[hurt].hurt = how
     x = torch.randn(5, 4)
     for layer in layers:
+        layer.normalized = normalized
         x, _ = layer(x)
+        x = x.normalized[1] if normalized else x
     x.square().sum().backward()
     sentinels.end_step(torch.tensor(False))
     return sentinels
@@ -94,10 +100,11 @@ def test_N3_sentinels_name_the_layer_of_a_forward_nan(layer: int) -> None:
     assert _run(layer, "forward").first_bad() == ("forward", f"the output of layer {layer + 1}")
 
 
+@pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize("layer", [1, 2])
-def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int) -> None:
+def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int, normalized: bool) -> None:
     # The backward of layer `layer` computes a bad gradient, which is the gradient of the previous layer's output.
-    sentinels = _run(layer, "backward")
+    sentinels = _run(layer, "backward", normalized)
     assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")
     sentinels.end_step(torch.tensor(True))  # the steps after a bad one change nothing
     assert sentinels.first_bad() == ("backward", f"the backward of layer {layer + 1}")

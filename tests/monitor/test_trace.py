@@ -126,6 +126,7 @@ def test_an_instant_counts_once_and_communication_only_where_nothing_else_runs()
         ("triton_poi_fused_add_native_dropout_0", (), "", "elementwise"),
         ("_rope_kernel", (), "", "elementwise"),
         ("_norm_backward_kernel", ("normBackward",), "", "norms"),
+        ("reduce_kernel", ("aten::sum", "add_normBackward"), "", "norms"),
         ("nvjet_hsh", ("aten::mm", "_LinearCrossEntropy"), "", "embedding and loss"),
         ("some_kernel", (), "", "other"),
     ],

@@ -1,0 +1,145 @@
+"""Additions computed together with the next norm, in a whole model on a CPU, against Megatron's own functions."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import harness
+import pytest
+import torch
+from harness import Layout
+
+from megablocks.testing.launcher import run_distributed_test
+
+FUSION, ADD = ("bias_dropout_fusion", True), (("norm", "fused_add"),)
+DENSE = ("num_moe_experts", None), ("moe_ffn_hidden_size", None), ("moe_aux_loss_coeff", 0.0)
+BIASED = Layout(layers=3, settings=ADD, model=(FUSION, *DENSE, ("add_bias_linear", True)))
+RMS = Layout(layers=3, settings=ADD, model=(FUSION, ("normalization", "RMSNorm"), ("moe_layer_freq", [0, 1, 1])))
+CASES: dict[str, tuple[Layout, int]] = {  # and how many additions of a forward pass are computed with a norm
+    "layer norm, biases": (BIASED, 6),
+    "rms norm, experts": (RMS, 6),
+    "bf16": (RMS.but(dtype="bfloat16"), 6),
+    "fusion off": (BIASED.but(model=BIASED.model[1:]), 0),
+    "torch's norms": (BIASED.but(settings=(("norm", "torch"),)), 0),
+    "norms alone": (BIASED.but(settings=(("norm", "fused"),)), 0),
+    "two stages": (RMS.but(layers=4, pp=2, model=RMS.model[:2]), 3),  # the first stage; the last has 4
+    "overlapped gather": (RMS.but(distributed_optimizer=True, overlap=True), 6),
+    "every layer recomputed": (RMS.but(recompute="full"), 0),
+    "attention recomputed": (BIASED.but(recompute="core_attn"), 6),
+}
+
+
+@contextlib.contextmanager
+def _on_cpu() -> Iterator[list[int]]:
+    """Our ops compute the norms on a CPU too. Yields a list with an entry for each addition."""
+    from megablocks.megatron import norm
+
+    calls: list[int] = []
+    plain = norm.add_norm
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return plain(*args, **options)
+
+    with mock.patch.object(norm.Norm, "is_fused", lambda self, x: self.fused), mock.patch.object(
+        norm, "add_norm", counted
+    ):  # fmt: skip
+        yield calls
+
+
+def _train(layout: Layout) -> tuple[Any, Any, int]:
+    """Two steps without and with our ops, and the number of additions of one forward pass."""
+    theirs = harness.train(layout, 2, weights=True)
+    with _on_cpu() as calls:
+        ours = harness.train(layout, 2, weights=True)
+    return theirs, ours, len(calls)
+
+
+def _train_all(world: int) -> dict[str, tuple[Any, Any, int]]:
+    return {name: _train(layout) for name, (layout, _) in CASES.items() if layout.pp == world}
+
+
+@pytest.fixture(scope="module")
+def trained() -> dict[str, list[tuple[Any, Any, int]]]:
+    out: dict[str, list[tuple[Any, Any, int]]] = {}
+    for world in (1, 2):
+        for rank in run_distributed_test(_train_all, world, world):
+            for name, found in rank.items():
+                out.setdefault(name, []).append(found)
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_steps_equal_megatrons(trained: dict[str, list[tuple[Any, Any, int]]], case: str) -> None:
+    layout, additions = CASES[case]
+    theirs, ours = ([run[i].weights for run in trained[case]] for i in (0, 1))
+    error, where = harness.worst_difference(*(harness.assemble(weights, 1e-4) for weights in (theirs, ours)))
+    limit = 0.02 if layout.dtype == "bfloat16" else 1e-5
+    assert error < limit, where
+    for rank, (before, after, calls) in enumerate(trained[case]):
+        assert after.losses == pytest.approx(before.losses, rel=limit)
+        micro_batches = 2 * harness.GLOBAL_BATCH
+        assert calls == micro_batches * (additions + (rank if layout.pp > 1 else 0))
+
+
+def _checkpointed() -> dict[str, Any]:
+    """Gradients through an addition and its norm, with a checkpoint around none, the addition, the norm, or both."""
+    from torch.utils.checkpoint import checkpoint
+
+    from megablocks.megatron.add_norm import AddNorm
+    from megablocks.megatron.norm import Norm
+
+    harness.initialize(Layout())
+    config = harness.transformer_config(BIASED)
+    addition, norm = AddNorm(), Norm(config, 32)
+    addition.norm = norm
+    torch.nn.init.normal_(norm.weight)
+    x, residual, bias = torch.randn(5, 2, 32), torch.randn(5, 2, 32), torch.randn(32)
+
+    def add(x: torch.Tensor, residual: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return addition(True, True)((x, bias), residual, 0.0)
+
+    def both(*terms: torch.Tensor) -> torch.Tensor:
+        total = add(*terms)
+        return total * norm(total)
+
+    def apart(*terms: torch.Tensor, around: str) -> torch.Tensor:
+        total = checkpoint(add, *terms, use_reentrant=True) if around == "addition" else add(*terms)
+        return total * (checkpoint(norm, total, use_reentrant=True) if around == "norm" else norm(total))
+
+    out = {}
+    with _on_cpu():
+        for around in ("none", "addition", "norm", "both"):
+            terms = [t.clone().requires_grad_() for t in (x, residual, bias)]
+            norm.zero_grad()
+            if around == "both":
+                result = checkpoint(both, *terms, use_reentrant=True)
+            else:
+                result = apart(*terms, around=around)
+            (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
+            out[around] = [result.detach(), *(t.grad for t in (*terms, *norm.parameters()))]
+        torch.manual_seed(5)
+        total = addition(True, True)((x, bias), residual, 0.25)
+        out["dropped"] = float((total == residual).float().mean()), total
+        torch.manual_seed(5)
+        out["again"] = addition(True, True)((x, bias), residual, 0.25)
+        out["evaluated"] = addition(False, True)((x, bias), residual, 0.25)
+        out["sum"] = x + bias + residual
+        kept = total != residual
+        out["scaled"] = torch.where(kept, (x + bias) / 0.75 + residual, residual)
+    return out
+
+
+def test_checkpoints_and_dropout() -> None:
+    (found,) = run_distributed_test(_checkpointed, 1)
+    for around in ("addition", "norm", "both"):
+        for got, expected in zip(found[around], found["none"], strict=True):
+            torch.testing.assert_close(got, expected)
+    share, total = found["dropped"]
+    assert 0.15 < share < 0.35
+    torch.testing.assert_close(total, found["scaled"])
+    assert torch.equal(total, found["again"])
+    torch.testing.assert_close(found["evaluated"], found["sum"])
