@@ -144,6 +144,7 @@ def _initialize() -> None:
     training.initialize_megatron = functools.partial(original, allow_no_cuda=True)
 
 
+@functools.cache  # it reads a list of files, which takes 0.1 s
 def skip_compile_helpers() -> None:
     """Megatron runs "make" for its data-set helpers. Its wheel has them built but no Makefile, so make would fail.
 

@@ -22,6 +22,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megablocks.testing.launcher import RankFailed, run_distributed_test
+
 SEQ, VOCAB, GLOBAL_BATCH = 16, 64, 4
 
 
@@ -477,8 +479,6 @@ class Failure(dict):
 
 def on_ranks(fn: Any, world_size: int, *args: Any, **options: Any) -> dict[str, list[Any]]:
     """Run `fn`, which returns results by name, on new ranks. Returns the results of all ranks by name."""
-    from megablocks.testing.launcher import RankFailed, run_distributed_test
-
     try:
         ranks = run_distributed_test(fn, world_size, *args, **options)
     except RankFailed as error:
