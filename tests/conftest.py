@@ -51,7 +51,12 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 
 
 def _folder(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0] if item.path.is_relative_to(TESTS) else ""
+    return _folder_of(item.path)
+
+
+@functools.cache
+def _folder_of(path: Path) -> str:
+    return path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
 
 
 @pytest.hookimpl(tryfirst=True)
