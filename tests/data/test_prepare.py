@@ -600,7 +600,7 @@ def test_a_tokenizers_own_code_runs_only_when_allowed(corpus, gpt2_files, tmp_pa
     assert allowed.returncode == 0, allowed.stderr
     assert (tmp_path / "ran").exists() and "[y/N]" not in allowed.stdout
     assert (tmp_path / "hf/train.bin").read_bytes() == (tmp_path / "gpt2/train.bin").read_bytes()
-    assert run("verify", tmp_path / "hf").returncode == 0
+    assert main(["verify", str(tmp_path / "hf")]) == 0
     with pytest.raises(DataError, match="tokenizer: the tokenizer brings its own Python code"):
         verify_folder(tmp_path / "hf")
     verify_folder(tmp_path / "hf", trust_remote_code=True)

@@ -100,8 +100,15 @@ def test_N6_every_mlp_impl_multiplies_bins_alike(monkeypatch):
         assert relative_error(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("rule", ["megablocks", "tutel"])
-@pytest.mark.parametrize("marked", [False, True], ids=["dynamic=True", "mark_dynamic"])
+@pytest.mark.parametrize(
+    ("rule", "marked"),
+    [
+        pytest.param("megablocks", False, id="megablocks-dynamic=True"),
+        pytest.param("tutel", True, id="tutel-mark_dynamic"),
+        pytest.param("megablocks", True, id="megablocks-mark_dynamic", marks=pytest.mark.slow),
+        pytest.param("tutel", False, id="tutel-dynamic=True", marks=pytest.mark.slow),
+    ],
+)
 def test_N9_one_graph_for_every_number_of_tokens(rule, marked):
     """Equal to eager forward and backward; a second number of tokens compiles nothing."""
     config = config_of(capacity_factor=1.25, capacity_rule=rule, activation="swiglu")

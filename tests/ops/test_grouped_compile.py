@@ -5,10 +5,12 @@ No GPU is needed: a process of its own compiles for a GPU that is not there. Sha
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from pathlib import Path
+
+import pytest
 
 PROGRAM = """
 import re
@@ -77,20 +79,35 @@ for ptx in texts:
 """
 
 
-def run(program: str, tmp_path: Path) -> None:
+BOTH = """
+import json, sys, traceback
+verdicts = []
+for program in json.load(sys.stdin):
+    try:
+        exec(program, {})
+        verdicts.append("")
+    except Exception:
+        verdicts.append(traceback.format_exc())
+print(json.dumps(verdicts))
+"""
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What went wrong in each program, by one process that imports torch and Triton once."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("cache"))
+    given = json.dumps([PROGRAM, SERIALIZED])
+    done = subprocess.run([sys.executable, "-c", BOTH], input=given, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_hopper_kernels_load_each_tiles_bounds(tmp_path: Path) -> None:
+def test_hopper_kernels_load_each_tiles_bounds(verdicts: list[str]) -> None:
     """Triton drops a value carried around a loop whose only use is to bound an inner one; that kernel hangs."""
-    run(PROGRAM, tmp_path)
+    assert not verdicts[0], verdicts[0]
 
 
-def test_ptxas_leaves_products_of_hopper_kernels_in_flight(tmp_path: Path) -> None:
+def test_ptxas_leaves_products_of_hopper_kernels_in_flight(verdicts: list[str]) -> None:
     """Where it finds sums read among them, as the one that is put there, it adds waits."""
-    run(SERIALIZED, tmp_path)
+    assert not verdicts[1], verdicts[1]
