@@ -297,8 +297,10 @@ def _eager_and_compiled(config, counts, ffn_shards):
         return dispatcher.run(x, make_routing(expert, weight, config.num_experts), experts)
 
     ways = []
+    # ranks that do the same as one that compiles, which takes 4 s, run eagerly; those that compile hold every shard
+    compiles = rank >= len(counts) // 2 or not counts[rank]
     with torch._dynamo.config.patch(capture_scalar_outputs=True):  # the numbers of rows, which the host reads
-        for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        for call in (run, torch.compile(run, fullgraph=True, backend="aot_eager") if compiles else run):
             found = []
             for ids in ("uniform", "one rank"):
                 x, weight, expert, dy = _batch(config, rank, counts[rank], ids)
