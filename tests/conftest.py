@@ -96,7 +96,7 @@ def _patch_once_a_launch(interpreter: Any) -> None:
 
 
 def _interpret_quickly(interpreter: Any) -> None:
-    """The same results in a third of the time."""
+    """The same results. Kernels that sort take a third of the time, others nine tenths."""
     find, known, builder = interpreter._get_np_dtype, {}, interpreter.interpreter_builder
     reduce, standard, xor = interpreter.ReduceOps.generic_reduce, interpreter.tl.standard, interpreter.np.bitwise_xor
 
