@@ -148,7 +148,7 @@ def _sizes(hidden: int) -> dict[str, int]:
     return {"ROWS": rows, "BLOCK": block, "num_warps": min(max(rows * block // 512, 4), 32)}
 
 
-def _forward(
+def add_norm_launch(
     x: Tensor,
     x_bias: Tensor | None,
     residual: Tensor | None,
@@ -157,7 +157,7 @@ def _forward(
     bias: Tensor | None,
     options: AddNormOptions,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor | None]:
-    """`add_norm_ref`; without a residual, y is the norm of x, and the sum is empty."""
+    """Like `add_norm_ref`; one launch. Without a residual, y is the norm of x, and the sum is empty."""
     x, weight = x.contiguous(), weight.contiguous()
     x_bias, residual, bias = (None if t is None else t.contiguous() for t in (x_bias, residual, bias))
     hidden, device = x.shape[-1], x.device
@@ -176,7 +176,7 @@ def _forward(
     return out, y, None if bias is None else mean, rstd, mask
 
 
-def _backward(
+def add_norm_backward_launch(
     d_out: Tensor | None,
     dy: Tensor,
     x: Tensor,
@@ -187,7 +187,10 @@ def _backward(
     has_x_bias: bool,
     options: AddNormOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """`add_norm_backward_ref`; without d_out, the norm's gradients alone."""
+    """Like `add_norm_backward_ref`; one launch, and torch's sums of the partial results.
+
+    Without d_out: the gradients of the norm alone.
+    """
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     d_out = None if d_out is None else d_out.contiguous()
     hidden = x.shape[-1]
@@ -212,15 +215,13 @@ def norm_launch(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, offset: float
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Like `norm_ref`; one launch."""
-    return _forward(x, None, None, None, weight, bias, AddNormOptions(0, eps, offset))[1:4]
+    return add_norm_launch(x, None, None, None, weight, bias, AddNormOptions(0, eps, offset))[1:4]
 
 
 def norm_backward_launch(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Like `norm_backward_ref`; one launch, and torch's sums of the partial results."""
-    dx, *_, dg, d_bias = _backward(None, dy, x, None, weight, mean, rstd, False, AddNormOptions(0, 0.0, offset))
+    options = AddNormOptions(0, 0.0, offset)
+    dx, *_, dg, d_bias = add_norm_backward_launch(None, dy, x, None, weight, mean, rstd, False, options)
     return dx, dg, d_bias
-
-
-add_norm_launch, add_norm_backward_launch = _forward, _backward
