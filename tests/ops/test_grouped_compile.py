@@ -12,6 +12,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("hopper_compile")  # one worker compiles, not two
+
 PROGRAM = """
 import re
 import torch
