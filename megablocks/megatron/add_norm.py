@@ -2,18 +2,20 @@
 
 Megatron's layer adds a part's output to the residual (`bias_dropout_add`), and then calls the norm of the next part.
 `AddNorm` replaces the addition: it calls this norm with the terms. The norm computes their sum and the sum's norm by
-one op, and returns the sum. When Megatron then calls it with this sum, it returns the norm that it has. Megatron's own
-function adds what no norm of the same pipeline stage follows, and in layers that backward computes again.
+one op, and returns the sum. When Megatron then calls it with this sum, it returns the norm that it has. Where no norm
+of the same pipeline stage follows, and with full recomputation, Megatron's own function adds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.transformer.transformer_block import TransformerBlock
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from megablocks.megatron.norm import Norm, Terms
@@ -48,10 +50,15 @@ def install() -> None:
 def _build_layers(original: Callable[..., None], block: TransformerBlock) -> None:
     """Wraps `TransformerBlock._build_layers`."""
     original(block)
+    layers: list[Any] = list(block.layers)
     if block.config.recompute_granularity == "full":  # the norms would be computed in vain
         return
-    following: list[Any] = [layer.input_layernorm for layer in block.layers[1:]]
-    for layer, norm in zip(block.layers, [*following, block.final_layernorm], strict=True):
-        for addition, then in ((layer.self_attn_bda, layer.pre_mlp_layernorm), (layer.mlp_bda, norm)):
-            if isinstance(addition, AddNorm) and isinstance(then, Norm):
-                addition.norm = then
+    if not all(isinstance(layer, TransformerLayer) for layer in layers):
+        return
+    norms = [*(layer.input_layernorm for layer in layers), block.final_layernorm]
+    for layer, next_norm in zip(layers, norms[1:], strict=True):  # a pipeline stage may have no layer
+        for addition, norm in ((layer.self_attn_bda, layer.pre_mlp_layernorm), (layer.mlp_bda, next_norm)):
+            if isinstance(addition, AddNorm) and isinstance(norm, Norm):
+                addition.norm = norm
+                # Megatron adds under torch.enable_grad, which makes a graph in evaluation and fails in inference mode.
+                layer.bias_dropout_add_exec_handler = contextlib.nullcontext

@@ -20,7 +20,7 @@ from torch import Tensor
 from megablocks.config import refuse
 from megablocks.megatron.settings import settings_of
 from megablocks.ops.add_norm import add_norm
-from megablocks.ops.norm import norm
+from megablocks.ops.norm import kernels_take, norm
 
 
 class Terms(NamedTuple):
@@ -35,7 +35,9 @@ class Terms(NamedTuple):
 class Norm(torch.nn.Module):
     """Normalizes (…, H) over H by `config.normalization`. Parameters: weight (H,) and, for LayerNorm, bias (H,).
 
-    Called with `Terms`, it returns their sum, with the sum's norm as an attribute for the call with the sum.
+    Called with `Terms`, it returns their sum, with the sum's norm as an attribute. Called with this sum, it returns the
+    attribute, so nothing may write to the sum in between. Both are calls of the module, because the hooks of Megatron's
+    distributed optimizer wait for the weights.
 
     The arguments are those of Megatron's LayerNormBuilder. `persist_layer_norm`, which selects a kernel of apex, has no
     effect. Raises ConfigError for a normalization other than LayerNorm or RMSNorm.
@@ -60,7 +62,7 @@ class Norm(torch.nn.Module):
 
     def is_fused(self, x: Tensor) -> bool:
         """Whether our kernels compute the norm of x."""
-        return self.fused and x.is_cuda
+        return self.fused and kernels_take(x)
 
     def forward(self, x: Tensor | Terms) -> Tensor:
         if isinstance(x, Terms):
@@ -70,7 +72,7 @@ class Norm(torch.nn.Module):
             )  # fmt: skip
             total.normalized = self, y  # type: ignore[attr-defined]
             return total
-        owner, y = x.__dict__.pop("normalized", (None, x))
+        owner, y = getattr(x, "normalized", (None, x))
         # A checkpoint computes without a graph, and then gives the sum one, which its norm lacks.
         if owner is self and y.requires_grad == (x.requires_grad and torch.is_grad_enabled()):
             return y

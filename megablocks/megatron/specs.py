@@ -76,7 +76,8 @@ def block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubm
     with_engine = config.transformer_impl == "transformer_engine" and HAVE_TE
     if settings.rope == "fused" and torch.cuda.is_available():
         rope.install()
-    add_norm.install()
+    if settings.norm == "fused_add":
+        add_norm.install()
     block = get_gpt_decoder_block_spec(
         config,
         use_transformer_engine=with_engine,

@@ -64,8 +64,8 @@ class LayerSentinels:
 
     Args:
         layers: modules in the order of computation. Each returns a tensor, or a tuple whose first element is a tensor.
-            Its attribute `normalized`, if it has one, is a pair, and the second is the tensor that the next layer
-            reads, whose gradient counts as the output's.
+            If the tensor has an attribute `normalized`, one node of the graph computed it and its norm. This node adds
+            both gradients; the last gradient with more than one dimension that it returns is the output's.
         names: the names of the layers in `first_bad`.
     """
 
@@ -85,10 +85,15 @@ class LayerSentinels:
             if not module.training or not isinstance(out, Tensor):
                 return
             self._forward[index].logical_or_(is_bad(out))
-            # The gradient of an output that was computed together with its norm arrives at the norm.
-            _, read = getattr(out, "normalized", (None, out))
-            if read.requires_grad:
-                read.register_hook(watch_gradient)
+            if out.grad_fn is not None and hasattr(out, "normalized"):
+                out.grad_fn.register_hook(watch_node)
+            elif out.requires_grad:
+                out.register_hook(watch_gradient)
+
+        def watch_node(grads: Sequence[Tensor | None], _: Any) -> None:
+            sums = [grad for grad in grads if grad is not None and grad.dim() > 1]
+            if sums:  # otherwise only parameters need a gradient
+                watch_gradient(sums[-1])
 
         def watch_gradient(grad: Tensor) -> None:
             self._backward[index].logical_or_(is_bad(grad))

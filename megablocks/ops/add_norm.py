@@ -64,7 +64,8 @@ def _drop(x: Tensor, mask: Tensor | None, options: AddNormOptions) -> Tensor:
     if mask is None:
         return x
     bits = mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1
-    return torch.where(bits.flatten(1)[:, : x.shape[-1]].view(x.shape).bool(), x * options.scale, 0.0)
+    factors = bits.flatten(1)[:, : x.shape[-1]].view(x.shape) * options.scale
+    return x * factors  # a NaN that is dropped stays one, as in torch
 
 
 def add_norm_ref(

@@ -73,7 +73,7 @@ def _norm_kernel(
             byte = _draw_mask(seed_ptr, row, drops, ROWS, BLOCK, ROUNDS)
             place = mask_ptr + row[:, None] * tl.cdiv(H, 8) + octet[None, :]
             tl.store(place, byte.to(tl.uint8), mask=alive[:, None] & (octet * 8 < H)[None, :])
-            x = tl.where(_bits(byte, h, ROWS, BLOCK), x * scale, 0.0)
+            x *= tl.where(_bits(byte, h, ROWS, BLOCK), scale, 0.0)
         x += tl.load(residual_ptr + at, mask=inside, other=0).to(tl.float32)
         rounded = x.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + at, rounded, mask=inside)
@@ -129,7 +129,7 @@ def _norm_backward_kernel(
             dx += tl.load(d_out_ptr + at, mask=inside, other=0).to(tl.float32)
         tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         if mask_ptr is not None:
-            dx = tl.where(_bits(byte, h, ROWS, BLOCK), dx * scale, 0.0)
+            dx *= tl.where(_bits(byte, h, ROWS, BLOCK), scale, 0.0)
             tl.store(dropped_ptr + at, dx.to(dropped_ptr.dtype.element_ty), mask=inside)
         if SUMS_X:
             d_x_bias += dx

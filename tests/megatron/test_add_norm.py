@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -30,6 +31,9 @@ CASES: dict[str, tuple[Layout, int]] = {  # and how many additions of a forward 
     "every layer recomputed": (RMS.but(recompute="full"), 0),
     "attention recomputed": (BIASED.but(recompute="core_attn"), 6),
 }
+
+
+AROUND = [(around, reentrant) for around in ("none", "addition", "norm", "both") for reentrant in (True, False)]
 
 
 @contextlib.contextmanager
@@ -85,6 +89,41 @@ def test_steps_equal_megatrons(trained: dict[str, list[tuple[Any, Any, int]]], c
         assert calls == micro_batches * (additions + (rank if layout.pp > 1 else 0))
 
 
+def _built(settings: tuple[tuple[str, str], ...]) -> int:
+    """The layers of this stage, of a model with one layer, which the last stage has."""
+    layout = Layout(layers=1, pp=2, tied=False, settings=settings)
+    layout = layout.but(model=(FUSION, ("account_for_embedding_in_pipeline_split", True)))
+    harness.initialize(layout)
+    _, (chunk,) = harness.build_model(layout)
+    return len(chunk.module.decoder.layers)
+
+
+def _build() -> list[int]:
+    return [_built(settings) for settings in (ADD, ())]
+
+
+def test_a_stage_may_have_no_layer() -> None:
+    assert run_distributed_test(_build, 2) == [[0, 0], [1, 1]]
+
+
+def _evaluate(out: dict[str, Any]) -> None:
+    """Adds the losses of a model in evaluation, by Megatron's and by our functions, and what ours left behind."""
+    harness.initialize(RMS)
+    _, (model,) = harness.build_model(RMS)
+    model.eval()
+    tokens = torch.stack([harness.sample(i) for i in range(2)])
+    given = tokens[:, :-1].contiguous(), torch.arange(harness.SEQ).expand(2, -1), None
+    with torch.no_grad():
+        out["Megatron's"] = model(*given, labels=tokens[:, 1:].contiguous())
+    graphs: list[Any] = []
+    for layer in model.module.decoder.layers:
+        layer.register_forward_hook(lambda _, __, result: graphs.append(result[0].grad_fn))
+    for mode in (torch.no_grad, torch.inference_mode):
+        with _on_cpu() as calls, mode():
+            loss = model(*given, labels=tokens[:, 1:].contiguous())
+        out[mode.__name__] = loss.clone(), len(calls), graphs == [None] * len(graphs)
+
+
 def _checkpointed() -> dict[str, Any]:
     """Gradients through an addition and its norm, with a checkpoint around none, the addition, the norm, or both."""
     from torch.utils.checkpoint import checkpoint
@@ -106,21 +145,26 @@ def _checkpointed() -> dict[str, Any]:
         total = add(*terms)
         return total * norm(total)
 
-    def apart(*terms: torch.Tensor, around: str) -> torch.Tensor:
-        total = checkpoint(add, *terms, use_reentrant=True) if around == "addition" else add(*terms)
-        return total * (checkpoint(norm, total, use_reentrant=True) if around == "norm" else norm(total))
+    def run(around: str, reentrant: bool, *terms: torch.Tensor) -> torch.Tensor:
+        if around == "both":
+            return checkpoint(both, *terms, use_reentrant=reentrant)
+        total = checkpoint(add, *terms, use_reentrant=reentrant) if around == "addition" else add(*terms)
 
-    out = {}
+        def then(total: torch.Tensor) -> torch.Tensor:
+            return total * norm(total)
+
+        return checkpoint(then, total, use_reentrant=reentrant) if around == "norm" else then(total)
+
+    out: dict[str, Any] = {}
     with _on_cpu():
-        for around in ("none", "addition", "norm", "both"):
+        for around, reentrant in AROUND:
             terms = [t.clone().requires_grad_() for t in (x, residual, bias)]
             norm.zero_grad()
-            if around == "both":
-                result = checkpoint(both, *terms, use_reentrant=True)
-            else:
-                result = apart(*terms, around=around)
+            result = run(around, reentrant, *terms)
             (result * torch.linspace(-1, 1, result.numel()).view_as(result)).sum().backward()
-            out[around] = [result.detach(), *(t.grad for t in (*terms, *norm.parameters()))]
+            out[f"{around} {reentrant}"] = [result.detach(), *(t.grad for t in (*terms, *norm.parameters()))]
+        kept = weakref.ref(add(*terms).normalized[1])  # type: ignore[attr-defined]
+        out["kept"] = kept() is not None
         torch.manual_seed(5)
         total = addition(True, True)((x, bias), residual, 0.25)
         out["dropped"] = float((total == residual).float().mean()), total
@@ -130,14 +174,27 @@ def _checkpointed() -> dict[str, Any]:
         out["sum"] = x + bias + residual
         kept = total != residual
         out["scaled"] = torch.where(kept, (x + bias) / 0.75 + residual, residual)
+    _evaluate(out)
     return out
 
 
-def test_checkpoints_and_dropout() -> None:
-    (found,) = run_distributed_test(_checkpointed, 1)
-    for around in ("addition", "norm", "both"):
-        for got, expected in zip(found[around], found["none"], strict=True):
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    return run_distributed_test(_checkpointed, 1)[0]
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_evaluation_makes_no_graph_and_computes_each_norm_once(found: dict[str, Any], mode: str) -> None:
+    loss, additions, without_graph = found[mode]
+    torch.testing.assert_close(loss, found["Megatron's"])
+    assert additions == 6 and without_graph
+
+
+def test_checkpoints_and_dropout(found: dict[str, Any]) -> None:
+    for around, reentrant in AROUND:
+        for got, expected in zip(found[f"{around} {reentrant}"], found["none True"], strict=True):
             torch.testing.assert_close(got, expected)
+    assert not found["kept"], "the sum and its norm hold each other"
     share, total = found["dropped"]
     assert 0.15 < share < 0.35
     torch.testing.assert_close(total, found["scaled"])

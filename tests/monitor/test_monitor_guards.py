@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megablocks.monitor.guards import LayerSentinels, LossWindow, first_bad_parameter, is_bad
+from megablocks.ops.add_norm import add_norm
 
 
 def test_F4_window_detects_a_spike_and_ignores_nan() -> None:
@@ -74,7 +75,8 @@ class _Layer(torch.nn.Module):
             out.register_hook(lambda grad: grad * math.inf)
             out = out.clone()
         if self.normalized:
-            out, y = torch.stack((out, 2 * out)).unbind()
+            scale, weight = (1e-20, 1e10) if self.hurt == "norm" else (1.0, 1.0)
+            out, y = add_norm(scale * out, torch.zeros_like(out), torch.full((4,), weight), None, eps=2e-38)
             out.normalized = None, y
         return out, None
 
@@ -90,7 +92,7 @@ def _run(hurt: int | None, how: str = "", normalized: bool = False) -> LayerSent
         layer.normalized = normalized
         x, _ = layer(x)
         x = x.normalized[1] if normalized else x
-    x.square().sum().backward()
+    (x.square() if how != "norm" else 1e10 * x).sum().backward()
     sentinels.end_step(torch.tensor(False))
     return sentinels
 
@@ -112,8 +114,13 @@ def test_N3_sentinels_name_the_layer_of_a_backward_inf(layer: int, normalized: b
     assert sentinels.first_bad() == (None, None)
 
 
+def test_N3_sentinels_name_a_norm_that_was_computed_with_its_sum() -> None:
+    """The gradient that arrives is finite. What the norm makes of it is not."""
+    assert _run(2, "norm", True).first_bad() == ("backward", "the backward of the output layer")
+
+
 def test_N3_sentinels_report_nothing_on_a_good_step_or_in_evaluation() -> None:
-    assert _run(None).first_bad() == (None, None)
+    assert _run(None).first_bad() == _run(None, normalized=True).first_bad() == (None, None)
     layer = _Layer()
     sentinels = LayerSentinels([layer], ["layer 1"], "cpu")
     layer.hurt = "forward"
