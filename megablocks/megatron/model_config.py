@@ -144,6 +144,13 @@ def check_engine(config: TransformerConfig) -> None:
         if not HAVE_TE or config.transformer_impl != "transformer_engine":
             rule = f"needs Transformer Engine's norms with {config.params_dtype}; others keep the residual's dtype"
             refuse("fp32_residual_connection", True, rule)
+    if config.recompute_granularity == "selective" and "mlp" in (config.recompute_modules or ()):
+        frequency = config.moe_layer_freq
+        is_dense = 0 in frequency if isinstance(frequency, list) else frequency > 1
+        if config.add_bias_linear and (is_dense or config.num_moe_experts is None):
+            # The checkpoint returns the bias and makes itself its origin, so the next backward calls itself forever.
+            rule = "must be without 'mlp' in dense layers with biases, where backward would not end; or give "
+            refuse("recompute_modules", config.recompute_modules, f"{rule}--disable-bias-linear")
     if HAVE_TE:
         _check_fuser(config)
         return

@@ -340,6 +340,21 @@ def test_L2_two_stages_with_virtual_stages_need_unbatched_messages() -> None:
     check_engine(config)
 
 
+def test_L2_a_recomputed_dense_layer_with_biases_is_refused() -> None:
+    """Megatron's backward would not end: its checkpoint returns the bias itself."""
+    from megablocks.megatron.model_config import check_engine
+
+    recompute = {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}
+    for frequency, biased, refused in (([0, 1], True, True), (2, True, True), (1, True, False), ([0, 1], False, False)):
+        config = _config(num_layers=2, add_bias_linear=biased, **recompute)
+        config.moe_layer_freq = frequency
+        if refused:
+            with pytest.raises(ConfigError, match=r"^recompute_modules=\['mlp'\]: must be without 'mlp' in"):
+                check_engine(config)
+        else:
+            check_engine(config)
+
+
 def test_L2_recompute_that_needs_transformer_engine_is_named() -> None:
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
