@@ -147,11 +147,13 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     out, _, mean, rstd, mask = output
     ctx.has_x_bias, ctx.has_mask = x_bias is not None, seed is not None
     ctx.mark_non_differentiable(mean, rstd, mask)
+    ctx.set_materialize_grads(False)  # no zeros for these
     ctx.save_for_backward(out, mask if ctx.has_mask else None, weight, mean if bias is not None else None, rstd)
 
 
-def _backward(ctx: Any, d_out: Tensor, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, d_out: Tensor | None, dy: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     out, mask, weight, mean, rstd = ctx.saved_tensors
+    d_out, dy = (torch.zeros_like(out) if grad is None else grad for grad in (d_out, dy))
     given = (d_out, dy, out, mask, weight, mean, rstd, ctx.has_x_bias, ctx.options)
     d_residual, dx, dx_bias, dg, d_bias = add_norm_backward_op(*given)
     dx = dx if ctx.has_mask else d_residual

@@ -88,6 +88,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     x, weight, bias, _, ctx.offset = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
+    ctx.set_materialize_grads(False)  # no zeros for these
     ctx.save_for_backward(x, weight, mean if bias is not None else None, rstd)
 
 

@@ -3,7 +3,7 @@
 1. norm       a program normalizes ROWS rows, each wholly in registers; it stores the mean and r of each row. With a
               residual, it first adds to it what dropout keeps of x and its bias, and stores the sum
 2. backward   P programs loop over the tiles: dX of each row; per program the sum of dY · x̂ over its rows, and for
-              LayerNorm the sum of dY. The P partial results are added in their order: no atomics. With a residual, the
+              LayerNorm the sum of dY. partials_triton.py adds these in their order: no atomics. With a residual, the
               sum's own gradient is added to dX, and dropout's gradient and its sum are made of that
 
 Memory traffic bounds both: forward moves 2·H elements per row, backward 3·H; with a residual 4·H and 5·H.
@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megablocks.ops.add_norm import ROUNDS, AddNormOptions
 from megablocks.ops.launch import cdiv, next_power_of_2, quick
+from megablocks.ops.partials_triton import add_partials_launch
 from megablocks.ops.routing.topk_triton import sum_products
 
-_PROGRAMS = 528  # four per multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
-_ADD_PROGRAMS = 396  # with a residual: three, which is what the registers leave room for
-_ADD_STAGES, _STAGED_BYTES = 3, 8192  # then the tiles in flight, if no tensor's part of one is larger than this
+_PROGRAMS = 396  # three per multiprocessor of the largest Hopper; a constant, so that sums are the same on every GPU
+_STAGES, _STAGED_BYTES = 3, 8192  # the tiles in flight in backward, if no tensor's part of one is larger than this
 _TILE = 2048  # elements of a program; 16 a thread leave registers for both sums
 
 
@@ -187,7 +187,7 @@ def add_norm_backward_launch(
     has_x_bias: bool,
     options: AddNormOptions,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]:
-    """Like `add_norm_backward_ref`; one launch, and torch's sums of the partial results.
+    """Like `add_norm_backward_ref`; two launches.
 
     Without d_out: the gradients of the norm alone.
     """
@@ -196,9 +196,8 @@ def add_norm_backward_launch(
     hidden = x.shape[-1]
     num_rows, sizes = x.numel() // hidden, _sizes(hidden)
     tiles = cdiv(num_rows, sizes["ROWS"])
-    programs, dx = min(tiles, _PROGRAMS if d_out is None else _ADD_PROGRAMS), torch.empty_like(x)
-    small = sizes["ROWS"] * sizes["BLOCK"] * x.element_size() <= _STAGED_BYTES
-    stages = _ADD_STAGES if d_out is not None and small else 1
+    programs, dx = min(tiles, _PROGRAMS), torch.empty_like(x)
+    stages = _STAGES if sizes["ROWS"] * sizes["BLOCK"] * x.element_size() <= _STAGED_BYTES else 1
     dropped = None if mask is None else torch.empty_like(x)
     count = 1 + (mean is not None) + has_x_bias
     partial = torch.empty(programs, count, hidden, dtype=torch.float32, device=x.device)
@@ -207,7 +206,7 @@ def add_norm_backward_launch(
             dy, d_out, x, mask, weight, mean, rstd, dx, dropped, partial,
             num_rows, tiles, hidden, options.offset, options.scale, SUMS_X=has_x_bias, STAGES=stages, **sizes,
         )  # fmt: skip
-    sums = [partial[:, i].sum(0) for i in range(count)]  # one by one: outputs of an op must not share memory
+    sums = add_partials_launch(partial)
     return dx, dropped, sums[-1] if has_x_bias else None, sums[0], None if mean is None else sums[1]
 
 
@@ -221,7 +220,7 @@ def norm_launch(
 def norm_backward_launch(
     dy: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor, offset: float
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Like `norm_backward_ref`; one launch, and torch's sums of the partial results."""
+    """Like `norm_backward_ref`; two launches."""
     options = AddNormOptions(0, 0.0, offset)
     dx, *_, dg, d_bias = add_norm_backward_launch(None, dy, x, None, weight, mean, rstd, False, options)
     return dx, dg, d_bias

@@ -233,6 +233,14 @@ def adam() -> None:
             adam_triton.adam_launch(tables, torch.zeros(1, 8), torch.ones(()))
 
 
+@family("partials_triton", "_add_partials_kernel")
+def partials() -> None:
+    from megablocks.ops.partials_triton import add_partials_launch
+
+    for programs, count, width in product((1, 396), (1, 2, 3), (13, 768)):
+        add_partials_launch(torch.zeros(programs, count, width))
+
+
 @family("norm_triton", "_norm_kernel", "_norm_backward_kernel")
 def norm() -> None:
     from megablocks.ops.add_norm import AddNormOptions

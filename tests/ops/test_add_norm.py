@@ -95,7 +95,7 @@ def test_the_bits_are_philoxs() -> None:
 def test_N1_add_norm_kernels_equal_float64(
     rows: int, hidden: int, p: float, biased: bool, layer_norm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(norm_triton, "_ADD_PROGRAMS", 2)  # each computes several tiles
+    monkeypatch.setattr(norm_triton, "_PROGRAMS", 2)  # each computes several tiles
     case = draw(rows, hidden, torch.float32, biased, layer_norm)
     case[0] = torch.cat([case[0], case[0]], 1)[:, :hidden]  # strided
     for got, expected in zip(of_kernels(case, p), truth_of(case, p, SEED), strict=True):
